@@ -1,11 +1,13 @@
-"""`load`: from a bundle on disk to a program, everything checked before anything runs."""
+"""`load`: begins the context of a GPU, then opens the bundle (program/opening.py).
+
+What is imported before the context begins delays the first answer by its whole time."""
 
 from __future__ import annotations
 
 import os
 
 from .cuda.background import ContextFuture
-from .errors import BundleError, CallError
+from .errors import BundleError
 from .format.open_files import open_directory, open_file
 
 TYPE_CHECKING = False  # see cgbundle/__init__.py
@@ -13,31 +15,15 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from typing import Any, Literal, overload
 
-    from .format.archive import Archive
-    from .format.schema import Manifest
-    from .gpu.backend import CudaBackend
     from .program import Program
     from .program.replicas import Replicas
     from .signatures import Keys
-
-MODES = ("graph", "stream")
-OUTPUTS = ("copy", "view")
-WEIGHTS = ("map", "copy")
-
-LONGEST_WAIT = 1 << 32
-"""Seconds: as nanoseconds they fit into 64 bits."""
-
-MOST_DEVICES = 1 << 16
-"""More than a machine can have."""
 
 MANIFEST = "manifest.json"
 
 CUDA, GLANCE = b'"kind":"cuda"', 16 << 20
 """How a manifest for a GPU spells its target, and the bytes that are searched.  A wrong guess costs an unused context, or the time
 that one takes, nothing else."""
-
-ATTEMPTS = 100
-"""How often a bundle that is replaced while it is read is read again."""
 
 if TYPE_CHECKING:
 
@@ -117,157 +103,38 @@ def load(
     nothing runs on a GPU, and for `devices` of a model for one device without it; ValueError for a value that an option does not
     have.
     """
-    _check_path(path)
-    _check_kinds(
-        device=device, devices=devices, replicas=replicas, lazy=lazy, cast=cast, timeout=timeout, rank=rank, rendezvous=rendezvous,
-        variant=variant, state=state,
+    opened: Program | Replicas = _open(
+        path, device, devices, replicas=replicas, mode=mode, on_miss=on_miss, outputs=outputs, check=check, weights=weights,
+        lazy=lazy, key=key, threads=threads, cast=cast, timeout=timeout, rank=rank, rendezvous=rendezvous, variant=variant,
+        state=state,
     )  # fmt: skip
-    options: dict[str, Any] = {
-        "mode": mode, "on_miss": on_miss, "outputs": outputs, "check": check, "weights": weights, "lazy": lazy, "key": key,
-        "threads": threads, "cast": cast, "variant": variant, "state": state,
-    }  # fmt: skip
-    if replicas:
-        return _open_replicas(path, device, devices, **options)
-    meeting = None if rank is None or rendezvous is None else (rank, os.fspath(rendezvous))
-    return open_program(path, device, devices=devices, timeout=timeout, meeting=meeting, **options)
+    return opened
 
 
-def open_program(
-    path: str | os.PathLike[str], device: int = 0, mode: str = "graph", on_miss: str = "pad", outputs: str = "copy",
-    check: str = "load", poison: int | None = None, weights: str = "map", lazy: bool | None = None, key: Keys | None = None,
-    threads: int | None = None, cast: bool = False, devices: Sequence[int] | None = None, timeout: float = 30.0,
-    meeting: tuple[int, str] | None = None, variant: str | None = None, state: Mapping[str, int] | None = None,
-) -> Program:  # fmt: skip
+def open_program(path: str | os.PathLike[str], device: int = 0, **options: Any) -> Program:
     """`load`; with `poison`, that byte fills the arena and every byte of kernel parameters that the recording calls undefined,
     so that a replay that relies on one goes wrong, and state has a row more than the fewest.  For verification."""
-    context = _begin_context(os.fspath(path), devices[0] if devices else device)
-    bundle: Archive | None = None
-    others: list[Archive] = []
+    program: Program = _open(path, device, **options)
+    return program
+
+
+def _open(path: Any, device: Any, devices: Any = None, *, replicas: bool = False, **options: Any) -> Any:
+    """Begins the context.  All else is imported while it is made."""
+    first = devices[0] if isinstance(devices, list | tuple | range) and devices else device
+    begins = type(first) is int and first >= 0 and not replicas
+    context = _begin_context(path, first) if begins else ContextFuture(None)
     try:
-        from .format.archive import Archive  # this too while the context is made
+        from .program.opening import open_bundle
 
-        bundle = Archive(os.fspath(path), copy_weights=weights == "copy")
-        from .program import Program  # this while the context is made
-
-        _check_options(mode, on_miss, outputs, check, weights)
-        _check(bundle, check, key, variant, devices[0] if devices else device)
-        rows = _state_rows(bundle.manifest, state, poison)
-        if threads is not None:
-            _check_threads(bundle.manifest, threads)
-        if devices is not None and not bundle.manifest.world:
-            text = f"devices={list(devices)}: the bundle is for one device"
-            raise CallError("option-refused", text, "give replicas=True for a copy of it on each, or device= for another one")
-        if meeting is not None and not bundle.manifest.world:
-            raise CallError("option-refused", f"rank={meeting[0]}: the bundle is for one device")
-        if bundle.manifest.target.kind == "cpu":
-            from .cpu.backend import CpuBackend
-
-            program = _program(Program, bundle, CpuBackend(bundle, threads, rows), on_miss, outputs, cast)
-        else:
-            from .cuda.driver import check_driver
-            from .gpu.backend import CudaBackend
-
-            check_driver(bundle.manifest.target)  # first: what making a context says where no GPU is does not name the bundle's
-            if meeting is not None:
-                from .program.one_rank import open_rank  # few models are over several
-
-                backend: CudaBackend = open_rank(
-                    bundle, others, device, meeting, mode, context=context, threads=threads, timeout=timeout
-                )
-            elif bundle.manifest.world:
-                from .program.ranks import open_ranks  # likewise
-
-                backend = open_ranks(
-                    bundle, others, devices, mode, context=context, poison=poison, threads=threads, timeout=timeout
-                )
-            else:
-                backend = CudaBackend(
-                    bundle, device, mode, context=context.take(), poison=poison, lazy=lazy, threads=threads, rows=rows
-                )
-            own = others[0] if others and meeting is not None else bundle
-            program = _program(Program, own, backend, on_miss, outputs, cast)
-            if meeting is not None and own.manifest.random is not None:
-                program.seed(backend.seed)  # type: ignore[attr-defined]  # of one rank: all ranks draw the same
-        try:
-            for each in (bundle, *others):
-                each.check_unchanged()
-        except BundleError:
-            program.close()
-            raise
-        return program
+        return open_bundle(path, context, device=device, devices=devices, replicas=replicas, **options)
     finally:
         context.drop()
-        for opened in (*others, *([bundle] if bundle is not None else [])):
-            opened.close()
 
 
-def _program(made: type[Program], bundle: Archive, backend: Any, on_miss: str, outputs: str, cast: bool) -> Program:
-    """A program over a backend, which is closed where that fails."""
-    from .format.file_names import SELF_TEST
-
-    try:
-        manifest = backend.manifest if bundle.manifest.state_dimensions else bundle.manifest
-        return made(manifest, backend, on_miss, outputs, cast, bundle.kept(SELF_TEST))
-    except BaseException:
-        backend.close()
-        raise
-
-
-def _open_replicas(
-    path: str | os.PathLike[str], device: int, devices: Sequence[int] | None, *, mode: str, on_miss: str, outputs: str, check: str,
-    weights: str, lazy: bool | None, key: Keys | None, threads: int | None, cast: bool, variant: str | None,
-    state: Mapping[str, int] | None,
-) -> Replicas:  # fmt: skip
-    """`load` with `replicas`: every device in a thread of its own, over one bundle that is opened and checked once."""
-    from concurrent.futures import ThreadPoolExecutor  # none of these where a bundle is loaded on one device
-
-    from .cuda.driver import check_driver, device_count
-    from .format.archive import Archive
-    from .gpu.backend import CudaBackend
-    from .program import Program
-    from .program.replicas import Replicas
-
-    _check_options(mode, on_miss, outputs, check, weights)
-    if device or (devices is not None and (not devices or len(set(devices)) < len(devices))):
-        raise ValueError(f"device={device}, devices={devices}: expected devices alone, different ones, at least one")
-    bundle = Archive(os.fspath(path), copy_weights=weights == "copy")
-    try:
-        _check(bundle, check, key, variant, devices[0] if devices else device)
-        if bundle.manifest.target.kind != "cuda":
-            text = f"replicas=True: the bundle is for {bundle.manifest.target.arch}, and nothing of it runs on a GPU"
-            raise CallError("option-refused", text)
-        if bundle.manifest.world:
-            text = f"replicas=True: the model is over {bundle.manifest.world.size} GPUs, and no copy of it on one"
-            raise CallError("ranks-refused", text, "leave replicas out")
-        if threads is not None:
-            _check_threads(bundle.manifest, threads)
-        check_driver(bundle.manifest.target)
-        chosen = range(device_count()) if devices is None else devices
-        rows = _state_rows(bundle.manifest, state)
-
-        def opened(number: int) -> Program:
-            backend = CudaBackend(bundle, number, mode, lazy=lazy, threads=threads, rows=rows)
-            return _program(Program, bundle, backend, on_miss, outputs, cast)
-
-        with ThreadPoolExecutor(len(chosen), "cgbundle-replica") as pool:
-            loading = [pool.submit(opened, number) for number in chosen]
-        try:
-            made = Replicas([each.result() for each in loading])
-            bundle.check_unchanged()
-        except BaseException:
-            for each in loading:
-                if each.exception() is None:
-                    each.result().close()
-            raise
-        return made
-    finally:
-        bundle.close()
-
-
-def _begin_context(path: str, device: int) -> ContextFuture:
+def _begin_context(path: Any, device: int) -> ContextFuture:
     """The context of GPU number `device`, begun at once when the manifest looks like that of a bundle for a GPU."""
     try:
-        folder = open_directory(path)
+        folder = open_directory(os.fspath(path))
         try:
             manifest = open_file(MANIFEST, folder)
             try:
@@ -276,141 +143,10 @@ def _begin_context(path: str, device: int) -> ContextFuture:
                 os.close(manifest)
         finally:
             os.close(folder)
-    except (BundleError, OSError):  # whoever opens the bundle says what it is
+    except (BundleError, OSError, TypeError):  # whoever opens the bundle says what it is
         return ContextFuture(None)
     if CUDA not in text:
         return ContextFuture(None)
     from .cuda.driver import Context  # here, not in the thread: two threads that import at once wait for each other
 
     return ContextFuture(lambda: Context(device))
-
-
-def _check(bundle: Archive, level: str, key: Keys | None, variant: str | None, device: int) -> None:
-    """Checks the bundle, or the one that stands in its place by now: a build may replace it while it is read."""
-    for _ in range(ATTEMPTS):
-        try:
-            return _check_once(bundle, level, key, variant, device)
-        except BundleError:
-            if not bundle.is_replaced():
-                raise
-            bundle.reopen()
-    _check_once(bundle, level, key, variant, device)
-
-
-def _check_once(bundle: Archive, level: str, key: Keys | None, variant: str | None, device: int) -> None:
-    from .validate.contents import check_loaded  # imported while the context is made
-
-    if key is not None:
-        from . import signatures  # late: most loads need none
-
-        signatures.check(bundle, key)  # before the manifest is as much as parsed
-    if variant is not None or len(bundle.variants) > 1:
-        _choose_variant(bundle, variant, device)
-    if bundle.manifest.world and bundle.manifest.world.rank:
-        raise CallError("ranks-refused", f"{bundle.path}: the bundle of one rank", "load the folder that its `ranks` lies in")
-    if key is None and level == "load":
-        return check_loaded(bundle)
-    from .validate.bundle import check_bundle  # most loads leave the weights' hashes out
-
-    check_bundle(bundle, "full")
-
-
-def _state_rows(manifest: Manifest, state: Mapping[str, int] | None, poison: int | None = None) -> Mapping[str, int]:
-    """The numbers of rows that are asked for.  Raises option-refused."""
-    if state and not manifest.state_dimensions:
-        text = f"state={dict(state)}: the bundle's state has the sizes that it was built with"
-        raise CallError("option-refused", text, "leave it out, or build the bundle with state()")
-    if poison is None:
-        return state or {}
-    return {each.name: manifest.weights[each.weights[0]].shape[0] + 1 for each in manifest.state_dimensions}
-
-
-def _choose_variant(bundle: Archive, variant: str | None, device: int) -> None:
-    """Chooses the variant that was asked for, or that of this machine.  Raises option-refused, wrong-machine."""
-    from .cpu.machine import BY_NAME_ALONE, processor_flags
-    from .format.variants import fitting_variant, named_variant
-
-    targets = bundle.variants.targets()
-    if variant is not None:
-        return bundle.choose(named_variant(targets, variant))
-    gpu = ""
-    if any(target.kind == "cuda" for target in targets):
-        from .cuda.driver import device_arch
-
-        gpu = device_arch(device)
-    bundle.choose(fitting_variant(targets, gpu, os.uname().machine, processor_flags() | BY_NAME_ALONE))
-
-
-def _check_threads(manifest: Manifest, threads: int) -> None:
-    from .cpu.machine import check_number  # few programs are given a number
-
-    check_number(threads)
-    if not any(region.kind == "host" for region in manifest.regions):
-        target = manifest.target.arch
-        raise CallError("option-refused", f"threads={threads}: the bundle is for {target}, and nothing of it runs on the CPU")
-
-
-def _check_options(mode: str, on_miss: str, outputs: str, check: str, weights: str) -> None:
-    from .call import plan as dispatch  # while the context is made
-    from .validate.contents import LEVELS
-
-    _check_words(LEVELS, dispatch.POLICIES, mode=mode, on_miss=on_miss, outputs=outputs, check=check, weights=weights)
-
-
-def _check_path(path: Any) -> None:
-    """Raises TypeError for what is no path."""
-    if not isinstance(path, str | bytes | os.PathLike):
-        raise TypeError(f"path: expected text or an os.PathLike, got {type(path).__name__}")
-
-
-def _check_kinds(
-    *, device: Any, devices: Any, replicas: Any, lazy: Any, cast: Any, timeout: Any, rank: Any, rendezvous: Any, variant: Any,
-    state: Any,
-) -> None:  # fmt: skip
-    """Raises ValueError for a value that an option does not have, and for options that contradict each other."""
-    for name, value in (("replicas", replicas), ("cast", cast), *((("lazy", lazy),) if lazy is not None else ())):
-        if not isinstance(value, bool):
-            raise _wrong(name, value, f"True or False{', or None' if name == 'lazy' else ''}")
-    if not _is_device(device):
-        raise _wrong("device", device, "the number of a CUDA device")
-    if devices is not None and not _are_devices(devices):
-        raise _wrong("devices", devices, "a list of numbers of CUDA devices, or None")
-    number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
-    if not number or not 0 < timeout < LONGEST_WAIT:
-        raise _wrong("timeout", timeout, f"more than 0 seconds, and less than {LONGEST_WAIT}")
-    if rank is not None and type(rank) is not int:
-        raise _wrong("rank", rank, "the number of a rank, or None")
-    if rendezvous is not None and not isinstance(rendezvous, str | os.PathLike):
-        raise _wrong("rendezvous", rendezvous, "a path, or None")
-    if variant is not None and not isinstance(variant, str):
-        raise _wrong("variant", variant, "the name of a variant, or None")
-    if state is not None and not (isinstance(state, dict) and all(type(each) is int for each in state.values())):
-        raise _wrong("state", state, "numbers of rows by dimension, such as {'pages': 4096}, or None")
-    if (rank is None) != (rendezvous is None) or (rank is not None and devices is not None):
-        raise ValueError(f"rank={rank}, rendezvous={rendezvous!r}, devices={devices}: expected both of the first, and no devices")
-    if replicas and rank is not None:
-        raise ValueError(f"replicas=True, rank={rank}: expected one of them: a rank is one share of a model, a replica all of it")
-    if device and devices is not None:
-        raise ValueError(f"device={device}, devices={devices}: expected devices alone, different ones, at least one")
-
-
-def _check_words(levels: Sequence[str], policies: Sequence[str], **given: Any) -> None:
-    """Raises ValueError for a word that an option does not have."""
-    known = {"mode": MODES, "on_miss": policies, "outputs": OUTPUTS, "check": levels, "weights": WEIGHTS}
-    for name, value in given.items():
-        if not isinstance(value, str) or value not in known[name]:
-            raise _wrong(name, value, f"one of {', '.join(map(repr, known[name]))}")
-
-
-def _is_device(value: Any) -> bool:
-    return type(value) is int and 0 <= value < MOST_DEVICES
-
-
-def _are_devices(value: Any) -> bool:
-    return isinstance(value, list | tuple | range) and all(map(_is_device, value))
-
-
-def _wrong(name: str, value: Any, expected: str) -> ValueError:
-    """Values of Python's own are shown, of others the class alone: what they say of themselves may raise."""
-    plain = value is None or type(value) in (str, bytes, bool, int, float)
-    return ValueError(f"{name}={repr(value)[:100] if plain else type(value).__name__}: expected {expected}")

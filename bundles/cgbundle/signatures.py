@@ -6,6 +6,7 @@ The manifest holds the hash of every other file, so a signature of it covers the
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from typing import Any, TypeAlias
 from .errors import BundleError, CallError, MachineError
 from .format.archive import Archive
 from .format.file_names import SIGNATURE, SIGNATURE_BYTES
+from .format.open_files import DAMAGE, open_file
 
 Key: TypeAlias = str | os.PathLike[str] | bytes
 """The path of a PEM file, 64 hexadecimal digits, or 32 bytes."""
@@ -54,9 +56,23 @@ def ed25519() -> Any:
     return module
 
 
+def signature_file(bundle: Archive) -> bytes | None:
+    """What the file of the signature begins with, enough to tell a longer one; None without one.  Raises signature-wrong."""
+    try:
+        descriptor = open_file(SIGNATURE, bundle.folder(""))
+    except BundleError as error:
+        if str(error) == DAMAGE[errno.ENOENT]:
+            return None
+        raise BundleError("signature-wrong", f"{SIGNATURE}: {error}") from None
+    try:
+        return os.pread(descriptor, SIGNATURE_BYTES + 1, 0)
+    finally:
+        os.close(descriptor)
+
+
 def read(bundle: Archive) -> Signature | None:
     """The signature of a bundle, not checked; None without one.  Raises signature-wrong for a damaged file."""
-    data = bundle.signature()
+    data = signature_file(bundle)
     if data is None:
         return None
     if len(data) != SIGNATURE_BYTES:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from keyword import iskeyword
 from typing import Any, NamedTuple
 
-from cgbundle.call.structure import builder, may_be_left_out
+from cgbundle.call.entry import builder
+from cgbundle.call.structure import may_be_left_out
 from cgbundle.format.pytree import children, holds_tensor, recorded_constant
 from cgbundle.format.schema import EntrySpec, Tree
 

@@ -13,9 +13,23 @@ from itertools import accumulate, count
 from typing import Any
 
 from cgbundle.format.schema import IntKey
-from cgbundle.tables.column_file import Data, Layout, check_counts, check_length, column_bytes, invalid
 from cgbundle.tables.module_state import STATES, Address, ModuleState, Relocation
-from cgbundle.tables.table import BRANCHING, CONDITIONAL, EMPTY, KERNEL, MEMCPY, MEMSET, RECORDING, Table
+from cgbundle.tables.table import (
+    BRANCHING,
+    CONDITIONAL,
+    EMPTY,
+    KERNEL,
+    MEMCPY,
+    MEMSET,
+    RECORDING,
+    Data,
+    Layout,
+    Table,
+    check_counts,
+    check_length,
+    column_bytes,
+    invalid,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -18,8 +18,7 @@ from torch.fx import Node
 
 from cgbundle.format import file_names, safetensors, safetensors_writer
 from cgbundle.format.schema import DTYPES, STATE, FrozenWeight, Weight
-from cgbundle.format.spans import span
-from cgbundle.tensors.tensor import memory_order
+from cgbundle.format.spans import memory_order, span
 
 from ..errors import ModelError
 from ..export.programs import Programs

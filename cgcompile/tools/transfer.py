@@ -31,6 +31,7 @@ from cgbundle.format.archive import Archive
 from cgbundle.format.file_names import MANIFEST, SIGNATURE, SIGNATURE_BYTES, folders
 from cgbundle.format.open_files import CHUNK
 from cgbundle.format.schema import File, Manifest
+from cgbundle.signatures import signature_file
 from cgbundle.validate.bundle import check_bundle
 from cgbundle.validate.manifest import check_manifest
 
@@ -129,7 +130,7 @@ def push(bundle: str | os.PathLike[str], url: str, *, replace: bool = False) -> 
     """
     source = Archive(os.fspath(bundle))
     check_bundle(source, "full")
-    manifest, signature = source.manifest, source.signature()
+    manifest, signature = source.manifest, signature_file(source)
     _check_apart(manifest)
     remote = _remote(url)
     with _told(url):

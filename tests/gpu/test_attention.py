@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import cgbundle
-from cgbundle.loader import MODES
+from cgbundle.program.opening import MODES
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")

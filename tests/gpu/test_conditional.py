@@ -14,7 +14,7 @@ import cgbundle
 from cgbundle.cuda import driver
 from cgbundle.cuda.driver import Context, check, cu
 from cgbundle.errors import CgbundleError
-from cgbundle.loader import MODES
+from cgbundle.program.opening import MODES
 from cgcompile.bundle.recordings import ConditionalNode, decode
 from tests.gpu.helpers.counting import Counting
 from tests.helpers.bundles.conditional_rows import WAYS, expected, several, switching

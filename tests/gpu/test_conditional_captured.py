@@ -10,7 +10,7 @@ import pytest
 
 import cgbundle
 from cgbundle.cuda import driver
-from cgbundle.loader import MODES
+from cgbundle.program.opening import MODES
 from cgbundle.tables.table import RECORDING
 from cgcompile.bundle.recordings import ConditionalNode, Recording, decode
 from tests.gpu.helpers.counting import Counting

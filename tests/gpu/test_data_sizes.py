@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import cgbundle
-from cgbundle.loader import MODES
+from cgbundle.program.opening import MODES
 from tests.helpers.raising import raises
 
 torch = pytest.importorskip("torch")

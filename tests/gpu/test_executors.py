@@ -22,7 +22,7 @@ from cgbundle.cuda.modules import Modules
 from cgbundle.cuda.stream_executor import StreamExecutor
 from cgbundle.errors import CgbundleError
 from cgbundle.format.schema import Manifest
-from cgbundle.loader import MODES
+from cgbundle.program.opening import MODES
 from cgbundle.tables.table import Table
 from cgbundle.validate.recordings import check_recording
 from cgcompile.bundle import recordings as tables

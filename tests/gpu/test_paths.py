@@ -11,7 +11,7 @@ import pytest
 
 import cgbundle
 from cgbundle import CallError
-from cgbundle.loader import MODES
+from cgbundle.program.opening import MODES
 from tests.helpers.models import path_models
 
 torch = pytest.importorskip("torch")

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import CallError
 from ..format.schema import DTYPES, PERSISTENT, Alias, EntrySpec, Manifest, Program, Value
-from ..format.spans import span
+from ..format.spans import moving, span
 from ..tensors.library import Descriptor, Library
-from ..tensors.tensor import moving
 from ..validate.state import base_of
 from .plan import Plan, Slices
 

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from ..weights.contents import Contents, OpenFile
+    from ..weights.update import Contents, OpenFile
     from .profile import Profile
 
 

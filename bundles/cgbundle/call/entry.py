@@ -3,24 +3,25 @@ passes, else guards -> plan -> inputs -> replay -> outputs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import namedtuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from ..errors import CallError, CgbundleError
-from ..format.schema import EntrySpec, Manifest
+from ..format.schema import EntrySpec, Manifest, Tree
+from ..format.spans import is_dense
 from ..tensors.library import Descriptor, Library, library_of
-from ..tensors.tensor import Tensor, is_dense
 from .fast_path import Known, KnownCalls, StaticOutput, replay
-from .outputs import Call, Outputs, View
+from .outputs import Call, Epoch, Outputs, Session, View
 from .plan import Part, Plan, common_device, number_of_key, plan
-from .session import Epoch, Session
-from .structure import builder, flat_arguments, flattener
 
 if TYPE_CHECKING:
+    from ..tensors.tensor import Tensor
     from .aliasing import OutputAliases
-    from .data_sizes import DataSizes
     from .mutated_inputs import MutatedInputs
     from .profile import Profile
+    from .records import DataSizes
 
 PLANS = 4096
 """Shapes of calls whose plans are remembered; beyond that all are forgotten and made again as needed."""
@@ -44,15 +45,15 @@ class Entry:
         self._session, self._first = session, first
         self._backend, self._on_miss, self._views = session.backend, on_miss, outputs == "view"
         self._cast = cast
-        self._flatten: Callable[..., Sequence[Any]] = flattener(spec.call, spec.parameters)
+        self._flatten: Callable[..., Sequence[Any]] = _flattener(spec)
         self._build: Callable[..., Any] = builder(spec.result)
         self._data_sizes: DataSizes | None = None
         if spec.data_sizes:
-            from .data_sizes import DataSizes  # few bundles have any: a load without them stays light
+            from .records import DataSizes  # few bundles have any: a load without them stays light
 
             self._data_sizes = DataSizes(spec, session.backend)
             self._build = self._data_sizes.builder(self._build)
-        self._flat = flat_arguments(spec.call, spec.parameters)  # of a call that is taken as it comes
+        self._flat = _flat_arguments(spec)  # of a call that is taken as it comes
         self._ends = (self._flatten, self._build, self._flat)
         self._row_major = [tensor.order == tuple(range(len(tensor.order))) for tensor in spec.inputs]
         self._plans: dict[tuple[Any, ...], Plan] = {}
@@ -232,6 +233,8 @@ class Entry:
         On a GPU those of all keys lie over each other: a call of another key overwrites them.  They are good until the session is
         closed.  Raises key-missing.
         """
+        from ..tensors.tensor import Tensor  # a call with inputs of NumPy needs none
+
         number = number_of_key(self.spec, int_key)
         addresses, owner = self._backend.buffers(self._first + number)
         program = self.spec.programs[number]
@@ -242,9 +245,11 @@ class Entry:
     def warmup(self, *int_keys: tuple[int, ...]) -> None:
         """`Program.warmup` for this entry: calls of each of `int_keys`, of all its recorded ones where none is given.  Raises
         key-missing, and what a call raises."""
+        from .warmup import warm_up  # few programs ask for it
+
         for key in int_keys:
             number_of_key(self.spec, key)
-        self._session.warm_up(self.manifest, [(self.spec, key, self.replay) for key in int_keys or self.int_keys])
+        warm_up(self._session, self.manifest, [(self.spec, key, self.replay) for key in int_keys or self.int_keys])
 
     def watch(self, profile: Profile | None) -> None:
         """From now on calls are told to a profile; None ends it."""
@@ -300,6 +305,54 @@ class Entry:
             raise wrong_dtype(spec, descriptor[2], written=written)
 
 
+def _flat_arguments(spec: EntrySpec) -> int:
+    """How many arguments by position are the tensors in the signature's order as they come; -1: they have to be taken apart."""
+    trees = [tree for _, tree in spec.call["call"]]
+    by_position = not any(parameter.keyword for parameter in spec.parameters)
+    return len(trees) if by_position and all("tensor" in tree for tree in trees) else -1
+
+
+def _flattener(spec: EntrySpec) -> Callable[..., Sequence[Any]]:
+    """`structure.flattener` for a call of the entry, made at the first one that has to be taken apart."""
+    made: list[Callable[..., Sequence[Any]]] = []
+
+    def flatten(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Sequence[Any]:
+        if not made:
+            from .structure import flattener  # many calls are tensors by position alone
+
+            made.append(flattener(spec.call, spec.parameters))
+        return made[0](args, kwargs)
+
+    return flatten
+
+
 def _bare(tensors: Iterable[Any]) -> list[Any]:
     """The tensors, those of views in place of these.  Raises stale-view."""
     return [tensor.tensor if type(tensor) is View else tensor for tensor in tensors]
+
+
+def builder(tree: Tree) -> Callable[[Sequence[Any]], Any]:
+    """A function tensors -> the nested result.  Classes of named tuples and records are made once, from their names alone."""
+    ((kind, body),) = tree.items()
+    if kind == "tensor":
+        return itemgetter(body)
+    if kind == "value":
+        return lambda tensors: body
+    if kind == "dict":
+        keys = [key for key, _ in body]
+        parts = [builder(child) for _, child in body]
+        return lambda tensors: {key: part(tensors) for key, part in zip(keys, parts, strict=True)}
+    if kind == "namedtuple":
+        fields: Callable[..., Any] = namedtuple(body[0], body[1])  # type: ignore[misc]
+        parts = [builder(child) for child in body[2]]
+        return lambda tensors: fields(*[part(tensors) for part in parts])
+    if kind == "record":
+        from .records import record_class  # few results have any: a load without them stays light
+
+        make = record_class(body[0], body[1], tuple(body[2])).of
+        parts = [builder(child) for child in body[3]]
+        return lambda tensors: make([part(tensors) for part in parts])
+    parts = [builder(child) for child in body]
+    if kind == "list":
+        return lambda tensors: [part(tensors) for part in parts]
+    return lambda tensors: tuple([part(tensors) for part in parts])

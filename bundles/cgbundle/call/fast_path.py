@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..format.schema import DTYPES, TensorSpec
 from ..tensors.library import Descriptor, Guard, Library
-from .outputs import View
-from .session import Epoch
+from .outputs import Epoch, View
 
 if TYPE_CHECKING:
     from .backend import Backend

@@ -7,13 +7,15 @@ exception gives it back whether or not it was taken, and given back by a functio
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from threading import RLock, current_thread, enumerate, get_ident
-from types import TracebackType
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..errors import ProgramClosed, SessionBusy
 from .forks import FORKS, forked
+
+if TYPE_CHECKING:
+    from .backend import Backend
 
 Result = TypeVar("Result")
 
@@ -23,23 +25,36 @@ def closed(name: str) -> ProgramClosed:
     return ProgramClosed("program-closed", f"program {name!r} was closed")
 
 
-class AnyLock(Protocol):
-    """A lock of threading's kind."""
+class Lock:
+    """What programs' locks have in common: the program's `name`, whether it is `closed`, and a `value` that replays use, as it is
+    when they begin."""
 
-    def __enter__(self) -> object: ...
+    __slots__ = ("_forks", "closed", "name", "value")
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /) -> None: ...
+    def __init__(self, name: str) -> None:
+        self.name, self.closed, self._forks = name, False, FORKS.number
+        self.value: Any = None
+
+    @property
+    def inherited(self) -> bool:
+        """Whether this process was forked since: who held the lock then is gone and never lets it go."""
+        return self._forks != FORKS.number
+
+    def check_fork(self) -> None:
+        """Raises process-forked."""
+        if self._forks != FORKS.number:
+            raise forked(self.name)
 
 
 class Turn:
     """A thread's use of `lock`, as a context.  `take` and `release` are its parts, for who cannot afford a context: see
-    `gpu.calls.in_one_piece`.  `owned` says whether this thread is in the middle of one.  Raises ProgramClosed."""
+    `gpu.fast_path`.  `owned` says whether this thread is in the middle of one.  Raises ProgramClosed."""
 
     __slots__ = ("__exit__", "_lock", "lock", "owned", "release", "take")
 
     __exit__: Callable[..., None]  # of C
 
-    def __init__(self, owner: SharedLock | ExclusiveLock, take: Callable[[], object] | None = None) -> None:
+    def __init__(self, owner: Lock, take: Callable[[], object] | None = None) -> None:
         lock: Any = RLock()
         self._lock, self.lock, self.owned = owner, lock, lock._is_owned
         self.take, self.release, self.__exit__ = take or lock.acquire, lock.release, lock.__exit__
@@ -64,45 +79,27 @@ class Turn:
             return True
 
 
-class Inside:
-    """The turn of a call inside of a call of the same thread, as a signal's handler makes: it has the lock."""
-
-    __slots__ = ()
-
-    def __enter__(self) -> None:
-        return
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        return
+INSIDE = nullcontext()
+"""The turn of a call inside of a call of the same thread, as a signal's handler makes: it has the lock."""
 
 
-INSIDE = Inside()
-
-
-class SharedLock:
-    """The turns of replays of a program named `name`, which run side by side.  `close` waits until none runs; who comes after that
-    gets ProgramClosed, and in a forked process process-forked.  `value` is what replays use, as it is when they begin.
+class SharedLock(Lock):
+    """The turns of replays of a program, which run side by side.  `close` waits until none runs; who comes after that gets
+    ProgramClosed, and in a forked process process-forked.
 
     Each thread has a lock of its own, that nobody waits for but `close`: no count can be wrong.
     """
 
-    __slots__ = ("_forks", "_turns", "closed", "name", "value")
+    __slots__ = ("_turns",)
 
     def __init__(self, name: str) -> None:
-        self.name, self.closed, self._forks = name, False, FORKS.number
-        self.value: Any = None
+        super().__init__(name)
         self._turns: dict[int, Turn] = {}  # by the number of a thread, which another one may have later
 
     @property
-    def inherited(self) -> bool:
-        """Whether this process was forked since: who held the lock then is gone and never lets it go."""
-        return self._forks != FORKS.number
-
-    @property
-    def turn(self) -> Turn | Inside:
+    def turn(self) -> AbstractContextManager[None]:
         """A turn of this thread."""
-        if self._forks != FORKS.number:
-            raise forked(self.name)
+        self.check_fork()
         turn = self._turns.get(get_ident()) or self._turns.setdefault(get_ident(), Turn(self))
         return INSIDE if turn.owned() else turn
 
@@ -113,26 +110,20 @@ class SharedLock:
         return all([turn.wait() for turn in list(self._turns.values())])
 
 
-class ExclusiveLock:
+class ExclusiveLock(Lock):
     """`SharedLock` for replays that share memory: one at a time.  `alone`: a session's, whose memory is one thread's at a time;
     another one that comes meanwhile is told so and does not wait.  Raises ProgramClosed, SessionBusy and process-forked.
 
     `inner` is the lock itself, for who may wait.  `updates` is held by whoever takes it for a moment without being a user of the
     session: for that one waits."""
 
-    __slots__ = ("_ending", "_forks", "_holder", "_turn", "_updates", "closed", "name", "value")
+    __slots__ = ("_ending", "_holder", "_turn", "_updates")
 
-    def __init__(self, name: str, *, alone: bool, updates: AnyLock | None = None) -> None:
-        self.name, self.closed, self._forks = name, False, FORKS.number
-        self.value: Any = None
+    def __init__(self, name: str, *, alone: bool, updates: AbstractContextManager[Any] | None = None) -> None:
+        super().__init__(name)
         self._turn = Turn(self, self._take if alone else None)
         self._holder, self._ending = 0, False
         self._updates = updates or RLock()
-
-    @property
-    def inherited(self) -> bool:
-        """As of `SharedLock`."""
-        return self._forks != FORKS.number
 
     @property
     def inner(self) -> Any:
@@ -144,10 +135,9 @@ class ExclusiveLock:
         return self._turn
 
     @property
-    def turn(self) -> Turn | Inside:
+    def turn(self) -> AbstractContextManager[None]:
         """As of `SharedLock`."""
-        if self._forks != FORKS.number:
-            raise forked(self.name)
+        self.check_fork()
         return INSIDE if self._turn.owned() else self._turn
 
     def end(self) -> None:
@@ -183,18 +173,7 @@ class ExclusiveLock:
             )
 
 
-class Turns(Protocol):
-    """See `backend.Backend`."""
-
-    @property
-    def turn(self) -> Any: ...
-
-    def begin(self, stream: int | None) -> Any: ...
-
-    def end(self, stream: Any) -> None: ...
-
-
-def during(backend: Turns, stream: int | None, body: Callable[[Any], Result]) -> Result:
+def during(backend: Backend, stream: int | None, body: Callable[[Any], Result]) -> Result:
     """What `body` gives, in a turn of the backend whose work goes to `stream`; it is given what `begin` gives."""
     with backend.turn:
         handle = backend.begin(stream)
@@ -205,7 +184,7 @@ def during(backend: Turns, stream: int | None, body: Callable[[Any], Result]) ->
 
 
 @contextmanager
-def locked(backend: Turns, stream: int | None) -> Iterator[Any]:
+def locked(backend: Backend, stream: int | None) -> Iterator[Any]:
     """`Backend.locked`."""
     with backend.turn:
         handle = backend.begin(stream)

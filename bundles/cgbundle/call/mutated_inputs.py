@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 
 from ..errors import CallError
 from ..format.schema import DTYPES, EntrySpec, TensorSpec
+from ..format.spans import dense, is_dense
 from ..tensors.library import Descriptor, Library
-from ..tensors.tensor import Tensor, dense, is_dense
+from ..tensors.tensor import Tensor
 
 
 class MutatedInputs:

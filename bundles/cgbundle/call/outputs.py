@@ -7,15 +7,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import CallError
 from ..format.schema import EntrySpec, TensorSpec, Value
-from ..format.spans import span
+from ..format.spans import dense, is_dense, span
 from ..tensors.library import Library, Wrapper
-from ..tensors.tensor import dense, is_dense
 from .plan import Part, Slices
-from .session import Epoch, Session
 
 if TYPE_CHECKING:
+    from ..format.open_files import KeptFile
     from .aliasing import OutputAliases
-    from .backend import Results
+    from .backend import Backend, Results
 
 LARGE = 128 << 10
 """Bytes from which on a caller is given an output's own memory, where no replay writes there again.  A copy of less takes no longer
@@ -24,6 +23,26 @@ than the question whether that is so, 1 us (two cores)."""
 Call = tuple[Library, int | None, Any]
 """The caller's library, the device that its tensors lie on, and the `stream` of the backend.  A plain tuple: every call makes
 one."""
+
+
+class Epoch:
+    """Counts the replays of a session, or those of one entry where `entry` names it.  `closed`: its memory is about to go, also
+    under a replay that still runs."""
+
+    __slots__ = ("closed", "entry", "number")
+
+    def __init__(self, entry: str = "") -> None:
+        self.number, self.closed, self.entry = 0, False, entry
+
+
+class Session:
+    """The memories and programs of a session, the count of its calls, and the bundle's self-test.  It is closed when its last
+    owner goes."""
+
+    __slots__ = ("__weakref__", "backend", "epoch", "self_test")
+
+    def __init__(self, backend: Backend, self_test: KeptFile | None = None) -> None:
+        self.backend, self.epoch, self.self_test = backend, Epoch(), self_test
 
 
 class View:

@@ -1,14 +1,22 @@
-"""Results that were instances of the model's own classes, without these classes: a name, fields, and how they are read.
+"""Results that few models have: instances of the model's own classes, and outputs whose sizes depend on data.
 
-A record has its fields as attributes and as items, by name and by position.  A dataclass comes back as a `Record`, which is not
-iterated, as it was not.  An output of Hugging Face's comes back as a `MappingRecord`: a mapping of the fields that are not None,
-in their order, which is indexed by position, too.
+Records are instances without the classes: a name, fields, and how they are read.  A record has its fields as attributes and as
+items, by name and by position.  A dataclass comes back as a `Record`, which is not iterated, as it was not.  An output of Hugging
+Face's comes back as a `MappingRecord`: a mapping of the fields that are not None, in their order, also indexed by position.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
+
+from ..format.schema import EntrySpec
+from ..tensors.dlpack import LEGACY_STREAM
+from ..tensors.library import library_of
+from ..tensors.tensor import Tensor
+from .backend import Backend
+from .locks import during
+from .outputs import View
 
 
 class Record:
@@ -83,3 +91,48 @@ def _values(record: Record) -> tuple[Any, ...]:
 
 def _again(name: str, kind: str, fields: tuple[str, ...], values: tuple[Any, ...]) -> Record:
     return record_class(name, kind, fields).of(values)
+
+
+# --- outputs whose sizes depend on data -------------------------------------------------------------------------------
+
+
+class DataSizes:
+    """Cuts the outputs of an entry's calls to their true sizes.  On a GPU that waits for the call's end."""
+
+    def __init__(self, entry: EntrySpec, backend: Backend) -> None:
+        self._rows, self._backend = entry.data_sizes, backend
+        self._counts = sorted({row.count for row in entry.data_sizes})
+        self._axes = {index: len(spec.shape) for index, spec in enumerate(entry.outputs)}
+
+    def builder(self, build: Callable[..., Any]) -> Callable[..., Any]:
+        """The builder of a result, of what a replay gives."""
+        return lambda outputs: build(self.cut(outputs))
+
+    def cut(self, outputs: Sequence[Any]) -> list[Any]:
+        """The outputs of a replay, flat, with those of `entry.data_sizes` as large as they are; the counts stay behind them."""
+        numbers = {place: self._number(outputs[place]) for place in self._counts}
+        taken: dict[int, list[slice]] = {}
+        for row in self._rows:
+            slices = taken.setdefault(row.output, [slice(None)] * self._axes[row.output])
+            slices[row.axis] = slice(0, numbers[row.count])
+        return [_front(value, tuple(taken[index])) if index in taken else value for index, value in enumerate(outputs)]
+
+    def _number(self, value: Any) -> int:
+        value = value.tensor if type(value) is View else value
+        if type(value) is not Tensor:
+            return int(value)
+        if value.device is None:
+            return int(value.tolist())
+        address = value.address
+        return int.from_bytes(during(self._backend, LEGACY_STREAM, lambda stream: self._backend.read(address, 8, stream)), "little")
+
+
+def _front(value: Any, slices: tuple[slice, ...]) -> Any:
+    """The front of a tensor, row-major where it is a copy of the caller's."""
+    if type(value) is View:
+        return value.part(slices)
+    part = value[slices]
+    if all(part_of_axis == slice(None) for part_of_axis in slices[1:]):
+        return part
+    library = library_of(part)
+    return library.copy(library.take(part, "")[0]) if library.name != "dlpack" or type(part) is Tensor else part

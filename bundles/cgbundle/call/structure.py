@@ -1,10 +1,8 @@
-"""A call taken apart into its tensors, and a result built of them, by their trees (format/pytree.py)."""
+"""A call taken apart into its tensors by its tree (format/pytree.py): one whose arguments are not the tensors as they come."""
 
 from __future__ import annotations
 
-from collections import namedtuple
 from collections.abc import Callable, Mapping, Sequence
-from operator import itemgetter
 from typing import Any
 
 from ..errors import CallError, meant
@@ -27,13 +25,6 @@ def flattener(call: Tree, parameters: Sequence[Parameter]) -> Callable[[tuple[An
         return tensors
 
     return flatten
-
-
-def flat_arguments(call: Tree, parameters: Sequence[Parameter]) -> int:
-    """How many arguments by position are the tensors in the signature's order as they come; -1: they have to be taken apart."""
-    names = _Names(call, parameters)
-    count = len(names.trees)
-    return count if names.positional == count and all("tensor" in tree for tree in names.trees.values()) else -1
 
 
 class _Names:
@@ -185,33 +176,3 @@ def _brief(value: Any) -> str:
     if value is None or isinstance(value, bool | int | float | str):
         return repr(value if not isinstance(value, str) or len(value) <= 40 else f"{value[:40]}...")
     return f"a {type(value).__name__}"
-
-
-# --- building a result ----------------------------------------------------------------------------------------------
-
-
-def builder(tree: Tree) -> Callable[[Sequence[Any]], Any]:
-    """A function tensors -> the nested result.  Classes of named tuples and records are made once, from their names alone."""
-    ((kind, body),) = tree.items()
-    if kind == "tensor":
-        return itemgetter(body)
-    if kind == "value":
-        return lambda tensors: body
-    if kind == "dict":
-        keys = [key for key, _ in body]
-        parts = [builder(child) for _, child in body]
-        return lambda tensors: {key: part(tensors) for key, part in zip(keys, parts, strict=True)}
-    if kind == "namedtuple":
-        fields: Callable[..., Any] = namedtuple(body[0], body[1])  # type: ignore[misc]
-        parts = [builder(child) for child in body[2]]
-        return lambda tensors: fields(*[part(tensors) for part in parts])
-    if kind == "record":
-        from .records import record_class  # few results have any: a load without them stays light
-
-        make = record_class(body[0], body[1], tuple(body[2])).of
-        parts = [builder(child) for child in body[3]]
-        return lambda tensors: make([part(tensors) for part in parts])
-    parts = [builder(child) for child in body]
-    if kind == "list":
-        return lambda tensors: [part(tensors) for part in parts]
-    return lambda tensors: tuple([part(tensors) for part in parts])

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ..call.forks import forked
-from ..call.locks import ExclusiveLock, Inside, SharedLock, Turn, closed, locked
+from ..call.locks import ExclusiveLock, SharedLock, closed, locked
 from ..errors import MachineError
 from ..format.archive import Archive
 from ..format.file_names import WEIGHTS, all_programs
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from ..call.profile import Profile
-    from ..weights.contents import Contents, OpenFile
+    from ..weights.update import Contents, OpenFile
 
 
 def check_machine(target: Target) -> None:
@@ -179,7 +179,7 @@ class CpuBackend:
         self._lock.value = self._watched(bound)
 
     @property
-    def turn(self) -> Turn | Inside:
+    def turn(self) -> AbstractContextManager[None]:
         """Waits for nothing where replays share no memory: they run side by side."""
         return self._lock.turn
 

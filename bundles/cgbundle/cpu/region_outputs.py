@@ -14,7 +14,7 @@ from typing import Any
 from ..errors import MachineError
 from ..format.open_files import make_calls, when_gone
 from ..format.schema import EntrySpec, Manifest, Program, Value
-from ..tensors.tensor import moving
+from ..format.spans import moving
 from .libtorch import LibTorch
 
 POINTER_BYTES, STRIDE_BYTES = sizeof(c_void_p), sizeof(c_int64)

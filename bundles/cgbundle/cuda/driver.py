@@ -1,4 +1,4 @@
-"""The CUDA driver: every call is checked, the context is current only while it is needed, and whether a bundle can run here.
+"""The CUDA driver: every call is checked, and the context is current only while it is needed.
 
 `cu` are its functions; whether there is a driver shows at the first call: `require` says so, importing this module does not.
 """
@@ -15,8 +15,6 @@ TYPE_CHECKING = False  # see cgbundle/__init__.py
 if TYPE_CHECKING:
     from types import TracebackType
     from typing import Any
-
-    from ..format.schema import Target
 
 cu: Any = libcuda.Driver()
 
@@ -55,32 +53,23 @@ def check(call: str, result: int | tuple[Any, ...], detail: str = "") -> Any:
     return None if isinstance(result, int) else result[1] if len(result) == 2 else result[1:]
 
 
+def call(name: str, *arguments: Any, detail: str = "") -> Any:
+    """What a function of the driver answers, checked: for calls of which not every microsecond counts."""
+    return check(name, getattr(cu, name)(*arguments), detail)
+
+
 def _name(error: int) -> str:
     failed, text = cu.cuGetErrorName(error)
     return f"error {error}" if failed or not text else str(text.decode())
 
 
 def device_count() -> int:
-    return int(check("cuDeviceGetCount", cu.cuDeviceGetCount()))
+    return int(call("cuDeviceGetCount"))
 
 
 def driver_version() -> int:
     """As the driver reports it: 13000 is 13.0."""
-    return int(check("cuDriverGetVersion", cu.cuDriverGetVersion()))
-
-
-def device_arch(index: int) -> str:
-    """The compute capability of GPU number `index` as in "sm_90"; "" where there is no usable driver or no such GPU.  Makes no
-    context."""
-    try:
-        require()
-        if not 0 <= index < device_count():
-            return ""
-        device = check("cuDeviceGet", cu.cuDeviceGet(index))
-        numbers = (libcuda.COMPUTE_CAPABILITY_MAJOR, libcuda.COMPUTE_CAPABILITY_MINOR)
-        return "sm_" + "".join([str(check("cuDeviceGetAttribute", cu.cuDeviceGetAttribute(each, device))) for each in numbers])
-    except MachineError:
-        return ""
+    return int(call("cuDriverGetVersion"))
 
 
 class Context:
@@ -106,8 +95,8 @@ class Context:
         if not 0 <= index < count:
             raise MachineError("wrong-machine", f"device {index}: this machine shows {count} GPU{'' if count == 1 else 's'}")
         self.index = index
-        self.device = check("cuDeviceGet", cu.cuDeviceGet(index))
-        self.handle = check("cuDevicePrimaryCtxRetain", cu.cuDevicePrimaryCtxRetain(self.device))
+        self.device = call("cuDeviceGet", index)
+        self.handle = call("cuDevicePrimaryCtxRetain", self.device)
         self._shares = 1
         self._lock = _thread.RLock()  # an Output may be collected, and release its share, at any point of this thread
         self._streams: list[Any] = []
@@ -116,7 +105,7 @@ class Context:
             with self:
                 self.stream = self.lend()
         except BaseException:
-            check("cuDevicePrimaryCtxRelease", cu.cuDevicePrimaryCtxRelease(self.device))
+            call("cuDevicePrimaryCtxRelease", self.device)
             raise
 
     @property
@@ -125,11 +114,11 @@ class Context:
         return self._forks != FORKS.number
 
     def __enter__(self) -> Context:
-        check("cuCtxPushCurrent", cu.cuCtxPushCurrent(self.handle))
+        call("cuCtxPushCurrent", self.handle)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
-        check("cuCtxPopCurrent", cu.cuCtxPopCurrent(None))
+        call("cuCtxPopCurrent", None)
 
     def retain(self) -> None:
         with self._lock:
@@ -145,16 +134,16 @@ class Context:
             try:
                 with self, ExitStack() as closing:
                     for stream in self._streams:
-                        closing.callback(_destroy, stream)
+                        closing.callback(call, "cuStreamDestroy", stream)
             finally:
-                check("cuDevicePrimaryCtxRelease", cu.cuDevicePrimaryCtxRelease(self.device))
+                call("cuDevicePrimaryCtxRelease", self.device)
 
     def lend(self) -> Any:
         """A non-blocking stream; the context must be current."""
         with self._lock:
             if self._spare:
                 return self._spare.pop()
-            self._streams.append(check("cuStreamCreate", cu.cuStreamCreate(libcuda.STREAM_NON_BLOCKING)))
+            self._streams.append(call("cuStreamCreate", libcuda.STREAM_NON_BLOCKING))
             return self._streams[-1]
 
     def back(self, stream: Any) -> None:
@@ -163,7 +152,7 @@ class Context:
 
     def attribute(self, number: int) -> int:
         """A device attribute by its number in cuda.h."""
-        return int(check("cuDeviceGetAttribute", cu.cuDeviceGetAttribute(number, self.device)))
+        return int(call("cuDeviceGetAttribute", number, self.device))
 
     @property
     def arch(self) -> str:
@@ -172,7 +161,7 @@ class Context:
 
     @property
     def name(self) -> str:
-        return str(check("cuDeviceGetName", cu.cuDeviceGetName(100, self.device)).split(b"\0")[0].decode())
+        return str(call("cuDeviceGetName", 100, self.device).split(b"\0")[0].decode())
 
 
 class Relaxed:
@@ -182,58 +171,13 @@ class Relaxed:
     __slots__ = ("_before",)
 
     def __enter__(self) -> None:
-        answer = cu.cuThreadExchangeStreamCaptureMode(libcuda.CAPTURE_MODE_RELAXED)
-        self._before = check("cuThreadExchangeStreamCaptureMode", answer)
+        self._before = call("cuThreadExchangeStreamCaptureMode", libcuda.CAPTURE_MODE_RELAXED)
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
-        check("cuThreadExchangeStreamCaptureMode", cu.cuThreadExchangeStreamCaptureMode(self._before))
-
-
-def _destroy(stream: Any) -> None:
-    check("cuStreamDestroy", cu.cuStreamDestroy(stream))
+        call("cuThreadExchangeStreamCaptureMode", self._before)
 
 
 def free_bytes() -> int:
     """Free bytes of the current context's GPU, as the driver counts them."""
-    free, _ = check("cuMemGetInfo", cu.cuMemGetInfo())
+    free, _ = call("cuMemGetInfo")
     return int(free)
-
-
-# --- whether a bundle can run here: asked before anything is put on the GPU -------------------------------------
-
-
-def check_driver(target: Target) -> None:
-    """Raises wrong-machine, process-forked or driver-too-old unless there is a driver, and one new enough."""
-    if target.kind != "cuda":
-        raise MachineError("wrong-machine", f"the bundle is for the {target.kind} target, not for a GPU")
-    try:
-        require()
-    except MachineError as error:
-        raise MachineError(
-            "wrong-machine",
-            f"the bundle is for {target.arch}: {error}",
-            "copy it to a machine with such a GPU; here `cgcompile verify` without --run checks it; or build for this machine "
-            "with --target cpu",
-        ) from None
-    version = driver_version()
-    if version < target.driver:
-        raise MachineError(
-            "driver-too-old",
-            f"the bundle needs a driver for CUDA {_version(target.driver)}, this machine's is for {_version(version)}",
-            "upgrade the NVIDIA driver, or build the bundle on this machine",
-        )
-
-
-def check_device(target: Target, context: Context) -> None:
-    """Raises wrong-architecture unless the GPU is of the architecture whose machine code the bundle holds."""
-    if context.arch != target.arch.rstrip("af"):
-        raise MachineError(
-            "wrong-architecture",
-            f"the bundle is for {target.arch}, device {context.index} ({context.name}) is {context.arch}",
-            f"build the bundle with --target {context.arch}",
-        )
-
-
-def _version(number: int) -> str:
-    """13000 as "13.0"."""
-    return f"{number // 1000}.{number % 1000 // 10}"

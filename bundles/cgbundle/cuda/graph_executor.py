@@ -11,9 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..tables.column_file import invalid
-from ..tables.table import CONDITIONAL, KERNEL, MEMCPY, MEMSET, Table
-from .driver import Context, check, cu
+from ..tables.table import CONDITIONAL, KERNEL, MEMCPY, MEMSET, Table, invalid
+from .driver import Context, call, check, cu
 from .launches import INPUTS, CopyingLaunch, Launches, Reader, attributes, copy_params, describe, memset_value, rows
 from .libcuda import (
     CONDITION_IF,
@@ -24,13 +23,9 @@ from .libcuda import (
     MEMORY_TYPE_DEVICE,
     NODE_TYPE_CONDITIONAL,
     SET_CAPTURE_DEPENDENCIES,
-    ConditionalNodeParams,
-    EdgeData,
-    KernelNodeParams,
-    Memcpy3D,
-    MemsetNodeParams,
 )
 from .modules import Modules
+from .structures import ConditionalNodeParams, EdgeData, KernelNodeParams, Memcpy3D, MemsetNodeParams
 
 PRIORITY = 8
 """A launch attribute with a meaning beyond its value."""
@@ -66,13 +61,13 @@ class GraphExecutor:
         self._nodes: list[Any] = []  # the output copy nodes, and their parameters
         self._params: list[Memcpy3D] = []
         self._copying: bool | None = False  # whether launches copy outputs, None where a switch failed
-        self._graph = check("cuGraphCreate", cu.cuGraphCreate(0))  # the executable one has copies of all; this is for `join`
+        self._graph = call("cuGraphCreate", 0)  # the executable one has copies of all; this is for `join`
         try:
             nodes = build.into(self._graph)
             if len(outputs) <= COPIES and self._build is None:
                 self._add_copies(table, nodes, outputs)
             flags = INSTANTIATE_USE_NODE_PRIORITY if PRIORITY in table.attribute_id.tolist() else 0
-            self._exec = check("cuGraphInstantiate", cu.cuGraphInstantiate(self._graph, flags), table.where)
+            self._exec = call("cuGraphInstantiate", self._graph, flags, detail=table.where)
         except BaseException:
             cu.cuGraphDestroy(self._graph)
             raise
@@ -80,7 +75,7 @@ class GraphExecutor:
             self.readers: Sequence[Reader] = build.readers(nodes, self._exec)
             if self._nodes:
                 self._switch(False)
-            check("cuGraphUpload", cu.cuGraphUpload(self._exec, stream), table.where)
+            call("cuGraphUpload", self._exec, stream, detail=table.where)
         except BaseException:
             self.close()
             raise
@@ -119,23 +114,22 @@ class GraphExecutor:
         """Adds the recording to the graph that is being captured on the stream, behind what is there: as a child graph, which one
         with conditional nodes cannot be, or node by node.  (An executable graph cannot be launched into a capture:
         CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED.)"""
-        graph, nodes = check("cuStreamGetCaptureInfo", cu.cuStreamGetCaptureInfo(stream))
+        graph, nodes = call("cuStreamGetCaptureInfo", stream)
         if self._build is not None:
             last = self._build.behind(graph, nodes)
         else:
             child = self._without_copies() if self._nodes else self._graph
             try:
-                last = [check("cuGraphAddChildGraphNode", cu.cuGraphAddChildGraphNode(graph, nodes, child))]
+                last = [call("cuGraphAddChildGraphNode", graph, nodes, child)]
             finally:
                 if child is not self._graph:
                     cu.cuGraphDestroy(child)
-        answer = cu.cuStreamUpdateCaptureDependencies(stream, last, SET_CAPTURE_DEPENDENCIES)
-        check("cuStreamUpdateCaptureDependencies", answer)
+        call("cuStreamUpdateCaptureDependencies", stream, last, SET_CAPTURE_DEPENDENCIES)
 
     def close(self) -> None:
         """Destroys the graphs; a run in flight finishes first."""
         cu.cuGraphDestroy(self._graph)
-        check("cuGraphExecDestroy", cu.cuGraphExecDestroy(self._exec))
+        call("cuGraphExecDestroy", self._exec)
 
     def _add_copies(self, table: Table, nodes: Sequence[Any], outputs: Sequence[tuple[int, int]]) -> None:
         """Each copies an output to itself until a launch names a destination.
@@ -150,20 +144,19 @@ class GraphExecutor:
             params.srcDevice = params.dstDevice = address
             params.WidthInBytes = params.srcPitch = params.dstPitch = size
             params.Height = params.Depth = params.srcHeight = params.dstHeight = 1
-            added = cu.cuGraphAddMemcpyNode(self._graph, None, 0, params, self._context)
-            node = check("cuGraphAddMemcpyNode", added, f"{table.where}: copies of outputs")
-            answer = cu.cuGraphAddDependencies(self._graph, last, [node] * len(last), None)
-            check("cuGraphAddDependencies", answer, table.where)
+            about = f"{table.where}: copies of outputs"
+            node = call("cuGraphAddMemcpyNode", self._graph, None, 0, params, self._context, detail=about)
+            call("cuGraphAddDependencies", self._graph, last, [node] * len(last), None, detail=table.where)
             self._params.append(params)
             self._nodes.append(node)
 
     def _without_copies(self) -> Any:
         """A copy of the graph that lacks the output copy nodes; the caller's to destroy."""
-        clone = check("cuGraphClone", cu.cuGraphClone(self._graph))
+        clone = call("cuGraphClone", self._graph)
         try:
             for node in self._nodes:
-                copied = check("cuGraphNodeFindInClone", cu.cuGraphNodeFindInClone(node, clone))
-                check("cuGraphDestroyNode", cu.cuGraphDestroyNode(copied))
+                copied = call("cuGraphNodeFindInClone", node, clone)
+                call("cuGraphDestroyNode", copied)
         except BaseException:
             cu.cuGraphDestroy(clone)
             raise
@@ -230,35 +223,33 @@ class _Build:
         pairs = [(source, nodes[index]) for source in after for index in main if index not in waiting]
         if pairs:
             sources, targets = [list(ends) for ends in zip(*pairs, strict=True)]
-            answer = cu.cuGraphAddDependencies(graph, sources, targets, None)
-            check("cuGraphAddDependencies", answer, self._table.where)
+            call("cuGraphAddDependencies", graph, sources, targets, None, detail=self._table.where)
         return [nodes[index] for index in main if index not in leading]
 
     def _add(self, graph: Any, kind: int, row: int, position: int) -> Any:
         table, context = self._table, self._context.handle
         if kind == KERNEL:
-            call, result = "cuGraphAddKernelNode", cu.cuGraphAddKernelNode(graph, None, 0, self._fill(row))
+            name, result = "cuGraphAddKernelNode", cu.cuGraphAddKernelNode(graph, None, 0, self._fill(row))
         elif kind == MEMSET:
             filled = _memset_params(table, row, self._bases)
-            call, result = "cuGraphAddMemsetNode", cu.cuGraphAddMemsetNode(graph, None, 0, filled, context)
+            name, result = "cuGraphAddMemsetNode", cu.cuGraphAddMemsetNode(graph, None, 0, filled, context)
         elif kind == MEMCPY:
             copied = copy_params(table, row, self._bases)
-            call, result = "cuGraphAddMemcpyNode", cu.cuGraphAddMemcpyNode(graph, None, 0, copied, context)
+            name, result = "cuGraphAddMemcpyNode", cu.cuGraphAddMemcpyNode(graph, None, 0, copied, context)
         else:
-            call, result = "cuGraphAddEmptyNode", cu.cuGraphAddEmptyNode(graph, None, 0)
+            name, result = "cuGraphAddEmptyNode", cu.cuGraphAddEmptyNode(graph, None, 0)
         if result[0]:
-            check(call, result, describe(table, position, kind, row))
+            check(name, result, describe(table, position, kind, row))
         node = result[1]
         if kind == KERNEL and table.attribute_bounds[row] != table.attribute_bounds[row + 1]:
             for number, value in attributes(table, row):
-                answer = cu.cuGraphKernelNodeSetAttribute(node, number, value)
-                check("cuGraphKernelNodeSetAttribute", answer, f"attribute {number}, {describe(table, position, kind, row)}")
+                about = f"attribute {number}, {describe(table, position, kind, row)}"
+                call("cuGraphKernelNodeSetAttribute", node, number, value, detail=about)
         return node
 
     def _handle(self, graph: Any, row: int) -> Any:
         """The handle of a conditional node that the graph will have, which its kernels are given."""
-        answer = cu.cuGraphConditionalHandleCreate(graph, self._context.handle, 0, 0)
-        handle = check("cuGraphConditionalHandleCreate", answer, self._table.where)
+        handle = call("cuGraphConditionalHandleCreate", graph, self._context.handle, 0, 0, detail=self._table.where)
         self._launches.set_handle(row, int(handle))
         return handle
 
@@ -288,7 +279,7 @@ class _Build:
             data = None
             if ports:
                 data = [EdgeData(from_port=out, to_port=into, type=kind) for out, into, kind in [columns[row] for row in chosen]]
-            check("cuGraphAddDependencies", cu.cuGraphAddDependencies(graph, sources, targets, data), table.where)
+            call("cuGraphAddDependencies", graph, sources, targets, data, detail=table.where)
 
 
 def _setter(executable: Any, node: Any) -> Callable[[KernelNodeParams], None]:

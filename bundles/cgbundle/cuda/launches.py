@@ -6,13 +6,15 @@ import ctypes
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import pairwise
 from struct import Struct
 from typing import Any
 
 from ..format.schema import MEMORIES
 from ..tables.table import KERNEL, Table
-from .libcuda import MEMORY_TYPE_DEVICE, KernelNodeParams, LaunchAttributeValue, Memcpy3D
+from .libcuda import MEMORY_TYPE_DEVICE
 from .modules import Modules
+from .structures import KernelNodeParams, LaunchAttributeValue, Memcpy3D
 
 MEMORY_SYNC_DOMAIN_MAP = 9
 """A launch attribute whose values are bytes."""
@@ -36,16 +38,8 @@ class Launches:
     __slots__ = ("_blocks", "_pointers", "_table", "functions", "params")
 
     def __init__(self, table: Table, modules: Modules, bases: Sequence[int], poison: int | None) -> None:
-        layouts: list[list[int]] = []
         self._table = table
-        self.functions: list[Any] = []
-        for row, (image, symbol) in enumerate(zip(table.images, table.symbols, strict=True)):
-            span = slice(*table.param_bounds[row : row + 2])
-            layouts.append(table.param_offset[span].tolist())
-            params = list(zip(layouts[-1], table.param_size[span], strict=True))
-            span = slice(*table.function_attribute_bounds[row : row + 2])
-            settings = zip(table.function_attribute_id[span], table.function_attribute_value[span], strict=True)
-            self.functions.append(modules.function(image, symbol, params, settings))
+        layouts = [table.param_offset[slice(*ends)].tolist() for ends in pairwise(table.param_bounds)]
         self._blocks, self._pointers = patch(table, bases, poison), array("Q")
         start, counts = self._blocks.buffer_info()[0], []
         for function, offset in zip(table.function, table.block_offset, strict=True):
@@ -53,6 +47,12 @@ class Launches:
             self._pointers.extend([start + offset + param for param in layouts[function]])
         first = self._pointers.buffer_info()[0]
         self.params = [first + count for count in counts]
+        self.functions: list[Any] = []  # the last: the driver loads nothing while it pins memory for the weights
+        for row, (image, symbol) in enumerate(zip(table.images, table.symbols, strict=True)):
+            params = list(zip(layouts[row], table.param_size[slice(*table.param_bounds[row : row + 2])], strict=True))
+            span = slice(*table.function_attribute_bounds[row : row + 2])
+            settings = zip(table.function_attribute_id[span], table.function_attribute_value[span], strict=True)
+            self.functions.append(modules.function(image, symbol, params, settings))
 
     def block(self, row: int) -> bytes:
         """The parameters of kernel `row`."""

@@ -1,4 +1,4 @@
-"""The functions and records of the CUDA driver that the runtime needs, called in libcuda.so.1 itself.
+"""The functions of the CUDA driver that the runtime needs, called in libcuda.so.1 itself; structures.py has what they point to.
 
 A binding of our own because cgbundle is to start fast and to need nothing: importing cuda-bindings takes 0.1 s.  Layouts, types and
 numbers are those of cuda.h; symbols are named with their versions, whose meaning no later driver changes.  They are looked up when
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from typing import Any
 
+    from .structures import EdgeData
+
 LIBRARY = "libcuda.so.1"
 _RTLD_NOW = 2
 
@@ -34,104 +36,6 @@ INVALID_VALUE, PEER_ENABLED_BEFORE = 1, 704
 _Pointer, _Size, _Int, _Unsigned, _Byte = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_uint, ctypes.c_ubyte
 _Address = ctypes.c_uint64
 """What the driver writes a handle or an address to: unlike a pointer's, its value is a number also when it is 0."""
-
-
-class KernelNodeParams(ctypes.Structure):
-    """CUDA_KERNEL_NODE_PARAMS_v2."""
-
-    _fields_ = (
-        ("func", _Pointer), ("gridDimX", _Unsigned), ("gridDimY", _Unsigned), ("gridDimZ", _Unsigned),
-        ("blockDimX", _Unsigned), ("blockDimY", _Unsigned), ("blockDimZ", _Unsigned), ("sharedMemBytes", _Unsigned),
-        ("kernelParams", _Pointer), ("extra", _Pointer), ("kern", _Pointer), ("ctx", _Pointer),
-    )  # fmt: skip
-
-
-class MemsetNodeParams(ctypes.Structure):
-    """CUDA_MEMSET_NODE_PARAMS_v1."""
-
-    _fields_ = (
-        ("dst", _Address), ("pitch", _Size), ("value", _Unsigned), ("elementSize", _Unsigned), ("width", _Size), ("height", _Size),
-    )  # fmt: skip
-
-
-class Memcpy3D(ctypes.Structure):
-    """CUDA_MEMCPY3D_v2."""
-
-    _fields_ = (
-        ("srcXInBytes", _Size), ("srcY", _Size), ("srcZ", _Size), ("srcLOD", _Size), ("srcMemoryType", _Int),
-        ("srcHost", _Pointer), ("srcDevice", _Address), ("srcArray", _Pointer), ("reserved0", _Pointer),
-        ("srcPitch", _Size), ("srcHeight", _Size),
-        ("dstXInBytes", _Size), ("dstY", _Size), ("dstZ", _Size), ("dstLOD", _Size), ("dstMemoryType", _Int),
-        ("dstHost", _Pointer), ("dstDevice", _Address), ("dstArray", _Pointer), ("reserved1", _Pointer),
-        ("dstPitch", _Size), ("dstHeight", _Size),
-        ("WidthInBytes", _Size), ("Height", _Size), ("Depth", _Size),
-    )  # fmt: skip
-
-
-class LaunchAttributeValue(ctypes.Union):
-    """CUlaunchAttributeValue, which is CUkernelNodeAttrValue too: its members are one to three words, or a pair of bytes."""
-
-    _fields_ = (("pad", _Byte * 64), ("_aligned", ctypes.c_uint64))
-
-
-class LaunchAttribute(ctypes.Structure):
-    """CUlaunchAttribute."""
-
-    _fields_ = (("id", _Int), ("pad", _Byte * 4), ("value", LaunchAttributeValue))
-
-
-class LaunchConfig(ctypes.Structure):
-    """CUlaunchConfig."""
-
-    _fields_ = (
-        ("gridDimX", _Unsigned), ("gridDimY", _Unsigned), ("gridDimZ", _Unsigned),
-        ("blockDimX", _Unsigned), ("blockDimY", _Unsigned), ("blockDimZ", _Unsigned), ("sharedMemBytes", _Unsigned),
-        ("hStream", _Pointer), ("attrs", POINTER(LaunchAttribute)), ("numAttrs", _Unsigned),
-    )  # fmt: skip
-
-
-class EdgeData(ctypes.Structure):
-    """CUgraphEdgeData."""
-
-    _fields_ = (("from_port", _Byte), ("to_port", _Byte), ("type", _Byte), ("reserved", _Byte * 5))
-
-
-class ConditionalParams(ctypes.Structure):
-    """CUDA_CONDITIONAL_NODE_PARAMS.  `phGraph_out` is the driver's array of the graphs of the bodies."""
-
-    _fields_ = (
-        ("handle", ctypes.c_uint64), ("type", _Int), ("size", _Unsigned), ("phGraph_out", POINTER(_Address)), ("ctx", _Pointer),
-    )  # fmt: skip
-
-
-class ConditionalNodeParams(ctypes.Structure):
-    """CUgraphNodeParams, of whose union one member is needed."""
-
-    _fields_ = (
-        ("type", _Int), ("reserved0", _Int * 3), ("conditional", ConditionalParams),
-        ("reserved1", ctypes.c_int64 * 25), ("reserved2", ctypes.c_int64),
-    )  # fmt: skip
-
-
-class MemLocation(ctypes.Structure):
-    """CUmemLocation."""
-
-    _fields_ = (("type", _Int), ("id", _Int))
-
-
-class AllocationProp(ctypes.Structure):
-    """CUmemAllocationProp."""
-
-    _fields_ = (
-        ("type", _Int), ("requestedHandleTypes", _Int), ("location", MemLocation), ("win32HandleMetaData", _Pointer),
-        ("allocFlags", _Byte * 8),
-    )  # fmt: skip
-
-
-class AccessDesc(ctypes.Structure):
-    """CUmemAccessDesc."""
-
-    _fields_ = (("location", MemLocation), ("flags", _Int))
 
 
 class _Out:
@@ -162,11 +66,11 @@ FUNCTIONS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "cuMemFreeAsync": ("cuMemFreeAsync", (_Pointer, _Pointer)),
     "cuMemAddressReserve": ("cuMemAddressReserve", (_HANDLE, _Size, _Size, _Address, ctypes.c_ulonglong)),
     "cuMemAddressFree": ("cuMemAddressFree", (_Address, _Size)),
-    "cuMemCreate": ("cuMemCreate", (_HANDLE, _Size, POINTER(AllocationProp), ctypes.c_ulonglong)),
+    "cuMemCreate": ("cuMemCreate", (_HANDLE, _Size, "AllocationProp", ctypes.c_ulonglong)),
     "cuMemRelease": ("cuMemRelease", (_Address,)),
     "cuMemMap": ("cuMemMap", (_Address, _Size, _Size, _Address, ctypes.c_ulonglong)),
     "cuMemUnmap": ("cuMemUnmap", (_Address, _Size)),
-    "cuMemSetAccess": ("cuMemSetAccess", (_Address, _Size, POINTER(AccessDesc), _Size)),
+    "cuMemSetAccess": ("cuMemSetAccess", (_Address, _Size, "AccessDesc", _Size)),
     "cuMemExportToShareableHandle": ("cuMemExportToShareableHandle", (_NUMBER, _Address, _Int, ctypes.c_ulonglong)),
     "cuMemImportFromShareableHandle": ("cuMemImportFromShareableHandle", (_HANDLE, _Pointer, _Int)),
     "cuMemcpyPeerAsync": ("cuMemcpyPeerAsync", (_Address, _Pointer, _Address, _Pointer, _Size, _Pointer)),
@@ -180,7 +84,7 @@ FUNCTIONS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "cuMemcpyHtoDAsync": ("cuMemcpyHtoDAsync_v2", (_Pointer, _Pointer, _Size, _Pointer)),
     "cuMemcpyDtoHAsync": ("cuMemcpyDtoHAsync_v2", (_Pointer, _Pointer, _Size, _Pointer)),
     "cuMemcpyDtoDAsync": ("cuMemcpyDtoDAsync_v2", (_Pointer, _Pointer, _Size, _Pointer)),
-    "cuMemcpy3DAsync": ("cuMemcpy3DAsync_v2", (POINTER(Memcpy3D), _Pointer)),
+    "cuMemcpy3DAsync": ("cuMemcpy3DAsync_v2", ("Memcpy3D", _Pointer)),
     "cuMemsetD8Async": ("cuMemsetD8Async", (_Pointer, _Byte, _Size, _Pointer)),
     "cuMemsetD16Async": ("cuMemsetD16Async", (_Pointer, ctypes.c_ushort, _Size, _Pointer)),
     "cuMemsetD32Async": ("cuMemsetD32Async", (_Pointer, _Unsigned, _Size, _Pointer)),
@@ -205,28 +109,28 @@ FUNCTIONS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "cuFuncSetAttribute": ("cuFuncSetAttribute", (_Pointer, _Int, _Int)),
     "cuFuncGetParamInfo": ("cuFuncGetParamInfo", (_Pointer, _Size, _BYTES, _BYTES)),
     "cuOccupancyMaxActiveBlocks": ("cuOccupancyMaxActiveBlocksPerMultiprocessor", (_NUMBER, _Pointer, _Int, _Size)),
-    "cuLaunchKernelEx": ("cuLaunchKernelEx", (POINTER(LaunchConfig), _Pointer, _Pointer, _Pointer)),
+    "cuLaunchKernelEx": ("cuLaunchKernelEx", ("LaunchConfig", _Pointer, _Pointer, _Pointer)),
     "cuGraphCreate": ("cuGraphCreate", (_HANDLE, _Unsigned)),
     "cuGraphClone": ("cuGraphClone", (_HANDLE, _Pointer)),
     "cuGraphDestroy": ("cuGraphDestroy", (_Pointer,)),
     "cuGraphDestroyNode": ("cuGraphDestroyNode", (_Pointer,)),
     "cuGraphNodeFindInClone": ("cuGraphNodeFindInClone", (_HANDLE, _Pointer, _Pointer)),
-    "cuGraphAddKernelNode": ("cuGraphAddKernelNode_v2", (_HANDLE, _Pointer, _Pointer, _Size, POINTER(KernelNodeParams))),
-    "cuGraphAddMemsetNode": ("cuGraphAddMemsetNode", (_HANDLE, _Pointer, _Pointer, _Size, POINTER(MemsetNodeParams), _Pointer)),
-    "cuGraphAddMemcpyNode": ("cuGraphAddMemcpyNode", (_HANDLE, _Pointer, _Pointer, _Size, POINTER(Memcpy3D), _Pointer)),
+    "cuGraphAddKernelNode": ("cuGraphAddKernelNode_v2", (_HANDLE, _Pointer, _Pointer, _Size, "KernelNodeParams")),
+    "cuGraphAddMemsetNode": ("cuGraphAddMemsetNode", (_HANDLE, _Pointer, _Pointer, _Size, "MemsetNodeParams", _Pointer)),
+    "cuGraphAddMemcpyNode": ("cuGraphAddMemcpyNode", (_HANDLE, _Pointer, _Pointer, _Size, "Memcpy3D", _Pointer)),
     "cuGraphAddEmptyNode": ("cuGraphAddEmptyNode", (_HANDLE, _Pointer, _Pointer, _Size)),
-    "cuGraphAddConditionalNode": ("cuGraphAddNode", (_HANDLE, _Pointer, _Pointer, _Size, POINTER(ConditionalNodeParams))),
+    "cuGraphAddConditionalNode": ("cuGraphAddNode", (_HANDLE, _Pointer, _Pointer, _Size, "ConditionalNodeParams")),
     "cuGraphConditionalHandleCreate": ("cuGraphConditionalHandleCreate", (_HANDLE, _Pointer, _Pointer, _Unsigned, _Unsigned)),
-    "cuGraphKernelNodeSetAttribute": ("cuGraphKernelNodeSetAttribute", (_Pointer, _Int, POINTER(LaunchAttributeValue))),
-    "cuGraphExecKernelNodeSetParams": ("cuGraphExecKernelNodeSetParams_v2", (_Pointer, _Pointer, POINTER(KernelNodeParams))),
-    "cuGraphExecMemcpyNodeSetParams": ("cuGraphExecMemcpyNodeSetParams", (_Pointer, _Pointer, POINTER(Memcpy3D), _Pointer)),
+    "cuGraphKernelNodeSetAttribute": ("cuGraphKernelNodeSetAttribute", (_Pointer, _Int, "LaunchAttributeValue")),
+    "cuGraphExecKernelNodeSetParams": ("cuGraphExecKernelNodeSetParams_v2", (_Pointer, _Pointer, "KernelNodeParams")),
+    "cuGraphExecMemcpyNodeSetParams": ("cuGraphExecMemcpyNodeSetParams", (_Pointer, _Pointer, "Memcpy3D", _Pointer)),
     "cuGraphNodeSetEnabled": ("cuGraphNodeSetEnabled", (_Pointer, _Pointer, _Unsigned)),
     "cuGraphInstantiate": ("cuGraphInstantiateWithFlags", (_HANDLE, _Pointer, ctypes.c_ulonglong)),
     "cuGraphExecDestroy": ("cuGraphExecDestroy", (_Pointer,)),
     "cuGraphUpload": ("cuGraphUpload", (_Pointer, _Pointer)),
     "cuGraphLaunch": ("cuGraphLaunch", (_Pointer, _Pointer)),
 }
-"""Of every function that is called as cuda.h declares it: its symbol, and its parameters."""
+"""Of every function that is called as cuda.h declares it: its symbol, and its parameters; a structure by its name, as a pointer."""
 
 ANSWERING = ("cuDeviceGetName", "cuThreadExchangeStreamCaptureMode", "cuStreamGetCaptureInfo", "cuGraphAddChildGraphNode")
 """Of the others those that give more than their error."""
@@ -261,7 +165,7 @@ class Driver:
         except AttributeError:
             text = f"the CUDA driver of this machine has no {symbol}, which the bundle needs"
             raise MachineError("driver-too-old", text, "upgrade the NVIDIA driver") from None
-        function.argtypes = [_Pointer if isinstance(kind, _Out) else kind for kind in parameters]
+        function.argtypes = [_declared(kind) for kind in parameters]
         return function
 
     def held(self, name: str) -> Callable[..., int]:
@@ -309,7 +213,16 @@ class Driver:
             function = self._function("cuGraphAddDependencies", (_Pointer, _Pointer, _Pointer, _Size))
             return int(function(graph, *ends, count))
         function = self._function("cuGraphAddDependencies_v2", (_Pointer, _Pointer, _Pointer, _Pointer, _Size))
-        return int(function(graph, *ends, (EdgeData * count)(*data), count))
+        return int(function(graph, *ends, (type(data[0]) * count)(*data), count))
+
+
+def _declared(kind: Any) -> Any:
+    """The type of a parameter for ctypes."""
+    if isinstance(kind, str):
+        from . import structures  # none is passed before there is a context
+
+        return POINTER(getattr(structures, kind))
+    return _Pointer if isinstance(kind, _Out) else kind
 
 
 def _opened() -> ctypes.CDLL:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from ..errors import CgbundleError, OutOfMemory
 from ..format.schema import MEMORIES, STATE
-from .driver import Context, check, cu, free_bytes
+from .driver import Context, call, check, cu, free_bytes
 from .libcuda import STREAM_NON_BLOCKING
 
 SMALLEST = 256
@@ -44,7 +44,7 @@ class Memories:
                 continue
             size = max(sizes[name], SMALLEST)
             base = allocate(size, f"memory {name}")
-            cleanup.callback(free, base)
+            cleanup.callback(call, "cuMemFree", base)
             if name in FILLED:
                 fill(base, size, 0, stream)
             bases.append(base)
@@ -52,7 +52,7 @@ class Memories:
         self.host = 0
         if HOST in sizes:
             self.host = allocate_pinned(max(sizes[HOST], SMALLEST), f"memory {HOST}")
-            cleanup.callback(free_pinned, self.host)
+            cleanup.callback(call, "cuMemFreeHost", self.host)
 
     def address(self, memory: str, offset: int) -> int:
         """Where byte `offset` of a memory lies: on the GPU, or for memory `host` on the host."""
@@ -71,33 +71,25 @@ class Memories:
             fill(self.address("arena", begin), max(0, start - begin), byte, stream)
             begin = end
         if self.host:
-            check("cuStreamSynchronize", cu.cuStreamSynchronize(stream))  # copies of the last replay may still read there
+            call("cuStreamSynchronize", stream)  # copies of the last replay may still read there
             ctypes.memset(self.host, byte, self.sizes[HOST])
 
 
 def allocate(size: int, what: str) -> int:
     """The address of `size` new bytes.  Raises OutOfMemory naming `what`."""
     try:
-        return int(check("cuMemAlloc", cu.cuMemAlloc(size), what))
+        return int(call("cuMemAlloc", size, detail=what))
     except OutOfMemory:
         raise OutOfMemory("out-of-memory", f"{what}: needs {size:,} bytes, the GPU has {free_bytes():,} free") from None
-
-
-def free(address: int) -> None:
-    check("cuMemFree", cu.cuMemFree(address))
 
 
 def allocate_pinned(size: int, what: str) -> int:
     """The address of `size` new bytes of pinned host memory.  Raises OutOfMemory naming `what`."""
     try:
-        return int(check("cuMemHostAlloc", cu.cuMemHostAlloc(size, 0), what))
+        return int(call("cuMemHostAlloc", size, 0, detail=what))
     except OutOfMemory:
         reason = f"{what}: needs {size:,} bytes of pinned memory, which the system does not give"
         raise OutOfMemory("out-of-memory", reason) from None
-
-
-def free_pinned(address: int) -> None:
-    check("cuMemFreeHost", cu.cuMemFreeHost(address))
 
 
 def fill(address: int, size: int, byte: int, stream: Any) -> None:
@@ -131,7 +123,7 @@ class Output:
         self._context: Context | None = None
         self._stream, self.bytes = stream, size
         try:
-            self.address = int(check("cuMemAllocAsync", cu.cuMemAllocAsync(max(size, 1), stream)))
+            self.address = int(call("cuMemAllocAsync", max(size, 1), stream))
         except OutOfMemory:
             raise OutOfMemory("out-of-memory", f"output: needs {size:,} bytes, the GPU has {free_bytes():,} free") from None
         context.retain()
@@ -144,7 +136,7 @@ class Output:
             return
         try:
             with context:
-                check("cuMemFreeAsync", cu.cuMemFreeAsync(self.address, self._stream))
+                call("cuMemFreeAsync", self.address, self._stream)
         finally:
             context.release()
 
@@ -195,7 +187,7 @@ def pin(memory: memoryview, cleanup: ExitStack) -> None:
 
 def new_slot(view: memoryview, cleanup: ExitStack) -> Slot:
     """With a stream, which `cleanup` waits for before the memory goes, also when a read failed."""
-    stream = check("cuStreamCreate", cu.cuStreamCreate(STREAM_NON_BLOCKING))
+    stream = call("cuStreamCreate", STREAM_NON_BLOCKING)
     cleanup.callback(cu.cuStreamDestroy, stream)
     cleanup.callback(cu.cuStreamSynchronize, stream)
     return Slot(view, _host_address(view), stream)

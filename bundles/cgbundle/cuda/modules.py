@@ -12,7 +12,7 @@ from ..format.file_names import KERNELS, kernel_images
 from ..format.schema import MEMORIES
 from ..format.spans import graph_memories
 from ..validate.elf import check_elf
-from .driver import check, cu
+from .driver import call, cu
 
 if TYPE_CHECKING:
     from ..tables.module_state import ModuleState
@@ -56,7 +56,7 @@ class Modules:
         function = self._functions.get((image, symbol))
         if function is None:
             module = self._module(image)
-            function = check("cuModuleGetFunction", cu.cuModuleGetFunction(module, symbol.encode()), f"{symbol} of {image[:16]}...")
+            function = call("cuModuleGetFunction", module, symbol.encode(), detail=f"{symbol} of {image[:16]}...")
             _check_params(function, image, symbol, params)
             self._functions[image, symbol] = function
         for number, value in settings:
@@ -67,7 +67,7 @@ class Modules:
         """Unloads every module, the others too when one fails."""
         with ExitStack() as closing:
             for module in self._modules.values():
-                closing.callback(_unload, module)
+                closing.callback(call, "cuModuleUnload", module)
             self._modules, self._functions = {}, {}
 
     def _set(self, function: Any, key: tuple[str, str, int], value: int) -> None:
@@ -75,7 +75,7 @@ class Modules:
         before = self._settings.get(key)
         if before is not None and (before == value or (number in GROWING and before > value)):
             return
-        check("cuFuncSetAttribute", cu.cuFuncSetAttribute(function, number, value), f"attribute {number} = {value} of {key[1]}")
+        call("cuFuncSetAttribute", function, number, value, detail=f"attribute {number} = {value} of {key[1]}")
         self._settings[key] = value
 
     def _module(self, image: str) -> Any:
@@ -85,7 +85,7 @@ class Modules:
             data = self._bundle.data(f"{KERNELS}{image}")
             if not data.isascii():  # as PTX is, which tests bring
                 check_elf(data, f"{KERNELS}{image}")
-            module = check("cuModuleLoadData", cu.cuModuleLoadData(data), f"kernels/{image}")
+            module = call("cuModuleLoadData", data, detail=f"kernels/{image}")
             self._modules[image] = module
             for state in self._states.get(image, ()):
                 self._restore(module, state)
@@ -93,7 +93,7 @@ class Modules:
 
     def _restore(self, module: Any, state: ModuleState) -> None:
         path = f"{state.symbol} of {state.image[:16]}..."
-        address, size = check("cuModuleGetGlobal", cu.cuModuleGetGlobal(module, state.symbol.encode()), path)
+        address, size = call("cuModuleGetGlobal", module, state.symbol.encode(), detail=path)
         if len(state.contents) > size:
             raise BundleError("table-invalid", f"module state {path}: {len(state.contents)} bytes, the symbol has {size}")
         contents = bytearray(state.contents)
@@ -101,7 +101,7 @@ class Modules:
             assert self._memories is not None  # states come with the memories that they refer to
             target = self._memories.address(MEMORIES[item.target.memory], item.target.offset)
             contents[item.at : item.at + 8] = target.to_bytes(8, "little")
-        check("cuMemcpyHtoD", cu.cuMemcpyHtoD(address, bytes(contents), len(contents)), path)
+        call("cuMemcpyHtoD", address, bytes(contents), len(contents), detail=path)
 
 
 def states(bundle: Archive) -> tuple[ModuleState, ...]:
@@ -126,7 +126,3 @@ def _check_params(function: Any, image: str, symbol: str, params: Sequence[tuple
         raise BundleError(
             "table-invalid", f"{symbol} of {image[:16]}...: the image takes parameters {taken}, the table says {list(params)}"
         )
-
-
-def _unload(module: Any) -> None:
-    check("cuModuleUnload", cu.cuModuleUnload(module))

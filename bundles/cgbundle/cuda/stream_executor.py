@@ -12,10 +12,10 @@ from typing import Any
 
 from ..errors import CallError
 from ..tables.table import CONDITIONAL, IF, KERNEL, MEMCPY, MEMSET, WHILE, Table, launch_order
-from .driver import check, cu
+from .driver import call, check, cu
 from .launches import Launches, Reader, attributes, copy_params, describe, memset_value, rows
-from .libcuda import LaunchAttribute, LaunchConfig
 from .modules import Modules
+from .structures import LaunchAttribute, LaunchConfig
 
 Step = Callable[[Any], None]
 """Enqueues a row on a stream."""
@@ -85,8 +85,8 @@ def _condition_step(table: Table, row: int, bases: Sequence[int], conditions: li
     byte = ctypes.c_uint8()
 
     def step(stream: Any) -> None:
-        check("cuMemcpyDtoHAsync", cu.cuMemcpyDtoHAsync(ctypes.addressof(byte), address, 1, stream))
-        check("cuStreamSynchronize", cu.cuStreamSynchronize(stream))
+        call("cuMemcpyDtoHAsync", ctypes.addressof(byte), address, 1, stream)
+        call("cuStreamSynchronize", stream)
         conditions[number] = byte.value
 
     return step
@@ -117,7 +117,7 @@ def _kernel_step(table: Table, row: int, launches: Launches, where: str) -> Call
 
     def step(stream: Any) -> None:
         config.hStream = stream
-        check("cuLaunchKernelEx", cu.cuLaunchKernelEx(config, function, params, None), where)
+        call("cuLaunchKernelEx", config, function, params, None, detail=where)
 
     return step
 
@@ -140,6 +140,6 @@ def _memset_step(table: Table, row: int, bases: Sequence[int], where: str) -> Ca
 
 def _memcpy_step(params: Any, where: str) -> Callable[[Any], None]:
     def step(stream: Any) -> None:
-        check("cuMemcpy3DAsync", cu.cuMemcpy3DAsync(params, stream), where)
+        call("cuMemcpy3DAsync", params, stream, detail=where)
 
     return step

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from ..errors import CallError
-from .driver import check, cu
+from .driver import call, check, cu
 from .libcuda import EVENT_DISABLE_TIMING
 
 LASTING = (0, 1)
@@ -36,8 +36,8 @@ class StreamOrder:
     __slots__ = ("_default_key", "_done", "_handle", "_lasting", "_passing", "_refusal", "_unmarked", "captured", "default", "last")
 
     def __init__(self, stream: Any, cleanup: ExitStack, refusal: str = "") -> None:
-        self._done = check("cuEventCreate", cu.cuEventCreate(EVENT_DISABLE_TIMING))
-        cleanup.callback(_destroy, self._done)
+        self._done = call("cuEventCreate", EVENT_DISABLE_TIMING)
+        cleanup.callback(call, "cuEventDestroy", self._done)
         self.default, self._refusal = stream, refusal
         self._default_key = int(stream)
         self.last, self._passing, self._lasting = self._default_key, NONE, True  # a stream that lasts, or may go; one of them
@@ -76,7 +76,7 @@ class StreamOrder:
     def capturing(self, handle: Any) -> bool:
         """Whether the stream of a call is being captured."""
         lasts = int(handle) == self._default_key or int(handle) in LASTING
-        return not lasts and bool(check("cuStreamIsCapturing", cu.cuStreamIsCapturing(handle)))
+        return not lasts and bool(call("cuStreamIsCapturing", handle))
 
     def _changed(self, key: int, handle: Any) -> Any:
         lasting = key == self._default_key or key in LASTING
@@ -88,15 +88,11 @@ class StreamOrder:
             return handle
         self.captured = False
         if self._unmarked:
-            check("cuCtxSynchronize", cu.cuCtxSynchronize())
+            call("cuCtxSynchronize")
             self._unmarked = False
         if self._lasting:
-            check("cuEventRecord", cu.cuEventRecord(self._done, self._handle))
-        check("cuStreamWaitEvent", cu.cuStreamWaitEvent(handle, self._done, 0))
+            call("cuEventRecord", self._done, self._handle)
+        call("cuStreamWaitEvent", handle, self._done, 0)
         self.last, self._passing = (key, NONE) if lasting else (NONE, NONE if key == PER_THREAD else key)
         self._handle, self._lasting, self._unmarked = handle, lasting, not lasting
         return handle
-
-
-def _destroy(event: Any) -> None:
-    check("cuEventDestroy", cu.cuEventDestroy(event))

@@ -18,13 +18,9 @@ from .file_names import (
     HOST,
     KERNELS,
     MANIFEST,
-    OWN_FOLDERS,
     SELF_TEST,
-    SIGNATURE,
-    SIGNATURE_BYTES,
     TABLES,
     WEIGHTS,
-    folders,
     rank_folder,
 )
 from .open_files import DAMAGE, FOLDER, KeptFile, copied, open_directory, open_entry, open_file, pieces, when_gone
@@ -99,19 +95,6 @@ class Archive:
             return True
         return (now.st_dev, now.st_ino) != (then.st_dev, then.st_ino)
 
-    def signature(self) -> bytes | None:
-        """What the file of the signature begins with, enough to tell a longer one; None without one.  Raises signature-wrong."""
-        try:
-            descriptor = open_file(SIGNATURE, self._folders[""])
-        except BundleError as error:
-            if str(error) == DAMAGE[errno.ENOENT]:
-                return None
-            raise BundleError("signature-wrong", f"{SIGNATURE}: {error}") from None
-        try:
-            return os.pread(descriptor, SIGNATURE_BYTES + 1, 0)
-        finally:
-            os.close(descriptor)
-
     def check_size(self, file: File) -> None:
         """Raises file-damaged unless the file is there, a plain one, and has its length."""
         if self._is_outer(file):
@@ -170,13 +153,21 @@ class Archive:
             if found is None:
                 folder, _, last = name.rpartition("/")
                 try:
-                    found = open_file(last, self._folder(folder))
+                    found = open_file(last, self.folder(folder))
                 except BundleError as error:
                     raise BundleError("file-damaged", f"{name}: {error}") from None
                 if name in (WEIGHTS, TABLES) and self._copy_weights:
                     found = copied(found)
                 self._files[name], self._changed[name] = found, os.fstat(found).st_mtime_ns
             return found
+
+    def folder(self, name: str) -> int:
+        """A folder of the bundle, opened at its first use, "" for the bundle's own.  Raises file-damaged."""
+        found = self._folders.get(name)
+        if found is None:
+            parent, _, last = name.rpartition("/")
+            found = self._folders[name] = open_entry(last, FOLDER, self.folder(parent))
+        return found
 
     def drop(self, name: str) -> None:
         """Closes an open file that is not read again: a bundle may have more files than a process may open."""
@@ -192,25 +183,6 @@ class Archive:
         for name, descriptor in self._files.items():
             if os.fstat(descriptor).st_mtime_ns != self._changed[name]:
                 raise BundleError("file-damaged", f"{name}: was written to while the bundle was loaded", "load it again")
-
-    def strays(self) -> list[BundleError]:
-        """A file-damaged for everything in the directory that the manifest does not name, links and folders too, but for its own
-        signature.  A folder that no named file lies in is not looked into."""
-        named = {MANIFEST, SIGNATURE, *[file.path for file in self.manifest.files]}
-        known = {*OWN_FOLDERS, *[each for name in named for each in folders(name)]}
-        found, waiting = [], [""]
-        for folder in waiting:  # grows while it is walked
-            with os.scandir(self._folder(folder)) as rows:
-                for row in rows:
-                    name = f"{folder}/{row.name}".removeprefix("/")
-                    is_folder = row.is_dir(follow_symlinks=False)
-                    if is_folder and name in known:
-                        waiting.append(name)
-                    elif is_folder or name not in named:
-                        found.append(
-                            f"{name}: not named in the manifest" if not is_folder else f"{name}: a folder of no named file"
-                        )
-        return [BundleError("file-damaged", text) for text in sorted(found)]
 
     def rank(self, number: int) -> Archive:
         """The bundle of another rank of a model over several devices, in this one's directory.  Raises file-damaged unless it is
@@ -258,13 +230,6 @@ class Archive:
         if row is None:
             raise BundleError("file-damaged", f"{name}: the manifest does not list it")
         return row
-
-    def _folder(self, name: str) -> int:
-        found = self._folders.get(name)
-        if found is None:
-            parent, _, last = name.rpartition("/")
-            found = self._folders[name] = open_entry(last, FOLDER, self._folder(parent))
-        return found
 
 
 def _check_digest(file: File, found: str) -> None:

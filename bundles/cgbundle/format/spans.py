@@ -1,4 +1,4 @@
-"""Where tensors lie: how many bytes they span, and whether two of them share any, or one lies in others."""
+"""Where tensors lie: their strides, how many bytes they span, and whether two of them share any, or one lies in others."""
 
 from __future__ import annotations
 
@@ -17,6 +17,33 @@ def span_of(dtype: str, shape: Sequence[int], strides: Sequence[int]) -> int:
     if 0 in shape:
         return 0
     return (1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))) * DTYPES[dtype]
+
+
+def dense(shape: Sequence[int], order: Sequence[int] | None = None) -> tuple[int, ...]:
+    """Strides in elements of a tensor without gaps whose axes lie in memory in `order`, outermost first (default: row-major)."""
+    strides, step = [0] * len(shape), 1
+    for axis in reversed(order if order is not None else range(len(shape))):
+        strides[axis] = step
+        step *= max(1, shape[axis])
+    return tuple(strides)
+
+
+def is_dense(shape: Sequence[int], strides: Sequence[int], order: Sequence[int] | None = None) -> bool:
+    """Whether `strides` are those of `dense`, where they matter (an axis of size 1 may have any)."""
+    if 0 in shape:
+        return True
+    return all(size == 1 or have == want for size, have, want in zip(shape, strides, dense(shape, order), strict=True))
+
+
+def moving(shape: Sequence[int], strides: Sequence[int]) -> list[int]:
+    """The strides that matter: none of an axis of one element, nor of a tensor without any."""
+    return [] if 0 in shape else [stride for size, stride in zip(shape, strides, strict=True) if size != 1]
+
+
+def memory_order(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
+    """The axes from outermost to innermost in memory: as they are for a row-major tensor, else by descending stride."""
+    axes = range(len(shape))
+    return tuple(axes) if is_dense(shape, strides) else tuple(sorted(axes, key=lambda axis: (-strides[axis], axis)))
 
 
 def layout(row: Value) -> tuple[str, tuple[int, ...], tuple[int, ...]]:

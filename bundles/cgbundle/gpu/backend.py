@@ -15,9 +15,9 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ..call.forks import FORKS, forked
-from ..call.locks import ExclusiveLock, Inside, Turn, closed, during, locked
+from ..call.locks import ExclusiveLock, closed, during, locked
 from ..cuda import driver, memory
-from ..cuda.background import Background
+from ..cuda.background import Background, ContextFuture
 from ..cuda.driver import Context, Relaxed, cu
 from ..cuda.memory import PEER, WEIGHTS, Memories, Output
 from ..cuda.stream_order import StreamOrder
@@ -27,7 +27,6 @@ from ..format.schema import KERNEL_CODE, STATE
 from ..format.spans import span
 from ..tensors.library import caller_captures
 from .device_bundle import DeviceBundle
-from .fast_path import fast_path
 from .outputs import DeviceOutputs, HostCopies, HostOutputs
 from .programs import Executors, Programs, static_buffers
 
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
     from ..call.fast_path import Caller
     from ..call.profile import Profile
     from ..format.schema import Manifest
-    from ..weights.contents import Contents, OpenFile
+    from ..weights.update import Contents, OpenFile
     from .host_steps import HostSteps
 
 SHARED = (WEIGHTS, KERNEL_CODE, PEER)
@@ -56,11 +55,11 @@ class CudaBackend:
     """Runs the programs of a cuda bundle on GPU number `device`.
 
     `mode`: "graph" replays each recording as one CUDA graph, "stream" launches its rows one by one.  `context`: one that the caller
-    has made, which belongs to the backend from then on.  `poison`: a byte that fills the arena, memory `host`, and all bytes of
-    parameters that the recordings call undefined; results must not depend on it.  `lazy`: bind a program at its first call; None:
-    the first EAGER programs now, the others in the background, or at a call that comes before.  `threads`: how many the operations
-    on the host use, None for OpenMP's own number.  `peer`: where memory peer lies, for a bundle that has one; the caller's to free.
-    `rows`: of state, by its dimensions.
+    has made, or that is being made; it belongs to the backend from then on.  `poison`: a byte that fills the arena, memory `host`,
+    and all bytes of parameters that the recordings call undefined; results must not depend on it.  `lazy`: bind a program at its
+    first call; None: the first EAGER programs now, the others in the background, or at a call that comes before.  `threads`: how
+    many the operations on the host use, None for OpenMP's own number.  `peer`: where memory peer lies, for a bundle that has one;
+    the caller's to free.  `rows`: of state, by its dimensions.
 
     Raises library-missing, library-refused, wrong-machine, OutOfMemory, driver-failed, weights-invalid, table-invalid and
     file-damaged; nothing is left on the GPU then.
@@ -72,7 +71,7 @@ class CudaBackend:
         device: int = 0,
         mode: str = "graph",
         *,
-        context: Context | None = None,
+        context: Context | ContextFuture | None = None,
         poison: int | None = None,
         lazy: bool | None = None,
         threads: int | None = None,
@@ -123,7 +122,7 @@ class CudaBackend:
                 if now == count:
                     self._programs.bind_donated()
                 shared.settle()  # and zeroed memories and state
-                driver.check("cuStreamSynchronize", cu.cuStreamSynchronize(self.order.default))
+                driver.call("cuStreamSynchronize", self.order.default)
             undo.pop_all()
         if lazy is None and now < count:
             self._background = Background(self._rest())
@@ -161,7 +160,7 @@ class CudaBackend:
     # --- running ----------------------------------------------------------------------------------------------
 
     @property
-    def turn(self) -> Turn | Inside:
+    def turn(self) -> AbstractContextManager[None]:
         """Holds the memories for one call."""
         return self._lock.turn
 
@@ -219,6 +218,8 @@ class CudaBackend:
         bound = self._bound.get(program)
         if bound is None or bound.written or not bound.steps or self._programs.watched:
             return None
+        from .fast_path import fast_path  # calls from the CPU have none
+
         return fast_path(self._lock, self._forks, self._programs, program, self.order, self._context, caller)
 
     def copy(self, target: int, source: int, size: int, stream: Any) -> None:
@@ -297,7 +298,7 @@ class CudaBackend:
             memory.copy(place, address, size, stream)
         else:
             self._copies.to_device(place, address, size, stream)
-            driver.check("cuStreamSynchronize", cu.cuStreamSynchronize(stream))
+            driver.call("cuStreamSynchronize", stream)
 
     def update(
         self,
@@ -325,13 +326,13 @@ class CudaBackend:
         """Copies bytes to the GPU."""
         buffer = ctypes.create_string_buffer(data, max(1, len(data)))
         memory.copy(address, ctypes.addressof(buffer), len(data), stream, source_on_device=False)
-        driver.check("cuStreamSynchronize", cu.cuStreamSynchronize(stream))
+        driver.call("cuStreamSynchronize", stream)
 
     def read(self, address: int, size: int, stream: Any) -> bytes:
         """Bytes of the GPU; waits for them."""
         buffer = ctypes.create_string_buffer(max(1, size))
         memory.copy(ctypes.addressof(buffer), address, size, stream, target_on_device=False)
-        driver.check("cuStreamSynchronize", cu.cuStreamSynchronize(stream))
+        driver.call("cuStreamSynchronize", stream)
         return buffer.raw[:size]
 
     def reset(self, stream: Any) -> None:

@@ -9,13 +9,15 @@ from contextlib import ExitStack
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from ..cuda.driver import Context, Relaxed, check_device, check_driver, free_bytes
-from ..cuda.memory import SMALLEST, WEIGHTS, Memories, allocate, free
+from ..cuda.background import ContextFuture
+from ..cuda.driver import Context, Relaxed, call, driver_version, free_bytes, require
+from ..cuda.memory import SMALLEST, WEIGHTS, Memories, allocate
 from ..cuda.modules import Modules, states
+from ..errors import MachineError
 from ..format.archive import Archive
 from ..format.file_names import KERNELS, all_programs, donating_programs
 from ..format.file_names import WEIGHTS as FILE
-from ..format.schema import STATE, Manifest
+from ..format.schema import STATE, Manifest, Target
 from ..format.spans import span
 from ..weights.reads import Piece
 from ..weights.upload import Upload, listed
@@ -37,8 +39,8 @@ class DeviceBundle:
     """
 
     def __init__(
-        self, bundle: Archive, device: int, mode: str, poison: int | None, context: Context | None, threads: int | None,
-        peer: int = 0, rows: Mapping[str, int] = MappingProxyType({}),
+        self, bundle: Archive, device: int, mode: str, poison: int | None, context: Context | ContextFuture | None,
+        threads: int | None, peer: int = 0, rows: Mapping[str, int] = MappingProxyType({}),
     ) -> None:  # fmt: skip
         manifest = bundle.manifest
         self.threads, self.peer = threads, peer
@@ -53,7 +55,7 @@ class DeviceBundle:
         self._shares = 1
         self._uploads: list[Upload] = []
         with ExitStack() as undo:
-            if context is not None:
+            if isinstance(context, Context):
                 undo.callback(context.release)
             if manifest.target.features:
                 from ..cpu.machine import check_features  # of host regions
@@ -62,9 +64,10 @@ class DeviceBundle:
             pieces = listed(bundle)
             constants = any(region.kind == "host" and region.constants for region in manifest.regions)
             self.hosted = _host_weights(bundle) if constants else None
+            self._states = states(bundle)
             check_driver(manifest.target)
-            if context is None:
-                context = Context(device)
+            if not isinstance(context, Context):  # from here on time counts: until then the context was being made
+                context = (context and context.take()) or Context(device)
                 undo.callback(context.release)
             check_device(manifest.target, context)
             self.context = context
@@ -91,12 +94,11 @@ class DeviceBundle:
         self.base = 0
         if WEIGHTS in self.sizes:
             self.base = allocate(max(self.sizes[WEIGHTS], SMALLEST), f"memory {WEIGHTS}")
-            cleanup.callback(free, self.base)
+            cleanup.callback(call, "cuMemFree", self.base)
         # From here on the weights travel in other threads while this one loads modules and builds graphs.
         for file, parts in pieces.items():
             self._uploads.append(Upload(self.context, self.bundle.descriptor(file), parts, self.base, name=file))
             cleanup.callback(self._uploads[-1].stop)
-        self._states = states(self.bundle)
         images = {f"{KERNELS}{state.image}" for state in self._states}
         self.code_bytes = sum(file.bytes for file in self.manifest.files if file.path in images)
         self._modules = Modules(self.bundle)
@@ -154,3 +156,43 @@ def donated_places(manifest: Manifest) -> dict[int, dict[int, dict[int, int]]]:
         if donation.source != donation.target and span(value):
             places.setdefault(target, {}).setdefault(donation.input, {})[value.offset] = source
     return places
+
+
+# --- whether a bundle can run here: asked before anything is put on the GPU ---------------------------------------------
+
+
+def check_driver(target: Target) -> None:
+    """Raises wrong-machine, process-forked or driver-too-old unless there is a driver, and one new enough."""
+    if target.kind != "cuda":
+        raise MachineError("wrong-machine", f"the bundle is for the {target.kind} target, not for a GPU")
+    try:
+        require()
+    except MachineError as error:
+        raise MachineError(
+            "wrong-machine",
+            f"the bundle is for {target.arch}: {error}",
+            "copy it to a machine with such a GPU; here `cgcompile verify` without --run checks it; or build for this machine "
+            "with --target cpu",
+        ) from None
+    version = driver_version()
+    if version < target.driver:
+        raise MachineError(
+            "driver-too-old",
+            f"the bundle needs a driver for CUDA {_version(target.driver)}, this machine's is for {_version(version)}",
+            "upgrade the NVIDIA driver, or build the bundle on this machine",
+        )
+
+
+def check_device(target: Target, context: Context) -> None:
+    """Raises wrong-architecture unless the GPU is of the architecture whose machine code the bundle holds."""
+    if context.arch != target.arch.rstrip("af"):
+        raise MachineError(
+            "wrong-architecture",
+            f"the bundle is for {target.arch}, device {context.index} ({context.name}) is {context.arch}",
+            f"build the bundle with --target {context.arch}",
+        )
+
+
+def _version(number: int) -> str:
+    """13000 as "13.0"."""
+    return f"{number // 1000}.{number % 1000 // 10}"

@@ -8,7 +8,7 @@ from ctypes import c_uint64
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..cuda import memory
-from ..cuda.driver import Relaxed, check, cu
+from ..cuda.driver import Relaxed, call, check, cu
 from ..cuda.graph_executor import GraphExecutor
 from ..cuda.launches import CopyingLaunch, Reader
 from ..cuda.memory import HOST, Memories, Output
@@ -132,11 +132,11 @@ class BoundProgram(NamedTuple):
         results = HostOutputs(self.sizes)
         for target, source, size in zip(results.addresses, self.results.addresses, self.sizes, strict=True):
             copies.to_host(target, source, size, stream)
-        check("cuStreamSynchronize", cu.cuStreamSynchronize(stream))
+        call("cuStreamSynchronize", stream)
         if self.written:
             for index, source, size in self.written:
                 copies.to_host(addresses[index], source, size, stream)
-            check("cuStreamSynchronize", cu.cuStreamSynchronize(stream))
+            call("cuStreamSynchronize", stream)
         return results
 
 

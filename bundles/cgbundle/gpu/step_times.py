@@ -7,7 +7,7 @@ from time import perf_counter
 from typing import Any
 
 from ..call.profile import Profile, step_names
-from ..cuda.driver import check, cu
+from ..cuda.driver import call
 from ..cuda.libcuda import EVENT_DEFAULT
 from ..format.schema import EntrySpec, Manifest, Program
 
@@ -26,7 +26,7 @@ class StepClock:
     def __init__(self, stream: Any, profile: Profile) -> None:
         self.profile = profile
         self._first = _mark(stream)
-        check("cuEventSynchronize", cu.cuEventSynchronize(self._first))
+        call("cuEventSynchronize", self._first)
         self._zero = perf_counter()
         self._pending: list[tuple[str, Any, Any]] = []
 
@@ -52,25 +52,21 @@ class StepClock:
     def settle(self) -> None:
         """Waits for what was timed, and adds it to the profile.  Nothing is timed any more."""
         self._read()
-        destroy(self._first)
+        call("cuEventDestroy", self._first)
 
     def _read(self) -> None:
         for name, before, after in self._pending:
-            check("cuEventSynchronize", cu.cuEventSynchronize(after))
-            start = self._zero + check("cuEventElapsedTime", cu.cuEventElapsedTime(self._first, before)) / 1e3
-            taken = check("cuEventElapsedTime", cu.cuEventElapsedTime(before, after)) / 1e3
+            call("cuEventSynchronize", after)
+            start = self._zero + call("cuEventElapsedTime", self._first, before) / 1e3
+            taken = call("cuEventElapsedTime", before, after) / 1e3
             self.profile.add(name, start, start + taken, self.profile.GPU)
-            destroy(before)
-            destroy(after)
+            call("cuEventDestroy", before)
+            call("cuEventDestroy", after)
         self._pending.clear()
 
 
 def _mark(stream: Any) -> Any:
     """A new event with a time, behind what the stream holds."""
-    event = check("cuEventCreate", cu.cuEventCreate(EVENT_DEFAULT))
-    check("cuEventRecord", cu.cuEventRecord(event, stream))
+    event = call("cuEventCreate", EVENT_DEFAULT)
+    call("cuEventRecord", event, stream)
     return event
-
-
-def destroy(event: Any) -> None:
-    check("cuEventDestroy", cu.cuEventDestroy(event))

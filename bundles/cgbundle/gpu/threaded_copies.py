@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 from ..cuda import memory
-from ..cuda.driver import Context, Relaxed, check, cu
+from ..cuda.driver import Context, Relaxed, call, cu
 from ..cuda.libcuda import EVENT_DISABLE_TIMING, MEMORY_TYPE_HOST, POINTER_MEMORY_TYPE
 from ..cuda.memory import pin, staging
 from ..errors import CgbundleError
@@ -36,7 +36,7 @@ class _Slot(NamedTuple):
 
     def wait(self) -> int:
         """Returns the address when the bus is done with it."""
-        check("cuEventSynchronize", cu.cuEventSynchronize(self.event))
+        call("cuEventSynchronize", self.event)
         return self.address
 
 
@@ -59,8 +59,8 @@ class ThreadedCopies:
             for turn, (at, length) in enumerate(places):
                 slot = slots[turn % TURNS]
                 ctypes.memmove(slot.wait(), source + at, length)
-                check("cuMemcpyHtoDAsync", cu.cuMemcpyHtoDAsync(target + at, slot.address, length, stream))
-                check("cuEventRecord", cu.cuEventRecord(slot.event, stream))
+                call("cuMemcpyHtoDAsync", target + at, slot.address, length, stream)
+                call("cuEventRecord", slot.event, stream)
 
         self._share(size, send)
 
@@ -73,8 +73,8 @@ class ThreadedCopies:
             for turn in range(len(places) + 1):
                 if turn < len(places):
                     (at, length), slot = places[turn], slots[turn % TURNS]
-                    check("cuMemcpyDtoHAsync", cu.cuMemcpyDtoHAsync(slot.address, source + at, length, stream))
-                    check("cuEventRecord", cu.cuEventRecord(slot.event, stream))
+                    call("cuMemcpyDtoHAsync", slot.address, source + at, length, stream)
+                    call("cuEventRecord", slot.event, stream)
                 if turn:  # while the bus brings the next chunk
                     at, length = places[turn - 1]
                     ctypes.memmove(target + at, slots[(turn - 1) % TURNS].wait(), length)
@@ -114,7 +114,7 @@ class ThreadedCopies:
                 pin(room, undo)
                 begin, slots = ctypes.addressof(ctypes.c_char.from_buffer(room)), []
                 for at in range(0, len(room), CHUNK):
-                    event = check("cuEventCreate", cu.cuEventCreate(EVENT_DISABLE_TIMING))
+                    event = call("cuEventCreate", EVENT_DISABLE_TIMING)
                     undo.callback(cu.cuEventDestroy, event)
                     undo.callback(cu.cuEventSynchronize, event)
                     slots.append(_Slot(begin + at, event))

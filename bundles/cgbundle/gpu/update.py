@@ -8,13 +8,13 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..cuda import memory
-from ..cuda.driver import Context, Relaxed, check, cu
+from ..cuda.driver import Context, Relaxed, call, cu
 from ..cuda.libcuda import STREAM_NON_BLOCKING
 from ..errors import BundleError, CallError, OutOfMemory
 from ..format.schema import Weight
-from ..weights.contents import Contents, OpenFile
 from ..weights.host import HostWeights, anonymous
 from ..weights.reads import Piece
+from ..weights.update import Contents, OpenFile
 from ..weights.upload import Upload
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class WeightStage:
 
     def __init__(self, context: Context, weights: tuple[int, int], contents: Iterable[Contents], cleanup: ExitStack) -> None:
         self._context, self._weights, self._cleanup = context, weights, cleanup
-        self._stream = check("cuStreamCreate", cu.cuStreamCreate(STREAM_NON_BLOCKING))
+        self._stream = call("cuStreamCreate", STREAM_NON_BLOCKING)
         cleanup.callback(cu.cuStreamDestroy, self._stream)
         size = sum(_aligned(value.bytes) for value in contents if not self._may_stay(value))
         self._host: Any = None
@@ -53,7 +53,7 @@ class WeightStage:
             self._host = anonymous(size)
             self._next = ctypes.addressof(self._host)
         if size and self._host is None:
-            cleanup.callback(memory.free, self._next)
+            cleanup.callback(call, "cuMemFree", self._next)
         self._pieces: dict[OpenFile, list[Piece]] = {}
         self._copies: list[WeightCopy] = []
 
@@ -73,7 +73,7 @@ class WeightStage:
         else:
             self._wait_for(laid_out)
             memory.copy(place, laid_out.address, laid_out.bytes, self._stream, source_on_device=laid_out.device is not None)
-            check("cuStreamSynchronize", cu.cuStreamSynchronize(self._stream))  # pinned memory is read until then
+            call("cuStreamSynchronize", self._stream)  # pinned memory is read until then
 
     def done(self) -> list[WeightCopy]:
         """What is left to do when all is there."""
@@ -95,7 +95,7 @@ class WeightStage:
     def _wait_for(self, contents: Contents) -> None:
         """Until the caller's stream has written a tensor of the GPU."""
         if contents.device is not None and contents.library is not None:
-            check("cuStreamSynchronize", cu.cuStreamSynchronize(contents.library.stream(contents.device) or 0))
+            call("cuStreamSynchronize", contents.library.stream(contents.device) or 0)
 
 
 def _aligned(size: int) -> int:
@@ -135,7 +135,7 @@ def _replace(shared: DeviceBundle, sessions: Sequence[Any], copies: Sequence[Wei
         session.order.wait()
     for copy in copies:
         copy.enqueue(stream)
-    check("cuStreamSynchronize", cu.cuStreamSynchronize(stream), "update")
+    call("cuStreamSynchronize", stream, detail="update")
     if hosted is not None:
         shared.hosted = hosted
         for host, opened in regions:

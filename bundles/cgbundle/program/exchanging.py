@@ -13,16 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from ..call.locks import during
 from ..cuda import memory
-from ..cuda.driver import Context, check, cu, free_bytes
-from ..cuda.libcuda import (
-    MEM_ACCESS_READ_WRITE,
-    MEM_DEVICE,
-    MEM_FILE_DESCRIPTOR,
-    MEM_PINNED,
-    MULTIPROCESSORS,
-    AccessDesc,
-    AllocationProp,
-)
+from ..cuda.driver import Context, call, cu, free_bytes
+from ..cuda.libcuda import MEM_ACCESS_READ_WRITE, MEM_DEVICE, MEM_FILE_DESCRIPTOR, MEM_PINNED, MULTIPROCESSORS
+from ..cuda.structures import AccessDesc, AllocationProp
 from ..errors import CallError, CgbundleError, MachineError, OutOfMemory
 from ..format.archive import Archive
 from ..format.file_names import all_programs
@@ -34,7 +27,7 @@ from ..validate.memories import GRANULARITY
 
 if TYPE_CHECKING:
     from ..call.fast_path import Caller
-    from ..weights.contents import Contents, OpenFile
+    from ..weights.update import Contents, OpenFile
 
 SECOND = 10**9
 
@@ -138,7 +131,7 @@ def check_room(backend: CudaBackend, bundle: Archive, ranks: int) -> None:
     context, count = backend._context, backend._context.attribute(MULTIPROCESSORS)
     for (image, symbol, threads), blocks in needed.items():
         function = backend._shared._modules.function(image, symbol, params(world.size), ())
-        fit = count * int(check("cuOccupancyMaxActiveBlocks", cu.cuOccupancyMaxActiveBlocks(function, threads, 0)))
+        fit = count * int(call("cuOccupancyMaxActiveBlocks", function, threads, 0))
         if blocks * ranks > fit:
             raise MachineError(
                 "wrong-machine",
@@ -160,7 +153,7 @@ def create_part(world: World, context: Context, cleanup: ExitStack, *, shared: b
     prop.type, prop.location.type, prop.location.id = MEM_PINNED, MEM_DEVICE, context.device
     prop.requestedHandleTypes = MEM_FILE_DESCRIPTOR if shared else 0
     try:
-        handle = int(check("cuMemCreate", cu.cuMemCreate(world.stride, prop, 0), "memory peer"))
+        handle = int(call("cuMemCreate", world.stride, prop, 0, detail="memory peer"))
     except OutOfMemory:
         text = f"memory peer: needs {world.stride:,} bytes, the GPU has {free_bytes():,} free"
         raise OutOfMemory("out-of-memory", text) from None
@@ -170,13 +163,12 @@ def create_part(world: World, context: Context, cleanup: ExitStack, *, shared: b
 
 def export_part(handle: int) -> int:
     """A file descriptor for a shared part, the caller's to close."""
-    return int(check("cuMemExportToShareableHandle", cu.cuMemExportToShareableHandle(handle, MEM_FILE_DESCRIPTOR, 0)))
+    return int(call("cuMemExportToShareableHandle", handle, MEM_FILE_DESCRIPTOR, 0))
 
 
 def import_part(descriptor: int, context: Context, cleanup: ExitStack) -> int:
     """The handle of another process's part."""
-    answer = cu.cuMemImportFromShareableHandle(descriptor, MEM_FILE_DESCRIPTOR)
-    handle = int(check("cuMemImportFromShareableHandle", answer, "memory peer"))
+    handle = int(call("cuMemImportFromShareableHandle", descriptor, MEM_FILE_DESCRIPTOR, detail="memory peer"))
     cleanup.callback(within, context, "cuMemRelease", handle)
     return handle
 
@@ -184,7 +176,7 @@ def import_part(descriptor: int, context: Context, cleanup: ExitStack) -> int:
 def reserve(world: World, context: Context, cleanup: ExitStack) -> int:
     """Addresses for memory peer, nothing behind them yet."""
     size = world.stride * world.size
-    base = int(check("cuMemAddressReserve", cu.cuMemAddressReserve(size, GRANULARITY, 0, 0)))
+    base = int(call("cuMemAddressReserve", size, GRANULARITY, 0, 0))
     cleanup.callback(within, context, "cuMemAddressFree", base, size)
     return base
 
@@ -193,7 +185,7 @@ def map_part(world: World, at: int, handle: int, contexts: Iterable[Context], cl
     """Puts a part at an address, and lets the devices of `contexts` write to it.  The context of one of them is current.  Raises
     wrong-machine for one that cannot."""
     size, users = world.stride, {context.device: context for context in contexts}
-    check("cuMemMap", cu.cuMemMap(at, size, 0, handle, 0))
+    call("cuMemMap", at, size, 0, handle, 0)
     cleanup.callback(within, next(iter(users.values())), "cuMemUnmap", at, size)
     for device, context in users.items():
         access = AccessDesc()
@@ -212,10 +204,10 @@ def begin_part(world: World, at: int, limit: int, stream: Any) -> None:
     memory.fill(at, world.stride, 0, stream)
     number = ctypes.c_uint64(limit)
     memory.copy(at + world.limit, ctypes.addressof(number), 8, stream, source_on_device=False)
-    check("cuStreamSynchronize", cu.cuStreamSynchronize(stream))
+    call("cuStreamSynchronize", stream)
 
 
 def within(context: Context, name: str, *arguments: Any) -> None:
     """A function of the driver that gives something back, where the context is current."""
     with context:
-        check(name, getattr(cu, name)(*arguments))
+        call(name, *arguments)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..call.entry import Entry
 from ..call.locks import closed
-from ..call.session import Session
+from ..call.outputs import Session
 from ..errors import EntryMissing
 from ..format.file_names import FORWARD, missing_attribute, missing_entry
 from ..format.schema import KERNEL_CODE, Manifest
@@ -207,12 +207,14 @@ class Program(Entry):
         State and random numbers are then what they were; views that were handed out are stale.  OpenMP's threads belong to the
         thread that calls: do it in the one that serves.  Raises key-missing, EntryMissing, and what a call raises.
         """
+        from ..call.warmup import warm_up  # few programs ask for it
+
         if int_keys and self._others and self.name != FORWARD:
             raise _no_forward("warmup", self.entries)
         if int_keys:
             return super().warmup(*int_keys)
         entries = self.entries.values()
-        self._session.warm_up(self.manifest, [(entry.spec, key, entry.replay) for entry in entries for key in entry.int_keys])
+        warm_up(self._session, self.manifest, [(entry.spec, key, entry.replay) for entry in entries for key in entry.int_keys])
 
     def profile(self) -> Profile:
         """Times the calls that are made inside `with program.profile() as profile:`, and every step of theirs.

@@ -1,7 +1,9 @@
-"""A model over several GPUs, driven by one process and called as one."""
+"""A model over several GPUs: driven by one process and called as one, or each rank in a process of its own."""
 
 from __future__ import annotations
 
+import hashlib
+import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -11,15 +13,29 @@ from typing import Any
 from ..call.locks import during
 from ..cuda import memory
 from ..cuda.background import ContextFuture
-from ..cuda.driver import Context, check, check_device, cu
+from ..cuda.driver import Context, call, cu
 from ..cuda.libcuda import EVENT_DISABLE_TIMING, PEER_ENABLED_BEFORE
 from ..errors import CallError, MachineError
 from ..format.archive import Archive
 from ..gpu.backend import CudaBackend
+from ..gpu.device_bundle import check_device
 from ..gpu.outputs import DeviceOutputs, HostOutputs
 from ..tensors.library import caller_captures
-from ..validate.bundle import check_ranks
-from .exchanging import SECOND, ExchangingBackend, begin_part, check_room, create_part, map_part, refused, reserve, within
+from ..validate.bundle import check_rank, check_ranks
+from .exchanging import (
+    SECOND,
+    ExchangingBackend,
+    begin_part,
+    check_room,
+    create_part,
+    export_part,
+    import_part,
+    map_part,
+    refused,
+    reserve,
+    within,
+)  # fmt: skip
+from .rendezvous import meet
 
 
 class RanksBackend(ExchangingBackend):
@@ -99,9 +115,9 @@ class RanksBackend(ExchangingBackend):
         results = super().run(program, addresses, device, stream)
         self._note(0, stream)
         if device is None:
-            check("cuStreamSynchronize", cu.cuStreamSynchronize(stream))
+            call("cuStreamSynchronize", stream)
             for other in self._others:
-                during(other, None, lambda handle: check("cuStreamSynchronize", cu.cuStreamSynchronize(handle)))
+                during(other, None, lambda handle: call("cuStreamSynchronize", handle))
             self._check_ranks()
         return results
 
@@ -109,12 +125,12 @@ class RanksBackend(ExchangingBackend):
         """Copies inputs on rank 0's device to the static buffers of the others, in the order of its stream, when these are done
         with the call before; and marks that they are there."""
         for number, other in enumerate(self._others):
-            check("cuStreamWaitEvent", cu.cuStreamWaitEvent(stream, self._done[number], 0))
+            call("cuStreamWaitEvent", stream, self._done[number], 0)
             theirs, first = self._ranks[number + 1].handle, self._ranks[0].handle
             for address, place in zip(addresses, other._bound[program].inputs, strict=True):
                 if place.size:
-                    check("cuMemcpyPeerAsync", cu.cuMemcpyPeerAsync(place.target, theirs, address, first, place.size, stream))
-        check("cuEventRecord", cu.cuEventRecord(self._ready, stream))
+                    call("cuMemcpyPeerAsync", place.target, theirs, address, first, place.size, stream)
+        call("cuEventRecord", self._ready, stream)
 
     def _follow(self, number: int, other: CudaBackend, program: int, addresses: Sequence[int] | None) -> None:
         """A replay on a rank behind rank 0; `addresses` of inputs on the CPU, None where they were copied before."""
@@ -122,14 +138,14 @@ class RanksBackend(ExchangingBackend):
         def replay(stream: Any) -> None:
             bound = other._bound[program]
             if addresses is None:
-                check("cuStreamWaitEvent", cu.cuStreamWaitEvent(stream, self._ready, 0))
+                call("cuStreamWaitEvent", stream, self._ready, 0)
             else:
                 for address, place in zip(addresses, bound.inputs, strict=True):
                     memory.copy(place.target, address, place.size, stream, source_on_device=False)
             for step in bound.steps:
                 step(stream)
             self._note(number + 1, stream)
-            check("cuEventRecord", cu.cuEventRecord(self._done[number], stream))
+            call("cuEventRecord", self._done[number], stream)
 
         during(other, None, replay)
 
@@ -186,7 +202,7 @@ def _contexts(bundle: Archive, devices: Sequence[int], first: Context | None, cl
 
 def _event(context: Context, cleanup: ExitStack) -> Any:
     with context:
-        event = check("cuEventCreate", cu.cuEventCreate(EVENT_DISABLE_TIMING))
+        event = call("cuEventCreate", EVENT_DISABLE_TIMING)
     cleanup.callback(within, context, "cuEventDestroy", event)
     return event
 
@@ -202,3 +218,95 @@ def open_ranks(
     chosen = range(world.size) if devices is None else devices
     own = context.take()
     return RanksBackend(bundle, others, chosen, mode, context=own, poison=poison, threads=threads, timeout=timeout)
+
+
+# --- one rank, in a process of its own ----------------------------------------------------------------------------------
+
+
+class OneRankBackend(ExchangingBackend):
+    """A rank's backend.  Each process calls its own, the same entries with the same sizes in the same order.
+
+    `bundle` is the rank's, `whole` rank 0's.  The processes meet at `rendezvous`, a path of this host, and wait for each other for
+    `timeout` seconds, there and at every call: from then on all calls raise rank-timeout, or ranks-unlike where another rank has
+    called something else.  `seed` is the same for all ranks.
+
+    Raises as `CudaBackend`, and what `rendezvous.meet` does.
+    """
+
+    def __init__(
+        self, bundle: Archive, whole: Archive, device: int, rendezvous: str, mode: str = "graph", *,
+        context: Context | None = None, threads: int | None = None, timeout: float = 30.0,
+    ) -> None:  # fmt: skip
+        world = bundle.manifest.world
+        assert world is not None
+        self._world, self._timeout = world, timeout
+        with ExitStack() as undo:
+            mine = context or Context(device)
+            undo.callback(mine.release)
+            check_device(bundle.manifest.target, mine)
+            outside = undo.enter_context(ExitStack())
+            with mine:
+                self._base = reserve(world, mine, outside)
+                self._begin_statuses(mine, outside)
+                handle = create_part(world, mine, outside, shared=True)
+                map_part(world, self._part(world.rank), handle, [mine], outside)
+                begin_part(world, self._part(world.rank), int(timeout * SECOND), mine.stream)
+                descriptor = export_part(handle)
+                try:
+                    digest = hashlib.sha256(whole.text).hexdigest()
+                    parts, self._board, self.seed = meet(rendezvous, world.rank, world.size, digest, descriptor, timeout)
+                finally:
+                    os.close(descriptor)
+                outside.callback(self._board.close)
+                try:
+                    for rank, part in enumerate(parts):
+                        if rank != world.rank:
+                            map_part(world, self._part(rank), import_part(part, mine, outside), [mine], outside)
+                finally:
+                    for part in parts:
+                        os.close(part)
+            mine.retain()
+            CudaBackend.__init__(self, bundle, device, mode, context=mine, lazy=False, threads=threads, peer=self._base)
+            undo.callback(CudaBackend.close, self)
+            with mine:
+                check_room(self, bundle, 1)
+            self._outside = undo.pop_all()
+
+    def run(self, program: int, addresses: Sequence[int], device: int | None, stream: Any) -> DeviceOutputs | HostOutputs:
+        """Replays this rank.  That another one called something else, or none has come, is raised after a call from the CPU, and of
+        calls that nobody waited for before the next one."""
+        self._check()
+        if device is None and caller_captures():
+            return super().run(program, addresses, device, stream)  # which refuses it
+        self._board.call(program)
+        results = super().run(program, addresses, device, stream)
+        self._note(self._world.rank, stream)
+        if device is None:
+            call("cuStreamSynchronize", stream)
+            self._check()
+        return results
+
+    def _check(self) -> None:
+        """Raises ranks-unlike or rank-timeout; from then on every call does."""
+        try:
+            self._board.check()
+        except CallError as error:
+            self._failed = error
+            raise
+        self._check_ranks()
+
+
+def open_rank(
+    bundle: Archive, others: list[Archive], device: int, meeting: tuple[int, str], mode: str, *, context: ContextFuture,
+    threads: int | None, timeout: float,
+) -> CudaBackend:  # fmt: skip
+    """The backend of one rank; its bundle is added to `others`, to be closed, where it is not `bundle` itself."""
+    rank, path = meeting
+    world = bundle.manifest.world
+    assert world is not None
+    if not 0 <= rank < world.size:
+        raise CallError("ranks-refused", f"rank={rank}: the model has {world.size} ranks, 0 to {world.size - 1}")
+    if rank:
+        others.append(check_rank(bundle, rank))
+    own = others[0] if rank else bundle
+    return OneRankBackend(own, bundle, device, path, mode, context=context.take(), threads=threads, timeout=timeout)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any
@@ -12,8 +13,11 @@ from typing import Any
 from ..call.entry import Entry
 from ..call.outputs import View
 from ..call.structure import flattener
+from ..cuda.driver import device_count
 from ..errors import CallError
+from ..format.archive import Archive
 from ..format.file_names import FORWARD, missing_attribute, missing_entry
+from ..format.schema import Manifest
 from ..tensors.library import library_of
 from .program import Program, update_all
 
@@ -185,3 +189,29 @@ def _device(tensors: Sequence[Any]) -> int | None:
         return library_of(first).take(first, "")[1][4] if tensors else None
     except CallError:
         return None
+
+
+def check_replicas(manifest: Manifest) -> None:
+    """Raises option-refused and ranks-refused for a bundle of which no copy is on one GPU."""
+    if manifest.target.kind != "cuda":
+        text = f"replicas=True: the bundle is for {manifest.target.arch}, and nothing of it runs on a GPU"
+        raise CallError("option-refused", text)
+    if manifest.world:
+        text = f"replicas=True: the model is over {manifest.world.size} GPUs, and no copy of it on one"
+        raise CallError("ranks-refused", text, "leave replicas out")
+
+
+def open_replicas(bundle: Archive, devices: Sequence[int] | None, opened: Callable[[int], Program]) -> Replicas:
+    """Every device in a thread of its own, over one bundle that was opened and checked once; None for all that there are."""
+    chosen = range(device_count()) if devices is None else devices
+    with ThreadPoolExecutor(len(chosen), "cgbundle-replica") as pool:
+        loading = [pool.submit(opened, number) for number in chosen]
+    try:
+        made = Replicas([each.result() for each in loading])
+        bundle.check_unchanged()
+    except BaseException:
+        for each in loading:
+            if each.exception() is None:
+                each.result().close()
+        raise
+    return made

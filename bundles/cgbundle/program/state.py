@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 from ..call.locks import during
 from ..errors import CallError, StateMissing, meant
 from ..format.schema import STATE, Manifest, Weight
+from ..format.spans import is_dense, memory_order
 from ..tensors.library import Descriptor, Library, caller_captures, library_of
-from ..tensors.tensor import Tensor, from_bytes, is_dense, memory_order
+from ..tensors.tensor import Tensor, from_bytes
 
 if TYPE_CHECKING:
     from ..call.backend import Backend

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..format.records import dataclass
 from ..format.schema import MEMORIES
-from .column_file import Column, Data, Layout, check_below, check_bounds, invalid, symbols, unpack
+from .table import Column, Data, Layout, invalid, symbols, unpack
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,11 +39,11 @@ STATES = Layout(
     counts=("states", "relocations", "symbol_bytes", "content_bytes"),
     columns=(
         Column("image", "B", "states", 32),
-        Column("symbol_bounds", "I", "states", 1, 1),
-        Column("content_bounds", "Q", "states", 1, 1),
-        Column("relocation_bounds", "I", "states", 1, 1),
+        Column("symbol_bounds", "I", "states", bounds="symbol_bytes", at="symbol"),
+        Column("content_bounds", "Q", "states", bounds="content_bytes", at="contents"),
+        Column("relocation_bounds", "I", "states", bounds="relocations", at="relocations"),
         Column("relocation_at", "Q", "relocations"),
-        Column("relocation_memory", "B", "relocations"),
+        Column("relocation_memory", "B", "relocations", below=len(MEMORIES), at="memory"),
         Column("relocation_offset", "Q", "relocations"),
         Column("symbols", "B", "symbol_bytes"),
         Column("contents", "B", "content_bytes"),
@@ -53,12 +53,8 @@ STATES = Layout(
 
 def decode_states(data: Data, where: str = "modules") -> tuple[ModuleState, ...]:
     """The module states in `data`.  Raises table-invalid unless the structure is sound and relocations lie in their contents."""
-    counts, columns = unpack(STATES, data, where)
+    _, columns = unpack(STATES, data, where)
     names, limits, contents = columns["symbols"], columns["symbol_bounds"], columns["contents"]
-    check_bounds(limits, len(names), f"{where}: symbol")
-    check_bounds(columns["content_bounds"], len(contents), f"{where}: contents")
-    check_bounds(columns["relocation_bounds"], counts["relocations"], f"{where}: relocations")
-    check_below(columns["relocation_memory"], len(MEMORIES), f"{where}: memory")
     states = []
     for row, (image, symbol) in enumerate(zip(*symbols(columns["image"], names, limits, where), strict=True)):
         begin, end = columns["content_bounds"][row : row + 2]

@@ -11,10 +11,10 @@ from typing import Any
 
 from ..errors import CallError
 from ..format.schema import DTYPES
-from ..format.spans import span_of
+from ..format.spans import dense, span_of
 from .capsules import CODES, Managed
 from .library import Descriptor, Library, Wrapper, kind_of
-from .tensor import CPU, CUDA, CUDA_HOST, CUDA_MANAGED, Tensor, copy, dense, empty, from_bytes
+from .tensor import CPU, CUDA, CUDA_HOST, CUDA_MANAGED, Tensor, copy, empty, from_bytes
 
 LEGACY_STREAM = 1
 """CU_STREAM_LEGACY: producers are asked to make their data ready on it, and replays then run in its order."""

@@ -7,7 +7,10 @@ from ..format.file_names import SELF_TEST, self_test_entry
 from ..format.records import dataclass
 from ..format.safetensors import Mapped
 from ..format.schema import EntrySpec, Manifest, TensorSpec, Weight
-from .tensor import Tensor, from_bytes
+
+TYPE_CHECKING = False  # see cgbundle/__init__.py
+if TYPE_CHECKING:
+    from .tensor import Tensor
 
 WAIVER = "mismatched-integers"
 """Integers or booleans that come out otherwise than in eager PyTorch, and follow from rounded floats.
@@ -68,6 +71,8 @@ def is_exact(dtype: str) -> bool:
 
 def inputs_of(self_test: Mapped, entry: EntrySpec, key: tuple[int, ...]) -> list[Tensor]:
     """The self-test's inputs for `key`, copied."""
+    from .tensor import from_bytes  # no load needs it
+
     names = [self_test_entry(key, "input", index, entry.name) for index in range(len(entry.inputs))]
     return [from_bytes(stored(self_test, name), self_test.entries[name].dtype, self_test.entries[name].shape) for name in names]
 

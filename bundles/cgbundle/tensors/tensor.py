@@ -12,6 +12,7 @@ from math import prod
 from typing import Any
 
 from ..format.schema import DTYPES
+from ..format.spans import dense, is_dense
 
 CPU, CUDA, CUDA_HOST, CUDA_MANAGED = 1, 2, 3, 13
 """DLDeviceType."""
@@ -174,33 +175,6 @@ def _copy(target: int, source: int, axes: list[tuple[int, int, int]], run: int, 
     (length, into, out), rest = axes[0], axes[1:]
     for index in range(length):
         _copy(target + index * into * size, source + index * out * size, rest, run, size)
-
-
-def dense(shape: Sequence[int], order: Sequence[int] | None = None) -> tuple[int, ...]:
-    """Strides in elements of a tensor without gaps whose axes lie in memory in `order`, outermost first (default: row-major)."""
-    strides, step = [0] * len(shape), 1
-    for axis in reversed(order if order is not None else range(len(shape))):
-        strides[axis] = step
-        step *= max(1, shape[axis])
-    return tuple(strides)
-
-
-def is_dense(shape: Sequence[int], strides: Sequence[int], order: Sequence[int] | None = None) -> bool:
-    """Whether `strides` are those of `dense`, where they matter (an axis of size 1 may have any)."""
-    if 0 in shape:
-        return True
-    return all(size == 1 or have == want for size, have, want in zip(shape, strides, dense(shape, order), strict=True))
-
-
-def moving(shape: Sequence[int], strides: Sequence[int]) -> list[int]:
-    """The strides that matter: none of an axis of one element, nor of a tensor without any."""
-    return [] if 0 in shape else [stride for size, stride in zip(shape, strides, strict=True) if size != 1]
-
-
-def memory_order(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
-    """The axes from outermost to innermost in memory: as they are for a row-major tensor, else by descending stride."""
-    axes = range(len(shape))
-    return tuple(axes) if is_dense(shape, strides) else tuple(sorted(axes, key=lambda axis: (-strides[axis], axis)))
 
 
 def _nest(flat: list[Any], shape: Sequence[int]) -> Any:

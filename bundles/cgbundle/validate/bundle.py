@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -36,10 +37,28 @@ def check_bundle(bundle: Archive, level: str = "load") -> None:
     manifest = bundle.manifest
     check_self_test(bundle)
     _check_variants(bundle)
-    for error in bundle.strays():
+    for error in strays(bundle):
         raise error
     if manifest.world and not manifest.world.rank:
         _check_all_ranks(bundle)
+
+
+def strays(bundle: Archive) -> list[BundleError]:
+    """A file-damaged for everything in the directory that the manifest does not name, links and folders too, but for its own
+    signature.  A folder that no named file lies in is not looked into."""
+    named = {file_names.MANIFEST, file_names.SIGNATURE, *[file.path for file in bundle.manifest.files]}
+    known = {*file_names.OWN_FOLDERS, *[each for name in named for each in file_names.folders(name)]}
+    found, waiting = [], [""]
+    for folder in waiting:  # grows while it is walked
+        with os.scandir(bundle.folder(folder)) as rows:
+            for row in rows:
+                name = f"{folder}/{row.name}".removeprefix("/")
+                is_folder = row.is_dir(follow_symlinks=False)
+                if is_folder and name in known:
+                    waiting.append(name)
+                elif is_folder or name not in named:
+                    found.append(f"{name}: not named in the manifest" if not is_folder else f"{name}: a folder of no named file")
+    return [BundleError("file-damaged", text) for text in sorted(found)]
 
 
 def _check_variants(bundle: Archive) -> None:
@@ -173,4 +192,4 @@ def examine(bundle: Archive) -> list[CgbundleError]:
         holds(_check_all_ranks, bundle)
     if not found:
         holds(_check_variants, bundle)
-    return [*found.values(), *bundle.strays()]
+    return [*found.values(), *strays(bundle)]

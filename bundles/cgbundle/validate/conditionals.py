@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from ..format.limits import BODY_DEPTH
-from ..tables.column_file import invalid
-from ..tables.table import CONDITIONAL, IF, KERNEL, SET_CONDITION, SWITCH, WHILE, Table
+from ..tables.table import CONDITIONAL, IF, KERNEL, SET_CONDITION, SWITCH, WHILE, Table, invalid
 
 PARAMS = [(0, 8), (8, 8)]
 """(offset, size) of the parameters of SET_CONDITION: the address of a byte, and the handle."""

@@ -10,8 +10,7 @@ from ..format.archive import Archive
 from ..format.file_names import all_programs
 from ..format.safetensors import Entry
 from ..format.schema import MEMORIES, File, Manifest, Weight
-from ..format.spans import graph_memories
-from ..tensors.tensor import memory_order
+from ..format.spans import graph_memories, memory_order
 from . import require
 from .manifest import check_manifest
 

@@ -25,8 +25,7 @@ from ..format.schema import (
     Weight,
 )
 from ..format.size_expressions import evaluate, operands
-from ..format.spans import Cover, Spans, extent, span
-from ..tensors.tensor import is_dense
+from ..format.spans import Cover, Spans, extent, is_dense, span
 from . import require
 from .lifetimes import changed_rows, check_lifetimes
 

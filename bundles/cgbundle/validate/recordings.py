@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import BundleError
 from ..format.schema import MEMORIES
-from ..tables.column_file import invalid
-from ..tables.table import CONDITIONAL, KERNEL, MEMCPY, MEMSET, SET_CONDITION, Table, launch_order
+from ..tables.table import CONDITIONAL, KERNEL, MEMCPY, MEMSET, SET_CONDITION, Table, invalid, launch_order
 
 if TYPE_CHECKING:
     from ..tables.module_state import ModuleState

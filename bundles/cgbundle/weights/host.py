@@ -15,7 +15,7 @@ from ..format.schema import STATE, Manifest, Weight
 from ..format.spans import span
 
 if TYPE_CHECKING:
-    from .contents import Contents
+    from .update import Contents
 
 ALIGNMENT = 64
 """Bytes: a cache line, and what AOTInductor gives a constant (AOTI_CONST_ALIGNMENT)."""

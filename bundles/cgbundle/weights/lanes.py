@@ -17,7 +17,7 @@ from contextlib import ExitStack
 from functools import cache
 from typing import Any, NamedTuple
 
-from ..cuda.driver import check, cu
+from ..cuda.driver import call, cu
 from ..cuda.memory import HUGE, Slot, new_slot, pin, staging
 from ..errors import BundleError
 from ..format.file_names import WEIGHTS
@@ -183,7 +183,7 @@ def send_by_lanes(
             send(*read)
             free, others[lane] = others[lane], read[0]
             if query(free.stream):
-                check("cuStreamSynchronize", cu.cuStreamSynchronize(free.stream), "weights")
+                call("cuStreamSynchronize", free.stream, detail="weights")
             reading[lane], sent = ask(lane, free), True
             yield
         if not sent:

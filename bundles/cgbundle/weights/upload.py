@@ -17,7 +17,7 @@ from itertools import count
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
-from ..cuda.driver import Context, Relaxed, check, cu
+from ..cuda.driver import Context, Relaxed, call, check, cu
 from ..cuda.memory import Slot, new_slot, pin, staging
 from ..errors import BundleError, CgbundleError
 from ..format.archive import Archive
@@ -235,7 +235,7 @@ class Upload:
             while travelling and not query(travelling[0].stream):
                 free.put(travelling.popleft())
             while travelling and self._full.empty():
-                check("cuStreamSynchronize", cu.cuStreamSynchronize(travelling[0].stream), "weights")
+                call("cuStreamSynchronize", travelling[0].stream, detail="weights")
                 free.put(travelling.popleft())
             full = self._full.get()
             if full is None:
@@ -244,13 +244,13 @@ class Upload:
             travelling.append(full[0])
             self._sent += 1
         for slot in travelling:
-            check("cuStreamSynchronize", cu.cuStreamSynchronize(slot.stream), "weights")
+            call("cuStreamSynchronize", slot.stream, detail="weights")
 
     def _send_in_turn(self, slot: Slot) -> None:
         """Reads and sends one group after the other."""
         for index, group in enumerate(self._groups):
             self._send(cu.cuMemcpyHtoDAsync, slot, group, self._fill(slot, index, group))
-            check("cuStreamSynchronize", cu.cuStreamSynchronize(slot.stream), "weights")
+            call("cuStreamSynchronize", slot.stream, detail="weights")
             self._sent += 1
 
     def _fill(self, slot: Slot, index: int, group: Sequence[Piece]) -> int:

@@ -125,11 +125,12 @@ class BundleModel:
     def _upload(self, value: Tensor, index: int) -> Tensor:
         """`value` on the GPU, its axes in memory as the signature wants them: there the runtime rearranges no such tensor."""
         from cgbundle.cuda import driver
+        from cgbundle.format.spans import dense
         from cgbundle.tensors import tensor
 
         order = self._program.inputs[index].order
         laid = tensor.empty(value.dtype, value.shape)
-        laid.strides = tensor.dense(value.shape, order)
+        laid.strides = dense(value.shape, order)
         tensor.copy(laid, value)
         size = max(1, len(value.tobytes()))
         assert self._context is not None

@@ -224,7 +224,7 @@ class UserModule:
         self.module: Any = source.model.to(job["target"])
         self.function = entry_method(self.module, job["entry"])
         self._written = written_method(self.module, job["entry"])
-        from cgbundle.call.structure import builder
+        from cgbundle.call.entry import builder
 
         self._call = [(name, builder(tree)) for name, tree in job["call"]]
 

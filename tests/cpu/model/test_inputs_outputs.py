@@ -14,7 +14,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from cgbundle.call.structure import builder, flattener
+from cgbundle.call.entry import builder
+from cgbundle.call.structure import flattener
 from cgbundle.format.pytree import check
 from cgbundle.format.schema import Parameter
 from cgcompile.export.export import export

@@ -71,7 +71,7 @@ def pack(folder: Path, model: str, bundle: Path) -> None:
 
 def fill(bundle: Path) -> bool:
     """Writes the weights; whether they have the manifest's hash."""
-    from cgbundle.tensors.tensor import memory_order
+    from cgbundle.format.spans import memory_order
 
     model = json.loads((bundle / "carried.json").read_text())["model"]
     known, manifest = tensors_of(model), archive.read_manifest(str(bundle))

@@ -21,7 +21,7 @@ from cgbundle.format.file_names import SELF_TEST, all_programs
 from cgbundle.format.open_files import KeptFile
 from cgbundle.format.schema import Dimension, Manifest, Parameter, Program, Region, Step, TensorSpec, Value
 from cgbundle.format.size_expressions import evaluate
-from cgbundle.tensors.tensor import dense
+from cgbundle.format.spans import dense
 from tests.helpers.bundles import tiny_bundle
 from tests.helpers.bundles.edits import edited
 

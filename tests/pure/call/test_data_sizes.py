@@ -14,7 +14,7 @@ from cgbundle.format import manifest_json
 from cgbundle.format.schema import Alias, DataSize, Manifest
 from cgbundle.program import Program
 from cgbundle.tensors.tensor import Tensor, from_bytes
-from cgbundle.validate.signature import check_signature
+from cgbundle.validate.manifest import check_signature
 from cgcompile.bundle import manifest_text
 from tests.helpers.bundles.edits import edited
 from tests.helpers.bundles.fabricate import FakeBackend, Numbers, dimension, signature, spec

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cgbundle.call import pieces as unrecorded
 from cgbundle.call import plan as dispatch
-from cgbundle.call.plan import Chunk, pieces
+from cgbundle.call.pieces import Chunk, pieces
 from cgbundle.errors import CallError
 from cgbundle.format.schema import Dimension
 from tests.helpers.bundles.fabricate import dimension
@@ -192,7 +193,7 @@ def test_a_size_that_no_recorded_sizes_add_up_to_says_so(size: int) -> None:
 def test_a_call_of_too_many_replays_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     error = refused([dimension("batch", 1)], [1048577], "pad")
     assert str(error) == "batch: expected at most batch=1048576, 1048576 replays, got 1048577"
-    monkeypatch.setattr(dispatch, "MOST_PIECES", 6)
+    monkeypatch.setattr(unrecorded, "MOST_PIECES", 6)
     batch, rows = dimension("batch", 2, 3), dimension("rows", 1)
     assert len(pieces([batch], [18], "chunk")) == len(pieces([batch, rows], [9, 2], "chunk")) == 6
     assert str(refused([batch], [19], "chunk")) == "batch: expected at most batch=18, 6 replays, got 19"

@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from cgbundle.tensors.tensor import Tensor
-from cgbundle.weights.contents import contents_of
 from cgbundle.weights.host import ALIGNMENT, HostWeights
+from cgbundle.weights.update import contents_of
 from tests.helpers.bundles.tiny_bundle import manifest
 
 

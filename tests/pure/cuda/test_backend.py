@@ -18,7 +18,7 @@ from cgbundle.format.safetensors import Entry
 from cgbundle.format.schema import Manifest, Weight
 from cgbundle.gpu import device_bundle as shared
 from cgbundle.gpu import step_times
-from cgbundle.loader import MODES
+from cgbundle.program.opening import MODES
 from cgbundle.tables.table import Table
 from cgbundle.validate import contents, recordings
 from cgbundle.weights import lanes, reads, upload
@@ -381,7 +381,7 @@ def test_many_small_chunks_by_several_threads(
         with open(folder / "weights.safetensors", "rb") as file:
             upload.Upload(context, file.fileno(), [upload.Piece(0, size, 0)], base, how).wait()
         assert ctypes.string_at(base, size) == (folder / "weights.safetensors").read_bytes()
-        memory.free(base)
+        driver.call("cuMemFree", base)
     context.release()
 
 
@@ -403,7 +403,7 @@ def test_where_memory_cannot_be_pinned_all_arrives(
             upload.Upload(context, file.fileno(), listed, base, ways(monkeypatch, 8, 16, 64, lanes)).wait()
         for piece in listed:
             assert ctypes.string_at(base + piece.target, piece.size) == data[piece.begin : piece.begin + piece.size]
-        memory.free(base)
+        driver.call("cuMemFree", base)
     context.release()
 
 
@@ -421,7 +421,7 @@ def test_a_file_that_ends_too_early_ends_the_upload(
         for _ in range(2):
             with raises("weights-invalid", match="tables.safetensors: the file ends too early"):
                 started.wait()
-        memory.free(base)
+        driver.call("cuMemFree", base)
     context.release()
 
 
@@ -440,7 +440,7 @@ def test_an_upload_that_is_stopped_lets_go(
             started.stop()
             assert not any(thread.name == "cgbundle-upload" for thread in threading.enumerate())
             assert len(os.listdir("/proc/self/fd")) == opened
-        memory.free(base)
+        driver.call("cuMemFree", base)
     context.release()
 
 
@@ -459,7 +459,7 @@ def test_lanes_are_for_the_page_cache_and_glibc(
         base = memory.allocate(len(data), "test")
         upload.Upload(context, file.fileno(), [upload.Piece(0, len(data), 0)], base, how).wait()
         assert ctypes.string_at(base, len(data)) == data
-        memory.free(base)
+        driver.call("cuMemFree", base)
     context.release()
 
 
@@ -494,7 +494,7 @@ def test_what_is_not_in_the_page_cache_is_announced_and_read(
         base = memory.allocate(len(data), "test")
         upload.Upload(context, file.fileno(), [upload.Piece(20, 480, 0)], base, upload.Way(1, 2, True, 64)).wait()
         assert ctypes.string_at(base, 480) == data[20:]
-        memory.free(base)
+        driver.call("cuMemFree", base)
     context.release()
     # the first group was read before; from the second on each is told two ahead, once
     assert asked == ([] if cached else [(64, 64), (128, 64), *[(at, 64) for at in range(192, 448, 64)], (448, 52)])

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cgbundle.loader import MODES
+from cgbundle.program.opening import MODES
 from tests.helpers.bundles.conditional_rows import WAYS, expected, switching
 from tests.helpers.drivers.conditional_bench import CASES, Bench
 from tests.helpers.drivers.fake_driver import FakeDriver

@@ -17,8 +17,8 @@ from cgbundle.format.schema import Manifest
 from cgbundle.gpu import device_bundle as shared
 from cgbundle.gpu.backend import CudaBackend
 from cgbundle.gpu.programs import with_inputs_at
-from cgbundle.loader import MODES
 from cgbundle.program import Program
+from cgbundle.program.opening import MODES
 from cgbundle.self_test import replay_chained
 from cgbundle.tensors.tensor import Tensor
 from cgcompile.bundle import recordings as tables

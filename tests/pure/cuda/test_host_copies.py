@@ -17,7 +17,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cgbundle.cuda import memory
+from cgbundle.cuda import driver, memory
 from cgbundle.cuda.driver import Context
 from cgbundle.errors import CgbundleError, MachineError
 from cgbundle.gpu import outputs, threaded_copies
@@ -47,7 +47,7 @@ class Room:
         cleanup.enter_context(self.context)
         self.stream, self.size = self.context.stream, size
         self.gpu = memory.allocate(max(1, size), "room")
-        cleanup.callback(memory.free, self.gpu)
+        cleanup.callback(driver.call, "cuMemFree", self.gpu)
         self.copies = HostCopies(self.context, cleanup)
 
     def there_and_back(self, seed: int) -> None:
@@ -101,7 +101,7 @@ def test_no_more_threads_than_processors(fake: FakeDriver, cleanup: ExitStack, m
 def test_pinned_memory_is_copied_as_it_is(fake: FakeDriver, cleanup: ExitStack) -> None:
     room = Room(cleanup, 4 * CHUNK)
     pinned = memory.allocate_pinned(room.size, "input")
-    cleanup.callback(memory.free_pinned, pinned)
+    cleanup.callback(driver.call, "cuMemFreeHost", pinned)
     ctypes.memset(pinned, 7, room.size)
     room.copies.to_device(room.gpu, pinned, room.size, room.stream)
     ctypes.memset(pinned, 0, room.size)

@@ -20,7 +20,7 @@ from cgbundle.cuda import launches
 from cgbundle.errors import BundleError, CallError, CgbundleError, MachineError, OutOfMemory
 from cgbundle.format.schema import Manifest, Program, Region, Step, Value
 from cgbundle.gpu import host_steps as hoststeps
-from cgbundle.loader import MODES
+from cgbundle.program.opening import MODES
 from cgbundle.validate.lifetimes import check_lifetimes
 from cgbundle.validate.programs import check_order
 from cgbundle.weights import upload

@@ -22,7 +22,7 @@ from cgbundle.format.limits import HELD_BYTES
 from cgbundle.validate import bundle as verify
 from cgbundle.validate import contents
 from cgbundle.validate.manifest import check_manifest
-from cgbundle.weights.contents import OpenFile
+from cgbundle.weights.update import OpenFile
 from cgcompile.bundle import manifest_text
 from tests.helpers.bundles import tiny_bundle
 from tests.helpers.bundles.tiny_bundle import HOST_FILE, write_bundle

@@ -18,9 +18,8 @@ from cgbundle.errors import BundleError, CallError, CgbundleError
 from cgbundle.format import archive, json_text, limits, manifest_json, pytree
 from cgbundle.format.safetensors import read_header
 from cgbundle.format.schema import Manifest, Value
-from cgbundle.tables.column_file import unpack
 from cgbundle.tables.module_state import Address
-from cgbundle.tables.table import RECORDING, Table
+from cgbundle.tables.table import RECORDING, Table, unpack
 from cgbundle.validate.manifest import check_manifest
 from cgbundle.validate.recordings import check_recording
 from cgcompile.bundle import manifest_text
@@ -326,7 +325,7 @@ def test_a_table_of_many_nodes_is_read_in_little_memory() -> None:
     """An eighth of what may be: 60 MB or so of the limit's 400."""
     nodes = limits.TABLE_ROWS // 8
     counts = dict.fromkeys(RECORDING.counts, 0) | {"nodes": nodes, "edges": nodes}
-    contents: dict[str, Any] = {column.name: [0] * column.extra for column in RECORDING.columns}
+    contents: dict[str, Any] = {column.name: [0] * bool(column.bounds) for column in RECORDING.columns}
     contents |= {"kind": bytes(nodes), "edge_source": range(nodes), "edge_target": [*range(1, nodes), 0]}
     contents |= {name: bytes(nodes) for name in ("edge_from_port", "edge_to_port", "edge_type")}
     data = pack(RECORDING, counts, contents)

@@ -10,7 +10,8 @@ import pytest
 
 from cgbundle.call.forks import FORKS
 from cgbundle.call.locks import ExclusiveLock, SharedLock
-from cgbundle.cuda.driver import Context, check_driver
+from cgbundle.cuda.driver import Context
+from cgbundle.gpu.device_bundle import check_driver
 from tests.helpers.bundles import cuda_bundles
 from tests.helpers.drivers.cuda_calls import opened
 from tests.helpers.drivers.fake_driver import FakeDriver, install

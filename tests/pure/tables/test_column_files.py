@@ -6,18 +6,21 @@ from array import array
 
 import pytest
 
-from cgbundle.tables import column_file
-from cgbundle.tables.column_file import Column, Layout, unpack
+from cgbundle.tables import table as column_file
+from cgbundle.tables.table import Column, Layout, unpack
 from cgcompile.bundle import recordings
 from cgcompile.bundle.recordings import pack
 from tests.helpers.raising import raises
 
 LAYOUT = Layout(
     magic=b"testing\0", version=3, counts=("rows", "name_bytes"),
-    columns=(Column("number", "Q", "rows"), Column("name", "B", "name_bytes"), Column("bound", "I", "rows", 1, 1)),
+    columns=(
+        Column("number", "Q", "rows"), Column("name", "B", "name_bytes"),
+        Column("bound", "I", "rows", bounds="name_bytes", at="bound"),
+    ),
 )  # fmt: skip
 COUNTS = {"rows": 3, "name_bytes": 5}
-CONTENTS = {"number": [1, 2, 1 << 63], "name": b"names", "bound": [0, 1, 2, 3]}
+CONTENTS = {"number": [1, 2, 1 << 63], "name": b"names", "bound": [0, 1, 2, 5]}
 SIZE = 8 * 5 + 24 + 8 + 16
 
 

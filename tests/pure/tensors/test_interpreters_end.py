@@ -15,7 +15,7 @@ HOLDING = """
 import abc, ctypes, os, sys
 from cgbundle.format.archive import Archive
 from cgbundle.format.open_files import KeptFile
-from cgbundle.weights.contents import OpenFile
+from cgbundle.weights.update import OpenFile
 from cgbundle.tensors.capsules import export
 from cgbundle.tensors.tensor import Tensor, empty
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from cgbundle.format import spans
 from cgbundle.tensors import tensor
 from cgbundle.tensors.dlpack import DLPack
 from cgbundle.tensors.library import Descriptor, library_of
@@ -65,7 +66,7 @@ def test_an_array_is_read_as_it_lies_or_laid_out_anew(name: str) -> None:
     place = lib.describe(value)
     assert (tuple(place[1]), place[2]) == (array.shape, "float32")
     order = tuple(range(array.ndim))
-    if place[3] is not None and not tensor.is_dense(place[1], place[3], order):
+    if place[3] is not None and not spans.is_dense(place[1], place[3], order):
         value = lib.ordered(value, order)
         place = lib.describe(value)
     assert elements((*place[:3], None, place[4])) == array.flatten().tolist()
@@ -80,7 +81,7 @@ def test_a_row_major_array_says_so_and_is_not_copied() -> None:
 def test_ordered_lays_the_axes_out_in_memory_as_asked(order: tuple[int, ...]) -> None:
     made = library().ordered(BASE[:, :, ::-1], order)
     assert made.tolist() == BASE[:, :, ::-1].tolist()
-    assert tensor.is_dense(made.shape, library().strides(made), order)
+    assert spans.is_dense(made.shape, library().strides(made), order)
 
 
 def test_a_readonly_array_is_read() -> None:
@@ -255,7 +256,7 @@ def test_torch_lays_the_axes_out_as_asked(order: tuple[int, ...]) -> None:
     torch, lib = torch_library()
     value = torch.arange(24.0).reshape(1, 2, 3, 4)
     made = lib.ordered(value, order)
-    assert torch.equal(made, value) and tensor.is_dense(made.shape, made.stride(), order)
+    assert torch.equal(made, value) and spans.is_dense(made.shape, made.stride(), order)
 
 
 @pytest.mark.parametrize("shape", [(2, 3), (), (0, 3)])

@@ -1,0 +1,267 @@
+"""From a bundle on disk to a program, everything checked before anything runs.  Imported while a GPU's context is made."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ..call.plan import POLICIES
+from ..cuda.background import ContextFuture
+from ..errors import BundleError, CallError, MachineError
+from ..format.archive import Archive
+from ..format.file_names import SELF_TEST
+from ..format.schema import Manifest
+from ..validate.contents import LEVELS, check_loaded
+from .program import Program
+
+if TYPE_CHECKING:
+    from ..gpu.backend import CudaBackend
+    from ..signatures import Keys
+    from .replicas import Replicas
+
+MODES = ("graph", "stream")
+
+WORDS = {"mode": MODES, "on_miss": POLICIES, "outputs": ("copy", "view"), "check": LEVELS, "weights": ("map", "copy")}
+"""The words that an option may have."""
+
+LONGEST_WAIT = 1 << 32
+"""Seconds: as nanoseconds they fit into 64 bits."""
+
+MOST_DEVICES = 1 << 16
+"""More than a machine can have."""
+
+ATTEMPTS = 100
+"""How often a bundle that is replaced while it is read is read again."""
+
+
+def _is_device(value: Any) -> bool:
+    return type(value) is int and 0 <= value < MOST_DEVICES
+
+
+KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "replicas": (lambda value: isinstance(value, bool), "True or False"),
+    "cast": (lambda value: isinstance(value, bool), "True or False"),
+    "lazy": (lambda value: value is None or isinstance(value, bool), "True or False, or None"),
+    "device": (_is_device, "the number of a CUDA device"),
+    "devices": (
+        lambda value: value is None or (isinstance(value, list | tuple | range) and all(map(_is_device, value))),
+        "a list of numbers of CUDA devices, or None",
+    ),
+    "timeout": (
+        lambda value: isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < LONGEST_WAIT,
+        f"more than 0 seconds, and less than {LONGEST_WAIT}",
+    ),
+    "rank": (lambda value: value is None or type(value) is int, "the number of a rank, or None"),
+    "rendezvous": (lambda value: value is None or isinstance(value, str | os.PathLike), "a path, or None"),
+    "variant": (lambda value: value is None or isinstance(value, str), "the name of a variant, or None"),
+    "state": (
+        lambda value: value is None or (isinstance(value, dict) and all(type(each) is int for each in value.values())),
+        "numbers of rows by dimension, such as {'pages': 4096}, or None",
+    ),
+}
+"""Of other options what they may be, as a function and in words."""
+
+
+def open_bundle(
+    path: str | os.PathLike[str], context: ContextFuture, *, device: int = 0, devices: Sequence[int] | None = None,
+    replicas: bool = False, mode: str = "graph", on_miss: str = "pad", outputs: str = "copy", check: str = "load",
+    poison: int | None = None, weights: str = "map", lazy: bool | None = None, key: Keys | None = None, threads: int | None = None,
+    cast: bool = False, timeout: float = 30.0, rank: int | None = None, rendezvous: str | os.PathLike[str] | None = None,
+    variant: str | None = None, state: Mapping[str, int] | None = None,
+) -> Program | Replicas:  # fmt: skip
+    """`loader.load`, with the context that is being made; and with `poison`, as `loader.open_program`."""
+    if not isinstance(path, str | bytes | os.PathLike):
+        raise TypeError(f"path: expected text or an os.PathLike, got {type(path).__name__}")
+    _check_options({
+        "device": device, "devices": devices, "replicas": replicas, "mode": mode, "on_miss": on_miss, "outputs": outputs,
+        "check": check, "weights": weights, "lazy": lazy, "cast": cast, "timeout": timeout, "rank": rank, "rendezvous": rendezvous,
+        "variant": variant, "state": state,
+    })  # fmt: skip
+    first = devices[0] if devices else device
+    bundle: Archive | None = None
+    others: list[Archive] = []
+    try:
+        bundle = Archive(os.fspath(path), copy_weights=weights == "copy")
+        _check(bundle, check, key, variant, first)
+        if replicas:
+            from .replicas import check_replicas, open_replicas  # few programs are on several devices
+
+            check_replicas(bundle.manifest)
+        rows = _state_rows(bundle.manifest, state, poison)
+        if threads is not None:
+            _check_threads(bundle.manifest, threads)
+        if devices is not None and not bundle.manifest.world and not replicas:
+            text = f"devices={list(devices)}: the bundle is for one device"
+            raise CallError("option-refused", text, "give replicas=True for a copy of it on each, or device= for another one")
+        if rank is not None and not bundle.manifest.world:
+            raise CallError("option-refused", f"rank={rank}: the bundle is for one device")
+        if bundle.manifest.target.kind == "cpu":
+            from ..cpu.backend import CpuBackend
+
+            program = _program(bundle, CpuBackend(bundle, threads, rows), on_miss, outputs, cast)
+        else:
+            from ..gpu.backend import CudaBackend
+            from ..gpu.device_bundle import check_driver
+
+            check_driver(bundle.manifest.target)  # first: what making a context says where no GPU is does not name the bundle's
+            if replicas:
+
+                def opened_on(number: int) -> Program:
+                    copied = CudaBackend(bundle, number, mode, lazy=lazy, threads=threads, rows=rows)
+                    return _program(bundle, copied, on_miss, outputs, cast)
+
+                return open_replicas(bundle, devices, opened_on)
+            if rank is not None and rendezvous is not None:
+                from .ranks import open_rank  # few models are over several
+
+                backend: CudaBackend = open_rank(
+                    bundle, others, device, (rank, os.fspath(rendezvous)), mode, context=context, threads=threads, timeout=timeout
+                )
+            elif bundle.manifest.world:
+                from .ranks import open_ranks  # likewise
+
+                backend = open_ranks(
+                    bundle, others, devices, mode, context=context, poison=poison, threads=threads, timeout=timeout
+                )
+            else:
+                _import_libraries()
+                backend = CudaBackend(bundle, device, mode, context=context, poison=poison, lazy=lazy, threads=threads, rows=rows)
+            own = others[0] if others and rank is not None else bundle
+            program = _program(own, backend, on_miss, outputs, cast)
+            if rank is not None and own.manifest.random is not None:
+                program.seed(backend.seed)  # type: ignore[attr-defined]  # of one rank: all ranks draw the same
+        try:
+            for each in (bundle, *others):
+                each.check_unchanged()
+        except BundleError:
+            program.close()
+            raise
+        return program
+    finally:
+        for opened in (*others, *([bundle] if bundle is not None else [])):
+            opened.close()
+
+
+def _import_libraries() -> None:
+    """What a first call needs for the caller's tensor library: it costs nothing while the context is made."""
+    if "torch" in sys.modules:
+        from ..gpu import fast_path  # noqa: F401
+        from ..tensors import torch_tensors  # noqa: F401
+    elif "numpy" in sys.modules:
+        from ..tensors import numpy_arrays  # noqa: F401
+    else:
+        from ..tensors import dlpack  # noqa: F401
+
+
+def _program(bundle: Archive, backend: Any, on_miss: str, outputs: str, cast: bool) -> Program:
+    """A program over a backend, which is closed where that fails."""
+    try:
+        manifest = backend.manifest if bundle.manifest.state_dimensions else bundle.manifest
+        return Program(manifest, backend, on_miss, outputs, cast, bundle.kept(SELF_TEST))
+    except BaseException:
+        backend.close()
+        raise
+
+
+def _check(bundle: Archive, level: str, key: Keys | None, variant: str | None, device: int) -> None:
+    """Checks the bundle, or the one that stands in its place by now: a build may replace it while it is read."""
+    for _ in range(ATTEMPTS):
+        try:
+            return _check_once(bundle, level, key, variant, device)
+        except BundleError:
+            if not bundle.is_replaced():
+                raise
+            bundle.reopen()
+    _check_once(bundle, level, key, variant, device)
+
+
+def _check_once(bundle: Archive, level: str, key: Keys | None, variant: str | None, device: int) -> None:
+    if key is not None:
+        from .. import signatures  # late: most loads need none
+
+        signatures.check(bundle, key)  # before the manifest is as much as parsed
+    if variant is not None or len(bundle.variants) > 1:
+        _choose_variant(bundle, variant, device)
+    if bundle.manifest.world and bundle.manifest.world.rank:
+        raise CallError("ranks-refused", f"{bundle.path}: the bundle of one rank", "load the folder that its `ranks` lies in")
+    if key is None and level == "load":
+        return check_loaded(bundle)
+    from ..validate.bundle import check_bundle  # most loads leave the weights' hashes out
+
+    check_bundle(bundle, "full")
+
+
+def _state_rows(manifest: Manifest, state: Mapping[str, int] | None, poison: int | None = None) -> Mapping[str, int]:
+    """The numbers of rows that are asked for.  Raises option-refused."""
+    if state and not manifest.state_dimensions:
+        text = f"state={dict(state)}: the bundle's state has the sizes that it was built with"
+        raise CallError("option-refused", text, "leave it out, or build the bundle with state()")
+    if poison is None:
+        return state or {}
+    return {each.name: manifest.weights[each.weights[0]].shape[0] + 1 for each in manifest.state_dimensions}
+
+
+def _choose_variant(bundle: Archive, variant: str | None, device: int) -> None:
+    """Chooses the variant that was asked for, or that of this machine.  Raises option-refused, wrong-machine."""
+    from ..cpu.machine import BY_NAME_ALONE, processor_flags
+    from ..format.variants import fitting_variant, named_variant
+
+    targets = bundle.variants.targets()
+    if variant is not None:
+        return bundle.choose(named_variant(targets, variant))
+    gpu = ""
+    if any(target.kind == "cuda" for target in targets):
+        gpu = _device_arch(device)
+    bundle.choose(fitting_variant(targets, gpu, os.uname().machine, processor_flags() | BY_NAME_ALONE))
+
+
+def _device_arch(index: int) -> str:
+    """The compute capability of GPU number `index` as in "sm_90"; "" where there is no usable driver or no such GPU.  Makes no
+    context."""
+    from ..cuda.driver import call, device_count, require
+    from ..cuda.libcuda import COMPUTE_CAPABILITY_MAJOR, COMPUTE_CAPABILITY_MINOR
+
+    try:
+        require()
+        if not 0 <= index < device_count():
+            return ""
+        device = call("cuDeviceGet", index)
+        numbers = (COMPUTE_CAPABILITY_MAJOR, COMPUTE_CAPABILITY_MINOR)
+        return "sm_" + "".join([str(call("cuDeviceGetAttribute", each, device)) for each in numbers])
+    except MachineError:
+        return ""
+
+
+def _check_threads(manifest: Manifest, threads: int) -> None:
+    from ..cpu.machine import check_number  # few programs are given a number
+
+    check_number(threads)
+    if not any(region.kind == "host" for region in manifest.regions):
+        target = manifest.target.arch
+        raise CallError("option-refused", f"threads={threads}: the bundle is for {target}, and nothing of it runs on the CPU")
+
+
+def _check_options(given: Mapping[str, Any]) -> None:
+    """Raises ValueError for a value that an option does not have, and for options that contradict each other."""
+    for name, (fits, expected) in KINDS.items():
+        if not fits(given[name]):
+            raise _wrong(name, given[name], expected)
+    for name, known in WORDS.items():
+        if not isinstance(given[name], str) or given[name] not in known:
+            raise _wrong(name, given[name], f"one of {', '.join(map(repr, known))}")
+    device, devices, rank, rendezvous = [given[name] for name in ("device", "devices", "rank", "rendezvous")]
+    if (rank is None) != (rendezvous is None) or (rank is not None and devices is not None):
+        raise ValueError(f"rank={rank}, rendezvous={rendezvous!r}, devices={devices}: expected both of the first, and no devices")
+    if given["replicas"] and rank is not None:
+        raise ValueError(f"replicas=True, rank={rank}: expected one of them: a rank is one share of a model, a replica all of it")
+    again = given["replicas"] and (device or (devices is not None and len(set(devices)) < max(1, len(devices))))
+    if again or (device and devices is not None):
+        raise ValueError(f"device={device}, devices={devices}: expected devices alone, different ones, at least one")
+
+
+def _wrong(name: str, value: Any, expected: str) -> ValueError:
+    """Values of Python's own are shown, of others the class alone: what they say of themselves may raise."""
+    plain = value is None or type(value) in (str, bytes, bool, int, float)
+    return ValueError(f"{name}={repr(value)[:100] if plain else type(value).__name__}: expected {expected}")
