@@ -6,11 +6,15 @@ What is refused before torch and transformers are imported is told by `check_ggu
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import patch
 
 from ..errors import BuildError, ModelError
 
@@ -62,7 +66,7 @@ def write_folder(label: str, folder: Path) -> None:
         written = os.path.join(scratch, "folder")
         try:
             reader.tqdm = functools.partial(bar, disable=True)
-            with quiet():
+            with quiet(), _read_once():
                 model = transformers.AutoModelForCausalLM.from_pretrained(path.parent, dtype=torch.float32, **options)
                 model.hf_quantizer = None  # else save_pretrained refuses: what is written is not quantized
                 model.config.__dict__.pop("quantization_config", None)
@@ -77,3 +81,15 @@ def write_folder(label: str, folder: Path) -> None:
         if folder.exists():
             shutil.rmtree(folder)
         os.rename(written, folder)
+
+
+@contextmanager
+def _read_once() -> Iterator[None]:
+    """Meanwhile a file is parsed once, and the table of its tensors' names made once.  transformers (5.23) parses it for the
+    configuration, the weights and the tokenizer, and makes the table for every module: together half of the time."""
+    gguf = importlib.import_module("gguf")
+    with (
+        patch.object(gguf, "GGUFReader", functools.cache(gguf.GGUFReader)),
+        patch.object(gguf, "get_tensor_name_map", functools.cache(gguf.get_tensor_name_map)),
+    ):
+        yield

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
     from cgcompile.util.progress import Event
 
+    from .estimates import Estimate, Left
+
 NAMES = 10
 """Columns for the name of a stage."""
 
@@ -45,13 +47,17 @@ OFTEN = 10.0
 """Seconds between two lines about a stage that goes on, where there is no terminal."""
 
 
+BAR = 20
+"""Columns of the bar."""
+
+
 @contextmanager
-def watching(quiet: bool, verbose: bool = False) -> Iterator[Progress | None]:
+def watching(quiet: bool, verbose: bool = False, estimate: Estimate | None = None) -> Iterator[Progress | None]:
     """What a build or a benchmark tells of its stages: None where it is to be `quiet`.  What the model's code prints meanwhile, and
     what it starts, goes to stderr: stdout has our data alone."""
     with ExitStack() as stack:
         stack.enter_context(stdout_kept())
-        yield None if quiet else Progress(stack, verbose)
+        yield None if quiet else Progress(stack, verbose, estimate)
 
 
 def begin(stage: str, text: str) -> None:
@@ -82,10 +88,10 @@ def spent() -> Spent:
 
 class Progress:
     """Watches a build: prints a line for every finished stage, with `verbose` also for what happens inside one.  On a terminal the
-    stage that runs has a live line, until `stack` is closed."""
+    stage that runs has a live line, until `stack` is closed, with a bar where the `estimate` knows of such a build."""
 
-    def __init__(self, stack: ExitStack, verbose: bool = False) -> None:
-        self._stack, self._verbose = stack, verbose
+    def __init__(self, stack: ExitStack, verbose: bool = False, estimate: Estimate | None = None) -> None:
+        self._stack, self._verbose, self._estimate = stack, verbose, estimate
         self._live: Live | None = None
         self._spinner: Spinner | None = None
         self._stage, self._detail, self._begin = "", "", 0.0
@@ -100,15 +106,20 @@ class Progress:
             self._print(f"{event.stage:<{NAMES}} {duration(event.seconds):>10}  {event.text}")
             self._stage = ""
             self._count(event)
+            if self._estimate is not None:
+                self._estimate.done(event.stage, event.seconds)
             return
+        left = self._left(event.stage, event.seconds)
+        still = f", about {_about(left.seconds)} left" if left is not None else ""
         if self._live is None and event.state == "start" and event.stage in LONG:
-            begin(event.stage, LONG[event.stage])
+            begin(event.stage, LONG[event.stage] + still)
             self._told = 0.0
         if event.stage == IMPORT and event.state == "detail" and not self._detail:
             begin(event.stage, event.text)
         elif event.state == "detail" and event.text and (self._verbose or self._due(event)):
             self._told = event.seconds
-            self._print(f"{'':<{NAMES}} {'+' + duration(event.seconds):>10}    {event.text}")
+            text = event.text + (still if event.stage in LONG and self._live is None else "")
+            self._print(f"{'':<{NAMES}} {'+' + duration(event.seconds):>10}    {text}")
         self._stage, self._detail, self._begin = event.stage, event.text, time.perf_counter() - event.seconds
 
     def _count(self, event: Event) -> None:
@@ -121,6 +132,9 @@ class Progress:
     def stages(self) -> Table:
         """A row for every stage that is done: seconds, those of processors, and the most memory until then."""
         return table(("", ">seconds", ">processor", ">in others", ">memory", ">of the largest other"), self._rows)
+
+    def _left(self, stage: str, seconds: float) -> Left | None:
+        return self._estimate.left(stage, seconds) if self._estimate is not None else None
 
     def _due(self, event: Event) -> bool:
         """Whether a log has heard nothing of a long stage for a while."""
@@ -144,13 +158,22 @@ class Progress:
             self._live.console.print(safe(line.rstrip()), no_wrap=True, overflow="ellipsis")  # above the live line
 
     def running(self) -> Table:
-        """The live line: a spinner, the stage, how long it has run, the latest detail."""
+        """The live line: a spinner, the stage, how long it has run, how far the build is and what is left, the latest detail."""
+        from rich.progress_bar import ProgressBar
         from rich.table import Table
 
         line = Table.grid(padding=(0, 1, 0, 0))
-        for _ in range(3):
+        for _ in range(5):
             line.add_column(no_wrap=True, overflow="ellipsis")
         if self._stage:
-            seconds = f"{time.perf_counter() - self._begin:.1f} s"
-            line.add_row(f"{safe(self._stage):<{NAMES}} {seconds:>10}", self._spinner, safe(self._detail))
+            taken = time.perf_counter() - self._begin
+            left = self._left(self._stage, taken)
+            bar = ProgressBar(total=1.0, completed=left.part, width=BAR) if left is not None else ""
+            still = f"{_about(left.seconds)} left" if left is not None else ""
+            line.add_row(f"{safe(self._stage):<{NAMES}} {taken:>8.1f} s", self._spinner, bar, still, safe(self._detail))
         return line
+
+
+def _about(seconds: float) -> str:
+    """Whole seconds, and from a minute on tens of them."""
+    return f"{seconds:.0f} s" if seconds < 60 else f"{int(seconds) // 60} min {int(seconds) % 60 // 10 * 10:02d} s"

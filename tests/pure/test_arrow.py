@@ -197,7 +197,7 @@ LAYERS = {
         "pipeline", "tools",
     ),
     "cgcompile_cli": (
-        "output", "signals", "errors", "int_keys", "progress", "summary", "benchmark", "inspection", "page", "options",
+        "output", "signals", "errors", "int_keys", "estimates", "progress", "summary", "benchmark", "inspection", "page", "options",
         "commands", "main", "__main__",
     ),
 }  # fmt: skip

@@ -80,17 +80,18 @@ class Interface:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Begun:
-    """Compilations that no model is needed for.  `functions`: of `kernels.standalone`, None where no code is to bring them."""
+    """Compilations that no model is needed for.  `functions`: of `kernels.standalone`, None where no code is to bring them.
+    `operators`: of `kernels.operators`, None before a program is known to call them."""
 
     interface: Interface | None
     functions: Future[Path | None] | None
+    operators: Future[Path | None] | None = None
 
     def wait(self) -> None:
         """Until all are done: a forked process cannot wait for a thread of this one."""
-        if self.interface is not None:
-            self.interface.made.result()
-        if self.functions is not None:
-            self.functions.result()
+        for made in (self.interface.made if self.interface is not None else None, self.functions, self.operators):
+            if made is not None:
+                made.result()
 
 
 @contextmanager

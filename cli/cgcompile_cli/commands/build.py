@@ -138,13 +138,17 @@ def build(
     """
     import cgcompile
 
+    from ..estimates import Estimate
+
     if quiet and verbose:
         raise UsageError("--quiet and --verbose cannot be used together", "leave one of them out")
     # Read when torch is loaded.  Threads that spin while they wait cost half of a build's time beside other work: MiniLM on two
     # cores took 90 s instead of 42.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     begin = time.perf_counter()
-    with watching(quiet, verbose) as progress:
+    program = os.path.abspath(model) if os.path.exists(model) else model
+    estimate = Estimate((program, sizes, context, lanes, dtype, weights, lower, prove, standalone), target)
+    with watching(quiet, verbose, estimate) as progress:
         built = cgcompile.build(
             model, sizes=list(sizes or ()), out=out, target=target, strict=strict, allow=tuple(allow or ()), lower=lower,
             specialize=specialize, record=recorder, prove=prove, prove_budget=prove_budget, autotune=autotune,
@@ -152,6 +156,7 @@ def build(
             force=force, max_keys=max_keys, max_paths=max_paths, world=world, split=split, context=context, lanes=lanes or (),
             dtype=dtype, weights=weights, progress=progress or "silent",
         )  # fmt: skip
+    estimate.keep()
     if not quiet:
         show(_summary(built, time.perf_counter() - begin, progress.stages() if verbose and progress else None), sys.stderr)
     if as_json:

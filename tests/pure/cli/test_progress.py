@@ -5,11 +5,13 @@ from __future__ import annotations
 import io
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from cgcompile.util.progress import Event
-from cgcompile_cli.output import show
+from cgcompile_cli.estimates import Estimate, Left
+from cgcompile_cli.output import console, show
 from cgcompile_cli.progress import LONG, OFTEN, watching
 
 
@@ -56,6 +58,48 @@ def test_a_terminal_has_the_live_line_instead(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("sys.stderr", screen := Terminal())
     told([("lower", "start", "", 0.0), ("lower", "detail", "1 of 60", 50.0), ("lower", "done", "60 kernels", 51.0)])
     assert LONG["lower"] not in screen.getvalue() and "+50.0 s" not in screen.getvalue() and "60 kernels" in screen.getvalue()
+
+
+@pytest.fixture
+def known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An earlier build of `a` for the CPU, of 100 seconds."""
+    monkeypatch.setenv("CGCOMPILE_CACHE", str(tmp_path / "cache"))
+    first = Estimate("a", "cpu")
+    assert first.left("lower", 5.0) is None, "nothing is known"
+    for stage, seconds in (("export", 20.0), ("lower", 70.0), ("verify", 10.0)):
+        first.done(stage, seconds)
+    first.keep()
+
+
+@pytest.mark.parametrize("program", ["a", "b"])
+def test_an_earlier_build_says_what_is_left(known: None, program: str) -> None:
+    again = Estimate(program, "cpu")
+    assert again.left("export", 9.0) is None, "the first tenth"
+    assert again.left("export", 10.0) == Left(part=0.1, seconds=90.0)
+    again.done("export", 40.0)
+    assert again.left("lower", 0.0) == Left(part=0.2, seconds=160.0), "twice as slow"
+    assert again.left("lower", 500.0) == Left(part=0.9, seconds=pytest.approx(10 * 110 / 90))
+    assert again.left("never seen", 1.0) is None and Estimate("a", "sm_90").left("lower", 5.0) is None
+
+
+def test_a_log_hears_what_is_left(known: None, capsys: pytest.CaptureFixture[str]) -> None:
+    with watching(quiet=False, estimate=Estimate("a", "cpu")) as watch:
+        assert watch is not None
+        watch(Event(stage="export", state="done", text="9 nodes", seconds=20.0))
+        watch(Event(stage="lower", state="start", text="", seconds=0.0))
+        watch(Event(stage="lower", state="detail", text="1 of 2 files", seconds=45.0))
+    assert [line.partition("about ")[2] for line in capsys.readouterr().err.splitlines()] == ["", "1 min 20 s left", "35 s left"]
+
+
+def test_a_terminal_has_a_bar(known: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr("sys.stderr", screen := Terminal())
+    with watching(quiet=False, estimate=Estimate("a", "cpu")) as watch:
+        assert watch is not None
+        watch(Event(stage="export", state="done", text="9 nodes", seconds=20.0))
+        watch(Event(stage="lower", state="detail", text="1 of 2 files", seconds=45.0))
+        console(sys.stderr).print(watch.running())
+    assert "1 of 2 files" in screen.getvalue() and "35 s left" in screen.getvalue() and "\u2501" in screen.getvalue()
 
 
 def test_what_stages_spent_is_one_row_for_each(capsys: pytest.CaptureFixture[str]) -> None:
