@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from cgbundle import CgbundleError
 
 from .engine import Engine, Model, State, Stream, Watch
-from .scheduler import Request
+from .scheduling.requests import Request
 
 
 class Engines:

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from .completions import Asked, Refusal, read_request
-from .scheduler import Request
+from .scheduling.requests import Request
 from .served_model import ServedModel
 
 TEXTS, WAITING = 1, 64

@@ -228,12 +228,13 @@ def as_program(model: Any) -> Any:
 @pytest.mark.parametrize(("turns", "pages"), [(1, 65), (8, 65), (8, 10)])
 def test_scheduled_tokens_are_transformers(turns: int, pages: int) -> None:
     from cgserve.language.bundle_model import BundleModel
-    from cgserve.language.scheduler import Request, Sampling, Scheduler
+    from cgserve.language.scheduling.requests import Request, Sampling
+    from cgserve.language.scheduling.scheduler import Scheduler
 
     llama = made("llama", turns=8)
     model = BundleModel(as_program(llama), turns)
     limits = model.limits
-    assert (limits.readers, limits.chunk, limits.lanes, limits.loop_lanes, limits.turns) == (2, 16, 4, 4, turns)
+    assert (limits.readers, limits.chunk, limits.lanes, limits.loop_lanes, limits.turns) == ((2,), 16, 4, 4, turns)
     scheduler = Scheduler(replace(limits, pages=pages))
     wanted, texts, entries = {}, {}, set()
     for length in (5, 70, 23, 1, 40):
@@ -244,7 +245,7 @@ def test_scheduled_tokens_are_transformers(turns: int, pages: int) -> None:
         scheduler.add(length, request)
     while (step := scheduler.next()) is not None:
         entries.add(step.entry)
-        for progress in scheduler.finish(step, model.run(step)):
+        for progress in scheduler.finish(model.prepare(step)(None).rows()):
             texts[progress.key] = texts.get(progress.key, []) + [token.id for token in progress.tokens]
     assert texts == wanted and scheduler.pages.taken == 0 and nobodys_page_is_zero(llama)
     assert ("generate" in entries) == (turns > 1) and (scheduler.preempted > 0) == (pages == 10)
@@ -255,7 +256,8 @@ def test_scheduled_tokens_are_transformers(turns: int, pages: int) -> None:
 def test_scheduled_texts_pass_their_first_context(name: str, turns: int) -> None:
     """24 tokens: a Phi-3 reads a text again there; the others go on with other factors.  Requests share calls and lose pages."""
     from cgserve.language.bundle_model import BundleModel
-    from cgserve.language.scheduler import Request, Sampling, Scheduler
+    from cgserve.language.scheduling.requests import Request, Sampling
+    from cgserve.language.scheduling.scheduler import Scheduler
 
     config = transformers.AutoConfig.for_model(**FEATURES[name])
     network, reference = small_networks(config)
@@ -266,7 +268,7 @@ def test_scheduled_texts_pass_their_first_context(name: str, turns: int) -> None
         expected[length] = [written.token for written in by_generate(deepcopy(reference), ids, 20)]
         scheduler.add(length, Request(prompt=tuple(ids), most=20, sampling=Sampling(temperature=0.0)))
     while (step := scheduler.next()) is not None:
-        for progress in scheduler.finish(step, bundle.run(step)):
+        for progress in scheduler.finish(bundle.prepare(step)(None).rows()):
             texts[progress.key] = texts.get(progress.key, []) + [token.id for token in progress.tokens]
     assert texts == expected and scheduler.preempted > 0 and scheduler.pages.taken == 0
 
