@@ -273,6 +273,40 @@ def test_scheduled_texts_pass_their_first_context(name: str, turns: int) -> None
     assert texts == expected and scheduler.preempted > 0 and scheduler.pages.taken == 0
 
 
+def test_equal_beginnings_change_no_bit(folder: Path) -> None:
+    """Requests with the same 32 tokens in front, greedy and drawn, with others' pages and with pages of their own."""
+    from cgserve.language.bundle_model import BundleModel
+    from cgserve.language.scheduling.requests import Request, Sampling
+    from cgserve.language.scheduling.scheduler import Scheduler
+
+    rows, read = [], []
+    requests = [
+        Request(prompt=tuple(prompt(33) + prompt(number)), most=12, sampling=Sampling(temperature=number % 2, seed=number))
+        for number in range(1, 9)
+    ]
+    with cgbundle.load(folder / "llama.cgb") as program:
+        model = BundleModel(program, 1)
+        assert model.limits.shared and model.limits.several
+        for shared in (False, True):
+            scheduler, made, texts = Scheduler(replace(model.limits, shared=shared)), None, dict[int, list[Any]]()
+            for key, request in enumerate(requests):
+                scheduler.add(key, request)
+            steps, count = [], 0
+            while (step := scheduler.next()) is not None or steps:
+                if step is not None:  # as in an engine: it is prepared before what the one before it made is told
+                    count += sum(len(lane.ids) for lane in step.lanes if step.entry == "prefill")
+                    made = model.prepare(step)(made)
+                    steps.append(made)
+                else:
+                    for progress in scheduler.finish(steps.pop(0).rows()):
+                        texts.setdefault(progress.key, []).extend(progress.tokens)
+            rows.append(texts)
+            read.append(count)
+            assert scheduler.pages.taken == 0 and scheduler.shared == (7 * 32 if shared else 0)
+    assert rows[0] == rows[1] and len(rows[0]) == 8, "tokens and their log-probabilities"
+    assert read == [sum(len(request.prompt) for request in requests), read[0] - 7 * 32]
+
+
 # --- the model file and the kernel -------------------------------------------------------------------------------------
 
 
