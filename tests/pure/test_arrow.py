@@ -188,7 +188,7 @@ LAYERS = {
         "weights.upload", "cpu", "gpu", "program", "loader", "self_test",
     ),
     "cgserve": (
-        "log", "transport", "batching", "tensors", "language", "text", "models", "routes", "settings", "application", "serving",
+        "log", "transport", "batching", "tensors", "scheduling", "language", "text", "models", "routes", "settings", "application", "serving",
         "ray_replicas",
     ),
     "cgcompile": (

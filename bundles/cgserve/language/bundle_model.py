@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import cgbundle
 from cgbundle.call.entry import Entry
 
+from ..scheduling.requests import Call, Lane, Limits, Made, Step, Token
 from .lane_tables import LaneTables
-from .scheduling.requests import Call, Lane, Limits, Made, Step, Token
 
 
 class Cache(NamedTuple):

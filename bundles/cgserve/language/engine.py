@@ -16,8 +16,8 @@ from typing import Protocol
 
 from cgbundle import CgbundleError
 
-from .scheduling.requests import Call, Limits, Made, Progress, Request, Step, check
-from .scheduling.scheduler import Scheduler
+from ..scheduling.requests import Call, Limits, Made, Progress, Request, Step, check
+from ..scheduling.scheduler import Scheduler
 
 
 class Model(Protocol):

@@ -9,7 +9,7 @@ from typing import Any
 
 from cgbundle.tensors.tensor import Tensor
 
-from .scheduling.requests import STOPS, Lane, Sampling
+from ..scheduling.requests import STOPS, Lane, Sampling
 
 SAMPLING = {
     "temperature": "float32", "top_k": "int64", "top_p": "float32", "penalty": "float32", "seed": "int64", "alternatives": "int64",

@@ -20,7 +20,7 @@ from ..bench.processes import WorkerProcess, compiler_cache
 from ..bench.report import BUNDLE, Machine, this_machine
 from .layout import Layout, read_layout
 
-BATCHES, PROMPT, TOKENS = (1, 8, 32), 128, 64
+BATCHES, PROMPT, TOKENS = (1, 8, 32, 128, 256), 128, 64
 """Lanes, tokens of a prompt, and tokens that are timed behind it, at most: as many as fit into its cache."""
 
 BASELINES = ("eager", "compile")

@@ -21,7 +21,7 @@ from typing import Any
 from cgbundle.tensors.tensor import empty
 from cgserve.language.bundle_model import BundleModel
 from cgserve.language.engine import Engine
-from cgserve.language.scheduling.requests import Request, Sampling
+from cgserve.scheduling.requests import Request, Sampling
 
 PAGE, CHUNK, CONTEXT = 16, 512, 8192
 OUTPUTS = {"token": ("int64", ()), "logprob": ("float32", ()), "top_token": ("int64", (20,)), "top_logprob": ("float32", (20,))}

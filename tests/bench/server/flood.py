@@ -36,7 +36,7 @@ COMMAND = [sys.executable, "-m", "cgcompile_cli"]
 LANGUAGE = """
 import sys
 from cgserve.application import Application
-from cgserve.language.scheduling.requests import Limits, Made, Token
+from cgserve.scheduling.requests import Limits, Made, Token
 from cgserve.language.served_model import ServedModel
 from cgserve.language.text import Language
 from cgserve.settings import Settings

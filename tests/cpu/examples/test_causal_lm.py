@@ -228,8 +228,8 @@ def as_program(model: Any) -> Any:
 @pytest.mark.parametrize(("turns", "pages"), [(1, 65), (8, 65), (8, 10)])
 def test_scheduled_tokens_are_transformers(turns: int, pages: int) -> None:
     from cgserve.language.bundle_model import BundleModel
-    from cgserve.language.scheduling.requests import Request, Sampling
-    from cgserve.language.scheduling.scheduler import Scheduler
+    from cgserve.scheduling.requests import Request, Sampling
+    from cgserve.scheduling.scheduler import Scheduler
 
     llama = made("llama", turns=8)
     model = BundleModel(as_program(llama), turns)
@@ -256,8 +256,8 @@ def test_scheduled_tokens_are_transformers(turns: int, pages: int) -> None:
 def test_scheduled_texts_pass_their_first_context(name: str, turns: int) -> None:
     """24 tokens: a Phi-3 reads a text again there; the others go on with other factors.  Requests share calls and lose pages."""
     from cgserve.language.bundle_model import BundleModel
-    from cgserve.language.scheduling.requests import Request, Sampling
-    from cgserve.language.scheduling.scheduler import Scheduler
+    from cgserve.scheduling.requests import Request, Sampling
+    from cgserve.scheduling.scheduler import Scheduler
 
     config = transformers.AutoConfig.for_model(**FEATURES[name])
     network, reference = small_networks(config)
@@ -276,8 +276,8 @@ def test_scheduled_texts_pass_their_first_context(name: str, turns: int) -> None
 def test_equal_beginnings_change_no_bit(folder: Path) -> None:
     """Requests with the same 32 tokens in front, greedy and drawn, with others' pages and with pages of their own."""
     from cgserve.language.bundle_model import BundleModel
-    from cgserve.language.scheduling.requests import Request, Sampling
-    from cgserve.language.scheduling.scheduler import Scheduler
+    from cgserve.scheduling.requests import Request, Sampling
+    from cgserve.scheduling.scheduler import Scheduler
 
     rows, read = [], []
     requests = [

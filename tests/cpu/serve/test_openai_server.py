@@ -44,7 +44,7 @@ class Scripted:
     """
 
     def __init__(self) -> None:
-        from cgserve.language.scheduling.requests import Limits, Made, Token
+        from cgserve.scheduling.requests import Limits, Made, Token
 
         sizes = {"page": 4, "pages": PAGES + 1, "slots": 9, "blocks": 30, "chunk": 16, "lanes": 6, "loop_lanes": 4, "turns": 4}
         self.limits = Limits(**sizes, readers=(2, 4), several=True, shared=True)
@@ -672,8 +672,8 @@ def test_one_process_serves_both_and_another_version_takes_over(process: Process
 def test_texts_go_on_where_their_pages_were_taken(process: Process) -> None:
     """Five pages for two lanes of up to four: what is read again continues as it would have, drawn and with a penalty, too."""
     from cgserve.language.bundle_model import BundleModel
-    from cgserve.language.scheduling.requests import Request, Sampling
-    from cgserve.language.scheduling.scheduler import Scheduler
+    from cgserve.scheduling.requests import Request, Sampling
+    from cgserve.scheduling.scheduler import Scheduler
     from tests.helpers.bundles.llama_bundle import llama_bundle
 
     found, order = [], random.Random(0)

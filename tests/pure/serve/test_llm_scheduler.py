@@ -1,4 +1,4 @@
-"""bundles/cgserve/language/scheduling: whatever comes and goes, pages and lanes have one owner, and everybody is served."""
+"""bundles/cgserve/scheduling: whatever comes and goes, pages and lanes have one owner, and everybody is served."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ EXAMPLES = ROOT / "examples"
 @pytest.fixture(scope="module")
 def scheduling() -> Any:
     """The module, where what it needs is installed."""
-    module = importlib.import_module("cgserve.language.scheduling.scheduler")
-    requests = importlib.import_module("cgserve.language.scheduling.requests")
+    module = importlib.import_module("cgserve.scheduling.scheduler")
+    requests = importlib.import_module("cgserve.scheduling.requests")
     names = {name: value for name, value in (vars(requests) | vars(module)).items() if name[0].isupper()}
     return SimpleNamespace(**names)
 
@@ -387,7 +387,7 @@ def test_a_cancelled_request_may_be_in_a_call(scheduling: Any) -> None:
 
 
 def test_a_pool_gives_a_number_to_one_owner() -> None:
-    from cgserve.language.scheduling.pages import Pool
+    from cgserve.scheduling.pages import Pool
 
     pool, order = Pool(6), random.Random(0)
     mine = pool.take(3)
@@ -501,6 +501,6 @@ def test_a_short_prompt_does_not_wait_for_a_long_one(scheduling: Any) -> None:
 
 @pytest.mark.parametrize(("wanted", "lanes"), [(1, 1), (2, 2), (3, 2), (4, 4), (8, 8), (9, 8), (15, 8), (16, 16), (40, 32)])
 def test_a_call_is_half_full_at_least(scheduling: Any, wanted: int, lanes: int) -> None:
-    from cgserve.language.scheduling.scheduler import lanes_of
+    from cgserve.scheduling.scheduler import lanes_of
 
     assert lanes_of((2, 8, 32), wanted) == lanes

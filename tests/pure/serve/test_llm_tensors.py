@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cgserve.language.lane_tables import LaneTables
-from cgserve.language.scheduling.requests import Lane, Sampling
+from cgserve.scheduling.requests import Lane, Sampling
 
 BATCH, BLOCKS = 4, 6
 SAMPLINGS = (

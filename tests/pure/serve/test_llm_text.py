@@ -22,7 +22,7 @@ def modules() -> SimpleNamespace:
     """The modules."""
     return SimpleNamespace(
         **{name: importlib.import_module(f"cgserve.language.{name}") for name in ("text", "answer")},
-        requests=importlib.import_module("cgserve.language.scheduling.requests"),
+        requests=importlib.import_module("cgserve.scheduling.requests"),
     )
 
 
