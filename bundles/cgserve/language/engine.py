@@ -78,6 +78,11 @@ class Stream:
         self._open.discard(index)
         self._cancels[index]()
 
+    @property
+    def behind(self) -> bool:
+        """Whether more has been made already."""
+        return not self._queue.empty()
+
     def __aiter__(self) -> Stream:
         return self
 

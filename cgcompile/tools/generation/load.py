@@ -23,8 +23,8 @@ SPEC = "requests=256,rate=8,arrivals=poisson,prompt=32-2000,answer=16-512,shared
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Load:
-    """`requests` that come at `rate` a second (infinite: all at once), in "poisson" or "fixed" `arrivals`; at most `clients` of them
-    are open (0: all).  A prompt has `prompt` tokens and an answer `answer`, uniformly from the first to the second, or both as
+    """`requests` that come at `rate` a second (infinite: all at once), in "poisson" or "fixed" `arrivals`; `clients` are open at
+    most (0: all).  A prompt has `prompt` tokens and an answer `answer`, uniformly from the first to the second, or both as
     `lengths` says, again and again; the first `shared` tokens of all prompts are the same."""
 
     requests: int = 256
