@@ -74,7 +74,7 @@ class BundleModel:
         batch, seq, blocks = size["batch"], size.get("seq", 1), size["blocks"]
         pair = self._tables.setdefault((step.entry, batch, seq, blocks), [])
         if len(pair) < 2:
-            pair.append(LaneTables(batch, seq, blocks))
+            pair.insert(0, LaneTables(batch, seq, blocks))
         tables = pair.pop(0)  # the one that was used less recently: the other may belong to the call that runs
         pair.append(tables)
         tables.fill(lanes)

@@ -188,11 +188,11 @@ def equal(served: Served, _: argparse.Namespace) -> None:
     alone = [served.texts([request], shared=False).tokens[0] for request in requests]
     together = served.texts(requests, shared=False).tokens
     parted = []
-    for request, (one, two) in enumerate(zip(alone, together, strict=True)):
+    for index, (one, two) in enumerate(zip(alone, together, strict=True)):
         place = next((at for at, (left, right) in enumerate(zip(one, two, strict=False)) if left.id != right.id), None)
         if place is not None:
-            (_, best), (_, second) = one[place].alternatives
-            parted.append({"request": request, "token": place, "margin": round(best - second, 5)})
+            best, second = [logprob for _, logprob in one[place].alternatives]
+            parted.append({"request": index, "token": place, "margin": round(best - second, 5)})
     say("equal", same=len(requests) - len(parted), of=len(requests), parted=parted)
 
 

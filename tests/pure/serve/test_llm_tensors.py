@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cgbundle.tensors.tensor import empty
+from cgserve.language.bundle_model import BundleModel
 from cgserve.language.lane_tables import LaneTables
-from cgserve.scheduling.requests import Lane, Sampling
+from cgserve.scheduling.requests import Lane, Sampling, Step
 
 BATCH, BLOCKS = 4, 6
 SAMPLINGS = (
@@ -47,3 +50,33 @@ def test_tables_that_stay_are_as_new_ones(seq: int, calls: list[list[tuple[int, 
         for row, lane in enumerate(lanes):
             assert tables.pages.tensor.tolist()[row] == [*lane.pages, *[0] * (BLOCKS - len(lane.pages))]
             assert tables.count.tensor.tolist()[row] == counts[row] and tables.slot.tensor.tolist()[row] == lane.slot
+
+
+def test_a_call_reads_its_inputs_while_the_next_one_is_prepared() -> None:
+    seen: list[tuple[list[int], list[int]]] = []
+
+    def entry(**sizes: int) -> Any:
+        def call(ids: Any, _: Any, start: Any, *__: Any) -> Any:
+            seen.append((start.tolist(), [row[0] for row in ids.tolist()]))
+            token = empty("int64", (2,))
+            token[(slice(0, 2),)] = start
+            return {"token": token, "logprob": empty("float32", (2,))}
+
+        call.int_keys, call.inputs, call.outputs = (tuple(sizes.values()),), [], []  # type: ignore[attr-defined]
+        call.spec = SimpleNamespace(dimensions=[SimpleNamespace(name=name) for name in sizes])  # type: ignore[attr-defined]
+        return call
+
+    weights = [SimpleNamespace(name="keys_0", shape=(9, 1, 4, 1)), SimpleNamespace(name="seen", shape=(3, 10))]
+    entries = {"prefill": entry(batch=1, seq=4, blocks=4), "decode": entry(batch=2, blocks=4)}
+    model = BundleModel(SimpleNamespace(entries=entries, manifest=SimpleNamespace(weights=weights)), 1)  # type: ignore[arg-type]
+
+    def step(number: int) -> Step:
+        lane = Lane("a", (0,), 10 * number, [1, 2], 1, 1, (), SAMPLINGS[0], 0, 0 if number else -1)
+        return Step("decode", (lane,))
+
+    waiting, before = model.prepare(step(0)), None
+    for number in range(1, 6):
+        following = model.prepare(step(number))
+        before = waiting(before)
+        waiting = following
+    assert seen == [([10 * number, 0], [10 * max(0, number - 1), 0]) for number in range(5)]
