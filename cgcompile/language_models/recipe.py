@@ -9,6 +9,7 @@ import torch
 from ..model.quantization.stored_weights import Quantization
 from ..model.source import Recipe
 from .causal_lm import CausalLM
+from .comparison.probe import takes_paged
 from .comparison.texts import PAGES, SLOTS, TURNS, compare_small, compare_weights
 from .example_inputs import ExampleInputs
 from .folder import read_folder
@@ -19,15 +20,15 @@ from .settings import Settings, settings_for
 
 def language_model(
     folder: str, *, context: int | None, lanes: Sequence[int] | str, dtype: str | None, gpu: int | None, recorded: bool,
-    weights: str | None = None,
+    weights: str | None = None, chunk: Sequence[int] | str = (),
 ) -> tuple[Recipe, Settings]:  # fmt: skip
     """`weights`: int8, None for those of the folder.
 
     `gpu`, `recorded` and what is raised: see `settings_for`.  Making the model raises folder-invalid, language-model-refused.
     """
     read = read_folder(folder)
-    settings = settings_for(read, context, lanes, dtype, gpu, recorded=recorded)
     config = folder_configuration(folder)
+    settings = settings_for(read, context, lanes, dtype, gpu, recorded=recorded, chunk=chunk, pieces=takes_paged(config))
     examples = ExampleInputs(config=config, pages=settings.pages, slots=settings.slots, turns=settings.turns)
     recipe = Recipe(
         name=read.name, label=folder, code=CausalLM.__module__, model=ComparedModel(folder, settings, weights),

@@ -23,13 +23,19 @@ LONGEST_GPU, LONGEST_CPU = 8192, 2048
 
 LANES_GPU, LANES_CPU = (1, 8, 32), (1, 4)
 CHUNKS_GPU, CHUNKS_CPU = (128, 512), (64,)
-"""Tokens of a prompt that one call reads."""
+"""Tokens of prompts that one call reads."""
+
+PIECE = 64
+"""Tokens of a prompt in a lane of such a call, as many as a program of kernels/prefill.py takes.  Several prompts share a call."""
 
 OF_A_LANE = 2
 """Pages that each lane has at least where the build runs the model; one text of full length fits besides."""
 
 TURNS_GPU = 32
 """Tokens that one call of `generate` makes at most.  On a CPU a call costs little beside its work: `decode` serves."""
+
+LOOPED = 32
+"""Lanes of `generate`, at most: of more the step takes long enough for a server to prepare the next one meanwhile."""
 
 RECORDING = 2 << 30
 """Bytes of a GPU that recording takes beside weights and state."""
@@ -40,14 +46,15 @@ UNKNOWN_GPU = 32 << 30
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """`context`: tokens of the longest text; `lanes`: texts in one call; `chunks`: tokens of a prompt that a call reads; `turns`:
-    of `generate`, 0 for none; `pages` and `slots` as CausalLM takes them, the fewest that a load may ask for; `most_pages`: as many
-    as all lanes fill; `page_bytes`: what a page takes, about."""
+    """`context`: tokens of the longest text; `lanes`: texts in one call; `chunks`: tokens of prompts that a call reads, in lanes of
+    `piece`, 0 for one lane; `turns`: of `generate`, 0 for none; `pages` and `slots` as CausalLM takes them, the fewest that a load
+    may ask for; `most_pages`: as many as all lanes fill; `page_bytes`: what a page takes, about."""
 
     context: int
     lanes: tuple[int, ...]
     dtype: str
     chunks: tuple[int, ...]
+    piece: int
     turns: int
     pages: int
     slots: int
@@ -65,35 +72,51 @@ class Settings:
         """The sizes of the dimensions of every entry."""
         blocks = [self.context // PAGE]
         steps = {"batch": list(self.lanes), "blocks": blocks}
-        made = {"prefill": {"batch": [1], "seq": list(self.chunks), "blocks": blocks}, "decode": steps}
-        return made | ({"generate": steps} if self.turns else {})
+        reads = {"batch": [1], "seq": list(self.chunks)}
+        if self.piece:
+            reads = {"batch": [chunk // self.piece for chunk in self.chunks], "seq": [self.piece]}
+        made = {"prefill": reads | {"blocks": blocks}, "decode": steps}
+        looped = [number for number in self.lanes if number <= LOOPED]
+        return made | ({"generate": steps | {"batch": looped}} if self.turns else {})
 
 
-def check_settings(folder: ModelFolder, context: int | None, lanes: Sequence[int] | str, dtype: str | None) -> tuple[int, ...]:
-    """The lanes as numbers, none where the user gives none.  Raises option-invalid."""
+def check_settings(
+    folder: ModelFolder, context: int | None, lanes: Sequence[int] | str, dtype: str | None, chunk: Sequence[int] | str = ()
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The lanes and the chunks as numbers, none where the user gives none.  Raises option-invalid."""
     if dtype is not None and dtype not in DTYPES:
         raise BuildError("option-invalid", f"dtype {dtype!r}: expected one of {', '.join(DTYPES)}")
     longest = longest_text(folder)
     if context is not None and not PAGE <= context <= longest:
         what = f"context {context}: expected {PAGE} to {longest} tokens, the longest text of {folder.name}"
         raise BuildError("option-invalid", what)
-    try:
-        numbers = tuple([int(each) for each in (lanes.split(",") if isinstance(lanes, str) else lanes) if str(each).strip()])
-    except ValueError:
-        numbers = (0,)
+    numbers, chunks = numbers_of(lanes), numbers_of(chunk)
     if any(number < 1 for number in numbers) or len(set(numbers)) < len(numbers):
         what = f"lanes {lanes!r}: expected distinct positive whole numbers"
         raise BuildError("option-invalid", what, "for example --lanes 1,8,32")
-    return tuple(sorted(numbers))
+    if any(number < PIECE or number % PIECE for number in chunks) or len(set(chunks)) < len(chunks):
+        what = f"chunk {chunk!r}: expected distinct multiples of {PIECE} tokens"
+        raise BuildError("option-invalid", what, "for example --chunk 128,512,2048")
+    return tuple(sorted(numbers)), tuple(sorted(chunks))
+
+
+def numbers_of(text: Sequence[int] | str) -> tuple[int, ...]:
+    """Whole numbers, or (0,) for what is none."""
+    try:
+        return tuple([int(word) for word in (text.split(",") if isinstance(text, str) else text) if str(word).strip()])
+    except ValueError:
+        return (0,)
 
 
 def settings_for(
     folder: ModelFolder, context: int | None, lanes: Sequence[int] | str, dtype: str | None, gpu: int | None, *,
-    recorded: bool = False,
+    recorded: bool = False, chunk: Sequence[int] | str = (), pieces: bool = False,
 ) -> Settings:  # fmt: skip
-    """`gpu`: the bytes that the GPU has, 0 where it is not here and nobody knows, None for a processor.  `recorded`: the model is
-    captured on that GPU, which has to hold the cache several times meanwhile.  Raises option-invalid."""
-    numbers = check_settings(folder, context, lanes, dtype) or (LANES_CPU if gpu is None else LANES_GPU)
+    """`pieces`: whether a prefill call may have several lanes of one text.  `gpu`: the bytes that the GPU has, 0 where it is not
+    here and nobody knows, None for a processor.  `recorded`: the model is captured on that GPU, which has to hold the cache several
+    times meanwhile.  Raises option-invalid."""
+    numbers, chunks = check_settings(folder, context, lanes, dtype, chunk)
+    numbers = numbers or (LANES_CPU if gpu is None else LANES_GPU)
     wanted = context or min(longest_text(folder), LONGEST_CPU if gpu is None else LONGEST_GPU)
     blocks = max(1, wanted // PAGE)
     kind = dtype or ("float32" if gpu is None else configured_dtype(folder))
@@ -104,9 +127,12 @@ def settings_for(
         need, has = -(-pages * page >> 20), max(0, room >> 20)
         what = f"context {blocks * PAGE}: the cache takes about {need} MiB at least, and there is room for {has}"
         raise BuildError("option-invalid", what, "give a smaller --context, or --dtype bfloat16")
-    chunks = tuple([size for size in (CHUNKS_CPU if gpu is None else CHUNKS_GPU) if size <= blocks * PAGE]) or (blocks * PAGE,)
+    chunks = chunks or (CHUNKS_CPU if gpu is None else CHUNKS_GPU)
+    chunks = tuple([size for size in chunks if size <= blocks * PAGE]) or (blocks * PAGE,)
+    piece = PIECE if pieces and not any(size % PIECE for size in chunks) else 0
+    turns = 0 if gpu is None or numbers[0] > LOOPED else TURNS_GPU
     return Settings(
-        context=blocks * PAGE, lanes=numbers, dtype=kind, chunks=chunks, turns=0 if gpu is None else TURNS_GPU, pages=pages + 1,
+        context=blocks * PAGE, lanes=numbers, dtype=kind, chunks=chunks, piece=piece, turns=turns, pages=pages + 1,
         slots=numbers[-1] + 1, most_pages=numbers[-1] * blocks + 1, page_bytes=page,
     )  # fmt: skip
 

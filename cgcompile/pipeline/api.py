@@ -99,6 +99,7 @@ def build(
     split: str | None = None,
     context: int | None = None,
     lanes: Sequence[int] | str = (),
+    chunk: Sequence[int] | str = (),
     dtype: str | None = None,
     weights: str | None = None,
     progress: Progress = None,
@@ -136,9 +137,11 @@ def build(
     and `forward` calls functional collectives of torch.distributed.  The bundle is cross-compiled, whatever GPU is here.
     `split`: "layers" puts the layers of a plain `model()` one after the other on these GPUs, for a model that does not fit on one:
     the elements of its longest list of modules by weight, about as many bytes on each.  One GPU works at a time.
-    `context`, `lanes`, `dtype` and `weights` are of the folder of a language model, which takes no `sizes`.  `context`: tokens of
-    the longest text; default: what the model takes, at most 8192 on a GPU and 2048 on a CPU.  `lanes`: how many texts share a call;
-    default: 1, 8 and 32, on a CPU 1 and 4.  `dtype`: bfloat16, float16 or float32; default: that of config.json, on a CPU float32.
+    `context`, `lanes`, `chunk`, `dtype` and `weights` are of the folder of a language model, which takes no `sizes`.  `context`:
+    tokens of the longest text; default: what the model takes, at most 8192 on a GPU and 2048 on a CPU.  `lanes`: how many texts
+    share a call; default: 1, 8 and 32, on a CPU 1 and 4.  `chunk`: how many tokens of prompts a call reads, multiples of 64, of
+    several prompts where the model keeps nothing but keys and values of tokens; default: 128 and 512, on a CPU 64.  `dtype`:
+    bfloat16, float16 or float32; default: that of config.json, on a CPU float32.
     `weights`: "int8" stores weights in 8 bits, with a scale for each row, and calls compute in float32; for a CPU.  The model is
     compared with transformers first: language-model-refused is raised for one whose text would differ.
     `progress`: a function of an `Event`, "bar" (shown on stderr), "silent", or None: shown where stderr is a terminal or a
@@ -159,7 +162,7 @@ def build(
             train=train, fallback_ops=tuple(fallback_ops), standalone=standalone, force=force, max_keys=max_keys,
             max_paths=max_paths, donations=donations, state=dict(state), world=world, split=split,
             progress=tell,
-            language=LanguageOptions(context=context, lanes=lanes, dtype=dtype, weights=weights),
+            language=LanguageOptions(context=context, lanes=lanes, chunk=chunk, dtype=dtype, weights=weights),
         )  # fmt: skip
         check_build(model, inputs, options)
         if is_folder(model):
@@ -205,6 +208,7 @@ def check(
     max_paths: int = MAX_PATHS,
     context: int | None = None,
     lanes: Sequence[int] | str = (),
+    chunk: Sequence[int] | str = (),
     dtype: str | None = None,
     weights: str | None = None,
     progress: Progress = None,
@@ -215,12 +219,12 @@ def check(
     `build`, auto too; cuda is checked without a GPU as well.
 
     `strict`: findings that put operations on the host refuse.  `fallback_ops`: operators that are kept on
-    the host, e.g. "mylib::op".  `train`, `max_paths`, `context`, `lanes`, `dtype`, `weights` and `progress` as for `build`: what
-    takes long is torch's import.
+    the host, e.g. "mylib::op".  `train`, `max_paths`, `context`, `lanes`, `chunk`, `dtype`, `weights` and `progress` as for
+    `build`: what takes long is torch's import.
 
     Raises a BuildError where the model cannot even be exported for another reason than a rule's, and for wrong arguments.
     """
-    language = LanguageOptions(context=context, lanes=lanes, dtype=dtype, weights=weights)
+    language = LanguageOptions(context=context, lanes=lanes, chunk=chunk, dtype=dtype, weights=weights)
     with ExitStack() as stack:
         tell = stack.enter_context(watcher(progress))
         if is_gguf(model):

@@ -82,6 +82,7 @@ def check_folder_options(model: Any, options: LanguageOptions, others: dict[str,
     extra-missing, and folder-invalid for what the folder's files say by themselves."""
     if not is_folder(model):
         named = {"--context": options.context, "--lanes": options.lanes, "--dtype": options.dtype, "--weights": options.weights}
+        named |= {"--chunk": options.chunk}
         for name, value in named.items():
             if value:
                 what = f"{name} is for the folder of a language model, and this model is none"
@@ -99,7 +100,7 @@ def check_folder_options(model: Any, options: LanguageOptions, others: dict[str,
     from ..language_models.folder import read_folder  # late: other models need nothing of it
     from ..language_models.settings import check_settings
 
-    check_settings(read_folder(os.fspath(model)), options.context, options.lanes, options.dtype)
+    check_settings(read_folder(os.fspath(model)), options.context, options.lanes, options.dtype, options.chunk)
 
 
 def folder_model(model: Any, language: LanguageOptions, target: str, record: str, stages: Stages) -> tuple[Any, Any]:
@@ -110,7 +111,7 @@ def folder_model(model: Any, language: LanguageOptions, target: str, record: str
 
         recipe, settings = language_model(
             os.fspath(model), context=language.context, lanes=language.lanes, dtype=language.dtype, gpu=gpu_memory(target, record),
-            recorded=record != "cross-compile", weights=language.weights,
+            recorded=record != "cross-compile", weights=language.weights, chunk=language.chunk,
         )  # fmt: skip
         lanes = ", ".join(map(str, settings.lanes))
         cache = f"a load takes {settings.pages} to {settings.most_pages} pages of cache ({size(settings.page_bytes)} each)"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import median
+from typing import Any
 
 from cgcompile.tools.bench.report import FIRST, Benchmark, ratio
 from cgcompile.tools.generation.measure import GenerationBenchmark
@@ -12,6 +13,11 @@ from .output import count, record, safe, shortened, show, size, table
 
 NONE = "-"
 """A cell without a value."""
+
+RATES = {"requests": "request_throughput", "tokens made": "output_throughput", "tokens read and made": "total_token_throughput"}
+LATENCIES = {
+    "ttft": "to the first token", "tpot": "for each token behind it", "itl": "between two pieces of a stream", "e2el": "to the end",
+}  # fmt: skip
 
 TITLES = {
     "call": "call: time of one call, warm",
@@ -142,6 +148,17 @@ def show_generation(report: GenerationBenchmark) -> None:
         (way.name, f"the first {way.same(ours)} of {len(ours.made)} tokens are the bundle's") for way in measured if way is not ours
     ]
     show(record([*left, *same]))
+
+
+def show_load(numbers: Mapping[str, Any]) -> None:
+    """Writes the tables of a load that a server answered."""
+    rates = [(f"{name} a second", f"{numbers[field]:.1f}") for name, field in RATES.items()]
+    done = f"{numbers['completed']} of {count(numbers['num_prompts'], 'request')} in {numbers['duration']:.1f} s"
+    show(record([("model", numbers["model_id"]), ("answered", done), *rates]))
+    rows = [
+        [text, *[f"{numbers[f'{kind}_{name}_ms']:.1f}" for kind in ("mean", "median", "p99")]] for name, text in LATENCIES.items()
+    ]
+    _part("milliseconds", (("", ">mean", ">median", ">p99"), rows))
 
 
 def outputs(report: Benchmark) -> str:

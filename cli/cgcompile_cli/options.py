@@ -84,6 +84,11 @@ Lanes = Annotated[
     str | None, typer.Option("--lanes", metavar="LANES", help="Of a folder: how many texts share a call, e.g. 1,8,32.")
 ]
 
+Chunk = Annotated[
+    str | None,
+    typer.Option("--chunk", metavar="TOKENS", help="Of a folder: how many tokens of prompts a call reads, e.g. 128,512,2048."),
+]
+
 Weights = Annotated[
     str | None, typer.Option("--weights", metavar="TYPE", help="Of a folder, for a CPU: int8, weights stored in 8 bits.")
 ]

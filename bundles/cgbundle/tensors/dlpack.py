@@ -153,8 +153,17 @@ class DLPack(Library):
 
     def take(self, value: Any, name: str) -> tuple[Any, Descriptor]:
         if isinstance(value, Tensor):
+            known = value._taken  # of a tensor that is given again nothing is asked again: a server's calls have eleven of them
+            if known is not None and (
+                known[0] is value.address and known[1] is value.shape and known[2] is value.dtype
+                and known[3] is value.strides and known[4] is value.device
+            ):  # fmt: skip
+                return value, known[5]
             _check(value, name)
-            return value, self.describe(value)
+            descriptor = self.describe(value)
+            if type(value.shape) is type(value.strides) is tuple:  # which nobody changes in place
+                value._taken = (value.address, value.shape, value.dtype, value.strides, value.device, descriptor)
+            return value, descriptor
         if can_be_asked(value) and hasattr(value, "__dlpack__") and hasattr(value, "__dlpack_device__"):
             taken = Tensor(*read(value, name))
             return taken, self.describe(taken)

@@ -22,7 +22,7 @@ class Tensor:
     """`shape` and `strides` in elements, `address` in bytes, in CPU memory unless `device` is a CUDA device number; `owner` keeps
     the memory alive.  Speaks DLPack and, on the CPU, NumPy's `__array_interface__`."""
 
-    __slots__ = ("_capsule", "address", "device", "dtype", "owner", "shape", "strides")
+    __slots__ = ("_capsule", "_taken", "address", "device", "dtype", "owner", "shape", "strides")
 
     def __init__(
         self, address: int, dtype: str, shape: Sequence[int], strides: Sequence[int] | None, owner: Any, device: int | None = None
@@ -34,6 +34,7 @@ class Tensor:
         self.device = device
         self.owner = owner
         self._capsule: object = None
+        self._taken: tuple[Any, ...] | None = None  # by `DLPack.take`
 
     @property
     def contiguous(self) -> bool:

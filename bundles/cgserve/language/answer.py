@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from .scheduler import Progress, Token
+from ..scheduling.requests import Progress, Token
 from .text import Decode, Detokenizer, StopStrings
 
 

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import cgbundle
 from cgbundle.call.entry import Entry
-from cgbundle.tensors.tensor import from_bytes
 
-from .scheduler import STOPS, Lane, Limits, Sampling, Step, Token
-
-NOBODY = Lane(None, (), 0, (), 0, 0, (), Sampling(temperature=0.0))
-"""A lane that is off."""
+from ..scheduling.requests import Call, Lane, Limits, Made, Step, Token
+from .lane_tables import LaneTables
 
 
 class Cache(NamedTuple):
-    """The cache of a bundle: tokens of a page, pages and slots with those of nobody, and how many tokens the model knows."""
+    """The cache of a bundle: tokens of a page, pages and slots with those of nobody, how many tokens the model knows, and whether
+    slots carry states from token to token."""
 
     page: int
     pages: int
     slots: int
     vocabulary: int
+    states: bool
 
 
 def is_language_model(manifest: Any) -> bool:
@@ -36,7 +36,8 @@ def cache_of(manifest: Any) -> Cache:
     """The cache of a language model's bundle.  The one place that reads how many pages there are."""
     shapes = {weight.name: weight.shape for weight in manifest.weights}
     pages, _, page, _ = shapes["keys_0"]
-    return Cache(page, pages, *shapes["seen"])
+    slots, vocabulary = shapes["seen"]
+    return Cache(page, pages, slots, vocabulary, "state_0" in shapes)
 
 
 class BundleModel:
@@ -49,6 +50,7 @@ class BundleModel:
         cache = cache_of(program.manifest)
         self.vocabulary = cache.vocabulary
         self._takes_length = any(spec.name == "length" for spec in self._entries["prefill"].inputs)
+        self._tables: dict[tuple[str, int, int, int], list[LaneTables]] = {}
         self._sizes = {name: [sizes_of(entry, key) for key in entry.int_keys] for name, entry in self._entries.items()}
         blocks = min(max(each["blocks"] for each in self._sizes[name]) for name in ("prefill", "decode"))
         loops = [each["batch"] for each in self._sizes.get("generate", ()) if each["blocks"] >= blocks]
@@ -58,44 +60,54 @@ class BundleModel:
         chunk = max(each["seq"] for each in chunks)
         self.limits = Limits(
             page=cache.page, pages=cache.pages, slots=cache.slots, blocks=blocks, chunk=chunk,
-            readers=max(each["batch"] for each in chunks if each["seq"] == chunk),
+            readers=tuple(sorted({each["batch"] for each in chunks if each["seq"] == chunk})),
             lanes=max(each["batch"] for each in self._sizes["decode"] if each["blocks"] >= blocks),
-            loop_lanes=max(loops, default=0), turns=min(turns, *built),
+            loop_lanes=max(loops, default=0), turns=min(turns, *built), several=not cache.states,
+            shared=not cache.states and not self._takes_length, ahead=not self._takes_length,
         )  # fmt: skip
 
-    def run(self, step: Step) -> list[list[Token]]:
-        """What the model makes for every lane of a step.  Raises CgbundleError."""
+    def prepare(self, step: Step) -> Call:
+        """A call for a step.  Its inputs are written now, also while the call before it runs.  Two may wait, to be called in order.
+        Calling raises CgbundleError."""
         lanes = step.lanes
         size = self._smallest(step)
-        off = [NOBODY] * (size["batch"] - len(lanes))
-        padded = [*lanes, *off]
-        seq, blocks = size.get("seq", 1), size["blocks"]
-        ids = integers([lane.ids for lane in padded], seq)
-        start, slot = [vector("int64", [getattr(lane, name) for lane in padded]) for name in ("start", "slot")]
-        pages = integers([lane.pages[:blocks] for lane in padded], blocks)
-        sampling = sampling_of([lane.sampling for lane in padded])
-        if step.entry == "generate":
-            stop = integers([lane.stop for lane in padded], STOPS, rest=-1)
-            most = vector("int64", [lane.most for lane in padded])
-            made = self._entries["generate"](ids, start, pages, slot, sampling, stop, most)
-            tokens, logprobs, counts = [made[name].tolist()[: len(lanes)] for name in ("tokens", "logprobs", "count")]
-            rows = [
-                [Token(*each) for each in zip(row[:count], theirs, strict=False)]
-                for row, theirs, count in zip(tokens, logprobs, counts, strict=True)
-            ]
-            return with_reread(rows, made)
-        count = vector("int64", [len(lane.ids) for lane in padded])
-        lengths = [vector("int64", [lane.length for lane in padded])] if step.entry == "prefill" and self._takes_length else []
-        made = self._entries[step.entry](ids, count, start, pages, slot, sampling, *lengths)
-        tokens, logprobs = made["token"].tolist(), made["logprob"].tolist()
-        if not any(lane.sampling.alternatives for lane in lanes):
-            return with_reread([[Token(*pair)] for pair, _ in zip(zip(tokens, logprobs, strict=True), lanes, strict=False)], made)
-        best, theirs = made["top_token"].tolist(), made["top_logprob"].tolist()
+        batch, seq, blocks = size["batch"], size.get("seq", 1), size["blocks"]
+        pair = self._tables.setdefault((step.entry, batch, seq, blocks), [])
+        if len(pair) < 2:
+            pair.insert(0, LaneTables(batch, seq, blocks))
+        tables = pair.pop(0)  # the one that was used less recently: the other may belong to the call that runs
+        pair.append(tables)
+        tables.fill(lanes)
+        if step.entry == "prefill":
+            tables.length.numbers[: len(lanes)] = array("q", [lane.length for lane in lanes])
+        elif step.entry == "generate":
+            tables.most.numbers[: len(lanes)] = array("q", [lane.most for lane in lanes])
+        behind = [(row, lane.behind) for row, lane in enumerate(lanes) if lane.behind >= 0]
+        return partial(self._loop if step.entry == "generate" else self._call, step, tables, behind)
+
+    def _call(self, step: Step, tables: LaneTables, behind: Sequence[tuple[int, int]], before: Made | None) -> Made:
+        if behind:
+            assert before is not None
+            ids, tokens = tables.ids.numbers, before.tokens
+            for row, place in behind:
+                ids[row] = tokens[place]
+        columns = [tables.ids, tables.count, tables.start, tables.pages, tables.slot]
+        lengths = [tables.length.tensor] if step.entry == "prefill" and self._takes_length else []
+        made = self._entries[step.entry](*[column.tensor for column in columns], tables.fields, *lengths)
+        tokens = made["token"].tolist()
+        return Made(tokens, partial(rows_of, step.lanes, tokens, made))
+
+    def _loop(self, step: Step, tables: LaneTables, _behind: Sequence[tuple[int, int]], _before: Made | None) -> Made:
+        columns = [tables.ids, tables.start, tables.pages, tables.slot]
+        others = tables.fields, tables.stop.tensor, tables.most.tensor
+        made = self._entries["generate"](*[column.tensor for column in columns], *others)
+        tokens, logprobs, counts = [made[name].tolist()[: len(step.lanes)] for name in ("tokens", "logprobs", "count")]
         rows = [
-            [Token(tokens[row], logprobs[row], tuple(zip(best[row], theirs[row], strict=True))[: lane.sampling.alternatives])]
-            for row, lane in enumerate(lanes)
+            [Token(*pair) for pair in zip(row[:count], theirs, strict=False)]
+            for row, theirs, count in zip(tokens, logprobs, counts, strict=True)
         ]
-        return with_reread(rows, made)
+        rows = with_reread(rows, made)
+        return Made([row[-1].id for row in rows], lambda: rows)
 
     def _smallest(self, step: Step) -> dict[str, int]:
         """The cheapest recorded size that holds a step: the fewest tokens to compute, then the shortest tables."""
@@ -109,6 +121,19 @@ class BundleModel:
         return min(fitting, key=lambda size: (size["batch"] * size.get("seq", 1), size["blocks"]))
 
 
+def rows_of(lanes: Sequence[Lane], tokens: Sequence[int], made: Mapping[str, Any]) -> list[list[Token]]:
+    """The token of every lane, with its log-probability and those of others where its request asks for any."""
+    logprobs = made["logprob"].tolist()
+    if not any([lane.sampling.alternatives for lane in lanes]):
+        return with_reread([[Token(*pair)] for pair, _ in zip(zip(tokens, logprobs, strict=True), lanes, strict=False)], made)
+    best, theirs = made["top_token"].tolist(), made["top_logprob"].tolist()
+    rows = [
+        [Token(tokens[row], logprobs[row], tuple(zip(best[row], theirs[row], strict=True))[: lane.sampling.alternatives])]
+        for row, lane in enumerate(lanes)
+    ]
+    return with_reread(rows, made)
+
+
 def with_reread(rows: list[list[Token]], outputs: Mapping[str, Any]) -> list[list[Token]]:
     """The tokens of every lane, the last of them marked where the entry says that the text is read again before it."""
     if "reread" not in outputs:
@@ -120,25 +145,3 @@ def with_reread(rows: list[list[Token]], outputs: Mapping[str, Any]) -> list[lis
 def sizes_of(entry: Entry, key: Sequence[int]) -> dict[str, int]:
     """An int_key by the names of its dimensions."""
     return {dimension.name: value for dimension, value in zip(entry.spec.dimensions, key, strict=True)}
-
-
-def vector(dtype: str, values: Sequence[float]) -> Any:
-    """A tensor (len(values),) of float32 or int64."""
-    return from_bytes(array("f" if dtype == "float32" else "q", values), dtype, (len(values),))
-
-
-def integers(rows: Sequence[Sequence[int]], width: int, rest: int = 0) -> Any:
-    """A tensor int64 (len(rows), width); behind what a row has, at most `width` numbers, is `rest`."""
-    flat = array("q", [rest]) * (len(rows) * width)
-    for number, row in enumerate(rows):
-        flat[number * width : number * width + len(row)] = array("q", row)
-    return from_bytes(flat, "int64", (len(rows), width))
-
-
-def sampling_of(lanes: Sequence[Sampling]) -> tuple[Any, ...]:
-    """The fields of sampling.Sampling, in its order."""
-    fields = {
-        "temperature": "float32", "top_k": "int64", "top_p": "float32", "penalty": "float32", "seed": "int64",
-        "alternatives": "int64",
-    }  # fmt: skip
-    return tuple([vector(dtype, [getattr(lane, name) for lane in lanes]) for name, dtype in fields.items()])

@@ -23,6 +23,10 @@ PATHS = {"/v1/completions": False, "/v1/chat/completions": True}
 """What answers, and whether it is a chat."""
 
 
+TOGETHER = 64
+"""Events that are sent together at most."""
+
+
 class Completion(Response):
     """The answer to a body: its requests live as long as it is being sent."""
 
@@ -46,7 +50,7 @@ class Completion(Response):
                 metrics.prompt.inc(prompts)
                 async with aclosing(self._pieces(stream, answers, began)) as pieces:
                     if asked.stream:
-                        await self._stream(asked, pieces, answers, prompts, send)
+                        await self._stream(asked, stream, pieces, answers, prompts, send)
                     else:
                         told = await self._whole(asked, pieces, answers, prompts)
             code = 200
@@ -110,11 +114,13 @@ class Completion(Response):
         return JSONResponse(self._head(asked) | {"choices": choices, "usage": usage})
 
     async def _stream(
-        self, asked: Asked, pieces: AsyncIterator[tuple[int, Piece]], answers: Sequence[Answer], prompts: int, send: Send
-    ) -> None:
-        """The answer piece by piece, as server-sent events.  What fails on the way is the last event."""
+        self, asked: Asked, stream: Stream, pieces: AsyncIterator[tuple[int, Piece]], answers: Sequence[Answer], prompts: int,
+        send: Send,
+    ) -> None:  # fmt: skip
+        """The answer piece by piece, as server-sent events; those that are there together are sent together.  What fails on the way
+        is the last event."""
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
-        head, spoken, begun = self._head(asked), set[int](), False
+        head, spoken, begun, unsent = self._head(asked), set[int](), False, list[str]()
 
         async def event(told: dict[str, Any] | str, *, more: bool = True) -> None:
             nonlocal begun
@@ -122,7 +128,11 @@ class Completion(Response):
                 await send({"type": "http.response.start", "status": 200, "headers": headers})
                 begun = True
             text = told if isinstance(told, str) else json.dumps(told, ensure_ascii=False, separators=(",", ":"))
-            await send({"type": "http.response.body", "body": f"data: {text}\n\n".encode(), "more_body": more})
+            unsent.append(f"data: {text}\n\n")
+            if not more or not stream.behind or len(unsent) == TOGETHER:
+                body = "".join(unsent).encode()
+                unsent.clear()
+                await send({"type": "http.response.body", "body": body, "more_body": more})
 
         try:
             async for index, piece in pieces:

@@ -1,4 +1,4 @@
-"""The thread that calls the model, and what asyncio sees of it: tokens as they are made."""
+"""The threads that plan and make the calls of the model, and what asyncio sees of them: tokens as they are made."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import threading
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -15,7 +16,8 @@ from typing import Protocol
 
 from cgbundle import CgbundleError
 
-from .scheduler import Limits, Progress, Request, Scheduler, Step, Token, check
+from ..scheduling.requests import Call, Limits, Made, Progress, Request, Step, check
+from ..scheduling.scheduler import Scheduler
 
 
 class Model(Protocol):
@@ -23,8 +25,8 @@ class Model(Protocol):
 
     limits: Limits
 
-    def run(self, step: Step) -> Sequence[Sequence[Token]]:
-        """What is made for every lane.  Raises CgbundleError."""
+    def prepare(self, step: Step) -> Call:
+        """A call for a step, which gives what is made for every lane.  Calling raises CgbundleError."""
 
 
 class Busy(Exception):
@@ -45,18 +47,19 @@ class Stopping(Exception):
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """What an engine was at after a step: requests, and pages of the cache."""
+    """What an engine was at after a step: requests, pages of the cache, and `shared` tokens of texts, which were not read again."""
 
     running: int
     waiting: int
     pages_used: int
     pages_free: int
     preempted: int
+    shared: int
 
     @property
     def numbers(self) -> tuple[int, ...]:
         """All of them, in order."""
-        return self.running, self.waiting, self.pages_used, self.pages_free, self.preempted
+        return self.running, self.waiting, self.pages_used, self.pages_free, self.preempted, self.shared
 
 
 Queue = asyncio.Queue[tuple[int, Progress] | ModelFailed]
@@ -75,6 +78,11 @@ class Stream:
         self._open.discard(index)
         self._cancels[index]()
 
+    @property
+    def behind(self) -> bool:
+        """Whether more has been made already."""
+        return not self._queue.empty()
+
     def __aiter__(self) -> Stream:
         return self
 
@@ -92,6 +100,9 @@ class Stream:
         raise StopAsyncIteration
 
 
+Outcome = Made | BaseException | None
+"""Of a call; None where it was not called, because it needed what a call made that failed."""
+
 Watch = Callable[[Step, float], None]
 """Told of every step and the seconds that it took, in the engine's thread."""
 
@@ -108,6 +119,8 @@ class Engine:
         self._model, self._watch = model, watch
         self._scheduler = Scheduler(model.limits)
         self._inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._calls: SimpleQueue[tuple[Call, bool] | None] = SimpleQueue()
+        self._outcomes: SimpleQueue[tuple[Outcome, float]] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)  # a second signal ends all at once
         self._numbers = itertools.count()
         self._streams: dict[object, tuple[int, Queue]] = {}  # by key: the request's index in its block, and the block's queue
@@ -123,7 +136,7 @@ class Engine:
     def state(self) -> State:
         """Of now, or of a moment ago: the thread may be about to change it."""
         own = self._scheduler
-        return State(own.running, own.waiting, own.pages.taken, own.pages.free, own.preempted)
+        return State(own.running, own.waiting, own.pages.taken, own.pages.free, own.preempted, own.shared)
 
     @property
     def open_requests(self) -> int:
@@ -199,18 +212,25 @@ class Engine:
         self.alive = False
         self._fail(list(self._streams), "the engine has ended")
 
-    # --- in the thread -------------------------------------------------------------------------------------------------
+    # --- in the engine's thread ------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        caller = threading.Thread(target=self._call_all, name="model", daemon=True)
+        caller.start()
+        under_way = deque[Step]()
         try:
             while self._read_inbox(wait=False):
                 step = self._scheduler.next()
-                if step is None:
-                    if not self._read_inbox(wait=True):
-                        return
-                    continue
-                self._serve(step)
+                if step is not None:  # which is prepared while the one before it runs
+                    under_way.append(step)
+                    self._calls.put((self._model.prepare(step), any([lane.behind >= 0 for lane in step.lanes])))
+                elif under_way:
+                    self._finish(under_way.popleft(), *self._outcomes.get())
+                elif not self._read_inbox(wait=True):
+                    return
         finally:  # whatever the reason: nobody waits for an answer that will not come
+            self._calls.put(None)
+            caller.join()
             self._loop.call_soon_threadsafe(self._end)
 
     def _read_inbox(self, *, wait: bool) -> bool:
@@ -223,19 +243,31 @@ class Engine:
             wait = False
         return True
 
-    def _serve(self, step: Step) -> None:
-        began = time.perf_counter()
-        try:
-            made = self._model.run(step)
-        except CgbundleError as error:  # those of this call are lost; others may go on
-            self.failures, self.last_error = self.failures + 1, error
-            keys = [lane.key for lane in step.lanes]
-            for key in keys:
-                self._scheduler.cancel(key)
-            self._loop.call_soon_threadsafe(self._fail, keys, " ".join(str(error).split()))
-            return
-        self.failures = 0
-        found = self._scheduler.finish(step, made)
-        self._watch(step, time.perf_counter() - began)
-        if found:
-            self._loop.call_soon_threadsafe(self._tell, found)
+    def _finish(self, step: Step, made: Outcome, seconds: float) -> None:
+        if made is None:  # the call before it failed
+            self._scheduler.undo()
+        elif isinstance(made, CgbundleError):  # those of this call are lost; others may go on
+            self.failures, self.last_error = self.failures + 1, made
+            self._loop.call_soon_threadsafe(self._fail, self._scheduler.fail(), " ".join(str(made).split()))
+        elif isinstance(made, BaseException):
+            raise made
+        else:
+            self.failures = 0
+            told = self._scheduler.finish(made.rows())
+            self._watch(step, seconds)
+            if told:
+                self._loop.call_soon_threadsafe(self._tell, told)
+
+    # --- in the model's thread -------------------------------------------------------------------------------------------
+
+    def _call_all(self) -> None:
+        """One call after the other, each as soon as the one before it has ended."""
+        made: Outcome = None
+        while (asked := self._calls.get()) is not None:
+            call, chained = asked
+            before, began = made if isinstance(made, Made) else None, time.perf_counter()
+            try:
+                made = None if chained and before is None else call(before)
+            except BaseException as error:  # noqa: BLE001  the engine's thread raises it
+                made = error
+            self._outcomes.put((made, time.perf_counter() - began))

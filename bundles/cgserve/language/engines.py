@@ -8,8 +8,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 from cgbundle import CgbundleError
 
+from ..scheduling.requests import Request
 from .engine import Engine, Model, State, Stream, Watch
-from .scheduler import Request
 
 
 class Engines:

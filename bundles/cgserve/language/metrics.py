@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from ..scheduling.requests import Step
 from .engine import State
-from .scheduler import Step
 
 SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 LANES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 GAUGES = {
     "running": "Requests that are served.", "waiting": "Requests that wait.", "pages_used": "Pages of the cache in use.",
     "pages_free": "Pages of the cache that are free.", "preempted": "Requests that gave their pages back before their end.",
+    "shared": "Tokens of equal beginnings that were not read again.",
 }  # fmt: skip
 """By fields of State."""
 

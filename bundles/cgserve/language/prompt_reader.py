@@ -7,11 +7,11 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from ..scheduling.requests import Request
 from .completions import Asked, Refusal, read_request
-from .scheduler import Request
 from .served_model import ServedModel
 
-TEXTS, WAITING = 1, 64
+TEXTS, WAITING = 1, 1024
 """Bodies that are read at once, since most of it keeps the interpreter; and that may be read or wait for that."""
 
 Choose = Callable[[str | None], ServedModel]

@@ -6,11 +6,11 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..scheduling.requests import STOPS, Request, Sampling
 from .completions import Asked, Refusal, messages_of, of_kind
 from .engine import Model
 from .engines import Engines
 from .metrics import LanguageMetrics
-from .scheduler import STOPS, Request, Sampling
 from .text import Language
 
 USUAL, SLACK = 4, 64

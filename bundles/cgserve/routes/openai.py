@@ -1,8 +1,8 @@
 """OpenAI's protocol over HTTP, for all language models of a server.
 
 POST /v1/completions, /v1/chat/completions (both with `stream`), /tokenize, /detokenize; GET /v1/models.  Requests join and leave
-the model's calls at every token (language/scheduler.py).  A client that goes away frees its part of the cache.  Errors are
-OpenAI's: 400 for what does not fit, or is not done, 404 for another model's name, 413 too large, 429 with Retry-After where too
+the model's calls at every token (scheduling/scheduler.py).  A client that goes away frees its part of the cache.  Errors
+are OpenAI's: 400 for what does not fit, or is not done, 404 for another model's name, 413 too large, 429 with Retry-After where too
 many requests are open, 503 where the model has ended."""
 
 from __future__ import annotations

@@ -55,17 +55,20 @@ class Lanes:
         self._tables: dict[int, tuple[Any, ...]] = {}
 
     def read(self, lane: int) -> int:
-        """The prompt of a lane in chunks; the token behind it."""
+        """The prompt of a lane in chunks, as many side by side as a call has lanes; the token behind it."""
         prompt = prompt_of(lane, self._job["prompt"], self._job["vocabulary"])
-        token = 0
-        for start in range(0, len(prompt), self._seq):
-            chunk = prompt[start : start + self._seq]
-            rows = [*chunk, *[0] * (self._seq - len(chunk))] + [0] * (self._seq * (self._lanes - 1))
+        token, beside = 0, self._lanes if self._job["several"] else 1
+        for begin in range(0, len(prompt), self._seq * beside):
+            starts = range(begin, min(len(prompt), begin + self._seq * beside), self._seq)
+            counts, off = [min(self._seq, len(prompt) - start) for start in starts], [0] * (self._lanes - len(starts))
+            chunk = prompt[begin : begin + sum(counts)]
             made = self._program.prefill(
-                self._integers(rows, self._lanes, self._seq), self._one(len(chunk)), self._one(start),
-                self._pages([lane], self._lanes, self._blocks), self._one(1 + lane), self._sampling(self._lanes),
+                self._integers([*chunk, *[0] * (self._seq * self._lanes - len(chunk))], self._lanes, self._seq),
+                self._integers(counts + off, self._lanes), self._integers([*starts, *off], self._lanes),
+                self._pages([lane] * len(starts), self._lanes, self._blocks),
+                self._integers([1 + lane] * len(starts) + off, self._lanes), self._sampling(self._lanes),
             )  # fmt: skip
-            token = made["token"].tolist()[0]
+            token = made["token"].tolist()[len(starts) - 1]
         return token
 
     def step(self, place: int, tokens: list[int]) -> list[int]:
@@ -84,9 +87,6 @@ class Lanes:
         )  # fmt: skip
         found: list[int] = made["token"].tolist()[:count]
         return found
-
-    def _one(self, value: int) -> Any:
-        return self._integers([value] + [0] * (self._lanes - 1), self._lanes)
 
     def _pages(self, lanes: Any, batch: int, blocks: int) -> Any:
         each = self._job["each"]

@@ -2,7 +2,7 @@
 
 - `bundle` its folder, `model` a folder in the Hub's layout, `dtype` of the weights, `target` "cpu" or "cuda", `threads` or null;
 - `prompt` tokens of every prompt, `tokens` that are timed behind it, `batches` how many prompts at once, `rounds`;
-- `prefill`, `decode`, `sampling`, `vocabulary` as `layout.Layout` has them, `each` pages of a lane.
+- `prefill`, `several`, `decode`, `sampling`, `vocabulary` as `layout.Layout` has them, `each` pages of a lane.
 
 The answer: `laps` seconds by phase, `first` from process start to the first token, `second` from there to the second; `rates`
 tokens a second by batch; `made` the tokens of the first prompt; `torch` whether it is imported.

@@ -21,12 +21,13 @@ ENTRIES = ("prefill", "decode")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """`prefill`: the lanes, tokens and blocks of the largest recorded prefill; `decode`: (lanes, blocks) of every recorded decode,
-    the widest tables alone.  `page`: tokens in a page; `pages` and `slots`: how many, those of nobody among them, and where a load
-    chooses, as many as are of use.  `sampling`: the
-    dtypes of its fields.  `vocabulary`, `dtype`: of the model."""
+    """`prefill`: the lanes, tokens and blocks of the recorded prefill that reads prompts, `several` lanes of which may be of one;
+    `decode`: (lanes, blocks) of every recorded decode, the widest tables alone.  `page`: tokens in a page; `pages` and `slots`: how
+    many, those of nobody among them, and where a load chooses, as many as are of use.  `sampling`: the dtypes of its fields.
+    `vocabulary`, `dtype`: of the model."""
 
     prefill: tuple[int, int, int]
+    several: bool
     decode: tuple[tuple[int, int], ...]
     page: int
     pages: int
@@ -41,8 +42,8 @@ class Layout:
         return min(blocks, (self.pages - 1) // lanes) * self.page
 
 
-def read_layout(manifest: Manifest) -> Layout:
-    """The layout of a bundle.  Raises bench-failed for one that does not keep to the convention."""
+def read_layout(manifest: Manifest, prompt: int) -> Layout:
+    """The layout of a bundle, for prompts of so many tokens.  Raises bench-failed for one that does not keep to the convention."""
     names = {entry.name for entry in manifest.entries}
     weights = {weight.name: weight for weight in manifest.weights}
     if not set(ENTRIES) <= names or not {"keys_0", "seen"} <= set(weights):
@@ -57,14 +58,20 @@ def read_layout(manifest: Manifest) -> Layout:
             raise BuildError("bench-failed", f"{entry.name} takes {', '.join(given)}, expected {', '.join(INPUTS)} and sampling")
     cache, (slots, vocabulary) = weights["keys_0"], weights["seen"].shape
     most = {each.name: each.most or 0 for each in manifest.state_dimensions}
-    largest = max(prefill.programs, key=lambda program: (_of(prefill, program.key, "seq"), -_of(prefill, program.key, "batch")))
+    several = "state_0" not in weights
+
+    def tokens(key: Sequence[int]) -> int:
+        return _of(prefill, key, "seq") * (_of(prefill, key, "batch") if several else 1)
+
+    keys = sorted([program.key for program in prefill.programs], key=lambda key: (tokens(key), -_of(prefill, key, "batch")))
+    chosen = next((key for key in keys if tokens(key) >= prompt), keys[-1])
     widest = max(_of(decode, program.key, "blocks") for program in decode.programs)
     sizes = {
         _of(decode, program.key, "batch"): widest for program in decode.programs if _of(decode, program.key, "blocks") == widest
     }
-    lanes, seq, blocks = [_of(prefill, largest.key, name) for name in ("batch", "seq", "blocks")]
+    lanes, seq, blocks = [_of(prefill, chosen, name) for name in ("batch", "seq", "blocks")]
     return Layout(
-        prefill=(lanes, seq, blocks), decode=tuple(sorted(sizes.items())), page=cache.shape[2],
+        prefill=(lanes, seq, blocks), several=several, decode=tuple(sorted(sizes.items())), page=cache.shape[2],
         pages=max(cache.shape[0], most.get("pages", 0)), slots=max(slots, most.get("slots", 0)),
         sampling=tuple([spec.dtype for spec in decode.inputs[len(INPUTS) :]]), vocabulary=vocabulary, dtype=cache.dtype,
     )  # fmt: skip

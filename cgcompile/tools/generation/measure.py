@@ -20,7 +20,7 @@ from ..bench.processes import WorkerProcess, compiler_cache
 from ..bench.report import BUNDLE, Machine, this_machine
 from .layout import Layout, read_layout
 
-BATCHES, PROMPT, TOKENS = (1, 8, 32), 128, 64
+BATCHES, PROMPT, TOKENS = (1, 8, 32, 128, 256), 128, 64
 """Lanes, tokens of a prompt, and tokens that are timed behind it, at most: as many as fit into its cache."""
 
 BASELINES = ("eager", "compile")
@@ -85,7 +85,7 @@ def measure_generation(
     """
     bundle = Archive(os.fspath(path))
     verify.check_bundle(bundle)
-    layout, target = read_layout(bundle.manifest), bundle.manifest.target.kind
+    layout, target = read_layout(bundle.manifest, PROMPT), bundle.manifest.target.kind
     if wrong := [name for name in against if name not in BASELINES]:
         raise BuildError("baseline-unknown", f"no baseline {wrong[0]!r} of generation: there are {', '.join(BASELINES)}")
     if model and not os.path.isfile(os.path.join(model, "config.json")):
@@ -99,6 +99,7 @@ def measure_generation(
         job.write_text(json.dumps({
             "bundle": os.path.abspath(path), "model": os.path.abspath(model), "dtype": layout.dtype, "target": target,
             "threads": threads, "prompt": prompt, "tokens": tokens, "batches": batches, "rounds": rounds, "prefill": layout.prefill,
+            "several": layout.several,
             "decode": layout.decode, "sampling": layout.sampling, "vocabulary": layout.vocabulary,
             "each": -(-(prompt + tokens + 1) // layout.page),
         }))  # fmt: skip

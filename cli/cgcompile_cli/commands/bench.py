@@ -45,6 +45,14 @@ def bench(
         bool,
         typer.Option("--generate", help="Measure tokens of a language model, beside transformers' generate (eager, compile)."),
     ] = False,
+    load: Annotated[
+        str,
+        typer.Option(
+            "--load",
+            metavar="WORDS",
+            help="With --generate, http://HOST:PORT as BUNDLE: requests=256,rate=8,prompt=32-2000,answer=16-512.",
+        ),
+    ] = "",
     entry: Annotated[
         str, typer.Option("--entry", metavar="NAME", help="Which of several entries. Default: forward, or the first one.")
     ] = "",
@@ -64,6 +72,7 @@ def bench(
     cgcompile bench gpt.cgb
     cgcompile bench gpt.cgb --against eager,compile --model gpt.py
     cgcompile bench qwen.cgb --generate --model ~/models/Qwen3-0.6B
+    cgcompile bench http://localhost:8000 --generate --load rate=8,shared=1500
     """
     from cgbundle.format.file_names import entry_named
     from cgbundle.validate.bundle import checked_manifest
@@ -77,6 +86,11 @@ def bench(
     if generate:
         if plot or sizes or entry:
             raise UsageError("--generate takes no --plot, --size or --entry", "leave them out: it measures prefill and decode")
+        if bundle.startswith("http"):
+            _load(bundle, load, quiet, as_json)
+            return
+        if load:
+            raise UsageError("--load is for a server that runs", "give http://HOST:PORT instead of the bundle")
         _generation(bundle, against.replace(",", " ").split(), model, rounds, threads, quiet, as_json)
         return
     manifest = checked_manifest(bundle)
@@ -112,6 +126,26 @@ def bench(
         complain("interrupted: what was measured by then is above" if report.bundle.starts else "interrupted", "")
         raise typer.Exit(INTERRUPTED)
     if wrong:
+        raise typer.Exit(FINDINGS)
+
+
+def _load(url: str, words: str, quiet: bool, as_json: bool) -> None:
+    """`--generate` of a server that runs."""
+    from cgcompile.tools.generation.load import read_load
+    from cgcompile.tools.generation.load_client import measure_load
+
+    from ..benchmark import show_load
+
+    load = read_load(words)
+    if not quiet:
+        begin("measure", f"{url}, {count(load.requests, 'request')}")
+    numbers = measure_load(url, load)
+    if as_json:
+        write_json(numbers)
+    else:
+        show_load(numbers)
+    if numbers["failed"]:
+        complain(f"{count(numbers['failed'], 'request')} failed: {numbers['errors'][0]}", "")
         raise typer.Exit(FINDINGS)
 
 

@@ -12,7 +12,7 @@ import typer
 
 from ..errors import UsageError
 from ..int_keys import spell
-from ..options import Context, Dtype, FallbackOps, Lanes, MaxPaths, ModelName, Weights, rule_names, target_names
+from ..options import Chunk, Context, Dtype, FallbackOps, Lanes, MaxPaths, ModelName, Weights, rule_names, target_names
 from ..output import duration, first_lines, listed, record, show, write_json
 from ..progress import watching
 
@@ -41,6 +41,7 @@ def build(
     ] = None,
     context: Context = None,
     lanes: Lanes = None,
+    chunk: Chunk = None,
     dtype: Dtype = None,
     weights: Weights = None,
     out: Annotated[
@@ -154,6 +155,7 @@ def build(
             specialize=specialize, record=recorder, prove=prove, prove_budget=prove_budget, autotune=autotune,
             autotune_timeout=autotune_timeout, train=train, fallback_ops=tuple(fallback_ops or ()), standalone=standalone,
             force=force, max_keys=max_keys, max_paths=max_paths, world=world, split=split, context=context, lanes=lanes or (),
+            chunk=chunk or (),
             dtype=dtype, weights=weights, progress=progress or "silent",
         )  # fmt: skip
     estimate.keep()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import FINDINGS
-from ..options import AnyTarget, Context, Dtype, FallbackOps, Lanes, MaxPaths, ModelName, Weights, chosen_by_default
+from ..options import AnyTarget, Chunk, Context, Dtype, FallbackOps, Lanes, MaxPaths, ModelName, Weights, chosen_by_default
 from ..output import count, listed, record, safe, show, size, write_json
 from ..progress import watching
 
@@ -37,6 +37,7 @@ def check(
     ] = None,
     context: Context = None,
     lanes: Lanes = None,
+    chunk: Chunk = None,
     dtype: Dtype = None,
     weights: Weights = None,
     target: AnyTarget = "auto",
@@ -64,7 +65,8 @@ def check(
     with watching(quiet) as progress:
         report = cgcompile.check(
             model, sizes=list(sizes or ()), target=target, strict=strict, fallback_ops=tuple(fallback_ops or ()), train=train,
-            max_paths=max_paths, context=context, lanes=lanes or (), dtype=dtype, weights=weights, progress=progress or "silent",
+            max_paths=max_paths, context=context, lanes=lanes or (),
+            chunk=chunk or (), dtype=dtype, weights=weights, progress=progress or "silent",
         )  # fmt: skip
     if as_json:
         write_json(asdict(report) | {"refused": report.refused})

@@ -74,10 +74,11 @@ def compare(bundle: str, model: str, cache: str, ways: list[str]) -> None:
         prompt, tokens, batches = PROMPT, TOKENS, BATCHES
     else:
         manifest = Archive(bundle).manifest
-        layout = read_layout(manifest)
+        layout = read_layout(manifest, PROMPT)
         prompt, tokens, batches = lengths(layout)
         told |= {
             "dtype": layout.dtype, "target": manifest.target.kind, "vocabulary": layout.vocabulary, "prefill": layout.prefill,
+            "several": layout.several,
             "decode": layout.decode, "sampling": layout.sampling, "each": -(-(prompt + tokens + 1) // layout.page),
         }  # fmt: skip
     with tempfile.TemporaryDirectory() as scratch:
@@ -103,7 +104,7 @@ def steps(bundle: str, contexts: list[int]) -> None:
     copied = subprocess.run([sys.executable, "-c", COPY], capture_output=True, text=True, check=False).stdout.strip()
     copy = float(copied) if copied else 0.0
     program = cgbundle.load(bundle)
-    layout, rows = read_layout(program.manifest), program.manifest.weights
+    layout, rows = read_layout(program.manifest, PROMPT), program.manifest.weights
     for batch, blocks in layout.decode:
         for context in contexts:
             each = -(-(context + STEPS + 1) // layout.page)

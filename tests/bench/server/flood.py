@@ -36,7 +36,7 @@ COMMAND = [sys.executable, "-m", "cgcompile_cli"]
 LANGUAGE = """
 import sys
 from cgserve.application import Application
-from cgserve.language.scheduler import Limits, Token
+from cgserve.scheduling.requests import Limits, Made, Token
 from cgserve.language.served_model import ServedModel
 from cgserve.language.text import Language
 from cgserve.settings import Settings
@@ -44,9 +44,10 @@ from cgserve.transport.running import listen, make_server, run
 from tests.helpers.loaded_language_model import Loaded
 
 class Model:
-    limits = Limits(page=16, pages=2049, slots=9, blocks=2048, readers=2, chunk=64, lanes=6, loop_lanes=4, turns=4)
-    def run(self, step):
-        return [[Token(65, -0.5, ())] * lane.most for lane in step.lanes]
+    limits = Limits(page=16, pages=2049, slots=9, blocks=2048, readers=(2,), chunk=64, lanes=6, loop_lanes=4, turns=4)
+    def prepare(self, step):
+        rows = [[Token(65, -0.5, ())] * lane.most for lane in step.lanes]
+        return lambda before: Made([65] * len(rows), lambda: rows)
 
 application = Application(dict, Settings(), lambda event: None)
 served = ServedModel([Model()], Language(sys.argv[1]), "flooded", 64, application.counters.language("flooded"), 60.0)

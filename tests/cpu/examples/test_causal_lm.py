@@ -228,12 +228,13 @@ def as_program(model: Any) -> Any:
 @pytest.mark.parametrize(("turns", "pages"), [(1, 65), (8, 65), (8, 10)])
 def test_scheduled_tokens_are_transformers(turns: int, pages: int) -> None:
     from cgserve.language.bundle_model import BundleModel
-    from cgserve.language.scheduler import Request, Sampling, Scheduler
+    from cgserve.scheduling.requests import Request, Sampling
+    from cgserve.scheduling.scheduler import Scheduler
 
     llama = made("llama", turns=8)
     model = BundleModel(as_program(llama), turns)
     limits = model.limits
-    assert (limits.readers, limits.chunk, limits.lanes, limits.loop_lanes, limits.turns) == (2, 16, 4, 4, turns)
+    assert (limits.readers, limits.chunk, limits.lanes, limits.loop_lanes, limits.turns) == ((2,), 16, 4, 4, turns)
     scheduler = Scheduler(replace(limits, pages=pages))
     wanted, texts, entries = {}, {}, set()
     for length in (5, 70, 23, 1, 40):
@@ -244,7 +245,7 @@ def test_scheduled_tokens_are_transformers(turns: int, pages: int) -> None:
         scheduler.add(length, request)
     while (step := scheduler.next()) is not None:
         entries.add(step.entry)
-        for progress in scheduler.finish(step, model.run(step)):
+        for progress in scheduler.finish(model.prepare(step)(None).rows()):
             texts[progress.key] = texts.get(progress.key, []) + [token.id for token in progress.tokens]
     assert texts == wanted and scheduler.pages.taken == 0 and nobodys_page_is_zero(llama)
     assert ("generate" in entries) == (turns > 1) and (scheduler.preempted > 0) == (pages == 10)
@@ -255,7 +256,8 @@ def test_scheduled_tokens_are_transformers(turns: int, pages: int) -> None:
 def test_scheduled_texts_pass_their_first_context(name: str, turns: int) -> None:
     """24 tokens: a Phi-3 reads a text again there; the others go on with other factors.  Requests share calls and lose pages."""
     from cgserve.language.bundle_model import BundleModel
-    from cgserve.language.scheduler import Request, Sampling, Scheduler
+    from cgserve.scheduling.requests import Request, Sampling
+    from cgserve.scheduling.scheduler import Scheduler
 
     config = transformers.AutoConfig.for_model(**FEATURES[name])
     network, reference = small_networks(config)
@@ -266,9 +268,43 @@ def test_scheduled_texts_pass_their_first_context(name: str, turns: int) -> None
         expected[length] = [written.token for written in by_generate(deepcopy(reference), ids, 20)]
         scheduler.add(length, Request(prompt=tuple(ids), most=20, sampling=Sampling(temperature=0.0)))
     while (step := scheduler.next()) is not None:
-        for progress in scheduler.finish(step, bundle.run(step)):
+        for progress in scheduler.finish(bundle.prepare(step)(None).rows()):
             texts[progress.key] = texts.get(progress.key, []) + [token.id for token in progress.tokens]
     assert texts == expected and scheduler.preempted > 0 and scheduler.pages.taken == 0
+
+
+def test_equal_beginnings_change_no_bit(folder: Path) -> None:
+    """Requests with the same 32 tokens in front, greedy and drawn, with others' pages and with pages of their own."""
+    from cgserve.language.bundle_model import BundleModel
+    from cgserve.scheduling.requests import Request, Sampling
+    from cgserve.scheduling.scheduler import Scheduler
+
+    rows, read = [], []
+    requests = [
+        Request(prompt=tuple(prompt(33) + prompt(number)), most=12, sampling=Sampling(temperature=number % 2, seed=number))
+        for number in range(1, 9)
+    ]
+    with cgbundle.load(folder / "llama.cgb") as program:
+        model = BundleModel(program, 1)
+        assert model.limits.shared and model.limits.several
+        for shared in (False, True):
+            scheduler, made, texts = Scheduler(replace(model.limits, shared=shared)), None, dict[int, list[Any]]()
+            for key, request in enumerate(requests):
+                scheduler.add(key, request)
+            steps, count = [], 0
+            while (step := scheduler.next()) is not None or steps:
+                if step is not None:  # as in an engine: it is prepared before what the one before it made is told
+                    count += sum(len(lane.ids) for lane in step.lanes if step.entry == "prefill")
+                    made = model.prepare(step)(made)
+                    steps.append(made)
+                else:
+                    for progress in scheduler.finish(steps.pop(0).rows()):
+                        texts.setdefault(progress.key, []).extend(progress.tokens)
+            rows.append(texts)
+            read.append(count)
+            assert scheduler.pages.taken == 0 and scheduler.shared == (7 * 32 if shared else 0)
+    assert rows[0] == rows[1] and len(rows[0]) == 8, "tokens and their log-probabilities"
+    assert read == [sum(len(request.prompt) for request in requests), read[0] - 7 * 32]
 
 
 # --- the model file and the kernel -------------------------------------------------------------------------------------

@@ -44,23 +44,28 @@ class Scripted:
     """
 
     def __init__(self) -> None:
-        from cgserve.language.scheduler import Limits, Token
+        from cgserve.scheduling.requests import Limits, Made, Token
 
-        self.limits = Limits(page=4, pages=PAGES + 1, slots=9, blocks=30, readers=2, chunk=16, lanes=6, loop_lanes=4, turns=4)
-        self.token, self.ids = Token, byte_tokenizer().encode(SCRIPT).ids
+        sizes = {"page": 4, "pages": PAGES + 1, "slots": 9, "blocks": 30, "chunk": 16, "lanes": 6, "loop_lanes": 4, "turns": 4}
+        self.limits = Limits(**sizes, readers=(2, 4), several=True, shared=True)
+        self.made, self.token, self.ids = Made, Token, byte_tokenizer().encode(SCRIPT).ids
         self.gate, self.fails = threading.Event(), 1000
         self.gate.set()
         self.cache: dict[tuple[int, int], int] = {}
 
-    def run(self, step: Any) -> list[list[Any]]:
+    def prepare(self, step: Any) -> Callable[[Any], Any]:
+        return lambda before: self._run(step, before)
+
+    def _run(self, step: Any, before: Any) -> Any:
         self.gate.wait()
         if any(lane.start >= self.fails for lane in step.lanes):
             raise CgbundleError("program-closed", "the device\nis gone")
-        return [self._lane(lane) for lane in step.lanes]
+        rows = [self._lane(lane, before) for lane in step.lanes]
+        return self.made([row[-1].id for row in rows], lambda: rows)
 
-    def _lane(self, lane: Any) -> list[Any]:
+    def _lane(self, lane: Any, before: Any) -> list[Any]:
         made, sampling = [], lane.sampling
-        for place, token in enumerate(lane.ids, lane.start):
+        for place, token in enumerate(lane.ids if lane.behind < 0 else [before.tokens[lane.behind]], lane.start):
             self._write(lane, place, token)
         for place in range(lane.start + len(lane.ids), lane.start + len(lane.ids) + lane.most):
             ends = sampling.top_k and place >= sampling.top_k
@@ -554,10 +559,10 @@ def test_an_engine_that_broke_is_told_by_health(folder: Path) -> None:
     with running(folder) as server:
         assert server.ask("/health")[0] == 200
 
-        def broken(step: Any) -> Any:
+        def broken(before: Any) -> Any:
             raise KeyboardInterrupt
 
-        server.model.run = broken
+        server.model.prepare = lambda step: broken
         assert server.ask("/v1/completions", {"prompt": "abc"})[0] == 503
         assert server.ask("/health")[0] == 503 and server.ask("/v1/completions", {"prompt": "abc"})[0] == 503
 
@@ -667,7 +672,8 @@ def test_one_process_serves_both_and_another_version_takes_over(process: Process
 def test_texts_go_on_where_their_pages_were_taken(process: Process) -> None:
     """Five pages for two lanes of up to four: what is read again continues as it would have, drawn and with a penalty, too."""
     from cgserve.language.bundle_model import BundleModel
-    from cgserve.language.scheduler import Request, Sampling, Scheduler
+    from cgserve.scheduling.requests import Request, Sampling
+    from cgserve.scheduling.scheduler import Scheduler
     from tests.helpers.bundles.llama_bundle import llama_bundle
 
     found, order = [], random.Random(0)
@@ -684,7 +690,7 @@ def test_texts_go_on_where_their_pages_were_taken(process: Process) -> None:
             for key, request in enumerate(requests):
                 scheduler.add(key, request)
             while (step := scheduler.next()) is not None:
-                for progress in scheduler.finish(step, model.run(step)):
+                for progress in scheduler.finish(model.prepare(step)(None).rows()):
                     texts[progress.key] = texts.get(progress.key, []) + [token.id for token in progress.tokens]
             found.append(texts)
             assert (scheduler.preempted > 0) == (pages == 6) and scheduler.pages.taken == 0

@@ -34,12 +34,12 @@ def test_a_bundle_beside_eager_generate() -> None:
 
 
 def test_what_a_bundle_has_room_for() -> None:
-    layout = read_layout(checked_manifest(str(llama_bundle() / "llama.cgb")))
+    layout = read_layout(checked_manifest(str(llama_bundle() / "llama.cgb")), 16)
     assert (layout.prefill, layout.decode, layout.page, layout.pages, layout.slots) == ((2, 16, 4), ((2, 4),), 16, 65, 9)
     assert layout.longest(2) == 64 and lengths(layout) == (32, 31, (1,))
     large = Layout(
         prefill=(1, 128, 520), decode=((1, 520), (8, 520), (32, 520)), page=16, pages=4200, slots=33, sampling=(), vocabulary=9,
-        dtype="bfloat16",
+        dtype="bfloat16", several=True,
     )  # fmt: skip
     assert lengths(large) == (128, 64, (1, 8, 32)) and lengths(replace(large, slots=9)) == (128, 64, (1, 8))
     assert lengths(replace(large, pages=32 * 6 + 1)) == (48, 47, (1, 8, 32))
@@ -48,7 +48,7 @@ def test_what_a_bundle_has_room_for() -> None:
 def test_a_bundle_of_another_kind_and_what_does_not_fit() -> None:
     manifest = checked_manifest(str(llama_bundle() / "llama.cgb"))
     with raises("bench-failed", match="no entries prefill and decode over a paged cache"):
-        read_layout(replace(manifest, entries=(replace(manifest.entries[0], name="forward"),)))
+        read_layout(replace(manifest, entries=(replace(manifest.entries[0], name="forward"),)), 16)
     path = str(llama_bundle() / "llama.cgb")
     for options, text in (
         (["--against", "manual"], "no baseline 'manual' of generation: there are eager, compile"),

@@ -111,6 +111,16 @@ def test_defaults_of_a_processor(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_the_user_says() -> None:
     made = settings_for(read(), 100, "8,1", "float16", 0)
     assert (made.context, made.lanes, made.dtype, made.chunks) == (96, (1, 8), "float16", (96,))
+    wide = settings_for(read(), None, "64,256", None, 0, chunk="512,2048")
+    assert (wide.lanes, wide.chunks, wide.turns) == ((64, 256), (512, 2048), 0)
+    assert list(settings_for(read(), None, "8,256", None, 0).sizes["generate"]["batch"]) == [8]
+
+
+def test_pieces_of_several_prompts_share_a_call() -> None:
+    made = settings_for(read(), None, (), None, 80 << 30, chunk=[2048, 128], pieces=True)
+    assert made.sizes["prefill"] == {"batch": [2, 32], "seq": [64], "blocks": [512]}
+    short = settings_for(read(), 48, (), None, 80 << 30, pieces=True)
+    assert short.sizes["prefill"] == {"batch": [1], "seq": [48], "blocks": [3]}, "of less than a piece there is one lane"
 
 
 @pytest.mark.parametrize(
@@ -126,6 +136,13 @@ def test_what_the_user_says() -> None:
 def test_what_does_not_fit(context: int | None, lanes: Any, dtype: str | None, told: str) -> None:
     with pytest.raises(BuildError, match=told) as caught:
         check_settings(read(), context, lanes, dtype)
+    assert caught.value.code == "option-invalid"
+
+
+@pytest.mark.parametrize("chunk", ["100", "0", [128, 128], "64,x"])
+def test_chunks_that_are_none(chunk: Any) -> None:
+    with pytest.raises(BuildError, match=r"expected distinct multiples of 64 tokens") as caught:
+        check_settings(read(), None, (), None, chunk)
     assert caught.value.code == "option-invalid"
 
 

@@ -1,29 +1,82 @@
-"""bundles/cgserve/language/bundle_model.py: the tensors of a call, from rows of any length."""
+"""bundles/cgserve/language/lane_tables.py: tensors that stay from call to call are those that a fresh call would write."""
 
 from __future__ import annotations
 
-import importlib
-from types import ModuleType
+from types import SimpleNamespace
+from typing import Any
 
-import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.helpers.places import ROOT
+from cgbundle.tensors.tensor import empty
+from cgserve.language.bundle_model import BundleModel
+from cgserve.language.lane_tables import LaneTables
+from cgserve.scheduling.requests import Lane, Sampling, Step
 
-EXAMPLES = ROOT / "examples"
-NUMBERS = st.lists(st.integers(-(2**63), 2**63 - 1), max_size=6)
+BATCH, BLOCKS = 4, 6
+SAMPLINGS = (
+    Sampling(temperature=0.0),
+    Sampling(temperature=0.5, top_k=3, top_p=0.9, penalty=1.5, seed=(1 << 32) - 1, alternatives=2),
+)
+CALLS = st.lists(
+    st.lists(st.tuples(st.integers(0, 5), st.integers(0, 2), st.booleans()), max_size=BATCH, unique_by=lambda lane: lane[0]),
+    max_size=12,
+)
+"""Of every call the lanes: the number of a text, how many pages it has more than before, and whether it has begun anew."""
 
 
-@pytest.fixture(scope="module")
-def tensors() -> ModuleType:
-    """The module, where what it needs is installed."""
-    return importlib.import_module("cgserve.language.bundle_model")
+def columns(tables: LaneTables, counts: list[int]) -> dict[str, Any]:
+    """What a call reads: of a prefill's lanes the tokens that count."""
+    ids = [row[:count] for row, count in zip(tables.ids.tensor.tolist(), [*counts, *[1] * (BATCH - len(counts))], strict=True)]
+    others = {name: getattr(tables, name).tensor.tolist() for name in ("count", "start", "slot", "pages", "stop")}
+    return others | {name: column.tensor.tolist() for name, column in tables.sampling.items()} | {"ids": ids}
 
 
-@given(st.lists(NUMBERS, max_size=5), st.integers(0, 3), st.sampled_from([0, -1]))
-def test_rows_lie_one_below_the_other(tensors: ModuleType, rows: list[list[int]], wider: int, rest: int) -> None:
-    width = max([len(row) for row in rows], default=0) + wider
-    made = tensors.integers([tuple(row) for row in rows], width, rest)
-    assert (made.dtype, made.shape) == ("int64", (len(rows), width))
-    assert made.tolist() == [row + [rest] * (width - len(row)) for row in rows]
+@settings(max_examples=200, deadline=None)
+@given(st.sampled_from([1, 3]), CALLS)
+def test_tables_that_stay_are_as_new_ones(seq: int, calls: list[list[tuple[int, int, bool]]]) -> None:
+    tables, texts = LaneTables(BATCH, seq, BLOCKS), dict[int, list[int]]()
+    for turn, drawn in enumerate(calls):
+        lanes = []
+        for number, more, anew in drawn:
+            pages = texts[number] = [] if anew or number not in texts else texts[number]
+            pages += [100 * turn + 10 * number + page for page in range(min(more, BLOCKS - len(pages)))]
+            ids, stop = tuple(range(turn, turn + 1 + number % seq)), tuple(range(number))
+            lanes.append(Lane(number, ids, 7 * turn, pages, 1 + number, 1, stop, SAMPLINGS[number % 2], 5 + number))
+        fresh, counts = LaneTables(BATCH, seq, BLOCKS), [len(lane.ids) for lane in lanes]
+        tables.fill(lanes)
+        fresh.fill(lanes)
+        assert columns(tables, counts) == columns(fresh, counts)
+        for row, lane in enumerate(lanes):
+            assert tables.pages.tensor.tolist()[row] == [*lane.pages, *[0] * (BLOCKS - len(lane.pages))]
+            assert tables.count.tensor.tolist()[row] == counts[row] and tables.slot.tensor.tolist()[row] == lane.slot
+
+
+def test_a_call_reads_its_inputs_while_the_next_one_is_prepared() -> None:
+    seen: list[tuple[list[int], list[int]]] = []
+
+    def entry(**sizes: int) -> Any:
+        def call(ids: Any, _: Any, start: Any, *__: Any) -> Any:
+            seen.append((start.tolist(), [row[0] for row in ids.tolist()]))
+            token = empty("int64", (2,))
+            token[(slice(0, 2),)] = start
+            return {"token": token, "logprob": empty("float32", (2,))}
+
+        call.int_keys, call.inputs, call.outputs = (tuple(sizes.values()),), [], []  # type: ignore[attr-defined]
+        call.spec = SimpleNamespace(dimensions=[SimpleNamespace(name=name) for name in sizes])  # type: ignore[attr-defined]
+        return call
+
+    weights = [SimpleNamespace(name="keys_0", shape=(9, 1, 4, 1)), SimpleNamespace(name="seen", shape=(3, 10))]
+    entries = {"prefill": entry(batch=1, seq=4, blocks=4), "decode": entry(batch=2, blocks=4)}
+    model = BundleModel(SimpleNamespace(entries=entries, manifest=SimpleNamespace(weights=weights)), 1)  # type: ignore[arg-type]
+
+    def step(number: int) -> Step:
+        lane = Lane("a", (0,), 10 * number, [1, 2], 1, 1, (), SAMPLINGS[0], 0, 0 if number else -1)
+        return Step("decode", (lane,))
+
+    waiting, before = model.prepare(step(0)), None
+    for number in range(1, 6):
+        following = model.prepare(step(number))
+        before = waiting(before)
+        waiting = following
+    assert seen == [([10 * number, 0], [10 * max(0, number - 1), 0]) for number in range(5)]

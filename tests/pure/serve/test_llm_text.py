@@ -21,7 +21,8 @@ tokenizers = pytest.importorskip("tokenizers")
 def modules() -> SimpleNamespace:
     """The modules."""
     return SimpleNamespace(
-        **{name: importlib.import_module(f"cgserve.language.{name}") for name in ("text", "answer", "scheduler")}
+        **{name: importlib.import_module(f"cgserve.language.{name}") for name in ("text", "answer")},
+        requests=importlib.import_module("cgserve.scheduling.requests"),
     )
 
 
@@ -117,7 +118,7 @@ def test_stop_strings_wherever_the_text_is_cut(modules: SimpleNamespace, cut: li
 
 
 def progress(modules: SimpleNamespace, ids: list[int], reason: str | None = None) -> Any:
-    return modules.scheduler.Progress("a", tuple([modules.scheduler.Token(each, -1.0) for each in ids]), reason)
+    return modules.requests.Progress("a", tuple([modules.requests.Token(each, -1.0) for each in ids]), reason)
 
 
 def test_an_answer_ends_at_a_stop_string_and_counts_its_tokens(modules: SimpleNamespace, bytes_alone: Any) -> None:

@@ -496,3 +496,13 @@ def test_any_tensor_survives_a_capsule(shape: tuple[int, ...], dtype: str) -> No
     made = tensor.from_bytes(bytes(prod(shape) * DTYPES[dtype]), dtype, shape)
     found = read(made, "x")
     assert (found.dtype, found.shape, found.strides, found.tobytes()) == (dtype, shape, made.strides, made.tobytes())
+
+
+@pytest.mark.parametrize(("field", "value"), [("address", -8), ("shape", (2, -3)), ("strides", (1,)), ("dtype", "float31")])
+def test_a_tensor_that_was_changed_is_looked_at_again(field: str, value: object) -> None:
+    given_again, library = tensor.empty("float32", (2, 3)), dlpack.DLPack()
+    first = library.take(given_again, "x")
+    assert library.take(given_again, "x")[1] is first[1], "one that was not is not"
+    setattr(given_again, field, value)
+    with raises("input-kind", match="^input 'x': "):
+        library.take(given_again, "x")

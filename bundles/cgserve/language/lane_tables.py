@@ -1,0 +1,86 @@
+"""The tensors of a call, which stay from call to call: of a lane that goes on, only what changed is written."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+from cgbundle.tensors.tensor import Tensor
+
+from ..scheduling.requests import STOPS, Lane, Sampling
+
+SAMPLING = {
+    "temperature": "float32", "top_k": "int64", "top_p": "float32", "penalty": "float32", "seed": "int64", "alternatives": "int64",
+}  # fmt: skip
+"""The fields of sampling.Sampling, in its order."""
+
+NEUTRAL = Sampling(temperature=0.0)
+"""Of a lane that is off."""
+
+
+class Column:
+    """A tensor (rows, *shape) of int64 or float32, and its numbers, which may be changed in place between calls."""
+
+    def __init__(self, dtype: str, rows: int, shape: tuple[int, ...] = (), value: float = 0) -> None:
+        kind, filling = ("f", float(value)) if dtype == "float32" else ("q", int(value))
+        self.width = prod(shape)
+        self.numbers: array[Any] = array(kind, [filling]) * (rows * self.width)
+        self.tensor = Tensor(self.numbers.buffer_info()[0], dtype, (rows, *shape), None, self.numbers)
+
+
+class LaneTables:
+    """The inputs of one recorded size of an entry: `batch` lanes of `seq` tokens, and `blocks` pages."""
+
+    def __init__(self, batch: int, seq: int, blocks: int) -> None:
+        self.batch, self.seq, self.blocks = batch, seq, blocks
+        self.ids, self.pages = Column("int64", batch, (seq,)), Column("int64", batch, (blocks,))
+        self.count, self.start, self.slot, self.most, self.length = [Column("int64", batch) for _ in range(5)]
+        self.stop = Column("int64", batch, (STOPS,), -1)
+        self.sampling = {name: Column(dtype, batch, (), getattr(NEUTRAL, name)) for name, dtype in SAMPLING.items()}
+        self.fields = tuple([column.tensor for column in self.sampling.values()])
+        self._texts: list[Sequence[int] | None] = [None] * batch  # whose pages a row has: the list itself
+        self._written = [0] * batch  # how many of them
+        self._used = 0
+
+    def fill(self, lanes: Sequence[Lane]) -> None:
+        """Makes them those of a step with these lanes; the others are off."""
+        used, texts, written = len(lanes), self._texts, self._written
+        for row, lane in enumerate(lanes):
+            pages = lane.pages
+            if texts[row] is not pages:
+                self._begin(row, lane)
+            elif written[row] != len(pages):
+                at, known = row * self.blocks, written[row]
+                self.pages.numbers[at + known : at + len(pages)] = array("q", pages[known:])
+                written[row] = len(pages)
+        for row in range(used, self._used):
+            self._switch_off(row)
+        self._used = used
+        if self.seq == 1:
+            self.ids.numbers[:used] = array("q", [lane.ids[0] for lane in lanes])
+        else:
+            for row, lane in enumerate(lanes):
+                count, at = len(lane.ids), row * self.seq
+                self.ids.numbers[at : at + count] = array("q", lane.ids)
+                self.count.numbers[row] = count
+        self.start.numbers[:used] = array("q", [lane.start for lane in lanes])
+
+    def _begin(self, row: int, lane: Lane) -> None:
+        """A row is another lane's from now on."""
+        pages, at = array("q", lane.pages), row * self.blocks
+        rest = max(0, self._written[row] - len(pages))
+        self.pages.numbers[at : at + len(pages) + rest] = pages + array("q", [0]) * rest
+        self._texts[row], self._written[row] = lane.pages, len(pages)
+        self.slot.numbers[row], self.count.numbers[row] = lane.slot, len(lane.ids)
+        for name, column in self.sampling.items():
+            column.numbers[row] = getattr(lane.sampling, name)
+        self.stop.numbers[row * STOPS : (row + 1) * STOPS] = array("q", [*lane.stop, *[-1] * (STOPS - len(lane.stop))])
+
+    def _switch_off(self, row: int) -> None:
+        self._begin(row, Lane(None, (), 0, (), 0, 0, (), NEUTRAL))
+        self._texts[row] = None
+        self.start.numbers[row] = self.most.numbers[row] = self.length.numbers[row] = 0
+        at = row * self.seq
+        self.ids.numbers[at : at + self.seq] = array("q", [0]) * self.seq
