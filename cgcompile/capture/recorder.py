@@ -135,20 +135,24 @@ def _record(
 ) -> Recorded:
     """`known`: int_keys that the compile cache has."""
     keys, need = recordable.request.keys, recordable.need
+    rows = (0, MORE if recordable.request.varying else 0)  # how many more the state of each recorder has
 
-    def request(role: str, number: int, some: tuple[IntKey, ...]) -> Request:
+    def request(role: str, number: int, some: tuple[IntKey, ...], more: int) -> Request:
         result = recordable.folder / f"{level}-{role}{number}.result"
         made = replace(recordable.request, role=role, level=level, keys=some, result=result, shift=bool(number))
-        return with_more_rows(made, MORE) if role == RECORD and number and made.varying else made
+        return with_more_rows(made, more) if more else made
 
     new = tuple([key for key in keys if key not in known])
-    recording = [request(RECORD, i, keys) for i in range(2)]
-    if number := priming(len(new), level, recordable.request.specialize):
-        at_once = fitting(min(workers or number, len(new)), need)
+    recording = [request(RECORD, i, keys, more) for i, more in enumerate(rows)]
+    others = sorted(set(rows))  # state of other shapes is lowered by itself
+    if number := priming(len(new) * len(others), level, recordable.request.specialize):
+        at_once = fitting(min(workers or number, len(new) * len(others)), need)
         tell(f"lowering in {at_once} processes" if at_once > 1 else "lowering")
         if level != "max-autotune" and fitting(at_once + 2, need) == at_once + 2:
             processes.load(recording)
-        processes.run([request(PRIME, i, new[i::at_once]) for i in range(at_once)], tell, at_once)
+        step = max(1, at_once // len(others))
+        shares = [(new[i::step], more) for more in others for i in range(min(step, len(new)))]
+        processes.run([request(PRIME, i, *share) for i, share in enumerate(shares)], tell, at_once)
     processes.end(PRIME)  # their memory is needed
     at_once = fitting(1 if level == "max-autotune" else 2, need)
     tell("recording" if at_once == 2 else "recording, one process after the other")
