@@ -20,6 +20,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from .batching.request_queue import Batch
 from .batching.tracing import batch_spans
+from .dashboards import Dashboards
 from .language.completions import Refusal as OpenAIRefusal
 from .language.metrics import LanguageFamilies, LanguageMetrics
 from .language.served_model import ServedModel
@@ -43,8 +44,9 @@ class Counters(Watch):
     """What models do, as metrics and spans."""
 
     def __init__(self) -> None:
-        self.registry = CollectorRegistry()
+        self.registry, self.dashboards = CollectorRegistry(), CollectorRegistry()
         self.tensors, self.languages = Metrics(self.registry), LanguageFamilies(self.registry)
+        self.dashboards.register(Dashboards(self.registry))
 
     def batch(self, model: str, version: int, ports: Ports, batch: Batch) -> None:
         self.tensors.watch(model, version, ports, batch)
@@ -222,4 +224,5 @@ class Application:
             self.counters.tensors.show(version.model, version.number, version.entries, version.memory, version.seconds)
             if version.language is not None:
                 version.language.metrics.show(version.language.engine.state)
-        return Response(generate_latest(self.counters.registry), media_type="text/plain; version=0.0.4; charset=utf-8")
+        text = generate_latest(self.counters.registry) + generate_latest(self.counters.dashboards)
+        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")

@@ -188,8 +188,8 @@ LAYERS = {
         "weights.upload", "cpu", "gpu", "program", "loader", "self_test",
     ),
     "cgserve": (
-        "log", "transport", "batching", "tensors", "scheduling", "language", "text", "models", "routes", "settings", "application",
-        "serving", "ray_replicas",
+        "log", "transport", "batching", "tensors", "scheduling", "language", "text", "models", "routes", "settings", "dashboards",
+        "application", "serving", "ray_replicas",
     ),
     "cgcompile": (
         "errors", "util", "model", "export", "transforms", "checks", "partition", "bundle",

@@ -1,0 +1,106 @@
+"""The server's numbers once more, under the names that dashboards of vLLM and Triton read.
+
+Nothing is counted here: what is shown follows from the registry's own metrics.  A number of theirs that this server does not have
+is left out.  Sources of the names: vLLM's docs/design/metrics.md, Triton's docs/user_guide/metrics.md.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from prometheus_client import CollectorRegistry, Metric
+from prometheus_client.registry import Collector
+
+VLLM = {
+    "cgbundle_llm_running": ("vllm:num_requests_running", "gauge"),
+    "cgbundle_llm_waiting": ("vllm:num_requests_waiting", "gauge"),
+    "cgbundle_llm_preempted": ("vllm:num_preemptions", "counter"),
+    "cgbundle_llm_shared": ("vllm:prefix_cache_hits", "counter"),
+    "cgbundle_llm_prompt_tokens": ("vllm:prompt_tokens", "counter"),
+    "cgbundle_llm_generated_tokens": ("vllm:generation_tokens", "counter"),
+    "cgbundle_llm_first_token_seconds": ("vllm:time_to_first_token_seconds", "histogram"),
+    "cgbundle_llm_request_seconds": ("vllm:e2e_request_latency_seconds", "histogram"),
+}
+"""Families of ours, and the name and type of theirs; the label `model` becomes `model_name`."""
+
+
+class TritonNumber(NamedTuple):
+    """A number of Triton's, of which a sample of ours has so many of its `unit`; `code`: of requests with this status alone, "!200"
+    of all others."""
+
+    name: str
+    sample: str
+    unit: float = 1.0
+    code: str = ""
+
+
+TRITON = (
+    TritonNumber("nv_inference_request_success", "cgbundle_requests_total", code="200"),
+    TritonNumber("nv_inference_request_failure", "cgbundle_requests_total", code="!200"),
+    TritonNumber("nv_inference_count", "cgbundle_rows_total"),
+    TritonNumber("nv_inference_exec_count", "cgbundle_call_seconds_count"),
+    TritonNumber("nv_inference_queue_duration_us", "cgbundle_queue_seconds_sum", unit=1e6),
+    TritonNumber("nv_inference_compute_infer_duration_us", "cgbundle_call_seconds_sum", unit=1e6),
+    TritonNumber("nv_inference_pending_request_count", "cgbundle_waiting_requests"),
+)
+"""By model and version.  Triton's counters have no suffix `_total`, so their type is not told."""
+
+
+class Dashboards(Collector):
+    """What Prometheus reads beside `registry`."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+
+    def collect(self) -> Iterable[Metric]:
+        """The metrics of now."""
+        ours = list(self._registry.collect())
+        yield from (_renamed(metric, *VLLM[metric.name]) for metric in ours if metric.name in VLLM)
+        yield _cache_use(ours)
+        for number in TRITON:
+            yield _triton(ours, number)
+
+
+def _renamed(metric: Metric, name: str, kind: str) -> Metric:
+    made = Metric(name, metric.documentation, kind)
+    for sample in metric.samples:
+        suffix = sample.name.removeprefix(metric.name) or ("_total" if kind == "counter" else "")
+        if not suffix.endswith("_created"):
+            made.add_sample(name + suffix, _model_name(sample.labels), sample.value)
+    return made
+
+
+def _model_name(labels: Mapping[str, str]) -> dict[str, str]:
+    return {"model_name" if name == "model" else name: value for name, value in labels.items()}
+
+
+def _cache_use(ours: Iterable[Metric]) -> Metric:
+    """The share of the cache's pages that is in use."""
+    pages: dict[str, dict[str, float]] = defaultdict(dict)
+    for metric in ours:
+        if metric.name in ("cgbundle_llm_pages_used", "cgbundle_llm_pages_free"):
+            for sample in metric.samples:
+                pages[sample.labels["model"]][metric.name.rpartition("_")[2]] = sample.value
+    made = Metric("vllm:kv_cache_usage_perc", "Part of the cache's pages in use; 1 is all.", "gauge")
+    for model, told in pages.items():
+        if len(told) == 2 and any(told.values()):
+            made.add_sample(made.name, {"model_name": model}, told["used"] / (told["used"] + told["free"]))
+    return made
+
+
+def _triton(ours: Iterable[Metric], number: TritonNumber) -> Metric:
+    values: dict[tuple[str, str], float] = defaultdict(float)
+    for metric in ours:
+        for sample in metric.samples:
+            if sample.name == number.sample and _counts(number.code, sample.labels.get("code", "")):
+                values[sample.labels["model"], sample.labels["version"]] += sample.value * number.unit
+    made = Metric(number.name, f"{number.sample} under Triton's name.", "unknown")
+    for (model, version), value in values.items():
+        made.add_sample(number.name, {"model": model, "version": version}, value)
+    return made
+
+
+def _counts(code: str, told: str) -> bool:
+    return not code or (told != code[1:] if code.startswith("!") else told == code)
