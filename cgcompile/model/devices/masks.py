@@ -30,6 +30,8 @@ Positions = Callable[[torch.Tensor], list[torch.Tensor] | None]
 def _selected(x: torch.Tensor, mask: torch.Tensor, positions: Positions) -> tuple[Any, ...] | None:
     """What `x` is indexed with for its elements where a mask of known value is true.  The mask is as large as `x` along axes that
     lie side by side, and 1 along the others; None for another mask."""
+    if not all(type(size) is int for size in mask.shape):
+        return None  # its value is not known, and a question about a size would fix it
     before = x.dim() - mask.dim()
     wide = [axis for axis, size in enumerate(mask.shape) if size != 1] or [*range(mask.dim())]
     if before < 0 or not wide or len(wide) != wide[-1] - wide[0] + 1:
