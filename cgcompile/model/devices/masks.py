@@ -27,6 +27,25 @@ Positions = Callable[[torch.Tensor], list[torch.Tensor] | None]
 """Where a mask of known value is true, an index for each of its axes; None for another mask."""
 
 
+def _selected(x: torch.Tensor, mask: torch.Tensor, positions: Positions) -> tuple[Any, ...] | None:
+    """What `x` is indexed with for its elements where a mask of known value is true.  The mask is as large as `x` along axes that
+    lie side by side, and 1 along the others; None for another mask."""
+    if not all(type(size) is int for size in mask.shape):
+        return None  # its value is not known, and a question about a size would fix it
+    before = x.dim() - mask.dim()
+    wide = [axis for axis, size in enumerate(mask.shape) if size != 1] or [*range(mask.dim())]
+    if before < 0 or not wide or len(wide) != wide[-1] - wide[0] + 1:
+        return None
+    if any(x.shape[before + axis] != mask.shape[axis] for axis in wide):
+        return None
+    places = positions(mask)
+    return None if places is None else (*[slice(None)] * (before + wide[0]), *[places[axis] for axis in wide])
+
+
+def _select(x: torch.Tensor, index: tuple[Any, ...]) -> torch.Tensor:
+    return x[index].reshape(-1)
+
+
 def with_masks(func: Any, args: list[Any], kwargs: dict[str, Any], positions: Positions, truth: Callable[[Any], Any]) -> Call:
     """The call, or the one that replaces it.  `truth` makes truth values of bytes."""
 
@@ -38,8 +57,8 @@ def with_masks(func: Any, args: list[Any], kwargs: dict[str, Any], positions: Po
     if (at := CONDITIONS.get(func)) is not None:
         args = [as_truth(part) if place == at else part for place, part in enumerate(args)]
         return func, args, {name: as_truth(part) if name == "condition" else part for name, part in kwargs.items()}
-    if func in SELECTING and not kwargs and args[0].shape == args[1].shape and (places := positions(args[1])) is not None:
-        return torch.Tensor.__getitem__, [args[0], tuple(places)], {}
+    if func in SELECTING and not kwargs and (index := _selected(args[0], args[1], positions)) is not None:
+        return _select, [args[0], index], {}
     if func not in INDEXING:
         return func, args, kwargs
     index = args[1] if isinstance(args[1], tuple) else (args[1],)

@@ -13,6 +13,15 @@ from tests.cpu.model.devices.function_model import operations, rows, traced
 BYTES = torch.tensor([1, 0, 1, 1], dtype=torch.uint8)
 
 
+def others(x: torch.Tensor) -> torch.Tensor:
+    """All but the diagonal of every row's matrix, as se3-transformer-pytorch leaves out what a node is to itself."""
+    return x.masked_select(~torch.eye(3, dtype=torch.bool)[None])
+
+
+def columns(x: torch.Tensor) -> torch.Tensor:
+    return x.masked_select((torch.eye(2) > 0)[None, :, :, None]).reshape(x.shape[0], 2, 3)
+
+
 KNOWN: list[tuple[str, Callable[..., Any]]] = [
     ("a condition of bytes", lambda m, x: torch.where((x > 0.5).byte(), x, -x)),
     ("a condition of bytes, as a method", lambda m, x: x.where((x > 0.5).to(torch.uint8), x * 2)),
@@ -23,6 +32,8 @@ KNOWN: list[tuple[str, Callable[..., Any]]] = [
     ("a mask beside positions", lambda m, x: x[:, :, None].expand(-1, 4, 4)[:, torch.arange(4) > 2, torch.tensor([0])]),
     ("a mask with an ellipsis", lambda m, x: x[..., torch.arange(4) != 1]),
     ("masked_select", lambda m, x: m.plain.view(2, 2).masked_select(torch.eye(2) > 0) * x[:, :2]),
+    ("masked_select for all rows", lambda m, x: others(x[:, :3, None].expand(-1, 3, 3)).reshape(x.shape[0], 3, 2)),
+    ("masked_select for all columns", lambda m, x: columns(x[:, :2, None, None] * x[:, None, 2:, None] * x[:, None, None, :3])),
 ]
 
 
