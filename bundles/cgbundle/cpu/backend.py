@@ -21,9 +21,8 @@ from ..format.spans import span
 from ..validate.elf import SHARED_OBJECT, check_elf
 from ..weights.host import HostWeights, InitialState, anonymous
 from . import libtorch
-from .host_region import INSTANCES, HostRegion, layout_of, open_region
+from .host_region import INSTANCES, HostRegion, OutputLayouts, RegionOutputs, layout_of, open_region
 from .machine import HINT, check_features, free_memory, memory_of_quota
-from .region_outputs import OutputLayouts, RegionOutputs
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
