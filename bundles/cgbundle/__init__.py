@@ -11,8 +11,6 @@ from the model, and is Any.
 
 from __future__ import annotations
 
-import sys
-
 from .errors import (
     BundleError,
     CallError,
@@ -58,9 +56,9 @@ if not TYPE_CHECKING:  # a checker that saw it would take every name for one tha
     def __getattr__(name: str) -> Any:
         if name not in _MODULES:
             raise AttributeError(f"module 'cgbundle' has no attribute {name!r}")
-        module = f"{__name__}.{_MODULES[name]}"
-        __import__(module)  # `importlib` takes half a millisecond before a GPU's context begins
-        value = getattr(sys.modules[module], name)
+        from importlib import import_module
+
+        value = getattr(import_module(f".{_MODULES[name]}", __name__), name)
         globals()[name] = value
         return value
 

@@ -108,6 +108,10 @@ def test_a_context_begins_before_anything_slow_is_imported() -> None:
     loaded = set(python("import sys, cgbundle\ncgbundle.load\nimport cgbundle.cuda.driver\nprint(*sys.modules)", "-S").split())
     assert "ctypes" in loaded
     assert not loaded & {"typing", "re", "enum", "collections", "functools", "contextlib", "threading", "dataclasses", "json"}
+    ours = {".".join(name.split(".")[1:]) for name in loaded if name.partition(".")[0] == "cgbundle"}
+    assert ours - {"", "call", "cuda", "format"} == {
+        "call.forks", "cuda.background", "cuda.driver", "cuda.libcuda", "errors", "format.open_files", "loader",
+    }  # fmt: skip
 
 
 def test_dir_shows_the_public_names_alone() -> None:

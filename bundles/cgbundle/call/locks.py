@@ -83,36 +83,10 @@ INSIDE = nullcontext()
 """The turn of a call inside of a call of the same thread, as a signal's handler makes: it has the lock."""
 
 
-class SharedLock(Lock):
-    """The turns of replays of a program, which run side by side.  `close` waits until none runs; who comes after that gets
-    ProgramClosed, and in a forked process process-forked.
-
-    Each thread has a lock of its own, that nobody waits for but `close`: no count can be wrong.
-    """
-
-    __slots__ = ("_turns",)
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self._turns: dict[int, Turn] = {}  # by the number of a thread, which another one may have later
-
-    @property
-    def turn(self) -> AbstractContextManager[None]:
-        """A turn of this thread."""
-        self.check_fork()
-        turn = self._turns.get(get_ident()) or self._turns.setdefault(get_ident(), Turn(self))
-        return INSIDE if turn.owned() else turn
-
-    def close(self) -> bool:
-        """No one enters any more; returns when the others have left.  False where a call of this very thread goes on behind it, as
-        where the handler of a signal closes: what it uses must stay."""
-        self.closed = True
-        return all([turn.wait() for turn in list(self._turns.values())])
-
-
 class ExclusiveLock(Lock):
-    """`SharedLock` for replays that share memory: one at a time.  `alone`: a session's, whose memory is one thread's at a time;
-    another one that comes meanwhile is told so and does not wait.  Raises ProgramClosed, SessionBusy and process-forked.
+    """The turns of replays that share memory: one at a time (`cpu.backend.SharedLock` has those that do not).  `alone`: a
+    session's, whose memory is one thread's at a time; another one that comes meanwhile is told so and does not wait.  Raises
+    ProgramClosed, SessionBusy and process-forked.
 
     `inner` is the lock itself, for who may wait.  `updates` is held by whoever takes it for a moment without being a user of the
     session: for that one waits."""
@@ -136,7 +110,7 @@ class ExclusiveLock(Lock):
 
     @property
     def turn(self) -> AbstractContextManager[None]:
-        """As of `SharedLock`."""
+        """A turn of this thread."""
         self.check_fork()
         return INSIDE if self._turn.owned() else self._turn
 
@@ -145,7 +119,8 @@ class ExclusiveLock(Lock):
         self._ending = True
 
     def close(self) -> bool:
-        """As `SharedLock.close`."""
+        """No one enters any more; returns when the others have left.  False where a call of this very thread goes on behind it, as
+        where the handler of a signal closes: what it uses must stay."""
         self._ending = True
         left = self._turn.owned()
         with self.inner:

@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 from ..format.schema import EntrySpec
-from ..tensors.dlpack import LEGACY_STREAM
-from ..tensors.library import library_of
+from ..tensors.library import LEGACY_STREAM, library_of
 from ..tensors.tensor import Tensor
 from .backend import Backend
 from .locks import during

@@ -7,12 +7,12 @@ import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from ctypes import addressof
-from threading import RLock
+from threading import RLock, get_ident
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ..call.forks import forked
-from ..call.locks import ExclusiveLock, SharedLock, closed, locked
+from ..call.locks import INSIDE, ExclusiveLock, Lock, Turn, closed, locked
 from ..errors import MachineError
 from ..format.archive import Archive
 from ..format.file_names import WEIGHTS, all_programs
@@ -21,9 +21,8 @@ from ..format.spans import span
 from ..validate.elf import SHARED_OBJECT, check_elf
 from ..weights.host import HostWeights, InitialState, anonymous
 from . import libtorch
-from .host_region import INSTANCES, HostRegion, layout_of, open_region
+from .host_region import INSTANCES, HostRegion, OutputLayouts, RegionOutputs, layout_of, open_region
 from .machine import HINT, check_features, free_memory, memory_of_quota
-from .region_outputs import OutputLayouts, RegionOutputs
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -102,6 +101,32 @@ def _interface(bundle: Archive, threads: int | None) -> libtorch.LibTorch:
             "library-refused", f"{file}: does not bring what the bundle says that it brings", "build the bundle again"
         )
     return interface
+
+
+class SharedLock(Lock):
+    """The turns of replays of a program, which run side by side.  `close` waits until none runs; who comes after that gets
+    ProgramClosed, and in a forked process process-forked.
+
+    Each thread has a lock of its own, that nobody waits for but `close`: no count can be wrong.
+    """
+
+    __slots__ = ("_turns",)
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self._turns: dict[int, Turn] = {}  # by the number of a thread, which another one may have later
+
+    @property
+    def turn(self) -> AbstractContextManager[None]:
+        """A turn of this thread."""
+        self.check_fork()
+        turn = self._turns.get(get_ident()) or self._turns.setdefault(get_ident(), Turn(self))
+        return INSIDE if turn.owned() else turn
+
+    def close(self) -> bool:
+        """As `ExclusiveLock.close`."""
+        self.closed = True
+        return all([turn.wait() for turn in list(self._turns.values())])
 
 
 class CpuBackend:

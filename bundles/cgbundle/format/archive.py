@@ -13,16 +13,7 @@ from itertools import chain
 
 from ..errors import BundleError
 from . import limits, manifest_json
-from .file_names import (
-    GRAPHS,
-    HOST,
-    KERNELS,
-    MANIFEST,
-    SELF_TEST,
-    TABLES,
-    WEIGHTS,
-    rank_folder,
-)
+from .file_names import GRAPHS, HOST, KERNELS, MANIFEST, SELF_TEST, TABLES, WEIGHTS, rank_folder
 from .open_files import DAMAGE, FOLDER, KeptFile, copied, open_directory, open_entry, open_file, pieces, when_gone
 from .safetensors import Entry, Mapped, read_header
 from .schema import File, Manifest

@@ -12,8 +12,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..cpu import libtorch
-from ..cpu.host_region import HostRegion, layout_of, open_region
-from ..cpu.region_outputs import Found, RegionOutputs, check_layout
+from ..cpu.host_region import Found, HostRegion, RegionOutputs, check_layout, layout_of, open_region
 from ..cuda.driver import check, cu
 from ..cuda.memory import Memories
 from ..format.archive import Archive

@@ -9,6 +9,17 @@ from functools import lru_cache
 from typing import Any
 
 from ..errors import CallError
+from ..format.schema import DTYPES
+from ..format.spans import dense
+
+CPU, CUDA, CUDA_HOST, CUDA_MANAGED = 1, 2, 3, 13
+"""DLDeviceType."""
+
+LEGACY_STREAM = 1
+"""CU_STREAM_LEGACY: producers are asked to make their data ready on it, and replays then run in its order."""
+
+ADDRESSES = 1 << 57
+"""The addresses that a process can have."""
 
 Descriptor = tuple[int, Sequence[int], str, Sequence[int] | None, int | None]
 """address, shape, dtype, strides in elements (None: row-major), CUDA device (None: CPU)."""
@@ -150,3 +161,16 @@ def kind_of(value: Any) -> str:
     if isinstance(value, tuple | list | dict):
         return f"a {kind} of {len(value)}"
     return "None" if value is None else f"the {kind} {value!r}" if type(value) in (bool, int, float, complex) else kind
+
+
+def check_place(address: int, dtype: str, shape: Sequence[int], strides: Sequence[int] | None, name: str) -> None:
+    """Raises input-kind for a shape, strides or an address that no memory can have."""
+    fine = all(size >= 0 for size in shape) and (strides is None or len(strides) == len(shape))
+    if fine and 0 not in shape:
+        steps = zip(shape, dense(shape) if strides is None else strides, strict=True)
+        ends = [(size - 1) * stride * DTYPES[dtype] for size, stride in steps]
+        first, last = address + sum(min(0, end) for end in ends), address + sum(max(0, end) for end in ends)
+        fine = first > 0 and last < ADDRESSES
+    if not fine:
+        told = f"shape {list(shape)}, strides {None if strides is None else list(strides)}, address {address:#x}"
+        raise CallError("input-kind", f"input {name!r}: no memory has {told}")

@@ -13,9 +13,7 @@ from typing import Any
 
 from ..format.schema import DTYPES
 from ..format.spans import dense, is_dense
-
-CPU, CUDA, CUDA_HOST, CUDA_MANAGED = 1, 2, 3, 13
-"""DLDeviceType."""
+from .library import CPU, CUDA
 
 
 class Tensor:

@@ -11,19 +11,7 @@ from types import MappingProxyType
 from ..errors import BundleError
 from ..format import limits
 from ..format.safetensors import nbytes
-from ..format.schema import (
-    HOST,
-    PERSISTENT,
-    Alias,
-    EntrySpec,
-    Manifest,
-    Program,
-    Region,
-    Step,
-    TensorSpec,
-    Value,
-    Weight,
-)
+from ..format.schema import HOST, PERSISTENT, Alias, EntrySpec, Manifest, Program, Region, Step, TensorSpec, Value, Weight
 from ..format.size_expressions import evaluate, operands
 from ..format.spans import Cover, Spans, extent, is_dense, span
 from . import require

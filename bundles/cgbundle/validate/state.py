@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from ..errors import BundleError
 from ..format import limits
 from ..format.safetensors import ALIGNMENT
-from ..format.schema import DTYPES, HOST, MEMORIES, PERSISTENT, STATE, Alias, EntrySpec, Manifest, Program, Value, Weight
-from ..format.spans import extent, layout, span
+from ..format.schema import DTYPES, HOST, MEMORIES, PERSISTENT, STATE, Alias, EntrySpec, Manifest, Program, Value
+from ..format.spans import extent, is_dense, layout, span
 from . import require, require_whole_calls
 from .lifetimes import donated_by_others
 
@@ -68,7 +68,7 @@ def check_state_dimensions(manifest: Manifest) -> None:
             0 < min(least) == max(least) <= limits.STATE_ROWS, f"{where}.weights", f"have {sorted({*least})} rows, not all as many"
         )
         for index in row.weights:
-            packed = weights[index].zeros and _is_row_major(weights[index])
+            packed = weights[index].zeros and is_dense(weights[index].shape, weights[index].strides)
             require(packed, f"{where}.weights", f"{weights[index].name!r} is not zeros, row behind row")
         fits = row.most is None or least[0] <= row.most <= limits.STATE_ROWS
         require(fits, f"{where}.most", f"{row.most}, and there are {least[0]} rows at least")
@@ -104,15 +104,6 @@ def check_rows_of_recording(manifest: Manifest, table: Table) -> None:
         if memory == state and offset >= begin and offset >= ends[bisect_right(ends, (offset, 1 << 64)) - 1][1]:
             text = f"byte {offset} of memory state lies behind the fewest rows of what is there"
             raise BundleError("relocation-invalid", f"{table.where}: nodes.relocations: {text}")
-
-
-def _is_row_major(weight: Weight) -> bool:
-    step = 1
-    for size, stride in zip(reversed(weight.shape), reversed(weight.strides), strict=True):
-        if size != 1 and stride != step:
-            return False
-        step *= size
-    return True
 
 
 def check_changes(manifest: Manifest, entry: EntrySpec) -> None:

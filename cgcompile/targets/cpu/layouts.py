@@ -10,8 +10,7 @@ import torch
 from torch.export import ExportedProgram
 
 from cgbundle.cpu import libtorch
-from cgbundle.cpu.host_region import HostRegion, Layout
-from cgbundle.cpu.region_outputs import RegionOutputs
+from cgbundle.cpu.host_region import HostRegion, Layout, RegionOutputs
 from cgbundle.format.schema import Weight
 
 from ...errors import BuildError, ModelError

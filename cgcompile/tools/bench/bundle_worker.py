@@ -93,7 +93,7 @@ class BundleModel:
     def elapsed(self, call: Callable[[], object], count: int) -> float:
         """Between two events on the stream that calls with tensors of no library go to."""
         from cgbundle.cuda import driver
-        from cgbundle.tensors.dlpack import LEGACY_STREAM
+        from cgbundle.tensors.library import LEGACY_STREAM
 
         cu, check = driver.cu, driver.check
         assert self._context is not None

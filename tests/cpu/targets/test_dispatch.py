@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cgbundle.cpu import libtorch
-from cgbundle.cpu.host_region import Layout
-from cgbundle.cpu.region_outputs import RegionOutputs
+from cgbundle.cpu.host_region import Layout, RegionOutputs
 from cgbundle.format.schema import Weight
 from cgcompile.model.pytree import dtype_name
 from cgcompile.targets.cpu import complex_numbers, dispatch, layouts

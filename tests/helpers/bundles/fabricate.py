@@ -16,7 +16,8 @@ from hashlib import sha256
 from itertools import product
 from typing import Any
 
-from cgbundle.call.locks import ExclusiveLock, SharedLock, locked
+from cgbundle.call.locks import ExclusiveLock, locked
+from cgbundle.cpu.backend import SharedLock
 from cgbundle.format.file_names import SELF_TEST, all_programs
 from cgbundle.format.open_files import KeptFile
 from cgbundle.format.schema import Dimension, Manifest, Parameter, Program, Region, Step, TensorSpec, Value

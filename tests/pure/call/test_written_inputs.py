@@ -244,9 +244,9 @@ def test_a_library_that_lends_its_memory_says_whether_it_may_be_written_to() -> 
 
 
 def test_a_capsule_that_says_read_only_is_refused() -> None:
-    from cgbundle.tensors import dlpack
+    from cgbundle.tensors import capsules
 
-    managed = dlpack._Versioned(1, 0, None, None, dlpack.READ_ONLY)
+    managed = capsules._Versioned(1, 0, None, None, capsules.READ_ONLY)
     capsule = _capsule_new(ctypes.addressof(managed), b"dltensor_versioned", None)
 
     class ReadOnly:
@@ -254,9 +254,9 @@ def test_a_capsule_that_says_read_only_is_refused() -> None:
             return capsule
 
     with raises("input-unwritable", match="shares it read-only"):
-        dlpack.check_writable(ReadOnly(), "x")
+        capsules.check_writable(ReadOnly(), "x")
     managed.flags = 2
-    dlpack.check_writable(ReadOnly(), "x")
+    capsules.check_writable(ReadOnly(), "x")
 
 
 def test_guards_speak_first_and_change_nothing() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from cgbundle.cpu.region_outputs import OutputLayouts, check_layout
+from cgbundle.cpu.host_region import OutputLayouts, check_layout
 from cgbundle.format.schema import Alias, Manifest, Value
 from tests.helpers.bundles.edits import edited
 from tests.helpers.bundles.tiny_bundle import manifest

@@ -14,7 +14,7 @@ import cgbundle
 from cgbundle.call.plan import plan
 from cgbundle.cuda import graph_executor
 from cgbundle.errors import CgbundleError
-from cgbundle.tensors import dlpack
+from cgbundle.tensors.capsules import Managed
 from cgbundle.tensors.tensor import Tensor
 from tests.helpers.drivers.failing_gpu import write
 from tests.helpers.drivers.fake_driver import FakeDriver, install
@@ -224,7 +224,7 @@ class Capsules:
         self.kept: list[Any] = []
 
     def made(self, name: bytes | None = b"dltensor", shape: Any = (2, 3), strides: Any = None, **fields: Any) -> Any:
-        memory, managed = (ctypes.c_float * 16)(), dlpack.Managed()
+        memory, managed = (ctypes.c_float * 16)(), Managed()
         axes = [None if each is None else (ctypes.c_int64 * len(each))(*each) for each in (shape, strides)]
         pointers = [ctypes.cast(each, ctypes.POINTER(ctypes.c_int64)) if each else None for each in axes]
         plain = {

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from cgbundle.call.locks import ExclusiveLock, SharedLock
+from cgbundle.call.locks import ExclusiveLock
+from cgbundle.cpu.backend import SharedLock
 from cgbundle.errors import ProgramClosed, SessionBusy
 from cgbundle.gpu.backend import CudaBackend
 from cgbundle.program import Program

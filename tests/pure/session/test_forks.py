@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from cgbundle.call.forks import FORKS
-from cgbundle.call.locks import ExclusiveLock, SharedLock
+from cgbundle.call.locks import ExclusiveLock
+from cgbundle.cpu.backend import SharedLock
 from cgbundle.cuda.driver import Context
 from cgbundle.gpu.device_bundle import check_driver
 from tests.helpers.bundles import cuda_bundles

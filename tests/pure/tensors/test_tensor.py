@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from cgbundle.format import spans
 from cgbundle.format.schema import DTYPES
-from cgbundle.tensors import capsules, dlpack, tensor
+from cgbundle.tensors import capsules, library, tensor
 from cgbundle.tensors.tensor import Tensor
 from tests.helpers.places import ROOT
 from tests.helpers.raising import raises
@@ -37,7 +37,7 @@ def owned(shape: tuple[int, ...], dtype: str = "float32") -> tuple[Tensor, weakr
 
 
 def read(value: Any, name: str) -> Tensor:
-    return Tensor(*dlpack.read(value, name))
+    return Tensor(*capsules.read(value, name))
 
 
 # --- the tensor itself -----------------------------------------------------------------------------------------------
@@ -404,7 +404,7 @@ def test_a_consumers_tensor_that_dies_with_an_exception_keeps_it() -> None:
 def test_without_numpy_capsules_are_ours_and_let_go_too() -> None:
     code = """
 import ctypes, sys, weakref
-from cgbundle.tensors import dlpack
+from cgbundle.tensors import capsules
 from cgbundle.tensors.tensor import Tensor
 class Owner:
     memory = (ctypes.c_char * 64)()
@@ -417,7 +417,7 @@ for _ in range(3):
         ord(made.__dlpack__())
     except TypeError as error:
         assert "ord" in str(error)
-found = Tensor(*dlpack.read(made, "x"))
+found = Tensor(*capsules.read(made, "x"))
 del made
 assert alive() is not None and found.tolist() == [0.0] * 4
 del found
@@ -459,8 +459,8 @@ def test_a_copy_that_is_asked_for_is_one() -> None:
 
 def test_a_gpu_cannot_be_asked_of_a_tensor_on_the_cpu() -> None:
     with pytest.raises(BufferError):
-        tensor.empty("float32", (2,)).__dlpack__(dl_device=(dlpack.CUDA, 0))
-    assert tensor.empty("float32", (2,)).__dlpack__(dl_device=(dlpack.CPU, 0), stream=None, max_version=(1, 0)) is not None
+        tensor.empty("float32", (2,)).__dlpack__(dl_device=(library.CUDA, 0))
+    assert tensor.empty("float32", (2,)).__dlpack__(dl_device=(library.CPU, 0), stream=None, max_version=(1, 0)) is not None
 
 
 class Producer:
@@ -478,17 +478,17 @@ class Producer:
 
 def test_a_device_that_is_neither_cpu_nor_cuda_is_refused() -> None:
     with raises("input-kind", match="^input 'x': DLPack device type 8 is neither CPU nor CUDA"):
-        dlpack.read(Producer(8, None), "x")
+        capsules.read(Producer(8, None), "x")
 
 
 @pytest.mark.parametrize("field", ["lanes", "bits", "code"])
 def test_an_unknown_dlpack_dtype_is_refused(field: str) -> None:
     made = tensor.empty("float32", (2,))
-    capsule = capsules.export(made.address, made.dtype, made.shape, made.strides, made.owner, (dlpack.CPU, 0))
-    managed = dlpack.Managed.from_address(dlpack._capsule_pointer(capsule, b"dltensor"))
+    capsule = capsules.export(made.address, made.dtype, made.shape, made.strides, made.owner, (library.CPU, 0))
+    managed = capsules.Managed.from_address(capsules._capsule_pointer(capsule, b"dltensor"))
     setattr(managed.tensor, field, 9)
     with raises("input-kind", match=r"^input 'x': DLPack dtype \(code \d+, \d+ bits, \d+ lanes\) is not supported"):
-        dlpack.read(Producer(dlpack.CPU, capsule), "x")
+        capsules.read(Producer(library.CPU, capsule), "x")
 
 
 @given(shapes, st.sampled_from(sorted(DTYPES)))
