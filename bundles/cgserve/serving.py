@@ -20,10 +20,6 @@ from .settings import ServeError, Settings
 from .transport.access import read_keys
 from .transport.running import PortTaken, listen, make_server, run, url_of
 
-SWITCH = 1e-4
-"""Seconds after which a thread gives the interpreter to one that waits for it.  Beside a thread that never waits, one that calls
-six functions of a driver lost 31 ms with Python's own 5 ms, and 1.6 with this: what calls the model waits behind HTTP."""
-
 STOPPING = 120
 """Seconds that open requests have at the server's end: a long text takes its time."""
 
@@ -46,6 +42,11 @@ def serve(path: str, settings: Settings) -> None:
     run(server, [listening])
     if application.failure is not None:
         raise application.failure
+
+
+SWITCH = 1e-4
+"""Seconds after which a thread gives the interpreter to one that waits for it.  Beside a thread that never waits, one that calls
+six functions of a driver lost 31 ms with Python's own 5 ms, and 1.6 with this: what calls the model waits behind HTTP."""
 
 
 def looker(path: Path, settings: Settings) -> tuple[Callable[[], Found], bool]:
