@@ -77,6 +77,9 @@ class CausalLM(nn.Module):
         """Reads the first `count` (batch,) of the tokens `ids` (batch, seq), behind the `start` (batch,) tokens that the lane's
         pages hold; `start` 0 begins a new text.  `pages` (batch, blocks) has those for the chunk, too; `slot` (batch,).  All int64.
 
+        Lanes may be pieces of one text, one behind the other, with its pages and slot: all are written before any is read.  The
+        slot remembers the tokens of one of them alone, so texts with a `penalty` have one lane, and so have models with states.
+
         Gives `token`, int64 (batch,), the one behind the chunk, which counts where the prompt is at its end; `logprob`, float32
         (batch,); `top_token`, int64, and `top_logprob`, float32 (batch, 20), zeros unless `sampling.alternatives` asks for any.
 

@@ -33,7 +33,7 @@ class LanguageFamilies:
         self.first = histogram("first_token_seconds", "To a request's first text.", SECONDS)
         self.whole = histogram("request_seconds", "To a request's end.", SECONDS)
         self.calls = histogram("call_seconds", "Calls of the model.", SECONDS, "entry")
-        self.lanes = histogram("call_lanes", "Requests in a call.", LANES, "entry")
+        self.lanes = histogram("call_lanes", "Lanes of a call: requests, or pieces of prompts.", LANES, "entry")
         self.gauges = {name: Gauge(f"cgbundle_llm_{name}", text, ("model",), registry=registry) for name, text in GAUGES.items()}
 
     def of(self, model: str) -> LanguageMetrics:

@@ -52,11 +52,14 @@ class Scripted:
         self.gate, self.fails = threading.Event(), 1000
         self.gate.set()
         self.cache: dict[tuple[int, int], int] = {}
+        self.prepared = self.called = 0
 
     def prepare(self, step: Any) -> Callable[[Any], Any]:
+        self.prepared += 1
         return lambda before: self._run(step, before)
 
     def _run(self, step: Any, before: Any) -> Any:
+        self.called += 1
         self.gate.wait()
         if any(lane.start >= self.fails for lane in step.lanes):
             raise CgbundleError("program-closed", "the device\nis gone")
@@ -454,6 +457,22 @@ def test_too_many_are_told_to_come_back(folder: Path) -> None:
         assert server.complete("abc", n=2)
         text = server.ask("/metrics")[1]
         assert 'cgbundle_llm_requests_total{code="429",model="script",path="/v1/completions"} 1.0' in text
+
+
+def test_the_next_step_is_prepared_while_one_runs(folder: Path) -> None:
+    """And a prompt that comes again is not read again."""
+    with running(folder) as server:
+        server.model.gate.clear()
+        waiting = server.send("/v1/completions", {"prompt": "a" * 90, "max_tokens": 5, "seed": 0})
+        server.until(lambda: server.model.prepared == 2)
+        time.sleep(0.05)
+        assert (server.model.prepared, server.model.called) == (2, 1)
+        server.model.gate.set()
+        assert json.loads(waiting.getresponse().read())["choices"][0]["text"] == said(90, 5)
+        before = server.served.engine.state.shared
+        assert server.complete("a" * 90, max_tokens=5)["choices"][0]["text"] == said(90, 5)
+        assert server.served.engine.state.shared - before == 80, "five chunks of 16 tokens"
+        server.until_free()
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from cgbundle.format import spans
 from cgbundle.format.schema import DTYPES
-from cgbundle.tensors import capsules, library, tensor
+from cgbundle.tensors import capsules, dlpack, library, tensor
 from cgbundle.tensors.tensor import Tensor
 from tests.helpers.places import ROOT
 from tests.helpers.raising import raises
