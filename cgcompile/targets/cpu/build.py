@@ -59,7 +59,7 @@ class _CompiledEntry:
         """The region of the program of `key`: `model`, or `model-8x128` where each has its own; of another entry than forward
         `decode`, `decode-8x128`."""
         base = WHOLE if self.entry.name == FORWARD else self.entry.name
-        return base if self.programs.dynamic else f"{base}-{'x'.join(map(str, key))}"
+        return base if len(self.programs.each) == 1 else f"{base}-{'x'.join(map(str, key))}"
 
     def file(self, key: IntKey) -> str:
         return f"{file_names.HOST}{self.name(key)}.so"
