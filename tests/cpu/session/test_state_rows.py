@@ -179,14 +179,14 @@ def test_rows_are_reached_by_an_index_alone(use: Callable[..., Any], said: str) 
 def test_python_may_not_read_the_number_of_rows(use: Callable[..., Any]) -> None:
     made = [export(uses(use), {})]
     with raises("state-refused", match=r"test_state_rows.py:.*forward\(\) is another program with 9 rows: "):
-        same_with_more_rows(made, 4)
+        same_with_more_rows(made, 4, print)
     assert made[0].source.model.cache.shape == (6, 3), "it has its own buffers again"
 
 
 def test_a_trace_shows_that_the_number_of_rows_matters_to_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     made = [export(uses(lambda cache, index: cache[index]), {})]
     monkeypatch.setattr(more_rows, "export", None)  # it calls the model many times
-    same_with_more_rows(made, 4)
+    same_with_more_rows(made, 4, print)
     assert made[0].source.model.cache.shape == (6, 3)
 
 
