@@ -40,11 +40,6 @@ def serve(path: str, settings: Settings) -> None:
         raise application.failure
 
 
-SWITCH = 1e-4
-"""Seconds after which a thread gives the interpreter to one that waits for it.  Beside a thread that never waits, one that calls
-six functions of a driver lost 31 ms with Python's own 5 ms, and 1.6 with this: what calls the model waits behind HTTP."""
-
-
 def looker(path: Path, settings: Settings) -> tuple[Callable[[], Found], bool]:
     """What looks for the bundles at `path`, and whether that is one without which nothing is served.  Raises ServeError, and a
     CgbundleError for what is neither a bundle nor a folder."""

@@ -46,6 +46,9 @@ OF_SHAPES = ("export-failed", "size-excluded")
 OF_VALUES = ("data-dependent-branch", "data-dependent-shape")
 """Those that constant sizes may answer."""
 
+ONE_SIZE = "calls write to state, and every dimension has one size"
+"""Why a program has no symbols that could have them."""
+
 PROBES = 8
 """Sizes of a dimension, beside the declared ones, at which eager PyTorch is asked for the shapes of the outputs."""
 
@@ -101,8 +104,9 @@ def _exported(
     like = sample(source, axes.probe_sizes(sizes))
     make_dense(source)
     flat = FlatModule(source.model, like, source.device, source.told, source.entry, source.capability)
-    job = _Job(source=source, flat=flat, shapes=shapes, sizes=sizes, max_paths=max_paths, tell=tell)
     seen = first_calls(source, flat, sizes)
+    constant = bool(seen.written) and bool(sizes) and all(len(values) == 1 for values in sizes.values())
+    job = _Job(source=source, flat=flat, shapes=shapes, sizes=sizes, max_paths=max_paths, tell=tell, constant=constant)
     calls = list(seen.calls)
     flat.watch = calls.append
     flat.assigned = tuple(seen.changes)
@@ -188,7 +192,8 @@ def refuse_branches(exported: Exported) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Job:
-    """What is exported: `shapes` are those of the inputs, `max_paths` and `tell` as for `export`."""
+    """What is exported: `shapes` are those of the inputs, `max_paths` and `tell` as for `export`.  `constant`: calls write to
+    state, so that none is padded, and every dimension has one size, so that it need be no symbol."""
 
     source: Source
     flat: FlatModule
@@ -196,6 +201,7 @@ class _Job:
     sizes: Mapping[str, tuple[int, ...]]
     max_paths: int
     tell: Tell
+    constant: bool
 
     def dynamic(self) -> ExportedProgram:
         """One program for all sizes."""
@@ -249,6 +255,11 @@ def _made(job: _Job, calls: Sequence[SideEffects]) -> _Made:
     Sizes that are constants may also answer what Python asks: positions and masks that are made of sizes alone have values then.
     """
     source, flat, sizes = job.source, job.flat, job.sizes
+    if job.constant:
+        before = flat.earlier, flat.known, flat.asserted
+        with suppress(ModelError):
+            return _per_size(job, calls, ONE_SIZE, follow=False)
+        flat.earlier, flat.known, flat.asserted = before
     try:
         first = sample(source, {name: values[0] for name, values in sizes.items()}).tensors
         program, obstacles = past_branches(flat, calls, first, job.dynamic)
@@ -381,7 +392,8 @@ def _per_size(job: _Job, calls: Sequence[SideEffects], reason: str, *, follow: b
         by_key[key] = program
         obstacles += found
     (programs,) = with_shared_constants([Programs(by_key=by_key, dynamic=False, reason=reason)])
-    return _Made(programs=programs, obstacles=tuple(dict.fromkeys(obstacles)), eager_shapes=(*seen, *_probed(source, flat, sizes)))
+    probed = [] if job.constant else _probed(source, flat, sizes)
+    return _Made(programs=programs, obstacles=tuple(dict.fromkeys(obstacles)), eager_shapes=(*seen, *probed))
 
 
 def _branched(obstacles: Sequence[Obstacle]) -> bool:

@@ -144,8 +144,7 @@ def _build(
         with stages("export") as tell:
             exported = export_entries(sources, sizes, tell, options.max_paths)
             if sources[0].rows:
-                tell("with another number of rows of state")
-                same_with_more_rows(exported, options.max_paths)
+                same_with_more_rows(exported, options.max_paths, tell)
             exported = with_sequences(exported, fresh)
             fresh = None
             uncalled.close()  # it holds the weights once more

@@ -1,9 +1,10 @@
-"""Whether a model's programs are the same with more rows of state: exported once more, and compared."""
+"""Whether a model's programs are the same with more rows of state: traced once more, and compared."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,20 +13,29 @@ from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
 from ...errors import ModelError
-from ...model.source import StateRows
+from ...model.flat_module import FlatModule, held_weights
+from ...model.side_effects import NOTHING, SideEffects
+from ...model.source import StateRows, sample
 from ...model.user_code import place
+from ...util.progress import Tell
+from ...util.scratch import scratch_folder
+from ...util.workers import processors, side_by_side
 from ..export import export
 from ..exported import Exported
+from ..torch_export import export_dynamic, export_static
 
 MORE = 3
-"""Rows that the second export has more of."""
+"""Rows that the second trace has more of."""
 
 
-def same_with_more_rows(made: Sequence[Exported], max_paths: int) -> None:
+def same_with_more_rows(made: Sequence[Exported], max_paths: int, tell: Tell) -> None:
     """Raises state-refused, with the line, where Python took the number of rows, or a program's values follow it.  What the
     operations do with the state itself is not looked at here."""
-    for each in made:
+    for each, alike in zip(made, _traced(made, tell), strict=True):
+        if alike:
+            continue
         source, rows = each.source, each.source.rows
+        tell(f"{source.entry}, exported with another number of rows of state")
         with with_more_rows(source.model, rows, MORE):
             other = export(source, each.sizes, len(made) == 1, max_paths, each.written)
         pairs = list(zip(each.programs.each, other.programs.each, strict=False))
@@ -41,6 +51,42 @@ def same_with_more_rows(made: Sequence[Exported], max_paths: int) -> None:
                 f"{where}: {source.entry}() is another program with {counted}: {what}",
                 "let nothing depend on the number of rows: read it nowhere in the model, and index the rows",
             )
+
+
+def _traced(made: Sequence[Exported], tell: Tell) -> list[bool]:
+    """`_traced_alike` of every entry, in forked processes side by side where that can be."""
+    works = {number: partial(_traced_alike, each) for number, each in enumerate(made)}
+    if len(made) == 1 or processors() == 1 or torch.cuda.is_initialized():
+        return [work(tell) for work in works.values()]
+    with scratch_folder() as logs:
+        alike = side_by_side(works, dict.fromkeys(works, tell), logs, "worker-died")
+    return [alike[number] for number in works]
+
+
+def _traced_alike(entry: Exported, tell: Tell) -> bool:
+    """Whether a trace alone gives the same programs.  It says nothing of a model that asks for values, or that keeps something in
+    no buffer: only an export, which calls it first, shows what such a model does."""
+    source, first = entry.source, entry.flat
+    if entry.obstacles or first.bounded or first.known or first.as_eager or first.asserted != NOTHING:
+        return False
+    tell(f"{source.entry}, with another number of rows of state")
+    with with_more_rows(source.model, source.rows, MORE):
+        flat = FlatModule(source.model, first.like, source.device, source.told, source.entry, source.capability)
+        flat.weights = held_weights(source.model, entry.written)
+        effects: list[SideEffects] = []
+        flat.watch = effects.append
+        for key, program in entry.programs.each:
+            try:
+                if entry.programs.dynamic:
+                    other = export_dynamic(source, flat, entry.shapes, entry.sizes)
+                else:
+                    other = export_static(source, flat, sample(source, dict(zip(entry.sizes, key, strict=True))).tensors)
+            except ModelError:
+                return False
+            asked = any(call.answers or call.reads or call.baked or call.obstacles for call in effects)
+            if asked or _difference(program, other) is not None:
+                return False
+    return True
 
 
 @contextmanager

@@ -164,8 +164,8 @@ def _compiled(
     compiled = (_private_cache(work / "cache"), unnamed_machine(), _watched(work, tell), unprobed(compilers))
     generated = (dispatched(), complex_decompositions(), any_number_of_threads(), failures_leave_loops(), stored_before_reshapes())
     with ExitStack() as stack:
-        shims = begun.operators or (begun_object(operators, level, stack) if called else None)
-        beside = side_by_side(begun.interface, functions, shims if called else None)
+        shims = begun.operators or begun_object(operators, level, stack) if called else None
+        beside = side_by_side(begun.interface, functions, shims)
         for each in (*compiled, beside, *generated, mended(), unchecked_puts(program.graph_module), torch.no_grad()):
             stack.enter_context(each)
         options["aot_inductor.output_path"] = str(target)

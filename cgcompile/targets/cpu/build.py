@@ -5,7 +5,6 @@ from __future__ import annotations
 import platform
 import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -34,14 +33,13 @@ from ...util.scratch import scratch_folder
 from ...util.workers import processors, side_by_side
 from ..build_spec import BuildSpec, EntryBuild, EntryParts, ManifestParts
 from ..instruction_sets import Level, level_of
-from ..kernels import operators
-from ..kernels.operator_calls import own_operators, without_python
+from ..kernels.operator_calls import without_python
 from ..memory_layout import lay_out, tensor_bytes
 from ..program_contents import program_contents
 from ..weights import frozen_weights, shapes_of, write_weights
 from . import layouts
 from .aoti import Compiled, import_inductor
-from .interface import Begun, begun_object
+from .interface import Begun
 from .object_cache import compiled_and_kept, kept_at, recalled
 
 REASON = "the whole model, compiled for the processor"
@@ -59,7 +57,7 @@ class _CompiledEntry:
         """The region of the program of `key`: `model`, or `model-8x128` where each has its own; of another entry than forward
         `decode`, `decode-8x128`."""
         base = WHOLE if self.entry.name == FORWARD else self.entry.name
-        return base if self.programs.dynamic else f"{base}-{'x'.join(map(str, key))}"
+        return base if len(self.programs.each) == 1 else f"{base}-{'x'.join(map(str, key))}"
 
     def file(self, key: IntKey) -> str:
         return f"{file_names.HOST}{self.name(key)}.so"
@@ -132,7 +130,7 @@ def _compile_all(
 ) -> None:
     """Compiles what is not compiled as `standalone` says: several programs side by side.  `changing`: weights may change, whichever
     entry does it."""
-    works: dict[tuple[int, IntKey], Callable[[Begun | None, Tell], Compiled]] = {}
+    works: dict[tuple[int, IntKey], Callable[[Tell], Compiled]] = {}
     for number, each in enumerate(entries):
         contents = program_contents([program for _, program in each.programs.each])
         shared = [alias.output for alias in each.entry.prepared.aliases]
@@ -149,18 +147,14 @@ def _compile_all(
             if (kept := recalled(kept_at(*about), work)) is not None:
                 each.compiled[key] = kept
             else:
-                works[number, key] = partial(compiled_and_kept, *about, work)
-    with ExitStack() as stack:
-        if begun is not None and any(own_operators(program) for each in entries for _, program in each.programs.each):
-            begun = replace(begun, operators=begun_object(operators, level, stack))  # once for all programs
-        if len(works) > 1 and processors() > 1 and not torch.cuda.is_initialized():
-            import_inductor()
-            if begun is not None:
-                begun.wait()
-            calls = {name: partial(work, begun) for name, work in works.items()}
-            made = side_by_side(calls, {name: tells[name[0]] for name in works}, scratch, "worker-died")
-        else:
-            made = {name: work(begun, tells[name[0]]) for name, work in works.items()}
+                works[number, key] = partial(compiled_and_kept, *about, work, begun)
+    if len(works) > 1 and processors() > 1 and not torch.cuda.is_initialized():
+        import_inductor()
+        if begun is not None:
+            begun.wait()
+        made = side_by_side(works, {name: tells[name[0]] for name in works}, scratch, "worker-died")
+    else:
+        made = {name: work(tells[name[0]]) for name, work in works.items()}
     for (number, key), compiled in made.items():
         entries[number].compiled[key] = compiled
 

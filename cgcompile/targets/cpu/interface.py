@@ -28,7 +28,7 @@ from ...util.content_cache import cache_folder, cache_optional, cache_path, reca
 from ...util.scratch import scratch_folder
 from ...util.workers import end_group
 from ..instruction_sets import Level
-from ..kernels import standalone
+from ..kernels import operators, standalone
 from ..requirements import compiler, described
 from .compiler import HEADER, REGEX, included, wrap
 from .products import fast
@@ -81,11 +81,11 @@ class Interface:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Begun:
     """Compilations that no model is needed for.  `functions`: of `kernels.standalone`, None where no code is to bring them.
-    `operators`: of `kernels.operators`, None before a program is known to call them."""
+    `operators`: of `kernels.operators`, None where no program can call them."""
 
     interface: Interface | None
     functions: Future[Path | None] | None
-    operators: Future[Path | None] | None = None
+    operators: Future[Path | None] | None
 
     def wait(self) -> None:
         """Until all are done: a forked process cannot wait for a thread of this one."""
@@ -96,12 +96,14 @@ class Begun:
 
 @contextmanager
 def begun(level: Level | None, functions: bool | None) -> Iterator[Begun]:
-    """Begins both, for processors of a `level`.  `functions`: whether code brings them; None where that pays."""
+    """Begins all, for processors of a `level`.  `functions`: whether code brings them; None where that pays."""
     with ExitStack() as stack:
         wanted = fast(level) if functions is None else functions
+        here = shutil.which(compiler()) is not None
         yield Begun(
             interface=stack.enter_context(begun_interface()),
-            functions=begun_object(standalone, level, stack) if wanted and shutil.which(compiler()) is not None else None,
+            functions=begun_object(standalone, level, stack) if wanted and here else None,
+            operators=begun_object(operators, level, stack) if operators.registered() and here else None,
         )
 
 

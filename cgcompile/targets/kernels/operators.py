@@ -28,6 +28,12 @@ def declaration(name: str) -> str:
     return f"AOTITorchError aoti_torch_cpu_{name.partition('::')[2]}({', '.join(DECLARED[name])})"
 
 
+def registered() -> bool:
+    """Whether a program of this process can call one: what defines them was imported."""
+    names = [name.partition("::") for name in DECLARED]
+    return any(hasattr(getattr(torch.ops, namespace), operator) for namespace, _, operator in names)
+
+
 def command(compiler: str, target: Path) -> list[str]:
     """How `compiler` makes the object file at `target`.  It says itself which processor it compiles for, where "native" stands."""
     options = ["-std=c++17", "-O3", "-march=native", "-fPIC", "-fopenmp", "-w", "-DNDEBUG", "-DSTANDALONE_TORCH_HEADER"]

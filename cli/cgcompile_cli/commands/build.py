@@ -148,7 +148,8 @@ def build(
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     begin = time.perf_counter()
     program = os.path.abspath(model) if os.path.exists(model) else model
-    estimate = Estimate((program, sizes, context, lanes, dtype, weights, lower, prove, standalone), target)
+    about = program, sizes, context, lanes, dtype, weights, lower, prove, standalone
+    estimate = None if quiet else Estimate(about, target)
     with watching(quiet, verbose, estimate) as progress:
         built = cgcompile.build(
             model, sizes=list(sizes or ()), out=out, target=target, strict=strict, allow=tuple(allow or ()), lower=lower,
@@ -158,7 +159,8 @@ def build(
             chunk=chunk or (),
             dtype=dtype, weights=weights, progress=progress or "silent",
         )  # fmt: skip
-    estimate.keep()
+    if estimate is not None:
+        estimate.keep()
     if not quiet:
         show(_summary(built, time.perf_counter() - begin, progress.stages() if verbose and progress else None), sys.stderr)
     if as_json:

@@ -102,6 +102,19 @@ def test_what_can_be_dynamic_stays_dynamic(function: Callable[..., Any]) -> None
         assert made.programs.dynamic and len(made.programs.each) == 1 and not made.programs.reason
 
 
+def counted(m: Holding, x: torch.Tensor) -> torch.Tensor:
+    m.calls.add_(1)
+    return m.linear(x) + m.calls
+
+
+def test_the_only_size_of_a_model_with_state_is_a_constant() -> None:
+    """Nothing of it is padded, and a symbol makes the program dearer to trace and to compile."""
+    made = exported(counted, batch=(8,))
+    assert not made.programs.dynamic and "one size" in made.programs.reason and len(made.shapes) == 1
+    assert describe_signature(made).outputs[0].shape == (8, 8)
+    assert exported(counted, batch=(1, 8)).programs.dynamic and exported(lambda m, x: m.linear(x), batch=(8,)).programs.dynamic
+
+
 def test_a_mixture_of_experts_is_right_at_every_size() -> None:
     made = prepared(
         exported(lambda m, x: torch.einsum("bi,bij->bj", x, m.experts[x.argmax(-1) % 4]) * (2 if x.shape[0] > 4 else 1))
