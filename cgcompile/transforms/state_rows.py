@@ -140,6 +140,7 @@ class _Rewriting:
             node: (node, tuple([Axis(number, None) for number in range(node.meta["val"].dim())])) for node in state
         }
         self._places: dict[Any, Node] = {}
+        self._part = 0  # how many branches and loops are behind
         self._written = {node for each in module.graph.nodes for node in _written(each)}
         self._keys: dict[Node, Any] = {}
 
@@ -148,6 +149,7 @@ class _Rewriting:
             touched = [each for each in node.all_input_nodes if each in self._state]
             if touched:
                 self._rewrite(node, touched[0])
+            self._part += is_conditional(node)
 
     def _rewrite(self, node: Node, state: Node) -> None:
         rows, count = self._state[state]
@@ -258,19 +260,16 @@ class _Rewriting:
         return [self._place(node, indices[0], count), *indices[1:]]
 
     def _place(self, node: Node, index: Node, count: Node) -> Node:
-        """The places that an index means, each once for all that use the same."""
-        key = self._key(index), count
+        """The places that an index means, once for all that use the same between two branches or loops.  What lies between these
+        is compiled by itself on a GPU: of places that come from outside, Inductor does not know that none is negative."""
+        key = self._key(index), count, self._part
         if key not in self._places:
             origin = {name: node.meta[name] for name in ("stack_trace", "nn_module_stack") if name in node.meta}
             where = " ".join(filter(None, [place(node)[0] or "model"]))
             said = spelled(f"{where}: {ASSERTS}: 0 <= index < number of rows of the state") if self._asserting else ""
-            # behind the index, so that all that use it come later
-            self._places[key] = insert(
-                index.next if index.op == "call_function" else _first(node.graph),
-                [index, count],
-                partial(_places, said=said),
-                origin=origin,
-            )
+            behind = index.next if index.op == "call_function" else _first(node.graph)
+            first = node if self._part else behind  # so that all that use it come later
+            self._places[key] = insert(first, [index, count], partial(_places, said=said), origin=origin)
         return self._places[key]
 
     def _key(self, node: Node) -> Any:

@@ -62,3 +62,24 @@ def test_operators_of_triton_kernels_may_not_read_the_number(tmp_path: Path, siz
     else:
         build()
         check_loaded(archive.Archive(str(tmp_path / "x.cgb")))
+
+
+class Looped(torch.nn.Module):
+    """Takes rows of its state through a loop, and puts them back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("kept", torch.zeros(3, 4))
+
+    def forward(self, row: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        begin = torch.zeros((), dtype=torch.int64, device=x.device), self.kept[row]
+        _, made = torch.while_loop(lambda turn, y: turn < 3, lambda turn, y: (turn + 1, y * 0.5 + x), begin)
+        self.kept[row] = made
+        return made
+
+
+def test_rows_are_read_before_a_loop_and_written_behind_it(tmp_path: Path) -> None:
+    out = tmp_path / "looped.cgb"
+    inputs = torch.tensor([1, 2]), torch.randn(2, 4)
+    cgcompile.build(Looped().eval(), lambda: inputs, state={"kept": "rows"}, target="sm_90", out=out)
+    check_loaded(archive.Archive(str(out)))
