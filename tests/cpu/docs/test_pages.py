@@ -14,7 +14,7 @@ from tests.helpers.places import ROOT
 pytest.importorskip("torch")
 
 RUN = {"python", "console"}
-OTHERS = {"text", "sh", "dockerfile", ""}
+OTHERS = {"text", "sh", "dockerfile", "yaml", ""}
 """What is no command and no Python: `sh` blocks are those that install, and are skipped."""
 
 PAGES = [page for page in pages() if any(block.language in RUN for block in blocks(page.read_text(encoding="utf-8")))]
