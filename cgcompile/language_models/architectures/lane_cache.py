@@ -64,7 +64,7 @@ class LaneCache(Cache):
         self.tokens, self.numbers = tokens, kept.numbers
         self.rows = {(state.kind, state.layer, state.number): row for row, state in enumerate(kept.states)}
         self.states = [state.clone() for state in states]  # which the model's code writes to
-        self.depth = 1 + max([state.layer for state in kept.states], default=-1)
+        self.depth = max([0, *[state.layer + 1 for state in kept.states]])  # Dynamo takes no default
         self.width = tokens.pages.shape[1] * PAGE
 
     @property
