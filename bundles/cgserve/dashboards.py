@@ -7,7 +7,7 @@ is left out.  Sources of the names: vLLM's docs/design/metrics.md, Triton's docs
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Metric
@@ -27,18 +27,18 @@ VLLM = {
 
 
 class TritonNumber(NamedTuple):
-    """A number of Triton's, of which a sample of ours has so many of its `unit`; `code`: of requests with this status alone, "!200"
-    of all others."""
+    """A number of Triton's: the sum of a sample of ours, times `unit`.  `succeeded`: of requests with status 200 alone, or of all
+    others; None where samples have no status."""
 
     name: str
     sample: str
     unit: float = 1.0
-    code: str = ""
+    succeeded: bool | None = None
 
 
 TRITON = (
-    TritonNumber("nv_inference_request_success", "cgbundle_requests_total", code="200"),
-    TritonNumber("nv_inference_request_failure", "cgbundle_requests_total", code="!200"),
+    TritonNumber("nv_inference_request_success", "cgbundle_requests_total", succeeded=True),
+    TritonNumber("nv_inference_request_failure", "cgbundle_requests_total", succeeded=False),
     TritonNumber("nv_inference_count", "cgbundle_rows_total"),
     TritonNumber("nv_inference_exec_count", "cgbundle_call_seconds_count"),
     TritonNumber("nv_inference_queue_duration_us", "cgbundle_queue_seconds_sum", unit=1e6),
@@ -64,16 +64,13 @@ class Dashboards(Collector):
 
 
 def _renamed(metric: Metric, name: str, kind: str) -> Metric:
-    made = Metric(name, metric.documentation, kind)
+    renamed = Metric(name, metric.documentation, kind)
     for sample in metric.samples:
         suffix = sample.name.removeprefix(metric.name) or ("_total" if kind == "counter" else "")
         if not suffix.endswith("_created"):
-            made.add_sample(name + suffix, _model_name(sample.labels), sample.value)
-    return made
-
-
-def _model_name(labels: Mapping[str, str]) -> dict[str, str]:
-    return {"model_name" if name == "model" else name: value for name, value in labels.items()}
+            labels = {"model_name" if label == "model" else label: value for label, value in sample.labels.items()}
+            renamed.add_sample(name + suffix, labels, sample.value)
+    return renamed
 
 
 def _cache_use(ours: Iterable[Metric]) -> Metric:
@@ -83,24 +80,21 @@ def _cache_use(ours: Iterable[Metric]) -> Metric:
         if metric.name in ("cgbundle_llm_pages_used", "cgbundle_llm_pages_free"):
             for sample in metric.samples:
                 pages[sample.labels["model"]][metric.name.rpartition("_")[2]] = sample.value
-    made = Metric("vllm:kv_cache_usage_perc", "Part of the cache's pages in use; 1 is all.", "gauge")
-    for model, told in pages.items():
-        if len(told) == 2 and any(told.values()):
-            made.add_sample(made.name, {"model_name": model}, told["used"] / (told["used"] + told["free"]))
-    return made
+    use = Metric("vllm:kv_cache_usage_perc", "Part of the cache's pages in use; 1 is all.", "gauge")
+    for model, counts in pages.items():
+        if len(counts) == 2 and any(counts.values()):
+            use.add_sample(use.name, {"model_name": model}, counts["used"] / (counts["used"] + counts["free"]))
+    return use
 
 
 def _triton(ours: Iterable[Metric], number: TritonNumber) -> Metric:
     values: dict[tuple[str, str], float] = defaultdict(float)
     for metric in ours:
         for sample in metric.samples:
-            if sample.name == number.sample and _counts(number.code, sample.labels.get("code", "")):
+            counts = number.succeeded in (None, sample.labels.get("code") == "200")
+            if sample.name == number.sample and counts:
                 values[sample.labels["model"], sample.labels["version"]] += sample.value * number.unit
-    made = Metric(number.name, f"{number.sample} under Triton's name.", "unknown")
+    shown = Metric(number.name, f"{number.sample} under Triton's name.", "unknown")
     for (model, version), value in values.items():
-        made.add_sample(number.name, {"model": model, "version": version}, value)
-    return made
-
-
-def _counts(code: str, told: str) -> bool:
-    return not code or (told != code[1:] if code.startswith("!") else told == code)
+        shown.add_sample(number.name, {"model": model, "version": version}, value)
+    return shown

@@ -28,18 +28,20 @@ def same_launches(
     for region, key in jobs:
         firsts.setdefault(key[0] if len(spec.entries) > 1 else 0, (region, key))
     others = {place: replace(jobs[place], program=with_more_rows(jobs[place].program, rows, MORE)) for place in firsts.values()}
-    varying = {PREFIX + name for each in rows for name in each.buffers}
+    varying = {PREFIX + name for group in rows for name in group.buffers}
     other = make(others)
     for key in other[0].traced:
         said = [_said(lowered.traced[key], compiled, varying) for lowered, compiled in (made, other)]
         if said[0] != said[1]:
-            text = f"int_key {key}: with more {' or '.join([each.name for each in rows])} the kernels or their arguments are others"
+            text = (
+                f"int_key {key}: with more {' or '.join([group.name for group in rows])} the kernels or their arguments are others"
+            )
             raise ModelError("state-refused", text, "let no operator of the model read the size of the state")
 
 
 def _said(lowered: Lowered, compiled: CompiledPrograms, varying: set[str]) -> object:
     """All that a program's recording follows from but the bytes of state that has any number of rows: what Inductor wrote may name
     that number where the compiler drops it."""
-    buffers = [replace(each, nbytes=0) if each.kind == WEIGHT and each.name in varying else each for each in lowered.buffers]
+    buffers = [replace(row, nbytes=0) if row.kind == WEIGHT and row.name in varying else row for row in lowered.buffers]
     kernels = [(compiled.kernels[variant].sha256, compiled.kernels[variant].symbol) for variant in lowered.variants]
     return buffers, kernels, lowered.events, lowered.inputs, lowered.outputs

@@ -78,7 +78,7 @@ def with_more_rows(program: ExportedProgram, rows: Sequence[StateRows], more: in
     root, names, changed = (
         copied_graph(program),
         weight_placeholders(program),
-        {PREFIX + name for each in rows for name in each.buffers},
+        {PREFIX + name for group in rows for name in group.buffers},
     )
     for node in root.graph.nodes:
         if names.get(node.name) in changed:
@@ -100,19 +100,19 @@ def with_counted_rows(program: ExportedProgram, rows: Sequence[StateRows], told:
     """The program, whose state may have any number of rows; itself where it touches none.  `told`: where it will run.  Weights are
     shared, not copied.  Raises state-refused."""
     names = weight_placeholders(program)
-    of_name = {PREFIX + name: each for each in rows for name in each.buffers}
+    of_name = {PREFIX + name: group for group in rows for name in group.buffers}
     if of_name.keys().isdisjoint(names.values()):
         return program
     root = copied_graph(program)
     state = {node: of_name[names[node.name]] for node in root.graph.nodes if names.get(node.name) in of_name}
     device = next(iter(state)).meta["val"].device
     specs, tensors, counts = list(program.graph_signature.input_specs), dict(program.state_dict), {}
-    for each in dict.fromkeys(state.values()):
-        value = torch.full((1,), each.number, dtype=torch.int64, device=device)
-        counts[each.name], specs = add_buffer(root.graph, specs, rows_buffer(each.name), value)
-        tensors[rows_buffer(each.name)] = value
+    for group in dict.fromkeys(state.values()):
+        value = torch.full((1,), group.number, dtype=torch.int64, device=device)
+        counts[group.name], specs = add_buffer(root.graph, specs, rows_buffer(group.name), value)
+        tensors[rows_buffer(group.name)] = value
     asserting = told.type == "cpu"
-    _Rewriting(root, {node: (each, counts[each.name]) for node, each in state.items()}, asserting).run()
+    _Rewriting(root, {node: (group, counts[group.name]) for node, group in state.items()}, asserting).run()
     _close(root)
     return with_graph(program, root, {}, input_specs=specs, state_dict=tensors)
 
@@ -141,12 +141,12 @@ class _Rewriting:
         }
         self._places: dict[Any, Node] = {}
         self._part = 0  # how many branches and loops are behind
-        self._written = {node for each in module.graph.nodes for node in _written(each)}
+        self._written = {node for writer in module.graph.nodes for node in _written(writer)}
         self._keys: dict[Node, Any] = {}
 
     def run(self) -> None:
         for node in list(self._module.graph.nodes):
-            touched = [each for each in node.all_input_nodes if each in self._state]
+            touched = [source for source in node.all_input_nodes if source in self._state]
             if touched:
                 self._rewrite(node, touched[0])
             self._part += is_conditional(node)
@@ -180,9 +180,9 @@ class _Rewriting:
             if target in FACTORIES:
                 return None
         operator = target if isinstance(target, torch._ops.OpOverload) else None
-        if operator is not None and (found := INDEXED.get(operator.name())) and {state, *args[1:3]} <= self._state.keys():
-            places = self._place(node, args[found.places], count)
-            checked = (*args[: found.places], places, *args[found.places + 1 : found.arguments], 1)
+        if operator is not None and (indexed := INDEXED.get(operator.name())) and {state, *args[1:3]} <= self._state.keys():
+            places = self._place(node, args[indexed.places], count)
+            checked = (*args[: indexed.places], places, *args[indexed.places + 1 : indexed.arguments], 1)
             return self._become(node, target, checked)
         if operator is not None and operator.name() in triton_ops_to_kernels and not self._asserting:
             return None  # kernels that find their rows themselves
@@ -194,7 +194,7 @@ class _Rewriting:
         if axis is None:
             return False
         value = node.args[0].meta["val"]
-        chosen = [each % (value.dim() + (node.target is aten.unsqueeze.default)) for each in node.args[axis : axis + 1]] or [0]
+        chosen = [number % (value.dim() + (node.target is aten.unsqueeze.default)) for number in node.args[axis : axis + 1]] or [0]
         if node.target is aten.transpose.int:
             chosen.append(node.args[2] % value.dim())
         if node.target is aten.slice.Tensor and chosen[0] == 0:
@@ -209,19 +209,19 @@ class _Rewriting:
         if node.target is not aten.select.int:
             return base, axes
         chosen, position = node.args[1] % node.args[0].meta["val"].dim(), node.args[2]
-        made = []
+        axes_of_view = []
         for axis in axes:
             if axis.view is None or axis.view < chosen:
-                made.append(axis)
+                axes_of_view.append(axis)
             else:
-                made.append(Axis(None, position) if axis.view == chosen else Axis(axis.view - 1, None))
-        return base, tuple(made)
+                axes_of_view.append(Axis(None, position) if axis.view == chosen else Axis(axis.view - 1, None))
+        return base, tuple(axes_of_view)
 
     def _put(self, node: Node, state: Node, rows: StateRows, count: Node) -> None:
         """What is written in place is a new value of the whole buffer that is copied there: that is written in place again when it
         is lowered."""
         base, axes = self._axes[state]
-        given = self._indices(node, node.args[1], count)
+        places = self._indices(node, node.args[1], count)
         graph, indices = node.graph, []
         for axis in axes:
             if axis.view is None:
@@ -233,7 +233,7 @@ class _Rewriting:
                     fixed.meta = {**node.meta, "val": torch.full((), axis.position, dtype=torch.int64, device=_device(base))}
                 indices.append(fixed)
             else:
-                indices.append(given[axis.view] if axis.view < len(given) else None)
+                indices.append(places[axis.view] if axis.view < len(places) else None)
         while indices[-1] is None:
             indices.pop()
         args = (base, indices, *node.args[2:])
@@ -244,14 +244,14 @@ class _Rewriting:
             self._state[node], self._axes[node] = (rows, count), (node, axes)
             return
         with graph.inserting_before(node):
-            made = graph.call_function(aten._unsafe_index_put.default, args, dict(node.kwargs))
-        made.meta = {**node.meta, "val": base.meta["val"]}
+            put = graph.call_function(aten._unsafe_index_put.default, args, dict(node.kwargs))
+        put.meta = {**node.meta, "val": base.meta["val"]}
         if base is state:
-            self._become(node, aten.copy_.default, (base, made))
+            self._become(node, aten.copy_.default, (base, put))
             self._state[node], self._axes[node] = (rows, count), (base, axes)
             return
         with graph.inserting_before(node):
-            copied = graph.call_function(aten.copy_.default, (base, made))
+            copied = graph.call_function(aten.copy_.default, (base, put))
         copied.meta = {**node.meta, "val": base.meta["val"]}
         node.replace_all_uses_with(state)
         graph.erase_node(node)
@@ -282,14 +282,14 @@ class _Rewriting:
         pure = isinstance(node.target, torch._ops.OpOverload) and not node.target._schema.is_mutable
         if node.op != "call_function" or not pure or torch.Tag.nondeterministic_seeded in node.target.tags or node in self._written:
             return node
-        if any(each in self._written or each in self._state for each in node.all_input_nodes):
+        if any(source in self._written or source in self._state for source in node.all_input_nodes):
             return node
 
         def spelled_out(value: Any) -> Any:
             if isinstance(value, Node):
                 return self._key(value)
             if isinstance(value, list | tuple):
-                return tuple([spelled_out(each) for each in value])
+                return tuple([spelled_out(part) for part in value])
             return (type(value).__name__, str(value))
 
         return node.target, spelled_out(node.args), spelled_out(sorted(node.kwargs.items()))
@@ -297,19 +297,23 @@ class _Rewriting:
     def _into_bodies(self, node: Node) -> None:
         """Branches and loops: their bodies are given the numbers, too."""
         carried = node.args[2] if higher_order(node) == WHILE else ()
-        for each in tree_leaves(carried):
-            if each in self._state:
-                raise _refused(node, self._state[each][0], "is carried from turn to turn of a loop")
+        for leaf in tree_leaves(carried):
+            if leaf in self._state:
+                raise _refused(node, self._state[leaf][0], "is carried from turn to turn of a loop")
         place = 3
-        operands = [each for each in (*tree_leaves(carried), *node.args[place]) if isinstance(each, Node)]
-        counts = list(dict.fromkeys([self._state[each][1] for each in operands if each in self._state]))
+        operands = [leaf for leaf in (*tree_leaves(carried), *node.args[place]) if isinstance(leaf, Node)]
+        counts = list(dict.fromkeys([self._state[operand][1] for operand in operands if operand in self._state]))
         node.args = (*node.args[:place], (*node.args[place], *counts), *node.args[place + 1 :])
-        given = [*tree_leaves(carried), *node.args[place]]
+        values = [*tree_leaves(carried), *node.args[place]]
         for body in bodies(node, self._module):
             for count in counts:
                 _add_input(body.graph, count)
-            inputs = dict(zip(given, body.graph.find_nodes(op="placeholder"), strict=True))
-            state = {inputs[each]: (self._state[each][0], inputs[self._state[each][1]]) for each in operands if each in self._state}
+            inputs = dict(zip(values, body.graph.find_nodes(op="placeholder"), strict=True))
+            state = {
+                inputs[operand]: (self._state[operand][0], inputs[self._state[operand][1]])
+                for operand in operands
+                if operand in self._state
+            }
             _Rewriting(body, state, self._asserting).run()
             _close(body)
 
@@ -352,9 +356,9 @@ def _first(graph: Graph) -> Node:
 
 def _add_input(graph: Graph, like: Node) -> None:
     with graph.inserting_before(next(node for node in graph.nodes if node.op != "placeholder")):
-        made = graph.placeholder("cgcompile_rows")
-    made.target = made.name  # which is unique
-    made.meta["val"] = like.meta["val"]
+        fresh = graph.placeholder("cgcompile_rows")
+    fresh.target = fresh.name  # which is unique
+    fresh.meta["val"] = like.meta["val"]
 
 
 def _refused(node: Node, rows: StateRows, text: str) -> ModelError:

@@ -40,9 +40,9 @@ class Estimate:
         self._known: tuple[tuple[str, float], ...] = ()
         self._done: list[tuple[str, float]] = []
         with suppress(BuildError):  # a build that needs the cache says what is wrong with it
-            self._paths = [cache_path(cache_folder(), STAGE, target, *own) for own in ((program,), ())]
-            found = next(filter(None, (recall(path, Timings) for path in self._paths)), None)
-            self._known = found.stages if found is not None else ()
+            self._paths = [cache_path(cache_folder(), STAGE, target, *about) for about in ((program,), ())]
+            kept = next(filter(None, (recall(path, Timings) for path in self._paths)), None)
+            self._known = kept.stages if kept is not None else ()
 
     def done(self, stage: str, seconds: float) -> None:
         """A stage is done."""

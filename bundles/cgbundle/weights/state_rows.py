@@ -49,24 +49,24 @@ def resized(manifest: Manifest, asked: Mapping[str, int], room: Room) -> Manifes
     """The manifest with as many rows of state as are asked for, by dimension, and for others as many as memory allows.  Raises
     state-rows, out-of-memory."""
     dimensions, weights = manifest.state_dimensions, manifest.weights
-    rows = {each.name: _checked(each, least_rows(each, weights), asked) for each in dimensions}
-    known = [each.name for each in dimensions]
+    rows = {dimension.name: _checked(dimension, least_rows(dimension, weights), asked) for dimension in dimensions}
+    known = [dimension.name for dimension in dimensions]
     for name in asked:
         if name not in known:
             has = f"it has {', '.join(map(repr, known))}" if known else "it has none"
             text = f"state {name!r}: program {manifest.name!r} has no such dimension of its state{meant(name, known)}: {has}"
             raise CallError("state-rows", text)
-    bytes_of = {each.name: sum(_row_bytes(weights[index]) for index in each.weights) for each in dimensions}
-    if open_ := [each for each in dimensions if each.name not in asked]:
+    bytes_of = {dimension.name: sum(_row_bytes(weights[index]) for index in dimension.weights) for dimension in dimensions}
+    if open_ := [dimension for dimension in dimensions if dimension.name not in asked]:
         others = _laid_out(manifest, rows).bytes  # all that the numbers above take
         rows |= _shared(open_, rows, bytes_of, int(room.free * room.share) - others)
-    made = _laid_out(manifest, rows)
-    if made.bytes > room.free:
-        told = ", ".join([f"{name}={number}" for name, number in rows.items()])
-        text = f"state {told}: needs {made.bytes:,} bytes, {room.where} has {room.free:,} free"
+    layout = _laid_out(manifest, rows)
+    if layout.bytes > room.free:
+        numbers = ", ".join([f"{name}={number}" for name, number in rows.items()])
+        text = f"state {numbers}: needs {layout.bytes:,} bytes, {room.where} has {room.free:,} free"
         raise OutOfMemory("out-of-memory", text, "give smaller numbers to load(..., state=...)" if asked else "")
-    memories = tuple([(name, made.bytes if name == STATE else size) for name, size in manifest.memories])
-    return replace(manifest, weights=made.weights, memories=memories)
+    memories = tuple([(name, layout.bytes if name == STATE else size) for name, size in manifest.memories])
+    return replace(manifest, weights=layout.weights, memories=memories)
 
 
 def least_rows(dimension: StateDimension, weights: Sequence[Weight]) -> int:
@@ -81,7 +81,7 @@ class Relocation:
 
     def __init__(self, built: Manifest, now: Manifest) -> None:
         places = sorted(
-            [(built.weights[at].offset, now.weights[at].offset) for each in built.state_dimensions for at in each.weights]
+            [(built.weights[at].offset, now.weights[at].offset) for dimension in built.state_dimensions for at in dimension.weights]
         )
         self._begins, self._shifts = [old for old, _ in places], [new - old for old, new in places]
 
@@ -89,12 +89,12 @@ class Relocation:
         """A recording over the state that lies there now.  Kernels alone touch state that varies."""
         if not any(self._shifts):
             return table
-        made, state, offsets = copy(table), MEMORIES.index(STATE), array("Q", table.relocation_offset.tobytes())
+        moved, state, offsets = copy(table), MEMORIES.index(STATE), array("Q", table.relocation_offset.tobytes())
         for row, memory in enumerate(bytes(table.relocation_memory)):
             if memory == state and offsets[row] >= self._begins[0]:
                 offsets[row] += self._shifts[bisect_right(self._begins, offsets[row]) - 1]
-        setattr(made, "relocation_offset", memoryview(offsets))  # noqa: B010  a slot that type checkers do not know
-        return made
+        setattr(moved, "relocation_offset", memoryview(offsets))  # noqa: B010  a slot that type checkers do not know
+        return moved
 
 
 # --- inside -------------------------------------------------------------------------------------------------------
@@ -119,24 +119,24 @@ def _shared(
     """How many rows each takes of `free` bytes beside the least: all take equal parts, and what one does not need goes to the
     others."""
 
-    def needed(each: StateDimension) -> float:
-        more = None if each.most is None else each.most - least[each.name]
-        return float("inf") if more is None else more * bytes_of[each.name]
+    def needed(dimension: StateDimension) -> float:
+        more = None if dimension.most is None else dimension.most - least[dimension.name]
+        return float("inf") if more is None else more * bytes_of[dimension.name]
 
     rows, left = {}, max(0, free)
     waiting = sorted(dimensions, key=needed)
-    for place, each in enumerate(waiting):
-        part = min(needed(each), left // (len(waiting) - place))
-        more = int(part // bytes_of[each.name]) if bytes_of[each.name] else 0
-        rows[each.name] = min(least[each.name] + more, STATE_ROWS)
-        left -= (rows[each.name] - least[each.name]) * bytes_of[each.name]
+    for place, dimension in enumerate(waiting):
+        part = min(needed(dimension), left // (len(waiting) - place))
+        more = int(part // bytes_of[dimension.name]) if bytes_of[dimension.name] else 0
+        rows[dimension.name] = min(least[dimension.name] + more, STATE_ROWS)
+        left -= (rows[dimension.name] - least[dimension.name]) * bytes_of[dimension.name]
     return rows
 
 
 def _laid_out(manifest: Manifest, rows: Mapping[str, int]) -> _Layout:
     """State with these numbers of rows, in the order of the bundle, behind what does not vary."""
     weights = list(manifest.weights)
-    number_of = {at: rows[each.name] for each in manifest.state_dimensions for at in each.weights}
+    number_of = {at: rows[dimension.name] for dimension in manifest.state_dimensions for at in dimension.weights}
     order = sorted(number_of, key=lambda at: weights[at].offset)
     end = weights[order[0]].offset
     for at in order:

@@ -6,7 +6,6 @@ Other methods, such as streams, are UNIMPLEMENTED.  Needs the packages grpcio an
 
 from __future__ import annotations
 
-import hmac
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from ..log import Tell
 from ..tensors.entry import Ports
 from ..tensors.grpc_messages import CLASSES, SERVICE, read_infer, write_infer, write_metadata
 from ..tensors.inference_protocol import Request
+from ..transport.access import has_key
 from .inference import EXTENSIONS, Inference, Refusal, Served, Serving, answered, beside
 
 CODES = {
@@ -73,7 +73,7 @@ class GrpcInference:
 
     async def _answer(self, name: str, method: Callable[[Any, Any], Awaitable[Any]], message: Any, context: Any) -> Any:
         headers = {key: value for key, value in context.invocation_metadata() if isinstance(value, str)}
-        if self._keys and name not in OPEN and not self._has_key(headers.get("authorization", "")):
+        if self._keys and name not in OPEN and not has_key(headers.get("authorization", "").encode(), self._keys):
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "no valid key: send authorization: Bearer KEY")
         size = message.ByteSize()
         if self._held + size > self._largest:
@@ -85,11 +85,6 @@ class GrpcInference:
             await context.abort(CODES.get(refusal.status, grpc.StatusCode.UNKNOWN), str(refusal))
         finally:
             self._held -= size
-
-    def _has_key(self, told: str) -> bool:
-        kind, _, key = told.partition(" ")
-        matches = [hmac.compare_digest(key.strip().encode(), known) for known in self._keys]
-        return kind.lower() == "bearer" and any(matches)
 
     # --- the methods ----------------------------------------------------------------------------------------------
 

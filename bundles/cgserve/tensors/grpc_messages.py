@@ -1,4 +1,4 @@
-"""The messages of the Open Inference Protocol over gRPC, made when the module is imported, and tensors from and to them.
+"""The messages of the Open Inference Protocol over gRPC, whose classes are made at the import, and tensors from and to them.
 
 Source of names and numbers: kserve/open-inference-protocol, specification/protocol/open_inference_grpc.proto, and Triton's
 grpc_service.proto for the repository.  A pool of our own holds them: a client in the same process has the same names.
@@ -13,7 +13,23 @@ from typing import Any
 
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
-from .inference_protocol import CODES, WIDTHS, Asked, Given, Port, ProtocolError, Request, by_name, check_names, check_shape
+from .inference_protocol import (
+    CODES,
+    OF_INPUT,
+    OF_OUTPUT,
+    WIDTHS,
+    Asked,
+    Given,
+    Port,
+    ProtocolError,
+    Request,
+    by_name,
+    check_parameters,
+    check_request,
+    check_shape,
+    in_order,
+    port_named,
+)  # fmt: skip
 
 PACKAGE = "inference"
 SERVICE = f"{PACKAGE}.GRPCInferenceService"
@@ -75,12 +91,12 @@ CONTENTS = {
 def message_classes() -> dict[str, Any]:
     """The class of every message, by its name."""
     file = descriptor_pb2.FileDescriptorProto(name="cgserve/inference.proto", package=PACKAGE, syntax="proto3")
-    made: dict[str, Any] = {}
+    messages: dict[str, Any] = {}
     for name, fields in MESSAGES.items():
         outer, _, inner = name.rpartition(".")
-        made[name] = made[outer].nested_type.add(name=inner) if outer else file.message_type.add(name=name)
+        messages[name] = messages[outer].nested_type.add(name=inner) if outer else file.message_type.add(name=name)
         for number, field in enumerate(fields, start=1):
-            _declare(made[name], name, number, field)
+            _declare(messages[name], name, number, field)
     pool = descriptor_pool.DescriptorPool()
     pool.Add(file)
     return {name: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"{PACKAGE}.{name}")) for name in MESSAGES}
@@ -114,38 +130,29 @@ CLASSES = message_classes()
 
 def read_infer(message: Any, inputs: Sequence[Port], outputs: Sequence[Port]) -> Request:
     """A ModelInferRequest.  Raises ProtocolError."""
-    timeout = check_names(parameters(message), "the request")
-    rows, ports = by_name([(row.name, row) for row in message.inputs], "inputs"), {port.name: port for port in inputs}
-    raw = list(message.raw_input_contents)
+    timeout = check_request(parameters(message))
+    rows, raw = by_name([(row.name, row) for row in message.inputs], "inputs"), list(message.raw_input_contents)
     if raw and len(raw) != len(rows):
         raise ProtocolError(f"raw_input_contents: {len(raw)}, and there are {len(rows)} inputs")
-    found = {}
+    tensors = {}
     for number, (name, row) in enumerate(rows):
-        port = ports.get(name)
-        if port is None:
-            raise ProtocolError(f"input {name!r}: the model has none of that name, but {', '.join(ports)}")
-        check_names(parameters(row), f"input {name!r}")
+        port = port_named(name, inputs, "input")
+        check_parameters(parameters(row), OF_INPUT, f"input {name!r}")
         shape = check_shape(port, row.datatype, list(row.shape))
-        found[name] = Given(shape, _data(port, shape, row, raw[number] if raw else None))
-    for name in ports:
-        if name not in found:
-            raise ProtocolError(f"input {name!r} is missing")
-    names = [port.name for port in outputs]
-    asked = by_name([(row.name, row) for row in message.outputs], "outputs")
-    for name, row in asked:
-        if name not in names:
-            raise ProtocolError(f"output {name!r}: the model has none of that name, but {', '.join(names)}")
-        check_names(parameters(row), f"output {name!r}")
-    wanted = [name for name, _ in asked] or names
-    return Request(message.id, tuple([found[name] for name in ports]), tuple([Asked(name, True) for name in wanted]), timeout)
+        tensors[name] = Given(shape, _data(port, shape, row, raw[number] if raw else None))
+    for name, row in by_name([(row.name, row) for row in message.outputs], "outputs"):
+        port_named(name, outputs, "output")
+        check_parameters(parameters(row), OF_OUTPUT, f"output {name!r}")
+    names = [row.name for row in message.outputs] or [port.name for port in outputs]
+    return Request(message.id, in_order(tensors, inputs), tuple([Asked(name, True) for name in names]), timeout)
 
 
 def write_infer(model: str, version: str, request: Request, outputs: Sequence[Port], tensors: Sequence[Given]) -> Any:
     """A ModelInferResponse with the outputs that the request wants, as bytes."""
-    given = {port.name: (port, tensor) for port, tensor in zip(outputs, tensors, strict=True)}
+    by_port = {port.name: (port, tensor) for port, tensor in zip(outputs, tensors, strict=True)}
     answer = CLASSES["ModelInferResponse"](model_name=model, model_version=version, id=request.id)
     for asked in request.asked:
-        port, tensor = given[asked.name]
+        port, tensor = by_port[asked.name]
         answer.outputs.add(name=port.name, datatype=port.datatype, shape=tensor.shape)
         answer.raw_output_contents.append(bytes(tensor.data))
     return answer

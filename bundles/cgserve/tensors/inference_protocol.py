@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
@@ -41,10 +41,8 @@ JSON_BYTES = 4 << 20
 """A request has no more of JSON: the parser stops all else for its time, and needs ten times as much memory."""
 
 
-KNOWN_PARAMETERS = {
-    "the request": {"timeout", "binary_data_output", "priority"}, "input": {"binary_data_size"}, "output": {"binary_data"},
-}  # fmt: skip
-"""What a request, an input and an output may say beside their fields.  All requests have the same priority."""
+OF_REQUEST, OF_INPUT, OF_OUTPUT = {"timeout", "binary_data_output", "priority"}, {"binary_data_size"}, {"binary_data"}
+"""Parameters that a request, an input and an output may have.  All requests have the same priority."""
 
 REFUSED_PARAMETERS = {
     "sequence": "this server has no sequences", "classification": "this server has no such extension",
@@ -114,7 +112,7 @@ def read_request(body: bytes, header: str | None, inputs: Sequence[Port], output
     if type(name) is not str:
         _refuse("id: expected a string")
     parameters = _parameters(request, "the request")
-    timeout = check_names(parameters, "the request")
+    timeout = check_request(parameters)
     tensors = _tensors(request.get("inputs"), behind, inputs)
     return Request(name, tensors, _asked(request.get("outputs"), parameters, outputs), timeout)
 
@@ -159,14 +157,17 @@ def metadata(
     return told | {"parameters": {"sizes": {name: list(each) for name, each in sizes}, "axes": axes}}
 
 
-def check_names(parameters: Mapping[str, Any], where: str) -> int:
-    """The microseconds that a request has, 0 for no bound of its own.  `where`: "the request", "input 'x'" or "output 'y'".  Raises
-    ProtocolError for a parameter that is not known."""
-    known = KNOWN_PARAMETERS[where if where in KNOWN_PARAMETERS else where.partition(" ")[0]]
+def check_parameters(parameters: Mapping[str, Any], known: Set[str], where: str) -> None:
+    """Raises ProtocolError for a parameter that is not `known`.  `where`: whose they are, "input 'x'"."""
     for name in sorted(parameters.keys() - known):
-        known_ones = f"this server knows {', '.join(sorted(known))}"
-        why = next((text for begin, text in REFUSED_PARAMETERS.items() if name.startswith(begin)), known_ones)
+        others = f"this server knows {', '.join(sorted(known))}"
+        why = next((text for begin, text in REFUSED_PARAMETERS.items() if name.startswith(begin)), others)
         _refuse(f"{where}: parameters: {name}: {why}")
+
+
+def check_request(parameters: Mapping[str, Any]) -> int:
+    """The microseconds that a request has, 0 for no bound of its own.  Raises ProtocolError."""
+    check_parameters(parameters, OF_REQUEST, "the request")
     timeout = parameters.get("timeout", 0)
     if type(timeout) is not int or timeout < 0:
         _refuse("the request: parameters: timeout: expected microseconds, a whole number")
@@ -178,6 +179,22 @@ def by_name(rows: Sequence[tuple[str, Row]], where: str) -> Sequence[tuple[str, 
     if len(dict(rows)) < len(rows):
         _refuse(f"{where}: a name stands there twice")
     return rows
+
+
+def port_named(name: str, ports: Sequence[Port], kind: str) -> Port:
+    """The port of that name; `kind`: "input" or "output".  Raises ProtocolError."""
+    port = next((port for port in ports if port.name == name), None)
+    if port is None:
+        _refuse(f"{kind} {name!r}: the model has none of that name, but {', '.join([port.name for port in ports])}")
+    return port
+
+
+def in_order(tensors: Mapping[str, Given], inputs: Sequence[Port]) -> tuple[Given, ...]:
+    """The tensors of a request in the order of the model's inputs.  Raises ProtocolError for one that is missing."""
+    for port in inputs:
+        if port.name not in tensors:
+            _refuse(f"input {port.name!r} is missing")
+    return tuple([tensors[port.name] for port in inputs])
 
 
 def check_shape(port: Port, datatype: object, shape: object) -> tuple[int, ...]:
@@ -229,14 +246,12 @@ def _rows(listed: object, where: str) -> list[tuple[str, dict[str, Any]]]:
 
 
 def _tensors(listed: object, behind: memoryview, inputs: Sequence[Port]) -> tuple[Given, ...]:
-    ports, found, taken = {port.name: port for port in inputs}, {}, 0
+    tensors, taken = dict[str, Given](), 0
     for name, row in _rows(listed, "inputs"):
-        port = ports.get(name)
-        if port is None:
-            _refuse(f"input {name!r}: the model has none of that name, but {', '.join(ports)}")
+        port = port_named(name, inputs, "input")
         shape = check_shape(port, row.get("datatype"), row.get("shape"))
         parameters = _parameters(row, f"input {name!r}")
-        check_names(parameters, f"input {name!r}")
+        check_parameters(parameters, OF_INPUT, f"input {name!r}")
         size = parameters.get("binary_data_size")
         wanted = math.prod(shape) * WIDTHS[port.datatype]
         if size is None:
@@ -245,13 +260,10 @@ def _tensors(listed: object, behind: memoryview, inputs: Sequence[Port]) -> tupl
             if type(size) is not int or size != wanted or "data" in row:
                 _refuse(f"input {name!r}: binary_data_size {size!r}: {port.datatype} {list(shape)} has {wanted} bytes, and no data")
             data, taken = behind[taken : taken + size], taken + size
-        found[name] = Given(shape, data)
+        tensors[name] = Given(shape, data)
     if taken != len(behind):
         _refuse(f"{len(behind)} bytes behind the JSON, where the inputs' binary_data_size make {taken}")
-    for name in ports:
-        if name not in found:
-            _refuse(f"input {name!r} is missing")
-    return tuple([found[name] for name in ports])
+    return in_order(tensors, inputs)
 
 
 def _packed(port: Port, data: object, elements: int) -> bytes:
@@ -282,20 +294,18 @@ def _asked(listed: object, parameters: Mapping[str, Any], outputs: Sequence[Port
     default = parameters.get("binary_data_output", False)
     if type(default) is not bool:
         _refuse("parameters: binary_data_output: expected true or false")
-    names = [port.name for port in outputs]
     if listed is None or listed == []:
-        return tuple([Asked(name, default) for name in names])
-    found = []
+        return tuple([Asked(port.name, default) for port in outputs])
+    asked = []
     for name, row in _rows(listed, "outputs"):
-        if name not in names:
-            _refuse(f"output {name!r}: the model has none of that name, but {', '.join(names)}")
-        wanted = _parameters(row, f"output {name!r}")
-        check_names(wanted, f"output {name!r}")
-        binary = wanted.get("binary_data", default)
+        port_named(name, outputs, "output")
+        chosen = _parameters(row, f"output {name!r}")
+        check_parameters(chosen, OF_OUTPUT, f"output {name!r}")
+        binary = chosen.get("binary_data", default)
         if type(binary) is not bool:
             _refuse(f"output {name!r}: binary_data: expected true or false")
-        found.append(Asked(name, binary))
-    return tuple(found)
+        asked.append(Asked(name, binary))
+    return tuple(asked)
 
 
 def _numbers(port: Port, data: bytes | memoryview) -> list[Any]:

@@ -25,8 +25,15 @@ def read_keys(path: Path) -> tuple[bytes, ...]:
     return keys
 
 
+def has_key(told: bytes, keys: Sequence[bytes]) -> bool:
+    """Whether the value of a header `authorization` is `Bearer` and one of the keys.  All are compared, in constant time."""
+    kind, _, key = told.partition(b" ")
+    matches = [hmac.compare_digest(key.strip(), known) for known in keys]
+    return kind.lower() == b"bearer" and any(matches)
+
+
 class KeyRequired:
-    """Answers 401 to requests without one of the keys as `Authorization: Bearer KEY`.  Every key is compared in constant time."""
+    """Answers 401 to requests without one of the keys as `Authorization: Bearer KEY`."""
 
     def __init__(self, app: ASGIApp, keys: Sequence[bytes]) -> None:
         self.app, self._keys = app, keys
@@ -35,10 +42,7 @@ class KeyRequired:
         if scope["type"] != "http" or scope["path"] in OPEN:
             await self.app(scope, receive, send)
             return
-        told = dict(scope["headers"]).get(b"authorization", b"")
-        kind, _, key = told.partition(b" ")
-        matches = [hmac.compare_digest(key.strip(), each) for each in self._keys]
-        if kind.lower() == b"bearer" and any(matches):
+        if has_key(dict(scope["headers"]).get(b"authorization", b""), self._keys):
             await self.app(scope, receive, send)
             return
         error: object = "no valid key: send Authorization: Bearer KEY"

@@ -28,19 +28,19 @@ MORE = 3
 """Rows that the second trace has more of."""
 
 
-def same_with_more_rows(made: Sequence[Exported], max_paths: int, tell: Tell) -> None:
+def same_with_more_rows(entries: Sequence[Exported], max_paths: int, tell: Tell) -> None:
     """Raises state-refused, with the line, where Python took the number of rows, or a program's values follow it.  What the
     operations do with the state itself is not looked at here."""
-    for each, alike in zip(made, _traced(made, tell), strict=True):
+    for entry, alike in zip(entries, _traced(entries, tell), strict=True):
         if alike:
             continue
-        source, rows = each.source, each.source.rows
+        source, rows = entry.source, entry.source.rows
         tell(f"{source.entry}, exported with another number of rows of state")
         with with_more_rows(source.model, rows, MORE):
-            other = export(source, each.sizes, len(made) == 1, max_paths, each.written)
-        pairs = list(zip(each.programs.each, other.programs.each, strict=False))
-        differing = next((found for (_, one), (_, two) in pairs if (found := _difference(one, two))), None)
-        if differing is None and len(each.programs.each) != len(other.programs.each):
+            other = export(source, entry.sizes, len(entries) == 1, max_paths, entry.written)
+        pairs = list(zip(entry.programs.each, other.programs.each, strict=False))
+        differing = next((difference for (_, one), (_, two) in pairs if (difference := _difference(one, two))), None)
+        if differing is None and len(entry.programs.each) != len(other.programs.each):
             differing = None, "the model is exported otherwise"
         if differing is not None:
             node, what = differing
@@ -53,10 +53,10 @@ def same_with_more_rows(made: Sequence[Exported], max_paths: int, tell: Tell) ->
             )
 
 
-def _traced(made: Sequence[Exported], tell: Tell) -> list[bool]:
+def _traced(entries: Sequence[Exported], tell: Tell) -> list[bool]:
     """`_traced_alike` of every entry, in forked processes side by side where that can be."""
-    works = {number: partial(_traced_alike, each) for number, each in enumerate(made)}
-    if len(made) == 1 or processors() == 1 or torch.cuda.is_initialized():
+    works = {number: partial(_traced_alike, entry) for number, entry in enumerate(entries)}
+    if len(entries) == 1 or processors() == 1 or torch.cuda.is_initialized():
         return [work(tell) for work in works.values()]
     with scratch_folder() as logs:
         alike = side_by_side(works, dict.fromkeys(works, tell), logs, "worker-died")
@@ -92,7 +92,7 @@ def _traced_alike(entry: Exported, tell: Tell) -> bool:
 @contextmanager
 def with_more_rows(model: torch.nn.Module, rows: Sequence[StateRows], more: int) -> Iterator[None]:
     """Inside, the buffers have `more` rows than the model made, all zeros."""
-    changed = [(name, each.number + more) for each in rows for name in each.buffers]
+    changed = [(name, group.number + more) for group in rows for name in group.buffers]
     before = [_owner(model, name) for name, _ in changed]
     kept = [owner._buffers[leaf] for owner, leaf in before]
     try:
@@ -112,9 +112,9 @@ def _owner(model: torch.nn.Module, name: str) -> tuple[torch.nn.Module, str]:
 
 
 def _difference(one: ExportedProgram, two: ExportedProgram) -> tuple[Node | None, str] | None:
-    found = next(_graph_differences(one.graph_module, two.graph_module), None)
-    if found is not None:
-        return found
+    difference = next(_graph_differences(one.graph_module, two.graph_module), None)
+    if difference is not None:
+        return difference
     for name, value in one.constants.items():
         other = two.constants.get(name)
         if isinstance(value, torch.Tensor) and not (isinstance(other, torch.Tensor) and _alike(value, other)):

@@ -33,6 +33,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import cgbundle
+from cgcompile.tools.generation.load import TOKENS as VOCABULARY
 from cgserve.language.bundle_model import BundleModel, sizes_of
 from cgserve.language.engine import Engine
 from cgserve.scheduling.requests import Request, Sampling, Step, Token
@@ -106,8 +107,8 @@ async def answered(model: BundleModel, requests: Sequence[Request]) -> Run:
 
 
 def prompt(number: int, count: int) -> tuple[int, ...]:
-    """Always the same, of tokens that the smallest vocabularies of tests have, too."""
-    return tuple(random.Random(number).choices(range(3, 120), k=count))
+    """Always the same."""
+    return tuple(random.Random(number).choices(VOCABULARY, k=count))
 
 
 def load(bundle: str) -> Served:

@@ -44,6 +44,16 @@ def test_numbers_and_types_are_those_of_tritons_client() -> None:
             assert (field.number, field.type, field.is_repeated) == (known.number, known.type, known.is_repeated), field.full_name
 
 
+def test_numbers_are_those_of_the_protocol() -> None:
+    """Bytes as the protocol's .proto file has them: field 1 is 0a, 3 is 1a, 5 is 2a, 7 is 3a."""
+    message = CLASSES["ModelInferRequest"](model_name="m", id="i", raw_input_contents=[b"r"])
+    row = message.inputs.add(name="x", datatype="FP32", shape=[3])
+    row.parameters["p"].int64_param = 5
+    row.contents.fp32_contents.append(0.0)
+    inside = "0a01781204" + b"FP32".hex() + "1a010322070a0170120210052a06320400000000"
+    assert message.SerializeToString(deterministic=True).hex() == f"0a016d1a01692a{len(inside) // 2:02x}{inside}3a0172"
+
+
 def test_tensors_come_as_elements_or_as_bytes() -> None:
     message = infer_request()
     read = read_infer(CLASSES["ModelInferRequest"].FromString(message.SerializeToString()), INPUTS, OUTPUTS)
