@@ -8,8 +8,9 @@ from __future__ import annotations
 import gc
 import os
 import shutil
+import sys
 import tempfile
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 
 import pytest
 
@@ -44,6 +45,18 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     if nextitem is None or nextitem.path != item.path:
         keep()
     return done
+
+
+@pytest.fixture(scope="module", autouse=True)
+def threads_stay() -> Iterator[None]:
+    """A file that leaves torch another number of threads changes the last bits of products in the files behind it.
+
+    Other threads of the process keep the old number (torch 2.13), so that two threads of one test differ.
+    """
+    torch = sys.modules.get("torch")
+    before = torch.get_num_threads() if torch else None
+    yield
+    assert before is None or sys.modules["torch"].get_num_threads() == before, "torch.set_num_threads: set it back"
 
 
 def keep() -> None:

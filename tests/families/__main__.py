@@ -43,11 +43,13 @@ def main() -> int:
     parser.add_argument("--target", default="cpu", metavar="TARGET", help="of what is built: cpu, cuda or sm_90 (default: cpu)")
     options = parser.parse_args()
     wanted, builds, tokens = options.names, options.build, options.tokens
+    import torch
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
+    torch.set_num_threads(1)  # of work so small, more threads take longer
     counts: Counter[str] = Counter()
     for name in wanted or [*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *FEATURES, *halves()]:
         start = time.perf_counter()
@@ -87,7 +89,6 @@ def judged_half(name: str, tokens: int) -> str:
         reference = small_reference(config, kind)
     except Exception as error:  # noqa: BLE001 transformers' own
         return f"no small copy: {told(error)}"
-    torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         try:
             reference.save_pretrained(folder)
