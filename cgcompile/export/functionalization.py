@@ -9,7 +9,8 @@ as tools/operators.py has it.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,7 +28,7 @@ from ..model.tracing.attributes import ATTRIBUTE_FIX
 from ..model.user_code import called_from, first_line, place
 from .higher_order.refused_bodies import WRITES_FIX, written_operand
 from .torch_program import arguments, without_weights
-from .weights import weight_tensors
+from .weights import weight_placeholders, weight_tensors
 
 RNG_STATE = frozenset({"run_and_save_rng_state", "run_with_rng_state", "graphsafe_run_with_rng_state"})
 """Higher-order operators that save and restore the state of a random generator."""
@@ -132,7 +133,16 @@ def _direct_writes(program: ExportedProgram, parts: Sequence[GraphModule]) -> di
                     found[node] = target
     if own & found.keys():  # which of the two it gives back is not known
         return None
-    return None if found and _shared_buffers(program) else found
+    return None if _some_share_memory(program, {*found.values()}) else found
+
+
+def _some_share_memory(program: ExportedProgram, written: Set[str]) -> bool:
+    """Whether a weight that the program writes to, by its placeholder, lies in the memory of another.  Weights that are read alone
+    may: the embedding of a language model is often its last layer's weight too."""
+    tensors, names = weight_tensors(program), weight_placeholders(program)
+    storages = {placeholder: tensors[name].untyped_storage() for placeholder, name in names.items() if name in tensors}
+    users = Counter([storage.data_ptr() for storage in storages.values() if storage.nbytes()])
+    return any(users[storages[placeholder].data_ptr()] > 1 for placeholder in storages.keys() & written)
 
 
 def _makes_new(node: Node) -> bool:

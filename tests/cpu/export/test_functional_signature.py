@@ -21,6 +21,8 @@ class Model(nn.Module):
         self.linear = nn.Linear(4, 4)
         self.register_buffer("calls", torch.zeros(()))
         self.register_buffer("cache", torch.zeros(2, 3, 4))
+        self.register_buffer("embedding", torch.ones(5, 4))
+        self.register_buffer("head", self.embedding.detach())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.code(self, x)
@@ -90,6 +92,7 @@ DIRECT = {
     "an input with its own": lambda model, x: x.add_(x.clone().mul_(2)),
     "a graph inside": lambda model, x: torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,)),
     "an operator of others": lambda model, x: doubled(x),
+    "a buffer, beside two in one memory": lambda model, x: counted(model, x @ model.head.T @ model.embedding),
 }
 
 MAYBE_WRITING = {
