@@ -18,6 +18,10 @@ ANYTHING = {"type": "object"}
 """The schema of `json_object`."""
 
 
+LARGEST = 1 << 16
+"""Characters of a grammar: the engine takes seconds for one of a few times as many."""
+
+
 class MissingEngine(Exception):
     """llguidance is not installed."""
 
@@ -71,6 +75,8 @@ class Grammars:
 
     def matcher(self, grammar: str) -> GrammarMatcher:
         """The beginning of a text.  Raises ValueError for a grammar that the engine does not take."""
+        if len(grammar) > LARGEST:
+            raise ValueError(f"{len(grammar)} characters of schemas; at most {LARGEST} may be")
         matcher = self._engine.LLMatcher(self._tokens, grammar, log_level=0)
         if matcher.is_error():
             raise ValueError(one_line(matcher.get_error()))

@@ -303,6 +303,7 @@ def test_a_grammar_of_calls(grammars: Any, form: Any) -> None:
         ({"type": "objet"}, "Invalid type: objet"), ({"$ref": "#/x"}, "Pointer '/x' does not exist"),
         ({"type": "string", "pattern": "("}, "regex parse error: ( ^ error: unclosed group"),
         ({"not": {"type": "string"}}, 'Unimplemented keys: ["not"]'),
+        ({"enum": ["a" * 70_000]}, "70136 characters of schemas; at most 65536 may be"),
     ],
 )  # fmt: skip
 def test_schemas_that_the_engine_refuses(grammars: Any, schema: Any, text: str) -> None:
