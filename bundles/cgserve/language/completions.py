@@ -306,8 +306,8 @@ def choice(asked: Asked, index: int, piece: Piece, language: Language, *, first:
     told: dict[str, Any] = {"index": index, "logprobs": logprobs, "finish_reason": piece.reason}
     if not asked.chat:
         return told | {"text": piece.text}
-    calls = [
-        {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+    calls = [  # templates of Mistral take ids of nine letters and digits alone
+        {"id": uuid.uuid4().hex[:9], "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
         for call in piece.calls
     ]
     content = {} if calls and not piece.text else {"content": piece.text}

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..restrictions.grammars import GrammarMatcher, Grammars, MissingEngine
 from ..restrictions.rules import TokenRules
-from ..restrictions.tools import CallReader, Toolbox, answer_grammar, told_messages
+from ..restrictions.tools import TAGS, CallReader, Toolbox, answer_grammar, told_messages
 from ..scheduling.requests import STOPS, Request, Sampling
 from .answer import Answer
 from .completions import Asked, Refusal, messages_of, of_kind
@@ -98,16 +98,17 @@ class ServedModel:
         if unknown:
             raise Refusal(400, f"logit_bias: expected tokens from 0 to {self.language.size - 1}", "logit_bias")
         field = "tools" if asked.toolbox.forced else "response_format"
-        grammar = answer_grammar(asked.schema, asked.toolbox, self.language.tool_form)
-        if not self.engine.limits.vocabulary and (grammar is not None or asked.wishes or asked.scored):
-            name = field if grammar is not None else "logit_bias, min_tokens, echo with logprobs, penalties by count"
-            raise Refusal(400, f"{name}: the bundle has no entry `choose`; build it again", None if grammar is None else field)
-        if grammar is None:
+        needed = asked.schema is not None or asked.toolbox.forced
+        if not self.engine.limits.vocabulary and (needed or asked.wishes or asked.scored):
+            name = field if needed else "logit_bias, min_tokens, echo with logprobs, penalties by count"
+            raise Refusal(400, f"{name}: the bundle has no entry `choose`; build it again", field if needed else None)
+        if not needed:
             return None
         try:
             if self._grammars is None:
                 self._grammars = Grammars(self.language.source, self.engine.limits.vocabulary, self.language.stop)
-            return self._grammars.matcher(grammar)
+            special = self._grammars.special(TAGS)
+            return self._grammars.matcher(answer_grammar(asked.schema, asked.toolbox, self.language.tool_form, special))
         except MissingEngine as error:
             raise Refusal(400, f"{field}: this server {error}", field, "unsupported_parameter") from None
         except ValueError as error:

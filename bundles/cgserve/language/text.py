@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -113,8 +114,10 @@ class Language:
             from .chat import ChatTemplate  # Jinja is for chats alone
 
             self.chat = ChatTemplate(template, special)
-        self.tool_form = tool_form(template)
+        self.tool_form = form = tool_form(template)
         """How the chat template writes calls of tools."""
+        if (tag := self._tokenizer.token_to_id(form.begin.strip())) is not None:
+            self.tool_form = replace(form, shown=bool(self.text([tag])))
 
     def tokens(self, text: str, *, special: bool) -> tuple[int, ...]:
         """The tokens of a text; `special`: with those that the tokenizer puts around it, which a chat template writes itself."""

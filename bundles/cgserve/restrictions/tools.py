@@ -55,7 +55,7 @@ class Toolbox:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ToolForm:
     """How a template writes calls: each between `begin` and `end`, all between `opening` and `closing`, with `between`; `key` names
-    the arguments.  `told`: whether the template itself tells the model of tools."""
+    the arguments.  `told`: whether the template itself tells the model of tools; `shown`: whether text has what is around calls."""
 
     begin: str = ""
     end: str = ""
@@ -64,12 +64,16 @@ class ToolForm:
     between: str = "\n"
     key: str = "arguments"
     told: bool = True
+    shown: bool = True
 
 
 HERMES = ToolForm(begin="<tool_call>\n", end="\n</tool_call>")
-MISTRAL = ToolForm(opening="[", closing="]", between=", ")
+MISTRAL = ToolForm(opening="[TOOL_CALLS][", closing="]", between=", ")
 LLAMA = ToolForm(key="parameters", between="; ")
 JSON = ToolForm()
+
+TAGS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]")
+"""What is one token of its own in some tokenizers."""
 
 MARKS = re.compile(r"\s*(?:\[TOOL_CALLS\]|<\|python_tag\|>)?\s*")
 """What stands in front of calls that are JSON alone, and is dropped where the tokenizer counts it as special."""
@@ -86,22 +90,25 @@ def tool_form(template: str) -> ToolForm:
     return LLAMA if "<|python_tag|>" in template or '"parameters": ' in template else JSON
 
 
-def answer_grammar(schema: Mapping[str, Any] | None, box: Toolbox, form: ToolForm) -> str | None:
-    """The grammar of an answer, as Lark of llguidance's kind: JSON of a schema, calls of tools, or one of both; None where it may
-    be any text."""
-    if schema is None and not box.forced:
-        return None
+def answer_grammar(schema: Mapping[str, Any] | None, box: Toolbox, form: ToolForm, special: Mapping[str, int]) -> str:
+    """The grammar of an answer, as Lark of llguidance's kind: JSON of a schema, calls of tools, or one of both.  `special`: tokens
+    of TAGS that stand for no text."""
     rules, ways = [], []
     if schema is not None and not box.forced:
         rules, ways = [schema_rule("answer", schema)], ["answer"]
     if box.callable:
-        rules, ways = rules + calls_rules(box, form), [*ways, "calls"]
+        rules, ways = rules + calls_rules(box, form, special), [*ways, "calls"]
     return "\n".join([f"start: {' | '.join(ways)}", *rules]) + "\n"
 
 
-def calls_rules(box: Toolbox, form: ToolForm) -> list[str]:
+def calls_rules(box: Toolbox, form: ToolForm, special: Mapping[str, int]) -> list[str]:
     """Rules for calls of tools: `calls`."""
     tools, more = box.callable, f"more{{0,{CALLS - 1}}}" if box.parallel else ""
+
+    def literal(text: str) -> str:
+        pieces = [piece for piece in re.split(f"({'|'.join(map(re.escape, TAGS))})", text) if piece]
+        return " ".join([f"<[{special[piece]}]>" if piece in special else json.dumps(piece) for piece in pieces])
+
     lines = [f"calls: {literal(form.opening)} call {more} {literal(form.closing)}"]
     if box.parallel:
         lines.append(f"more: {literal(form.between)} call")
@@ -111,11 +118,6 @@ def calls_rules(box: Toolbox, form: ToolForm) -> list[str]:
         head = f'{{"name": {json.dumps(tool.name)}, "{form.key}": '
         lines += [f'tool_{number}: {literal(head)} arguments_{number} "}}"', schema_rule(f"arguments_{number}", tool.parameters)]
     return lines
-
-
-def literal(text: str) -> str:
-    """A string of a Lark grammar, nothing for none."""
-    return json.dumps(text) if text else ""
 
 
 def told_messages(messages: Sequence[dict[str, Any]], tools: Sequence[Tool], form: ToolForm) -> list[dict[str, Any]]:
@@ -181,11 +183,11 @@ class CallReader:
     def push(self, text: str) -> tuple[str, list[ToolCall]]:
         """What is certain now: text, and calls."""
         self._held += text
-        return self._tagged(end=False) if self._form.begin else self._bare(end=False)
+        return self._tagged(end=False) if self._form.begin and self._form.shown else self._bare(end=False)
 
     def end(self) -> tuple[str, list[ToolCall]]:
         """What is left."""
-        return self._tagged(end=True) if self._form.begin else self._bare(end=True)
+        return self._tagged(end=True) if self._form.begin and self._form.shown else self._bare(end=True)
 
     def _tagged(self, *, end: bool) -> tuple[str, list[ToolCall]]:
         """Of calls between tags, each as soon as it is whole."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from array import array
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +21,7 @@ from cgserve.restrictions.tools import (
     JSON,
     LLAMA,
     MISTRAL,
+    TAGS,
     CallReader,
     Toolbox,
     answer_grammar,
@@ -161,6 +163,7 @@ def test_calls_of_choose() -> None:
         (JSON, '{"name": "get", "arguments": {"a": 4}}\n', "", [("get", '{"a": 4}')]),
         (JSON, '{"name": "get"} is it', '{"name": "get"} is it', []),
         (JSON, '{"a": 1}', '{"a": 1}', []),
+        (replace(HERMES, shown=False), '\n{"name": "put"}\n\n{"name": "get"}\n', "", [("put", "{}"), ("get", "{}")]),
         (JSON, 'No: {"name": "get"}', 'No: {"name": "get"}', []),
     ],
 )  # fmt: skip
@@ -251,9 +254,8 @@ def grammars() -> Any:
     return Grammars(byte_tokenizer().to_str(), 300, (END,))
 
 
-def taken(grammars: Any, grammar: str | None, text: str) -> bool:
+def taken(grammars: Any, grammar: str, text: str) -> bool:
     """Whether a text keeps to a grammar, and may end there; the mask has every token of it."""
-    assert grammar is not None
     rules = TokenRules(300, 0, Wishes(), (END,), grammars.matcher(grammar))
     tokens = [*byte_tokenizer().encode(text, add_special_tokens=False).ids, END]
     for place, token in enumerate([0, *tokens]):
@@ -271,7 +273,7 @@ def test_a_grammar_of_a_schema(grammars: Any, text: str, fits: bool) -> None:
         "type": "object", "properties": {"a": {"$ref": "#/$defs/small"}}, "required": ["a"], "additionalProperties": False,
         "$defs": {"small": {"type": "integer", "maximum": 99}},
     }  # fmt: skip
-    assert taken(grammars, answer_grammar(schema, Toolbox(), HERMES), text) is fits
+    assert taken(grammars, answer_grammar(schema, Toolbox(), HERMES, {}), text) is fits
 
 
 @pytest.mark.parametrize("form", [HERMES, MISTRAL, LLAMA, JSON])
@@ -284,17 +286,42 @@ def test_a_grammar_of_calls(grammars: Any, form: Any) -> None:
     alone = toolbox_of({"tools": [GET, PUT], "tool_choice": "required", "parallel_tool_calls": False})
     named = toolbox_of({"tools": [GET, PUT], "tool_choice": {"type": "function", "function": {"name": "put"}}})
     free = toolbox_of({"tools": [GET, PUT]})
-    assert answer_grammar(None, free, form) is None
-    either = answer_grammar({"type": "integer"}, free, form)
+    either = answer_grammar({"type": "integer"}, free, form, {})
     for grammar, wanted in (
-        (answer_grammar(None, box, form), (True, True, False)), (answer_grammar(None, alone, form), (True, False, False)),
-        (answer_grammar(None, named, form), (False, False, False)), (either, (True, True, True)),
+        (answer_grammar(None, box, form, {}), (True, True, False)), (answer_grammar(None, alone, form, {}), (True, False, False)),
+        (answer_grammar(None, named, form, {}), (False, False, False)), (either, (True, True, True)),
     ):  # fmt: skip
         assert tuple([taken(grammars, grammar, text) for text in (one, two, "12")]) == wanted
     reader = CallReader(BOX.tools, form)
     told, calls = reader.push(two)
     more, others = reader.end()
     assert [call.name for call in calls + others] == ["get", "put"] and told + more == ""
+
+
+def test_tags_that_are_tokens() -> None:
+    """As Qwen's and Mistral's tokenizers have them: what a model was trained to write."""
+    pytest.importorskip("llguidance", reason="pip install '.[grammar]'")
+    from tokenizers import AddedToken
+
+    from cgserve.restrictions.grammars import Grammars
+
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens([AddedToken(tag, special=False) for tag in TAGS[:2]])
+    tokenizer.add_special_tokens([AddedToken(TAGS[2], special=True)])
+    grammars, box = Grammars(tokenizer.to_str(), 300, (END,)), toolbox_of({"tools": [PUT], "tool_choice": "required"})
+    special = grammars.special(TAGS)
+    assert special == {tag: END + 1 + place for place, tag in enumerate(TAGS)}
+    for form, text in (
+        (HERMES, '<tool_call>\n{"name": "put", "arguments": {}}\n</tool_call>'),
+        (MISTRAL, '[TOOL_CALLS][{"name": "put", "arguments": {}}]'),
+    ):
+        rules = TokenRules(300, 0, Wishes(), (END,), grammars.matcher(answer_grammar(None, box, form, special)))
+        tokens = tokenizer.encode(text, add_special_tokens=False).ids
+        assert tokens[0] > END
+        for place, token in enumerate([0, *tokens]):
+            rules.follow(place, token, fresh=False)
+            assert rules.failure is None and (place == len(tokens) or tokens[place] in allowed(rules.words, 300))
+        assert END in allowed(rules.words, 300)
 
 
 @pytest.mark.parametrize(
@@ -308,5 +335,5 @@ def test_a_grammar_of_calls(grammars: Any, form: Any) -> None:
 )  # fmt: skip
 def test_schemas_that_the_engine_refuses(grammars: Any, schema: Any, text: str) -> None:
     with pytest.raises(ValueError) as caught:
-        grammars.matcher(answer_grammar(schema, Toolbox(), HERMES))
+        grammars.matcher(answer_grammar(schema, Toolbox(), HERMES, {}))
     assert str(caught.value) == text
