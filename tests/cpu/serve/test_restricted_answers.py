@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -167,6 +167,23 @@ def test_openai_client(client: Any) -> None:
     answered = [made.choices[0].message, {"role": "tool", "tool_call_id": call.id, "content": "2"}]
     assert ask(model="script", messages=messages + answered, tools=TOOLS, max_tokens=4).choices[0].finish_reason == "length"
     assert fits(ask(model="script", messages=messages, response_format=FORMAT, seed=0).choices[0].message.content)
+
+
+def test_openai_parses_answers(client: Any) -> None:
+    """By the client's own helpers: a schema of a class, and a stream that gathers calls."""
+    from pydantic import BaseModel
+
+    class Pair(BaseModel):
+        a: Literal["x", "y"]
+        b: list[int]
+
+    messages: list[Any] = [{"role": "user", "content": "Hi"}]
+    made = client.chat.completions.parse(model="script", messages=messages, response_format=Pair, seed=0)
+    assert isinstance(made.choices[0].message.parsed, Pair)
+    with client.chat.completions.stream(model="script", messages=messages, tools=TOOLS, tool_choice=NAMED, seed=0) as stream:
+        kinds = {event.type for event in stream}
+        (call,) = stream.get_final_completion().choices[0].message.tool_calls
+    assert "tool_calls.function.arguments.done" in kinds and fits(call.function.arguments)
 
 
 # --- biases, penalties, the shortest answer ----------------------------------------------------------------------------------
