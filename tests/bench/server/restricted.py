@@ -3,6 +3,7 @@
     python -m tests.bench.server.restricted BUNDLE TOKENIZER [--answers 200] [--clients 4]
 
 Every answer has to be valid by `jsonschema`.  Rounds of 20 answers with a schema and 20 without take turns; then tools are called.
+Beside tokens a second it tells the server's processor time for a token, which other work on the machine changes less.
 Needs `openai`, `jsonschema` and `llguidance`; the figures are of this machine.
 """
 
@@ -10,8 +11,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jsonschema
@@ -81,6 +84,12 @@ def ask(served: Served, number: int, count: int | None) -> Answer:
     return Answer(made.choices[0].finish_reason == "stop", made.usage.completion_tokens)
 
 
+def processor_seconds(served: Served) -> float:
+    """What the server's process has used of processors."""
+    fields = Path(f"/proc/{served.process.pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def calls(served: Served, choice: Any) -> list[Any]:
     """The calls of tools in an answer, which are valid."""
     made = served.client.chat.completions.create(
@@ -103,21 +112,24 @@ def main() -> None:
     served = Served(given.bundle, given.tokenizer)
     ask(served, 0, None)
     valid = 0
-    tokens, seconds = {True: 0, False: 0}, {True: 0.0, False: 0.0}
+    tokens, seconds, processor = {True: 0, False: 0}, {True: 0.0, False: 0.0}, {True: 0.0, False: 0.0}
     with ThreadPoolExecutor(given.clients) as threads:
         for first in range(0, given.answers, ROUND):
             numbers = range(first, min(given.answers, first + ROUND))
             counts: list[int | None] = [None] * len(numbers)
             for restricted in (True, False):
-                began = time.perf_counter()
+                began, used = time.perf_counter(), processor_seconds(served)
                 answers = list(threads.map(lambda number, count: ask(served, number, count), numbers, counts))
                 seconds[restricted] += time.perf_counter() - began
+                processor[restricted] += processor_seconds(served) - used
                 tokens[restricted] += sum(answer.tokens for answer in answers)
                 if restricted:
                     valid += sum(answer.valid for answer in answers)
                     counts = [answer.tokens for answer in answers]
     speeds = [tokens[restricted] / seconds[restricted] for restricted in (True, False)]
+    costs = [1000 * processor[restricted] / tokens[restricted] for restricted in (True, False)]
     print(f"{valid} of {given.answers} answers are valid; tokens/s with schemas {speeds[0]:.1f}, free {speeds[1]:.1f}", flush=True)
+    print(f"processor time for a token: with schemas {costs[0]:.2f} ms, free {costs[1]:.2f} ms", flush=True)
     for choice in ("required", {"type": "function", "function": {"name": TOOL["name"]}}, "auto"):
         print(f"tool_choice {json.dumps(choice)}: {calls(served, choice)}", flush=True)
     served.process.terminate()
