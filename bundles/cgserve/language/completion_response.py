@@ -43,7 +43,7 @@ class Completion(Response):
             raise
         metrics, code = self._served.metrics, 500
         try:
-            self._requests = requests
+            self._requests, self._form = requests, "tools" if asked.toolbox.forced else "response_format"
             answers = [self._served.answer(asked, request) for request in requests]
             prompts = sum(len(request.prompt) + request.forced for request in requests[:: asked.choices])
             async with self._served.engine.open(requests) as stream:
@@ -105,7 +105,7 @@ class Completion(Response):
         """Raises Refusal where the grammar engine gave up on an answer."""
         rules = self._requests[index].rules
         if rules is not None and rules.failure is not None:
-            raise Refusal(400, f"response_format: the grammar engine gave up: {rules.failure}", "response_format")
+            raise Refusal(400, f"{self._form}: the grammar engine gave up: {rules.failure}", self._form)
 
     async def _whole(
         self, asked: Asked, pieces: AsyncIterator[tuple[int, Piece]], answers: Sequence[Answer], prompts: int
