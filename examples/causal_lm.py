@@ -1,9 +1,9 @@
 """A language model written by hand, where `cgcompile build FOLDER` is not enough: weights of eight bits, other sizes of the cache.
 
     CAUSAL_LM=~/models/Qwen3-0.6B cgcompile build examples/causal_lm.py --sizes prefill:batch=1 --sizes prefill:seq=128 \\
-        --sizes decode:batch=1,8 --sizes generate:batch=1,8 --sizes blocks=64
+        --sizes decode:batch=1,8 --sizes choose:batch=1,8 --sizes generate:batch=1,8 --sizes blocks=64
 
-`prefill`, `decode` and `generate` are explained in cgcompile/language_models/causal_lm.py; `cgcompile serve` calls them.
+`prefill`, `decode`, `choose` and `generate` are explained in cgcompile/language_models/causal_lm.py; `cgcompile serve` calls them.
 """
 
 from __future__ import annotations

@@ -20,7 +20,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from .batching.request_queue import Batch
 from .batching.tracing import batch_spans
-from .dashboards import Dashboards
 from .language.completions import Refusal as OpenAIRefusal
 from .language.metrics import LanguageFamilies, LanguageMetrics
 from .language.served_model import ServedModel
@@ -29,6 +28,7 @@ from .models.model_repository import Found, Repository
 from .models.version import Watch
 from .routes import inference, openai
 from .routes import texts as texts_routes
+from .routes.dashboards import Dashboards
 from .settings import ServeError, Settings
 from .tensors.entry import Ports, recorded_rows
 from .tensors.metrics import Metrics

@@ -1,10 +1,14 @@
 """A decoder of transformers with its cache, as calls that a server makes: chunks of prompts, a token for every lane, or many.
 
-Three entries share one set of weights and one cache of keys and values, which lies in pages (attention.py):
+Four entries share one set of weights and one cache of keys and values, which lies in pages (attention.py):
 
     prefill   a chunk of a prompt for each lane, as long as each has, and the token behind it
     decode    one token for each lane, and the one behind it
     generate  up to `turns` tokens for each lane in one launch, until a stop token or the lane's limit
+    choose    the token behind a chunk or a token, for lanes whose token is restricted, by a grammar or by biases
+
+A mask of tokens is known only after the token before it.  So `prefill` and `decode` take none: a lane that is `deferred` leaves its
+logits in its slot, a processor makes its mask meanwhile, and `choose` takes it.  Lanes that are not pay for none of this.
 
 Which pages a lane has is an input, and whoever calls gives them out: a request may come, go and leave its pages to another between
 any two calls.  So is its *slot*, a row of what the device remembers of a request.  Page 0 and slot 0 are nobody's: a lane that is
@@ -27,7 +31,7 @@ from .comparison.cache_probe import probe_cache
 from .comparison.probe import Probe
 from .control_flow import while_loop
 from .positions import depends_on_length, reread_length, ropes_by_length, temperatures_by_place, with_length
-from .sampling import Sampling, alternatives, log_probability, sample
+from .sampling import Restriction, Sampling, alternatives, log_probability, restricted, sample, with_changes
 from .settings import PAGE
 
 STOPS = 8
@@ -42,7 +46,7 @@ class CausalLM(nn.Module):
 
     The buffers, which calls change: `keys_N` and `values_N` of the N-th layer that has any, (pages, key heads, PAGE, dim);
     `state_N`, (slots, ...), of layers that carry a state from token to token; `seen`, bool (slots, vocabulary), which tokens the
-    text of a slot has.
+    text of a slot has; `deferred` and `biases`, float32 (slots, vocabulary), logits for `choose` and what it adds to them.
     """
 
     def __init__(self, network: Any, pages: int, slots: int, turns: int) -> None:
@@ -69,6 +73,9 @@ class CausalLM(nn.Module):
             self.register_buffer(f"state_{number}", rows, persistent=False)
         seen = torch.zeros(slots, self.vocabulary, dtype=torch.bool, device=weight.device)
         self.register_buffer("seen", seen, persistent=False)
+        for name in ("deferred", "biases"):
+            rows = torch.zeros(slots, self.vocabulary, device=weight.device)
+            self.register_buffer(name, rows, persistent=False)
 
     def prefill(
         self, ids: Tensor, count: Tensor, start: Tensor, pages: Tensor, slot: Tensor, sampling: Sampling,
@@ -82,6 +89,8 @@ class CausalLM(nn.Module):
 
         Gives `token`, int64 (batch,), the one behind the chunk, which counts where the prompt is at its end; `logprob`, float32
         (batch,); `top_token`, int64, and `top_logprob`, float32 (batch, 20), zeros unless `sampling.alternatives` asks for any.
+
+        Where `sampling.deferred` is 1, the logits go to the lane's slot for `choose`, whose token counts in place of this one.
 
         `length`, int64 (batch,), belongs to models whose rope depends on the length of a text, and is the whole prompt's.  Some of
         these read a text again when it outgrows their first context: `reread`, bool (batch,), says that this comes next.  Then the
@@ -98,14 +107,26 @@ class CausalLM(nn.Module):
         seen = self.seen[slot] & (start > 0)[:, None]
         seen = seen.scatter(1, torch.where(counts, ids, ids[:, :1]), True) & (count > 0)[:, None]
         self.seen[slot] = seen
-        token = sample(logits, seen, start + count, sampling)
-        best, logprobs = alternatives(logits, sampling.alternatives)
-        made = {"token": token, "logprob": log_probability(logits, token), "top_token": best, "top_logprob": logprobs}
-        return made | self._reread(start + count)
+        kept = (sampling.deferred > 0) & (count > 0)
+        self.deferred[torch.where(kept, slot, 0)] = torch.where(kept[:, None], logits, 0.0)  # of a slot's lanes one alone is kept
+        return self._chosen(logits, logits, seen, start + count, sampling) | self._reread(start + count)
 
     def decode(self, ids: Tensor, count: Tensor, start: Tensor, pages: Tensor, slot: Tensor, sampling: Sampling) -> Result:
         """`prefill` for one token of each lane: `ids` (batch, 1), `count` 1, or 0 where the lane is off."""
         return self.prefill(ids, count, start, pages, slot, sampling)
+
+    def choose(self, slot: Tensor, place: Tensor, sampling: Sampling, restriction: Restriction) -> Result:
+        """Chooses the token of lanes whose `slot` (batch,) has logits: that at `place` (batch,) of the lane's text.  Slot 0 is a
+        lane that is off.  Gives what `prefill` gives; log-probabilities are those before the restriction."""
+        logits, biases = self.deferred[slot], with_changes(self.biases[slot], restriction)
+        self.biases[slot] = torch.where(slot[:, None] > 0, biases, 0.0)
+        return self._chosen(logits, restricted(logits, biases, restriction.mask), self.seen[slot], place, sampling)
+
+    def _chosen(self, logits: Tensor, weighed: Tensor, seen: Tensor, place: Tensor, sampling: Sampling) -> Result:
+        """The tokens that `weighed` gives, with their log-probabilities by `logits`."""
+        token = sample(weighed, seen, place, sampling)
+        best, logprobs = alternatives(logits, sampling.alternatives)
+        return {"token": token, "logprob": log_probability(logits, token), "top_token": best, "top_logprob": logprobs}
 
     def generate(
         self, ids: Tensor, start: Tensor, pages: Tensor, slot: Tensor, sampling: Sampling, stop: Tensor, limit: Tensor

@@ -11,7 +11,7 @@ from transformers import PretrainedConfig
 
 from .causal_lm import STOPS
 from .positions import depends_on_length
-from .sampling import Sampling
+from .sampling import BIASES, Restriction, Sampling, words_of
 from .settings import PAGE
 
 EXAMPLE_TURNS = 5
@@ -29,7 +29,9 @@ class ExampleInputs:
 
     def entries(self) -> dict[str, Callable[..., tuple[object, ...]]]:
         """The methods of a CausalLM that are called, and what makes their inputs; without `generate` where `turns` is 0."""
-        made: dict[str, Callable[..., tuple[object, ...]]] = {"prefill": self.prefill, "decode": self.decode}
+        made: dict[str, Callable[..., tuple[object, ...]]] = {
+            "prefill": self.prefill, "decode": self.decode, "choose": self.choose,
+        }  # fmt: skip
         return made | ({"generate": self.generate} if self.turns else {})
 
     def prefill(self, batch: int, seq: int, blocks: int) -> tuple[object, ...]:
@@ -48,6 +50,15 @@ class ExampleInputs:
         capacity = (pages > 0).sum(1) * PAGE
         limit = torch.minimum(capacity - start, torch.randint(1, min(self.turns, EXAMPLE_TURNS) + 1, (batch,))).clamp(min=0)
         return ids, start, pages, slot, sampling, torch.full((batch, STOPS), -1), limit
+
+    def choose(self, batch: int) -> tuple[object, ...]:
+        """A token for each lane, half of all allowed."""
+        vocabulary, slots = self.config.get_text_config().vocab_size, self.slots - 1
+        slot = (1 + torch.randperm(slots)[torch.arange(batch) % slots]) * (torch.arange(batch) < slots)
+        mask = torch.randint(-(1 << 31), 1 << 31, (batch, words_of(vocabulary)), dtype=torch.int32)
+        token = torch.randint(0, vocabulary, (batch, BIASES))
+        restriction = Restriction(mask=mask, token=token, bias=token.sin(), fresh=torch.arange(batch) % 2)
+        return slot, torch.randint(0, 1 << 20, (batch,)), sampling_of(batch), restriction
 
     def _chunks(self, batch: int, seq: int, blocks: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Sampling]:
         """What `prefill` and `decode` take of every model."""
@@ -73,5 +84,5 @@ def sampling_of(batch: int) -> Sampling:
     warm = torch.arange(batch) % 2
     return Sampling(
         temperature=warm * 0.8, top_k=warm * 20, top_p=1 - warm * 0.1, penalty=1 + warm * 0.1,
-        seed=torch.randint(0, 1 << 62, (batch,)), alternatives=1 - warm,
+        seed=torch.randint(0, 1 << 62, (batch,)), alternatives=1 - warm, min_p=warm * 0.05, deferred=1 - warm,
     )  # fmt: skip

@@ -65,7 +65,8 @@ class Settings:
     def state(self) -> dict[str, tuple[str, int]]:
         """Which buffers a load gives how many rows, as state() says it."""
         pages = ("pages", self.most_pages)
-        return {"keys_*": pages, "values_*": pages, "seen": ("slots", self.slots)}
+        rows = ("slots", self.slots)
+        return {"keys_*": pages, "values_*": pages, "seen": rows, "deferred": rows, "biases": rows}
 
     @property
     def sizes(self) -> dict[str, dict[str, list[int]]]:
@@ -75,7 +76,7 @@ class Settings:
         reads = {"batch": [1], "seq": list(self.chunks)}
         if self.piece:
             reads = {"batch": [chunk // self.piece for chunk in self.chunks], "seq": [self.piece]}
-        made = {"prefill": reads | {"blocks": blocks}, "decode": steps}
+        made = {"prefill": reads | {"blocks": blocks}, "decode": steps, "choose": {"batch": list(self.lanes)}}
         looped = [number for number in self.lanes if number <= LOOPED]
         return made | ({"generate": steps | {"batch": looped}} if self.turns else {})
 

@@ -43,6 +43,7 @@ def test_pages_are_used_again_by_requests_that_come_and_go() -> None:
 def test_a_bundle_of_which_pages_are_used_again(family: str, lower: str, tmp_path: Path) -> None:
     model = made(family, turns=0)
     sizes = {"prefill": {"batch": [4], "seq": [16], "blocks": [12]}, "decode": {"batch": [4], "blocks": [12]}}
+    sizes["choose"] = {"batch": [4]}
     inputs = ExampleInputs(config=model.network.config, pages=PAGES, slots=SLOTS, turns=0).entries()
     cgcompile.build(model.eval(), inputs, sizes=sizes, out=tmp_path / "lm.cgb", target="cuda", lower=lower)
     with cgbundle.load(tmp_path / "lm.cgb") as program:
@@ -57,7 +58,7 @@ def test_a_folder(tmp_path: Path) -> None:
     (tmp_path / "hub/tokenizer.json").write_text("{}")
     cgcompile.build(str(tmp_path / "hub"), lanes=[1, 4], out=tmp_path / "lm.cgb", target="cuda", dtype="float32")
     with cgbundle.load(tmp_path / "lm.cgb") as program:
-        assert set(program.entries) == {"prefill", "decode", "generate"}
+        assert set(program.entries) == {"prefill", "decode", "choose", "generate"}
         engine = Engine(program, lanes=1, blocks=512 // 16, chunk=128)
         engine.slots = [1, 2, 3, 4]
         check_requests(engine, model)

@@ -192,7 +192,7 @@ LAYERS = {
         "weights.upload", "cpu", "gpu", "program", "loader", "self_test",
     ),
     "cgserve": (
-        "log", "transport", "batching", "tensors", "scheduling", "language", "text", "models", "routes", "settings", "dashboards",
+        "log", "transport", "batching", "tensors", "scheduling", "restrictions", "language", "text", "models", "routes", "settings",
         "application", "serving", "ray_replicas",
     ),
     "cgcompile": (

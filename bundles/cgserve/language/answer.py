@@ -6,34 +6,47 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from ..restrictions.tools import CallReader, ToolCall
 from ..scheduling.requests import Progress, Token
 from .text import Decode, Detokenizer, StopStrings
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A piece of an answer: its text, the tokens that it was made of, where its text begins in the answer, and why the answer ends
-    here, or None."""
+    """A piece of an answer: its text, the tokens that it was made of, where its text begins in the answer, why the answer ends
+    here, or None, and the calls of tools that have ended in it."""
 
     text: str
     tokens: tuple[Token, ...]
     offset: int
-    reason: Literal["stop", "length"] | None
+    reason: Literal["stop", "length", "tool_calls"] | None
+    calls: tuple[ToolCall, ...] = ()
 
 
 class Answer:
     """The text of one request; `count` tokens were made for it so far, up to where a stop string ended it."""
 
-    def __init__(self, decode: Decode, prompt: Sequence[int], strings: Sequence[str]) -> None:
+    def __init__(
+        self, decode: Decode, prompt: Sequence[int], strings: Sequence[str], reader: CallReader | None = None, forced: int = 0,
+        offset: int = 0,
+    ) -> None:  # fmt: skip
+        """`reader`: where the answer may call tools; `forced`: tokens in front of it that are the prompt's, and are told, too;
+        `offset`: characters that are told before."""
+        self._reader, self._called, self._forced = reader, False, forced
         self._detokenizer, self._strings = Detokenizer(decode, prompt), StopStrings(strings)
         self._pending: list[Token] = []
-        self._offset = 0
+        self._offset = offset
         self.count = 0
 
     def push(self, progress: Progress) -> Piece | None:
         """What the tokens add; None where it is nothing yet.  Nothing may come after a piece with a reason."""
         text, reason = "", progress.reason
         for number, token in enumerate(progress.tokens, 1):
+            if self._forced:
+                self._forced -= 1
+                self._pending.append(token)
+                text += self._detokenizer.push(token.id)
+                continue
             self.count += 1
             if reason == "stop" and number == len(progress.tokens):
                 break  # the stop token is no part of the text
@@ -48,8 +61,19 @@ class Answer:
             text += self._strings.end()
         return self._piece(text, reason) if text or reason is not None else None
 
-    def _piece(self, text: str, reason: Literal["stop", "length"] | None) -> Piece:
-        made = Piece(text, tuple(self._pending), self._offset, reason)
+    def _piece(self, text: str, reason: Literal["stop", "length", "tool_calls"] | None) -> Piece | None:
+        calls: list[ToolCall] = []
+        if self._reader is not None:
+            text, calls = self._reader.push(text)
+            if reason is not None:
+                more, others = self._reader.end()
+                text, calls = text + more, calls + others
+            self._called = self._called or bool(calls)
+            if reason == "stop" and self._called:
+                reason = "tool_calls"
+            if not (text or calls or reason):
+                return None
+        made = Piece(text, tuple(self._pending), self._offset, reason, tuple(calls))
         self._pending = []
         self._offset += len(text)
         return made

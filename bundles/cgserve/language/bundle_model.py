@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import cgbundle
 from cgbundle.call.entry import Entry
 
-from ..scheduling.requests import Call, Lane, Limits, Made, Step, Token
+from ..scheduling.requests import Call, Limits, Made, Step, Token
+from .chooser import Chooser, Following, tokens_of
 from .lane_tables import LaneTables
 
 
@@ -64,7 +65,11 @@ class BundleModel:
             lanes=max(each["batch"] for each in self._sizes["decode"] if each["blocks"] >= blocks),
             loop_lanes=max(loops, default=0), turns=min(turns, *built), several=not cache.states,
             shared=not cache.states and not self._takes_length, ahead=not self._takes_length,
+            vocabulary=cache.vocabulary if "choose" in self._entries else 0,
         )  # fmt: skip
+        self._chooser: Chooser | None = None
+        if "choose" in self._entries:
+            self._chooser = Chooser(self._entries["choose"], [each["batch"] for each in self._sizes["choose"]])
 
     def prepare(self, step: Step) -> Call:
         """A call for a step.  Its inputs are written now, also while the call before it runs.  Two may wait, to be called in order.
@@ -93,9 +98,24 @@ class BundleModel:
                 ids[row] = tokens[place]
         columns = [tables.ids, tables.count, tables.start, tables.pages, tables.slot]
         lengths = [tables.length.tensor] if step.entry == "prefill" and self._takes_length else []
+        deferred = [row for row, lane in enumerate(step.lanes) if lane.rules is not None]
+        following = self._follow(step, tables, deferred) if deferred else None
         made = self._entries[step.entry](*[column.tensor for column in columns], tables.fields, *lengths)
-        tokens = made["token"].tolist()
-        return Made(tokens, partial(rows_of, step.lanes, tokens, made))
+        if following is None:
+            return Made(made["token"].tolist(), lambda: with_reread([[token] for token in tokens_of(step.lanes, made)], made))
+        assert self._chooser is not None
+        whole = tokens_of(step.lanes, made)
+        chosen = self._chooser.choose([step.lanes[row] for row in deferred], following, fresh=step.entry == "prefill")
+        for row, token in zip(deferred, chosen, strict=True):
+            whole[row] = token
+        return Made([token.id for token in whole], lambda: with_reread([[token] for token in whole], made))
+
+    def _follow(self, step: Step, tables: LaneTables, deferred: Sequence[int]) -> Following:
+        """Begins with the masks of lanes that have rules."""
+        assert self._chooser is not None
+        lanes, ids = [step.lanes[row] for row in deferred], tables.ids.numbers
+        last = [ids[row * tables.seq + len(step.lanes[row].ids) - 1] for row in deferred]
+        return self._chooser.follow(lanes, last, fresh=step.entry == "prefill")
 
     def _loop(self, step: Step, tables: LaneTables, _behind: Sequence[tuple[int, int]], _before: Made | None) -> Made:
         columns = [tables.ids, tables.start, tables.pages, tables.slot]
@@ -119,19 +139,6 @@ class BundleModel:
         }
         fitting = [size for size in self._sizes[step.entry] if all(value >= needed[name] for name, value in size.items())]
         return min(fitting, key=lambda size: (size["batch"] * size.get("seq", 1), size["blocks"]))
-
-
-def rows_of(lanes: Sequence[Lane], tokens: Sequence[int], made: Mapping[str, Any]) -> list[list[Token]]:
-    """The token of every lane, with its log-probability and those of others where its request asks for any."""
-    logprobs = made["logprob"].tolist()
-    if not any([lane.sampling.alternatives for lane in lanes]):
-        return with_reread([[Token(*pair)] for pair, _ in zip(zip(tokens, logprobs, strict=True), lanes, strict=False)], made)
-    best, theirs = made["top_token"].tolist(), made["top_logprob"].tolist()
-    rows = [
-        [Token(tokens[row], logprobs[row], tuple(zip(best[row], theirs[row], strict=True))[: lane.sampling.alternatives])]
-        for row, lane in enumerate(lanes)
-    ]
-    return with_reread(rows, made)
 
 
 def with_reread(rows: list[list[Token]], outputs: Mapping[str, Any]) -> list[list[Token]]:

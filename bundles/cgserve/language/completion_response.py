@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from .answer import Answer, Piece
-from .completions import Asked, Refusal, choice, joined, usage_of
+from .completions import Asked, Refusal, choice, joined, usage_of, with_echo
 from .engine import Busy, ModelFailed, Stopping, Stream
 from .prompt_reader import PromptReader
 
@@ -43,9 +43,9 @@ class Completion(Response):
             raise
         metrics, code = self._served.metrics, 500
         try:
-            answers = [Answer(self._served.language.text, request.prompt, asked.stop) for request in requests]
-            prompts = sum(len(request.prompt) for request in requests[:: asked.choices])
-            self._echoes = [self._served.language.text(request.prompt) if asked.echo else "" for request in requests]
+            self._requests, self._form = requests, "tools" if asked.toolbox.forced else "response_format"
+            answers = [self._served.answer(asked, request) for request in requests]
+            prompts = sum(len(request.prompt) + request.forced for request in requests[:: asked.choices])
             async with self._served.engine.open(requests) as stream:
                 metrics.prompt.inc(prompts)
                 async with aclosing(self._pieces(stream, answers, began)) as pieces:
@@ -92,6 +92,7 @@ class Completion(Response):
                 if piece is not None:
                     if piece.reason is not None:
                         stream.cancel(index)  # a stop string ends it before the model does
+                        self._check_rules(index)
                     yield index, piece
                 try:
                     made = await anext(stream)
@@ -99,6 +100,12 @@ class Completion(Response):
                     return
         finally:
             metrics.made.inc(sum(answer.count for answer in answers))
+
+    def _check_rules(self, index: int) -> None:
+        """Raises Refusal where the grammar engine gave up on an answer."""
+        rules = self._requests[index].rules
+        if rules is not None and rules.failure is not None:
+            raise Refusal(400, f"{self._form}: the grammar engine gave up: {rules.failure}", self._form)
 
     async def _whole(
         self, asked: Asked, pieces: AsyncIterator[tuple[int, Piece]], answers: Sequence[Answer], prompts: int
@@ -109,7 +116,8 @@ class Completion(Response):
             found[index].append(piece)
         choices = [choice(asked, index, joined(each), self._served.language) for index, each in enumerate(found)]
         if asked.echo:
-            choices = [each | {"text": echo + each["text"]} for each, echo in zip(choices, self._echoes, strict=True)]
+            pairs = zip(choices, self._requests, strict=True)
+            choices = [with_echo(told, request.prompt, self._served.language) for told, request in pairs]
         usage = usage_of(prompts, sum(answer.count for answer in answers))
         return JSONResponse(self._head(asked) | {"choices": choices, "usage": usage})
 
@@ -138,9 +146,14 @@ class Completion(Response):
             async for index, piece in pieces:
                 told = choice(asked, index, piece, self._served.language, first=index not in spoken)
                 if asked.echo and index not in spoken:
-                    told["text"] = self._echoes[index] + told["text"]
+                    told = with_echo(told, self._requests[index].prompt, self._served.language)
                 spoken.add(index)
                 await event(head | {"choices": [told]} | ({"usage": None} if asked.usage else {}))
+        except Refusal as refusal:
+            if not begun:
+                raise
+            await event(refusal.body(), more=False)
+            return
         except ModelFailed as error:
             if not begun:
                 raise

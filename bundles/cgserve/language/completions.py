@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+import uuid
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..restrictions.fields import biases_of, schema_of, toolbox_of
+from ..restrictions.rules import Wishes
+from ..restrictions.tools import Toolbox
 from .answer import Piece
 from .text import Language
 
@@ -18,31 +22,29 @@ Prompt = str | tuple[int, ...]
 
 COMMON = {
     "model", "stream", "stream_options", "max_tokens", "temperature", "top_p", "top_k", "repetition_penalty", "n", "seed", "stop",
-    "stop_token_ids", "ignore_eos",
+    "stop_token_ids", "ignore_eos", "min_p", "min_tokens", "logit_bias", "presence_penalty", "frequency_penalty", "response_format",
 }  # fmt: skip
 COMPLETION = COMMON | {"prompt", "logprobs", "echo", "add_special_tokens"}
-CHAT = COMMON | {"messages", "max_completion_tokens", "logprobs", "top_logprobs", "chat_template_kwargs"}
+CHAT = COMMON | {
+    "messages", "max_completion_tokens", "logprobs", "top_logprobs", "chat_template_kwargs", "tools", "tool_choice",
+    "parallel_tool_calls",
+}  # fmt: skip
 PASSED_OVER = {
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "request_id",
 }  # fmt: skip
 """What changes no token."""
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "presence_penalty": (0,), "frequency_penalty": (0,), "min_p": (0,), "min_tokens": (0,), "length_penalty": (1,),
-    "priority": (0,),
+    "length_penalty": (1,), "priority": (0,),
     "suffix": ("",), "best_of": (1,), "echo": (False,), "use_beam_search": (False,), "include_stop_str_in_output": (False,),
     "skip_special_tokens": (True,), "spaces_between_special_tokens": (True,), "return_token_ids": (False,),
     "add_generation_prompt": (True,), "continue_final_message": (False,), "add_special_tokens": (False,),
     "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],), "function_call": ("none", "auto"), "bad_words": ([],),
-    "response_format": ({"type": "text"},), "parallel_tool_calls": (True, False), "modalities": (["text"],),
+    "parallel_tool_calls": (True, False), "modalities": (["text"],),
 }  # fmt: skip
-"""What is not done, and the values that ask for nothing; null does, too, and a `logit_bias` of zeros."""
+"""What is not done, and the values that ask for nothing; null does, too."""
 
-WHY = {
-    "response_format": "bundles take no masks of tokens, which json_object and json_schema need",
-    "logit_bias": "bundles take no biases", "tools": "calls of tools are not read from the model's text",
-    "presence_penalty": "bundles have repetition_penalty alone", "frequency_penalty": "bundles have repetition_penalty alone",
-}  # fmt: skip
+WHY = {"functions": "it is tools now", "function_call": "it is tool_choice now"}
 
 CHOICES, STOP_STRINGS, ALTERNATIVES, COMPLETION_TOKENS = 128, 4, {"completion": 5, "chat": 20}, 16
 """Most choices, stop strings and alternatives, and the `max_tokens` that a completion has where it says nothing: OpenAI's."""
@@ -69,7 +71,8 @@ class Asked:
     log-probabilities are asked for; `usage`: whether a stream ends with the counts.  `sampling` has what the body says alone:
     the model's own defaults are under it.  `echo`: the prompt comes before the answer; `special`: a text gets the tokens that the
     tokenizer puts around it; `stop_tokens` end an answer beside the model's own, which `ignore_end` leaves out; `template`:
-    arguments of the chat template."""
+    arguments of the chat template; `schema`: the JSON schema of the answer, `wishes` what else is said of its tokens, `toolbox` the
+    tools that it may call."""
 
     chat: bool
     model: str | None
@@ -87,6 +90,15 @@ class Asked:
     stop_tokens: tuple[int, ...] = ()
     ignore_end: bool = False
     template: Mapping[str, Any] = field(default_factory=dict)
+    schema: Mapping[str, Any] | None = None
+    wishes: Wishes = field(default_factory=Wishes)
+    toolbox: Toolbox = field(default_factory=Toolbox)
+
+    @property
+    def scored(self) -> bool:
+        """Whether the tokens of prompts are made one by one, as those of answers are, because they are told with their
+        log-probabilities, or nothing is told but them."""
+        return self.echo and (self.alternatives is not None or self.most == 0)
 
 
 # --- what is asked --------------------------------------------------------------------------------------------------
@@ -97,33 +109,54 @@ def read_request(text: bytes, *, chat: bool) -> Asked:
     body = object_of(text)
     known = (CHAT if chat else COMPLETION) | PASSED_OVER
     for name, value in body.items():
-        biases = name == "logit_bias" and isinstance(value, dict) and not any(value.values())
-        if name in known or biases or value in NEUTRAL.get(name, ()):
+        if name in known or value in NEUTRAL.get(name, ()):
             continue
-        if name in NEUTRAL or name == "logit_bias":
+        if name in NEUTRAL:
             why = f": {WHY[name]}" if name in WHY else ""
             raise Refusal(400, f"{name}: this server does not do that{why}", name, "unsupported_parameter")
         raise Refusal(400, f"{name}: no such field", name, "unknown_parameter")
     options = of_kind(body, "stream_options", dict, {}, "an object")
+    echo = not chat and of_kind(body, "echo", bool, False, "true or false")
     limit = "max_completion_tokens" if "max_completion_tokens" in body else "max_tokens"
     return Asked(
         chat=chat,
         model=of_kind(body, "model", str, None, "a string"),
         prompts=() if chat else prompts_of(body.get("prompt")),
         messages=messages_of(body.get("messages")) if chat else (),
-        most=whole(body, limit, 1, 1 << 31, None if chat else COMPLETION_TOKENS),
+        most=whole(body, limit, 0 if echo else 1, 1 << 31, None if chat else COMPLETION_TOKENS),
         choices=whole(body, "n", 1, CHOICES, 1),
         stop=stop_of(body.get("stop", [])),
         sampling=sampling_of(body),
         alternatives=alternatives_of(body, chat=chat),
         stream=of_kind(body, "stream", bool, False, "true or false"),
         usage=of_kind(options, "include_usage", bool, False, "true or false"),
-        echo=not chat and echo_of(body),
+        echo=echo,
         special=of_kind(body, "add_special_tokens", bool, True, "true or false"),
         stop_tokens=stop_tokens_of(body.get("stop_token_ids", [])),
         ignore_end=of_kind(body, "ignore_eos", bool, False, "true or false"),
         template=of_kind(body, "chat_template_kwargs", dict, {}, "an object"),
+        schema=read_by(schema_of, body.get("response_format", {"type": "text"}), "response_format"),
+        wishes=wishes_of(body),
+        toolbox=read_by(toolbox_of, body, "tools") if chat else Toolbox(),
     )  # fmt: skip
+
+
+def read_by(read: Callable[[Any], Any], given: Any, name: str) -> Any:
+    """What a function reads of a field.  Raises Refusal for its ValueError."""
+    try:
+        return read(given)
+    except ValueError as error:
+        raise Refusal(400, str(error), name) from None
+
+
+def wishes_of(body: dict[str, Any]) -> Wishes:
+    """Biases, penalties by count and the shortest answer.  Raises Refusal."""
+    return Wishes(
+        biases=read_by(biases_of, body.get("logit_bias", {}), "logit_bias"),
+        presence=number(body, "presence_penalty", -2.0, 2.0, 0.0),
+        frequency=number(body, "frequency_penalty", -2.0, 2.0, 0.0),
+        least=whole(body, "min_tokens", 0, 1 << 31, 0),
+    )
 
 
 def object_of(text: bytes) -> dict[str, Any]:
@@ -142,7 +175,7 @@ def object_of(text: bytes) -> dict[str, Any]:
 def sampling_of(body: dict[str, Any]) -> dict[str, float]:
     """How the body wants tokens to be chosen, by the fields of Sampling.  Raises Refusal."""
     found: dict[str, float] = {"seed": int.from_bytes(os.urandom(4), "little")}
-    for name, field_name, high in (("temperature", "temperature", 2.0), ("top_p", "top_p", 1.0)):
+    for name, field_name, high in (("temperature", "temperature", 2.0), ("top_p", "top_p", 1.0), ("min_p", "min_p", 1.0)):
         if name in body:
             found[field_name] = number(body, name, 0.0, high, 1.0)
     if "repetition_penalty" in body:
@@ -152,16 +185,6 @@ def sampling_of(body: dict[str, Any]) -> dict[str, float]:
     if "seed" in body:
         found["seed"] = whole(body, "seed", -(1 << 63), (1 << 63) - 1, 0) & 0xFFFFFFFF
     return found
-
-
-def echo_of(body: dict[str, Any]) -> bool:
-    """Whether the prompt comes before the answer.  Raises Refusal."""
-    echo: bool = of_kind(body, "echo", bool, False, "true or false")
-    if echo and "logprobs" in body:
-        raise Refusal(
-            400, "echo: bundles give no log-probabilities of prompts; leave logprobs out", "echo", "unsupported_parameter"
-        )
-    return echo
 
 
 def stop_tokens_of(given: Any) -> tuple[int, ...]:
@@ -255,6 +278,22 @@ def alternatives_of(body: dict[str, Any], *, chat: bool) -> int | None:
 # --- what is answered ---------------------------------------------------------------------------------------------------
 
 
+def with_echo(told: dict[str, Any], prompt: Sequence[int], language: Language) -> dict[str, Any]:
+    """A completion's choice with the tokens of a prompt in front; their log-probabilities are not known."""
+    text = language.text(prompt)
+    told = told | {"text": text + told["text"]}
+    if told["logprobs"] is None:
+        return told
+    before, unknown = [language.one(token) for token in prompt], [None] * len(prompt)
+    rest = told["logprobs"]
+    logprobs = {
+        "tokens": before + rest["tokens"], "token_logprobs": unknown + rest["token_logprobs"],
+        "top_logprobs": unknown + rest["top_logprobs"],
+        "text_offset": [len("".join(before[:place])) for place in range(len(before))] + rest["text_offset"],
+    }  # fmt: skip
+    return told | {"logprobs": logprobs}
+
+
 def usage_of(prompt: int, made: int) -> dict[str, int]:
     """Counts of tokens."""
     return {"prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made}
@@ -267,9 +306,16 @@ def choice(asked: Asked, index: int, piece: Piece, language: Language, *, first:
     told: dict[str, Any] = {"index": index, "logprobs": logprobs, "finish_reason": piece.reason}
     if not asked.chat:
         return told | {"text": piece.text}
+    calls = [  # templates of Mistral take ids of nine letters and digits alone
+        {"id": uuid.uuid4().hex[:9], "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+        for call in piece.calls
+    ]
+    content = {} if calls and not piece.text else {"content": piece.text}
     if asked.stream:
-        return told | {"delta": {"role": "assistant", "content": piece.text} if first else {"content": piece.text}}
-    return told | {"message": {"role": "assistant", "content": piece.text, "refusal": None}}
+        called = {"tool_calls": [{"index": call.index, **row} for call, row in zip(piece.calls, calls, strict=True)]}
+        return told | {"delta": ({"role": "assistant"} if first else {}) | content | (called if calls else {})}
+    message = {"role": "assistant", "content": None, "refusal": None} | content
+    return told | {"message": message | ({"tool_calls": calls} if calls else {})}
 
 
 def finite(logprob: float) -> float:
@@ -308,4 +354,5 @@ def chat_logprobs(piece: Piece, language: Language) -> dict[str, Any]:
 def joined(pieces: Sequence[Piece]) -> Piece:
     """The whole answer."""
     tokens = tuple([token for piece in pieces for token in piece.tokens])
-    return Piece("".join([piece.text for piece in pieces]), tokens, 0, pieces[-1].reason)
+    calls = tuple([call for piece in pieces for call in piece.calls])
+    return Piece("".join([piece.text for piece in pieces]), tokens, pieces[0].offset, pieces[-1].reason, calls)

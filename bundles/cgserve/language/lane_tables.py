@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -13,20 +13,22 @@ from ..scheduling.requests import STOPS, Lane, Sampling
 
 SAMPLING = {
     "temperature": "float32", "top_k": "int64", "top_p": "float32", "penalty": "float32", "seed": "int64", "alternatives": "int64",
+    "min_p": "float32", "deferred": "int64",
 }  # fmt: skip
 """The fields of sampling.Sampling, in its order."""
 
-NEUTRAL = Sampling(temperature=0.0)
-"""Of a lane that is off."""
+NEUTRAL, DEFERRED = Sampling(temperature=0.0), Sampling(temperature=0.0, deferred=1)
+"""Of a lane that is off, and of one whose token the entry `choose` chooses."""
+
+KINDS = {"float32": "f", "int64": "q", "int32": "i"}
 
 
 class Column:
-    """A tensor (rows, *shape) of int64 or float32, and its numbers, which may be changed in place between calls."""
+    """A tensor (rows, *shape) of int64, int32 or float32, and its numbers, which may be changed in place between calls."""
 
     def __init__(self, dtype: str, rows: int, shape: tuple[int, ...] = (), value: float = 0) -> None:
-        kind, filling = ("f", float(value)) if dtype == "float32" else ("q", int(value))
         self.width = prod(shape)
-        self.numbers: array[Any] = array(kind, [filling]) * (rows * self.width)
+        self.numbers: array[Any] = array(KINDS[dtype], [float(value) if dtype == "float32" else int(value)]) * (rows * self.width)
         self.tensor = Tensor(self.numbers.buffer_info()[0], dtype, (rows, *shape), None, self.numbers)
 
 
@@ -38,10 +40,11 @@ class LaneTables:
         self.ids, self.pages = Column("int64", batch, (seq,)), Column("int64", batch, (blocks,))
         self.count, self.start, self.slot, self.most, self.length = [Column("int64", batch) for _ in range(5)]
         self.stop = Column("int64", batch, (STOPS,), -1)
-        self.sampling = {name: Column(dtype, batch, (), getattr(NEUTRAL, name)) for name, dtype in SAMPLING.items()}
+        self.sampling = sampling_columns(batch)
         self.fields = tuple([column.tensor for column in self.sampling.values()])
         self._texts: list[Sequence[int] | None] = [None] * batch  # whose pages a row has: the list itself
         self._written = [0] * batch  # how many of them
+        self._deferred = [False] * batch
         self._used = 0
 
     def fill(self, lanes: Sequence[Lane]) -> None:
@@ -49,7 +52,7 @@ class LaneTables:
         used, texts, written = len(lanes), self._texts, self._written
         for row, lane in enumerate(lanes):
             pages = lane.pages
-            if texts[row] is not pages:
+            if texts[row] is not pages or self._deferred[row] != (lane.rules is not None):
                 self._begin(row, lane)
             elif written[row] != len(pages):
                 at, known = row * self.blocks, written[row]
@@ -74,8 +77,8 @@ class LaneTables:
         self.pages.numbers[at : at + len(pages) + rest] = pages + array("q", [0]) * rest
         self._texts[row], self._written[row] = lane.pages, len(pages)
         self.slot.numbers[row], self.count.numbers[row] = lane.slot, len(lane.ids)
-        for name, column in self.sampling.items():
-            column.numbers[row] = getattr(lane.sampling, name)
+        self._deferred[row] = lane.rules is not None
+        write_sampling(self.sampling, row, DEFERRED if self._deferred[row] else lane.sampling)
         self.stop.numbers[row * STOPS : (row + 1) * STOPS] = array("q", [*lane.stop, *[-1] * (STOPS - len(lane.stop))])
 
     def _switch_off(self, row: int) -> None:
@@ -84,3 +87,14 @@ class LaneTables:
         self.start.numbers[row] = self.most.numbers[row] = self.length.numbers[row] = 0
         at = row * self.seq
         self.ids.numbers[at : at + self.seq] = array("q", [0]) * self.seq
+
+
+def sampling_columns(rows: int) -> dict[str, Column]:
+    """The fields of sampling.Sampling in its order, of lanes that are off."""
+    return {name: Column(dtype, rows, (), getattr(NEUTRAL, name)) for name, dtype in SAMPLING.items()}
+
+
+def write_sampling(columns: Mapping[str, Column], row: int, sampling: Sampling) -> None:
+    """Makes a row that of a lane with this sampling."""
+    for name, column in columns.items():
+        column.numbers[row] = getattr(sampling, name)

@@ -6,7 +6,11 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..restrictions.grammars import GrammarMatcher, Grammars, MissingEngine
+from ..restrictions.rules import TokenRules
+from ..restrictions.tools import TAGS, CallReader, Toolbox, answer_grammar, told_messages
 from ..scheduling.requests import STOPS, Request, Sampling
+from .answer import Answer
 from .completions import Asked, Refusal, messages_of, of_kind
 from .engine import Model
 from .engines import Engines
@@ -30,6 +34,7 @@ class ServedModel:
         self.context = min(self.engine.limits.context, language.positions or self.engine.limits.context)
         self.characters = self.context * language.longest
         self._created = int(time.time())
+        self._grammars: Grammars | None = None
 
     def about(self) -> dict[str, Any]:
         """As OpenAI's clients read it."""
@@ -37,7 +42,8 @@ class ServedModel:
 
     def requests_of(self, asked: Asked) -> list[Request]:
         """A request for each choice of each prompt.  Raises Refusal."""
-        stop = (() if asked.ignore_end else self.language.stop) + asked.stop_tokens
+        matcher = self._matcher(asked)
+        stop = (() if asked.ignore_end and matcher is None else self.language.stop) + asked.stop_tokens
         if len(stop) > STOPS:
             raise Refusal(
                 400,
@@ -48,7 +54,7 @@ class ServedModel:
         if count > self.engine.limit:
             raise Refusal(400, f"n: {count} answers asked for; {self.engine.limit} requests may be open", "n")
         prompts = (
-            [self._chat(asked.messages, asked.template)]
+            [self._chat(asked.messages, asked.template, asked.toolbox)]
             if asked.chat
             else [self._prompt(each, asked.special) for each in asked.prompts]
         )
@@ -61,15 +67,59 @@ class ServedModel:
             for index in range(asked.choices):
                 told: dict[str, Any] = {**self.language.sampling, **asked.sampling, "alternatives": asked.alternatives or 0}
                 sampling = Sampling(**(told | {"seed": told["seed"] + index}))
-                found.append(Request(prompt=prompt, most=most, stop=stop, sampling=sampling))
+                found.append(self._request(asked, prompt, most, stop, sampling, matcher))
         return found
+
+    def _request(
+        self, asked: Asked, prompt: tuple[int, ...], most: int, stop: tuple[int, ...], sampling: Sampling,
+        matcher: GrammarMatcher | None,
+    ) -> Request:  # fmt: skip
+        """A request, with rules where it needs any.  Of a prompt that is scored the first token is read, the others are made."""
+        forced = prompt[1:] if asked.scored else ()
+        if not forced and not most:
+            raise Refusal(400, "max_tokens: 0 needs a prompt of two tokens", "max_tokens")
+        read, rules = prompt[: len(prompt) - len(forced)], None
+        if matcher is not None or asked.wishes or forced:
+            own = None if matcher is None else matcher.copy()
+            rules = TokenRules(self.engine.limits.vocabulary, len(read), asked.wishes, stop, own, forced)
+        count = most + len(forced)
+        return Request(prompt=read, most=count, stop=stop, sampling=sampling, rules=rules, forced=len(forced))
+
+    def answer(self, asked: Asked, request: Request) -> Answer:
+        """What makes text of the tokens of a request."""
+        tools, text = asked.toolbox.callable, self.language.text
+        reader = CallReader(tools, self.language.tool_form) if tools else None
+        offset = len(text(request.prompt)) if asked.echo else 0
+        return Answer(text, request.prompt, asked.stop, reader, request.forced, offset)
+
+    def _matcher(self, asked: Asked) -> GrammarMatcher | None:
+        """The beginning of the grammar that answers have to keep to, or None.  Raises Refusal."""
+        unknown = [token for token in asked.wishes.biases if token >= self.language.size]
+        if unknown:
+            raise Refusal(400, f"logit_bias: expected tokens from 0 to {self.language.size - 1}", "logit_bias")
+        field = "tools" if asked.toolbox.forced else "response_format"
+        needed = asked.schema is not None or asked.toolbox.forced
+        if not self.engine.limits.vocabulary and (needed or asked.wishes or asked.scored):
+            name = field if needed else "logit_bias, min_tokens, echo with logprobs, penalties by count"
+            raise Refusal(400, f"{name}: the bundle has no entry `choose`; build it again", field if needed else None)
+        if not needed:
+            return None
+        try:
+            if self._grammars is None:
+                self._grammars = Grammars(self.language.source, self.engine.limits.vocabulary, self.language.stop)
+            special = self._grammars.special(TAGS)
+            return self._grammars.matcher(answer_grammar(asked.schema, asked.toolbox, self.language.tool_form, special))
+        except MissingEngine as error:
+            raise Refusal(400, f"{field}: this server {error}", field, "unsupported_parameter") from None
+        except ValueError as error:
+            raise Refusal(400, f"{field}: {error}", field) from None
 
     def tokens_of(self, body: dict[str, Any]) -> tuple[int, ...]:
         """The tokens of the `prompt` or `messages` of a body that asks for tokens alone.  Raises Refusal."""
         special = of_kind(body, "add_special_tokens", bool, True, "true or false")
         if "messages" in body:
             template = of_kind(body, "chat_template_kwargs", dict, {}, "an object")
-            return self._chat(messages_of(body["messages"]), template)
+            return self._chat(messages_of(body["messages"]), template, Toolbox())
         return self._prompt(of_kind(body, "prompt", str, None, "a string") or "", special)
 
     def _check_length(self, text: str, field: str) -> None:
@@ -101,10 +151,14 @@ class ServedModel:
             raise Refusal(400, "prompt: no token", "prompt")
         return tokens
 
-    def _chat(self, messages: Sequence[dict[str, Any]], template: Mapping[str, Any]) -> tuple[int, ...]:
+    def _chat(self, messages: Sequence[dict[str, Any]], template: Mapping[str, Any], toolbox: Toolbox) -> tuple[int, ...]:
         if self.language.chat is None:
             raise Refusal(400, "the tokenizer has no chat template; use /v1/completions", "messages")
+        form, tools = self.language.tool_form, toolbox.callable
+        messages = told_messages(messages, tools, form)
         self._check_length("".join([message["content"] for message in messages]), "messages")
+        if tools and form.told:
+            template = {**template, "tools": [tool.told for tool in tools]}
         try:
             text = self.language.chat.render(messages, template)
         except ValueError as error:

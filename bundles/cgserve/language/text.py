@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer
+
+from ..restrictions.tools import tool_form
 
 if TYPE_CHECKING:
     from .chat import ChatTemplate
@@ -111,11 +114,21 @@ class Language:
             from .chat import ChatTemplate  # Jinja is for chats alone
 
             self.chat = ChatTemplate(template, special)
+        self.tool_form = form = tool_form(template)
+        """How the chat template writes calls of tools."""
+        if (tag := self._tokenizer.token_to_id(form.begin.strip())) is not None:
+            self.tool_form = replace(form, shown=bool(self.text([tag])))
 
     def tokens(self, text: str, *, special: bool) -> tuple[int, ...]:
         """The tokens of a text; `special`: with those that the tokenizer puts around it, which a chat template writes itself."""
         (made,) = self._tokenizer.encode_batch([text], add_special_tokens=special)  # `encode` keeps the interpreter to itself
         return tuple(made.ids)
+
+    @property
+    def source(self) -> str:
+        """The tokenizer, as tokenizer.json has it."""
+        source: str = self._tokenizer.to_str()
+        return source
 
     def encoded(self, texts: Sequence[str] | Sequence[tuple[str, str]]) -> list[tuple[list[int], list[int]]]:
         """The tokens of texts, or of pairs of them, with those that the tokenizer puts around; and of which text of a pair each
@@ -150,7 +163,9 @@ def read(path: Path) -> dict[str, Any]:
 
 def defaults_of(generation: dict[str, Any]) -> dict[str, float]:
     """The sampling of a generation_config.json; what is no number there counts as not said."""
-    names = {"temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "repetition_penalty": "penalty"}
+    names = {
+        "temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "repetition_penalty": "penalty",
+    }  # fmt: skip
     found = {ours: generation[theirs] for theirs, ours in names.items() if type(generation.get(theirs)) in (int, float)}
     if "top_k" in found:
         found["top_k"] = max(0, int(found["top_k"]))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from array import array
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 Entry = Literal["prefill", "decode", "generate"]
 Reason = Literal["stop", "length"]
@@ -26,6 +27,8 @@ class Limits:
     `several`: whether a prefill call may have several lanes of one text, one behind the other.  `shared`: whether texts with equal
     beginnings may have the same pages of these.  Neither is so where a slot carries a state from token to token.  `ahead`: whether
     a second step may be planned before the first is finished; not where tokens decide which text is read again.
+
+    `vocabulary`: the tokens that a mask has bits for, 0 where calls take no restrictions.
     """
 
     page: int
@@ -40,6 +43,7 @@ class Limits:
     several: bool = False
     shared: bool = False
     ahead: bool = True
+    vocabulary: int = 0
 
     @property
     def context(self) -> int:
@@ -63,16 +67,38 @@ class Sampling:
     penalty: float = 1.0
     seed: int = 0
     alternatives: int = 0
+    min_p: float = 0.0
+    deferred: int = 0
+
+
+class Rules(Protocol):
+    """What restricts the tokens of one answer.  They are asked once for every token, in the order of the text."""
+
+    words: array[Any]
+    """The mask of the next token, 32-bit words: a bit for every token, 1 where it may come."""
+    failure: str | None
+    """Why no token can be chosen by them any more."""
+
+    def follow(self, place: int, token: int, *, fresh: bool) -> Mapping[int, float]:
+        """Takes in `token`, the one before `place` of the text, and writes the mask for the token at `place`.  Gives the biases
+        that have changed; `fresh`: all of them."""
+
+    def bias(self, token: int) -> float:
+        """What is added to the logit of a token."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """`prompt`: at least one token; `most`: tokens to make, at least one; `stop`: tokens that end the answer, 8 at most."""
+    """`prompt`: at least one token; `most`: tokens to make, at least one; `stop`: tokens that end the answer, 8 at most; `rules`:
+    what restricts its tokens, which no other request has; `forced`: tokens that they give, so that none of these ends the
+    answer."""
 
     prompt: tuple[int, ...]
     most: int
     stop: tuple[int, ...] = ()
     sampling: Sampling = Sampling()
+    rules: Rules | None = None
+    forced: int = 0
 
 
 def check(request: Request, limits: Limits) -> None:
@@ -81,6 +107,8 @@ def check(request: Request, limits: Limits) -> None:
         raise ValueError("a request needs a token to begin with and one to make")
     if len(request.stop) > STOPS:
         raise ValueError(f"{len(request.stop)} stop tokens; a request may have {STOPS}")
+    if request.rules is not None and not limits.vocabulary:
+        raise ValueError("the bundle has no entry `choose`, which restricts tokens: build it again")
     total = len(request.prompt) + request.most
     if total > limits.context:
         raise ValueError(f"{total} tokens, with those to make; the bundle was built for {limits.context}")
@@ -102,6 +130,8 @@ class Lane(NamedTuple):
 
     `behind`: where it is 0 or more, the one new token is what the call before makes in its lane of that number, and `ids` has a 0
     for it.  `pages` grow with the request: a later step may put more behind them.
+
+    `rules`: of a lane whose token is restricted; None where what the lane makes is no token of the text.
     """
 
     key: Hashable
@@ -114,6 +144,7 @@ class Lane(NamedTuple):
     sampling: Sampling
     length: int = 0
     behind: int = -1
+    rules: Rules | None = None
 
 
 @dataclass(frozen=True, slots=True)

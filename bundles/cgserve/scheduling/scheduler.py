@@ -103,7 +103,7 @@ class Scheduler:
             if last.reread and text.pages is pages:
                 text.read, text.length, text.goal = 0, len(text.tokens), len(text.tokens)
             reason: Reason | None = None
-            if last.id in request.stop:
+            if last.id in request.stop and len(text.tokens) > len(request.prompt) + request.forced:
                 reason = "stop"
             elif len(text.tokens) >= len(request.prompt) + request.most:
                 reason = "length"
@@ -227,8 +227,8 @@ class Scheduler:
                 continue
             ends = text.read + len(ids) == text.goal
             for at in range(0, len(ids), self.limits.chunk):
-                lanes.append(text.lane(ids[at : at + self.limits.chunk], text.read + at, 1))
                 makes = ends and at + self.limits.chunk >= len(ids)
+                lanes.append(text.lane(ids[at : at + self.limits.chunk], text.read + at, 1, makes=makes))
                 flight.rows.append(Row(text, text.pages, makes, text.read, text.front, text.known))
             text.read += len(ids)
             text.ahead += ends
@@ -291,12 +291,13 @@ class Scheduler:
 
     def _turns(self, texts: Sequence[Text]) -> int:
         """How many tokens a call may make for each: several where nobody would wait for its end, no log-probabilities of other
-        tokens are asked for, and the pages are there."""
+        tokens are asked for, no token is restricted, and the pages are there."""
         limit = self.limits.turns
         if limit == 1 or len(texts) > self.limits.loop_lanes or len(texts) < len(self._running) or self._waiting:
             return 1
         turns = min(limit, max([text.left for text in texts]))
-        if turns == 1 or any(text.request.sampling.alternatives for text in texts):
+        asked = [text.request for text in texts]
+        if turns == 1 or any([each.sampling.alternatives or each.rules is not None for each in asked]):
             return 1
         needed = sum(self._lacks(text, text.read + min(turns, text.left)) for text in texts)
         return turns if needed <= self.pages.free else 1

@@ -50,11 +50,12 @@ class Text:
         """Whether its slot has to see every token: which ones the text has counts, and lanes of one call write it in no order."""
         return self.request.sampling.penalty != 1.0
 
-    def lane(self, ids: Sequence[int], start: int, most: int, behind: int = -1) -> Lane:
-        """Its lane for `ids`, behind the first `start` tokens."""
+    def lane(self, ids: Sequence[int], start: int, most: int, behind: int = -1, *, makes: bool = True) -> Lane:
+        """Its lane for `ids`, behind the first `start` tokens; `makes`: whether the token behind them is one of the text."""
         asked: Request = self.request
         sampling: Sampling = asked.sampling
-        return Lane(self.key, ids, start, self.pages, self.slot, most, asked.stop, sampling, self.length, behind)
+        rules = asked.rules if makes else None
+        return Lane(self.key, ids, start, self.pages, self.slot, most, asked.stop, sampling, self.length, behind, rules)
 
 
 class Row(NamedTuple):

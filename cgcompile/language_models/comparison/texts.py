@@ -191,7 +191,7 @@ class Desk:
         self.length = [len(prompt) for prompt in prompts]
         order = torch.randperm(lanes * BLOCKS, generator=torch.Generator().manual_seed(0))
         self.pages, self.slot = 1 + order.view(lanes, BLOCKS), torch.arange(1, lanes + 1)
-        self.greedy = Sampling(*[torch.full((lanes,), value) for value in (0.0, 0, 1.0, 1.0, 0, 0)])
+        self.greedy = Sampling(*[torch.full((lanes,), value) for value in (0.0, 0, 1.0, 1.0, 0, 0, 0.0, 0)])
 
     def replace(self, lane: int, prompt: Sequence[int]) -> list[Written]:
         """Ends a text, which is given, and reads another into its pages and its slot, while the others wait."""

@@ -94,10 +94,10 @@ class Lanes:
         return self._integers([page for row in rows for page in row] + [0] * (blocks * (batch - len(rows))), batch, blocks)
 
     def _sampling(self, batch: int) -> tuple[Any, ...]:
-        """Greedy: temperature 0, top_k 0, top_p 1, penalty 1, seed 0, no alternatives."""
+        """Greedy: temperature 0, top_k 0, top_p 1, penalty 1, seed 0, no alternatives, min_p 0, not deferred."""
         from cgbundle.tensors.tensor import from_bytes
 
-        values = (0, 0, 1, 1, 0, 0)
+        values = (0, 0, 1, 1, 0, 0, 0, 0)
         return tuple([
             from_bytes(array("f" if dtype == "float32" else "q", [value] * batch), dtype, (batch,))
             for value, dtype in zip(values, self._job["sampling"], strict=True)

@@ -1,7 +1,7 @@
 """A folder's language model with prefill and decode alone, for builds in little time:
 
     CAUSAL_LM=FOLDER cgcompile build tests/bench/gpu/language_entries.py --sizes prefill:batch=2,8,32 --sizes prefill:seq=64 \\
-        --sizes decode:batch=1,8,32,64,128,256 --sizes blocks=256
+        --sizes decode:batch=1,8,32,64,128,256 --sizes choose:batch=256 --sizes blocks=256
 
 Its loads take as many pages and slots as memory allows, for 256 texts of 4,096 tokens at most.  CAUSAL_LM_DTYPE: bfloat16 by
 default.
@@ -35,4 +35,6 @@ def entries() -> dict[str, Callable[..., tuple[object, ...]]]:
 
 def state() -> dict[str, tuple[str, int]]:
     """Whose rows a load chooses."""
-    return {name: ("pages", LANES * BLOCKS + 1) for name in ("keys_*", "values_*")} | {"seen": ("slots", SLOTS)}
+    return {name: ("pages", LANES * BLOCKS + 1) for name in ("keys_*", "values_*")} | {
+        name: ("slots", SLOTS) for name in ("seen", "deferred", "biases")
+    }

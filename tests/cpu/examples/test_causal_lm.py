@@ -7,6 +7,7 @@ import os
 import random
 import subprocess
 import sys
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +26,15 @@ from cgcompile.language_models.causal_lm import CausalLM  # noqa: E402
 from cgcompile.language_models.comparison.texts import by_generate, small_networks  # noqa: E402
 from cgcompile.language_models.example_inputs import ExampleInputs  # noqa: E402
 from cgcompile.language_models.kernels.int8 import int8_weights  # noqa: E402
-from cgcompile.language_models.sampling import Sampling, exponential, filtered, sample  # noqa: E402
+from cgcompile.language_models.sampling import (  # noqa: E402
+    BIASES,
+    Restriction,
+    Sampling,
+    exponential,
+    filtered,
+    sample,
+    words_of,
+)
 from cgcompile.language_models.settings import PAGE  # noqa: E402
 from tests.families.cases import FEATURES  # noqa: E402
 from tests.helpers.bundles.llama_bundle import llama_bundle  # noqa: E402
@@ -109,19 +118,22 @@ def test_a_lanes_token_hangs_on_no_neighbour(llama: Any) -> None:
 
 def test_temperature_draws_from_the_softmax() -> None:
     rows, logits = 20_000, torch.tensor([0.0, 1.0, 2.0, -1.0, 0.5])
-    sampling = Sampling(*[torch.full((rows,), value) for value in (0.7, 0, 1.0, 1.0, 11, 0)])
+    sampling = Sampling(*[torch.full((rows,), value) for value in (0.7, 0, 1.0, 1.0, 11, 0, 0.0, 0)])
     drawn = sample(logits.expand(rows, -1), torch.zeros(rows, 5, dtype=torch.bool), torch.arange(rows), sampling)
     share = torch.bincount(drawn, minlength=5) / rows
     torch.testing.assert_close(share, torch.softmax(logits / 0.7, 0), rtol=0, atol=0.015)
 
 
-@pytest.mark.parametrize(("k", "p"), [(0, 0.9), (1, 0.5), (20, 1.0), (700, 0.3), (30, 0.8)])
-def test_top_k_and_top_p_leave_what_transformers_leave(k: int, p: float) -> None:
+@pytest.mark.parametrize(
+    ("k", "p", "least"), [(0, 0.9, 0.0), (1, 0.5, 0.0), (20, 1.0, 0.0), (700, 0.3, 0.0), (30, 0.8, 0.1), (0, 1.0, 0.02)]
+)
+def test_filters_leave_what_transformers_leave(k: int, p: float, least: float) -> None:
     torch.manual_seed(k)
     logits = torch.randn(1, 500) * 3
     wanted = transformers.TopKLogitsWarper(k)(None, logits) if k else logits
     wanted = transformers.TopPLogitsWarper(p)(None, wanted) if p < 1 else wanted
-    assert torch.equal(filtered(logits, torch.tensor([k]), torch.tensor([p])), wanted)
+    wanted = transformers.MinPLogitsWarper(least)(None, wanted) if least else wanted
+    assert torch.equal(filtered(logits, torch.tensor([k]), torch.tensor([p]), torch.tensor([least])), wanted)
 
 
 def test_the_penalty_is_transformers(llama: Any) -> None:
@@ -151,6 +163,48 @@ def test_random_words_are_philox() -> None:
     wanted = -torch.log1p(-(word + 0.5) / 2**32).float()
     torch.testing.assert_close(exponential(torch.tensor([0]), torch.tensor([0]), 1)[0, 0], wanted, rtol=1e-4, atol=0)
     assert 0.99 < exponential(torch.tensor([5]), torch.tensor([9]), 200_000).mean() < 1.01
+
+
+# --- restrictions -----------------------------------------------------------------------------------------------------
+
+
+def restriction(allowed: Sequence[int], biases: dict[int, float], lanes: int, *, fresh: int = 0) -> Restriction:
+    """The same of every lane."""
+    words = [0] * words_of(128)
+    for token in allowed:
+        words[token // 32] |= 1 << token % 32
+    words = [word - (word >> 31 << 32) for word in words]
+    tokens = [*biases, *[next(iter(biases), 0)] * (BIASES - len(biases))]
+    rows = torch.tensor([words] * lanes, dtype=torch.int32), torch.tensor([tokens] * lanes)
+    return Restriction(*rows, torch.tensor([[biases.get(token, 0.0) for token in tokens]] * lanes), torch.full((lanes,), fresh))
+
+
+def test_a_restricted_token_is_the_likeliest_of_those_that_may_come(llama: Any) -> None:
+    """By masks and by biases, which a slot keeps until they are forgotten; a lane that is not deferred leaves nothing."""
+    plain, engine = Engine(llama), Engine(llama)
+    for each, options in ((plain, {"alternatives": 20}), (engine, {"deferred": 1})):
+        each.add("a", prompt(9), 40, **options)
+        each.slots, each.texts["a"]["slot"] = [*range(3, SLOTS)], 2 if each is engine else 1
+    given = plain.prefill(["a"])
+    ranked, logprobs = given["top_token"][0].tolist(), given["top_logprob"][0].tolist()
+    engine.prefill(["a"])
+    assert not llama.deferred[1].any() and llama.deferred[2].any() and nobodys_page_is_zero(llama)
+    slot, place = torch.tensor([2, 0]), torch.tensor([9, 0])
+    sampling = engine._lanes(["a"])[-1]
+    sampling = Sampling(*[each[:2] for each in sampling])
+
+    def chosen(*given: Any, **options: Any) -> tuple[int, float]:
+        made = llama.choose(slot, place, sampling, restriction(*given, 2, **options))
+        return made["token"][0].item(), made["logprob"][0].item()
+
+    everything = [*range(128)]
+    assert chosen(everything, {}, fresh=1) == (ranked[0], pytest.approx(logprobs[0]))
+    assert chosen(ranked[3:5], {}) == (ranked[3], pytest.approx(logprobs[3])), "as likely as before the mask"
+    assert chosen([ranked[7], 31], {}, fresh=1)[0] == ranked[7]
+    assert chosen(everything, {ranked[5]: 100.0})[0] == ranked[5]
+    assert chosen(everything, {ranked[6]: 90.0})[0] == ranked[5] == chosen(everything, {})[0], "the slot keeps it"
+    assert chosen(everything, {ranked[5]: -100.0})[0] == ranked[6]
+    assert chosen(everything, {}, fresh=1)[0] == ranked[0] and nobodys_page_is_zero(llama)
 
 
 # --- a bundle ---------------------------------------------------------------------------------------------------------
@@ -187,6 +241,27 @@ def test_a_bundle_gives_the_same_tokens(folder: Path) -> None:
     assert found[0][0] == found[1][0]
     assert found[0][0][0][21:] == reference(model, prompt(21), 12) and found[0][0][2][30:] == reference(model, prompt(30), 4)
     torch.testing.assert_close(found[0][1:], found[1][1:], rtol=1e-4, atol=1e-5)
+
+
+def test_a_bundle_chooses_among_the_tokens_that_may_come(folder: Path) -> None:
+    """Greedy and drawn, with biases that a slot keeps: the tokens of the model in eager PyTorch."""
+    model, found = made(str(folder / "llama")), []
+    with cgbundle.load(folder / "llama.cgb") as program:
+        for entries in (program, model):
+            engine, texts = Engine(entries, lanes=2, blocks=4), []
+            engine.add("greedy", prompt(9), 20, deferred=1, alternatives=2)
+            engine.add("drawn", prompt(5), 20, deferred=1, temperature=0.9, min_p=0.01, seed=5)
+            engine.prefill(["greedy", "drawn"])
+            start, _, slot, sampling = engine._lanes(["greedy", "drawn"])
+            for turn in range(3):
+                given = restriction(range(60 + turn, 128), {70 + turn: 2.5, 90: -1.0}, 2, fresh=int(turn == 0))
+                with torch.no_grad():
+                    texts.append(entries.choose(slot, start + turn, sampling, given))
+            found.append(texts)
+    for ours, eager in zip(*found, strict=True):
+        assert torch.equal(ours["token"], eager["token"]) and (eager["token"] >= 60).all()
+        torch.testing.assert_close(ours["logprob"], eager["logprob"], rtol=1e-4, atol=1e-5)
+        assert torch.equal(ours["top_token"], eager["top_token"])
 
 
 # --- the scheduler of `cgcompile serve` ----------------------------------------------------------------------------------

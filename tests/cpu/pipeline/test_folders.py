@@ -50,7 +50,7 @@ def test_a_folder_becomes_a_bundle(llama: Path, tmp_path: Path) -> None:
     assert done.stdout == "Tiny-0.1B.cgb\n" and "Loading weights" not in done.stderr
     model = made(str(llama))
     with cgbundle.load(tmp_path / "Tiny-0.1B.cgb") as program:
-        assert set(program.entries) == {"prefill", "decode"} and program.manifest.name == "Tiny-0.1B"
+        assert set(program.entries) == {"prefill", "decode", "choose"} and program.manifest.name == "Tiny-0.1B"
         engine = Engine(program, lanes=1, blocks=4, chunk=64)
         engine.free, engine.slots = list(range(1, 9)), [1, 2]
         engine.add("text", prompt(20), 20)
@@ -81,7 +81,7 @@ def test_a_folder_of_a_model_with_states_becomes_a_bundle(tmp_path: Path) -> Non
 
 def test_check_reads_a_folder(llama: Path) -> None:
     report = cgcompile.check(str(llama), target="cpu", context=64, lanes=[1])
-    assert not report.refused and [each.entry for each in report.each] == ["prefill", "decode"]
+    assert not report.refused and [each.entry for each in report.each] == ["prefill", "decode", "choose"]
     assert dict(report.sizes) == {"batch": (1,), "seq": (64,), "blocks": (4,)}
 
 
@@ -154,5 +154,5 @@ def test_a_model_by_hand_has_the_same_configuration(llama: Path, monkeypatch: py
 
     monkeypatch.setenv("CAUSAL_LM", str(llama))
     sources = load_sources(str(ROOT / "examples/causal_lm.py"))
-    assert [source.entry for source in sources] == ["prefill", "decode", "generate"]
+    assert [source.entry for source in sources] == ["prefill", "decode", "choose", "generate"]
     assert sources[0].model.vocabulary == configuration("llama").vocab_size

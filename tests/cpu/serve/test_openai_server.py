@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import importlib.util
 import json
 import os
 import random
@@ -13,9 +14,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,154 +24,14 @@ from typing import Any
 import pytest
 
 import cgbundle
-from cgbundle.errors import CgbundleError
-from tests.helpers.loaded_language_model import Loaded
-from tests.helpers.models.tokenizers import END, byte_tokenizer, write_tokenizer
+from tests.helpers.models.tokenizers import byte_tokenizer, write_tokenizer
 from tests.helpers.places import GOLDEN, ROOT
+from tests.helpers.scripted_server import PAGES, SCRIPT, Running, Scripted, running, said
 
 for package in ("starlette", "uvicorn", "prometheus_client", "tokenizers", "jinja2"):
     pytest.importorskip(package, reason="pip install '.[serve]'")
 
-SCRIPT = "Höre 😀, END of it. "
 CHAT = "{% for each in messages %}{{ each.role }}: {{ each.content }}\n{% endfor %}assistant:"
-PAGES = 40
-
-
-class Scripted:
-    """A model that says SCRIPT, from a place that the seed and the place in the text give; at place `top_k` it says END.
-
-    `gate` holds its calls; the calls of texts longer than `fails` fail.  It checks that the pages hold what was put there.
-    """
-
-    def __init__(self) -> None:
-        from cgserve.scheduling.requests import Limits, Made, Token
-
-        sizes = {"page": 4, "pages": PAGES + 1, "slots": 9, "blocks": 30, "chunk": 16, "lanes": 6, "loop_lanes": 4, "turns": 4}
-        self.limits = Limits(**sizes, readers=(2, 4), several=True, shared=True)
-        self.made, self.token, self.ids = Made, Token, byte_tokenizer().encode(SCRIPT).ids
-        self.gate, self.fails = threading.Event(), 1000
-        self.gate.set()
-        self.cache: dict[tuple[int, int], int] = {}
-        self.prepared = self.called = 0
-
-    def prepare(self, step: Any) -> Callable[[Any], Any]:
-        self.prepared += 1
-        return lambda before: self._run(step, before)
-
-    def _run(self, step: Any, before: Any) -> Any:
-        self.called += 1
-        self.gate.wait()
-        if any(lane.start >= self.fails for lane in step.lanes):
-            raise CgbundleError("program-closed", "the device\nis gone")
-        rows = [self._lane(lane, before) for lane in step.lanes]
-        return self.made([row[-1].id for row in rows], lambda: rows)
-
-    def _lane(self, lane: Any, before: Any) -> list[Any]:
-        made, sampling = [], lane.sampling
-        for place, token in enumerate(lane.ids if lane.behind < 0 else [before.tokens[lane.behind]], lane.start):
-            self._write(lane, place, token)
-        for place in range(lane.start + len(lane.ids), lane.start + len(lane.ids) + lane.most):
-            ends = sampling.top_k and place >= sampling.top_k
-            token = END if ends else self.ids[(sampling.seed + place) % len(self.ids)]
-            others = tuple([(token - number, -0.5 - number) for number in range(sampling.alternatives)])
-            made.append(self.token(token, -0.5, others))
-            if ends or len(made) == lane.most:
-                break
-            self._write(lane, place, token)
-        return made
-
-    def _write(self, lane: Any, place: int, token: int) -> None:
-        def where(place: int) -> tuple[int, int]:
-            return lane.pages[place // self.limits.page], place % self.limits.page
-
-        self.cache[where(place)] = place
-        assert all(self.cache[where(earlier)] == earlier for earlier in range(place)), "a page with two owners"
-
-
-def said(start: int, count: int) -> str:
-    """What Scripted says with seed 0 from a place on: `count` bytes."""
-    data = SCRIPT.encode()
-    return bytes([data[(start + each) % len(data)] for each in range(count)]).decode(errors="replace")
-
-
-class Running:
-    """A server in a thread, over a model."""
-
-    def __init__(self, model: Any, folder: Path, limit: int = 32, others: Sequence[Any] = (), seconds: float = 60.0) -> None:
-        from cgserve.application import Application
-        from cgserve.language.served_model import ServedModel
-        from cgserve.language.text import Language
-        from cgserve.settings import Settings
-        from cgserve.transport.running import make_server
-
-        self.model = model
-        application = Application(dict, Settings(), lambda event: None)
-        metrics = application.counters.language("script")
-        self.served = ServedModel([model, *others], Language(folder), "script", limit, metrics, seconds)
-        application.repository = Loaded(self.served)  # type: ignore[assignment]
-        self.uvicorn = make_server(application.app)
-        listening = socket.create_server(("127.0.0.1", 0))
-        self.port = listening.getsockname()[1]
-        self.thread = threading.Thread(target=self.uvicorn.run, args=([listening],))
-        self.thread.start()
-        self.until(lambda: self.uvicorn.started)
-
-    def ask(self, path: str, body: Any = None, method: str = "") -> tuple[int, Any, dict[str, str]]:
-        """(status, body, headers); the body as JSON where it is, and a list of events where it is a stream."""
-        connection = self.send(path, body, method)
-        answer = connection.getresponse()
-        text, headers = answer.read().decode(), dict(answer.getheaders())
-        connection.close()
-        kind = headers.get("content-type", "")
-        if kind.startswith("text/event-stream"):
-            events = [each.removeprefix("data: ") for each in text.split("\n\n") if each]
-            assert all("\n" not in each for each in events)
-            return answer.status, [each if each == "[DONE]" else json.loads(each) for each in events], headers
-        return answer.status, json.loads(text) if kind == "application/json" else text, headers
-
-    def send(self, path: str, body: Any = None, method: str = "") -> http.client.HTTPConnection:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
-        data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
-        connection.request(method or ("GET" if body is None else "POST"), path, data)
-        return connection
-
-    def complete(self, prompt: Any = "abc", **more: Any) -> Any:
-        status, told, _ = self.ask("/v1/completions", {"prompt": prompt, "seed": 0, **more})
-        assert status == 200, told
-        return told
-
-    def chat(self, text: str = "Hi", **more: Any) -> Any:
-        body = {"messages": [{"role": "user", "content": text}], "seed": 0, **more}
-        status, told, _ = self.ask("/v1/chat/completions", body)
-        assert status == 200, told
-        return told
-
-    @staticmethod
-    def until(true: Callable[[], bool]) -> None:
-        end = time.monotonic() + 60
-        while not true():
-            assert time.monotonic() < end
-            time.sleep(0.005)
-
-    def until_free(self) -> None:
-        """Waits until nobody has a page."""
-        self.until(lambda: self.served.engine.state.pages_free == PAGES and not self.served.engine.open_requests)
-        assert (self.served.engine.state.running, self.served.engine.state.waiting) == (0, 0)
-
-    def stop(self) -> None:
-        self.model.gate.set()
-        self.uvicorn.should_exit = True
-        self.thread.join(60)
-        assert not self.thread.is_alive()
-
-
-@contextmanager
-def running(folder: Path, **options: Any) -> Iterator[Running]:
-    found = Running(Scripted(), folder, **options)
-    try:
-        yield found
-    finally:
-        found.stop()
 
 
 @pytest.fixture(scope="module")
@@ -313,14 +173,19 @@ def test_a_tokenizer_without_a_template(tmp_path: Path) -> None:
         ("completions", {"prompt": "a", "model": "b"}, 404, "model", "no model 'b'; there is script"),
         ("completions", {"prompt": "a", "best": 1}, 400, "best", "best: no such field"),
         (
-            "completions", {"prompt": "a", "echo": True, "logprobs": 1}, 400, "echo",
-            "echo: bundles give no log-probabilities of prompts; leave logprobs out",
+            "completions", {"prompt": "a", "echo": True, "max_tokens": 0}, 400, "max_tokens",
+            "max_tokens: 0 needs a prompt of two tokens",
         ),
         (
-            "completions", {"prompt": "a", "logit_bias": {"5": 1}}, 400, "logit_bias",
-            "logit_bias: this server does not do that: bundles take no biases",
+            "completions", {"prompt": "a", "logit_bias": {"5": 101}}, 400, "logit_bias",
+            "logit_bias: expected tokens with a number from -100 to 100",
         ),
-        ("completions", {"prompt": "a", "min_p": 0.1}, 400, "min_p", "min_p: this server does not do that"),
+        ("completions", {"prompt": "a", "logit_bias": {"258": 1}}, 400, "logit_bias", "logit_bias: expected tokens from 0 to 257"),
+        ("completions", {"prompt": "a", "min_p": 2}, 400, "min_p", "min_p: expected a number from 0 to 1"),
+        (
+            "completions", {"prompt": "a", "presence_penalty": 3}, 400, "presence_penalty",
+            "presence_penalty: expected a number from -2 to 2",
+        ),
         (
             "completions", {"prompt": "a", "stop_token_ids": ["a"]}, 400, "stop_token_ids",
             "stop_token_ids: expected a list of tokens",
@@ -330,9 +195,8 @@ def test_a_tokenizer_without_a_template(tmp_path: Path) -> None:
             "stop_token_ids: 9 tokens end an answer, with the model's own; at most 8 may",
         ),
         (
-            "chat/completions", {"messages": [{"role": "user", "content": "a"}], "response_format": {"type": "json_object"}}, 400,
-            "response_format", "response_format: this server does not do that: bundles take no masks of tokens, which json_object "
-            "and json_schema need",
+            "chat/completions", {"messages": [{"role": "user", "content": "a"}], "response_format": {"type": "xml"}}, 400,
+            "response_format", "response_format.type: expected text, json_object or json_schema",
         ),
         ("completions", {"prompt": "a", "n": True}, 400, "n", "n: expected a whole number from 1 to 128"),
         ("completions", {"prompt": "a", "temperature": -1}, 400, "temperature", "temperature: expected a number from 0 to 2"),
@@ -354,7 +218,7 @@ def test_a_tokenizer_without_a_template(tmp_path: Path) -> None:
         ),
         (
             "chat/completions", {"messages": [{"role": "user", "content": "a"}], "tools": [{}]}, 400, "tools",
-            "tools: this server does not do that: calls of tools are not read from the model's text",
+            "tools[0]: expected an object with the type function and a function",
         ),
     ],
 )  # fmt: skip
@@ -368,7 +232,7 @@ def test_fields_that_ask_for_nothing_are_passed_over(server: Running) -> None:
     assert server.complete("abc", max_tokens=3, **neutral)["choices"][0]["text"] == said(3, 3)
 
 
-def test_neutral_values_of_what_is_not_done_pass(server: Running) -> None:
+def test_neutral_values_pass(server: Running) -> None:
     neutral = {
         "presence_penalty": 0, "logit_bias": {"7": 0}, "n": 1, "tools": [], "tool_choice": "auto",
         "response_format": {"type": "text"},
@@ -385,6 +249,27 @@ def test_echo(server: Running) -> None:
         assert server.complete(prompt, max_tokens=4, echo=True)["choices"][0]["text"] == "abc" + said(3, 4)
     *pieces, _ = server.complete("abc", max_tokens=4, echo=True, stream=True)
     assert "".join([each["choices"][0]["text"] for each in pieces]) == "abc" + said(3, 4)
+
+
+def test_log_probabilities_of_a_prompt(server: Running) -> None:
+    """The first token has none.  Neither stop strings nor tokens that end an answer end the prompt."""
+    prompt = byte_tokenizer().encode("abEc").ids
+    asked = {"echo": True, "logprobs": 2, "stop": "E", "stop_token_ids": prompt[2:3]}
+    found = server.complete(prompt, max_tokens=3, **asked)
+    (choice,) = found["choices"]
+    assert choice["text"] == "abEc" + said(4, 3) and found["usage"]["prompt_tokens"] == 4
+    assert found["usage"]["completion_tokens"] == 3 and choice["finish_reason"] == "length"
+    logprobs = choice["logprobs"]
+    assert logprobs["tokens"][:4] == list("abEc") and logprobs["text_offset"] == list(range(7))
+    assert logprobs["token_logprobs"] == [None] + [-0.5] * 6 and logprobs["top_logprobs"][:2] == [None, {"b": -0.5, "a": -1.5}]
+    pieces = [each["choices"][0] for each in server.complete(prompt, max_tokens=3, stream=True, **asked)[:-1]]
+    assert "".join([each["text"] for each in pieces]) == choice["text"]
+    assert [each for piece in pieces for each in piece["logprobs"]["token_logprobs"]] == logprobs["token_logprobs"]
+    assert [each for piece in pieces for each in piece["logprobs"]["text_offset"]] == logprobs["text_offset"]
+    for more in ({"logprobs": 0}, {}):
+        (choice,) = server.complete(prompt, max_tokens=0, echo=True, **more)["choices"]
+        assert choice["text"] == "abEc" and choice["finish_reason"] == "length"
+    server.until_free()
 
 
 def test_what_ends_an_answer(server: Running) -> None:
@@ -714,6 +599,28 @@ def test_texts_go_on_where_their_pages_were_taken(process: Process) -> None:
             found.append(texts)
             assert (scheduler.preempted > 0) == (pages == 6) and scheduler.pages.taken == 0
     assert found[0] == found[1] and all(len(text) == 40 for text in found[0].values())
+
+
+def test_answers_of_a_form_are_the_same_together_and_alone(process: Process) -> None:
+    """Biases, penalties and a prompt's log-probabilities in a bundle; with a grammar where the engine is there."""
+    order, asked = random.Random(1), list[dict[str, Any]]()
+    forms = {"presence_penalty": 1.5, "frequency_penalty": 0.5}, {"logit_bias": {"7": 3, "8": -3}}, {"echo": True, "logprobs": 1}
+    for number in range(12):
+        prompt = order.choices(range(120), k=order.randrange(2, 20))
+        body = {"prompt": prompt, "max_tokens": order.randrange(2, 20), **forms[number % 3]}
+        asked.append(body | ({"temperature": 0} if number % 2 else {"seed": number, "min_p": 0.05}))
+    if importlib.util.find_spec("llguidance"):
+        form = {"type": "json_schema", "json_schema": {"schema": {"enum": ["a", "aa", "bc", 7]}}}
+        asked += [{"prompt": "abc", "max_tokens": 20, "seed": seed, "response_format": form} for seed in range(6)]
+    with ThreadPoolExecutor(24) as threads:
+        together = list(threads.map(lambda each: process.ask("/v1/completions", each), asked))
+    for each, found in zip(asked, together, strict=True):
+        assert [choice["text"] for choice in process.ask("/v1/completions", each)["choices"]] == [
+            choice["text"] for choice in found["choices"]
+        ]
+        if "response_format" in each:
+            (choice,) = found["choices"]
+            assert json.loads(choice["text"]) in ("a", "aa", "bc", 7) and choice["finish_reason"] == "stop"
 
 
 def test_a_signal_drains_it(process: Process) -> None:

@@ -28,7 +28,8 @@ def build(folder: Path) -> None:
         torch.manual_seed(0)
         config = transformers.AutoConfig.for_model(**options)
         transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder / "llama")
-    sizes = {"prefill": {"batch": [2], "seq": [16], "blocks": [4]}, "decode": {"batch": [2], "blocks": [4]}}
+    sizes = {"decode": {"batch": [2], "blocks": [4]}, "choose": {"batch": [2]}}
+    sizes["prefill"] = sizes["decode"] | {"seq": [16]}
     inputs = ExampleInputs(config=config, pages=PAGES, slots=SLOTS, turns=0).entries()
     model = made(str(folder / "llama"), turns=0).eval()
     cgcompile.build(model, inputs, sizes=sizes, out=folder / "llama.cgb", target="cpu")

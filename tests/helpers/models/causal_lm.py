@@ -71,7 +71,7 @@ class Engine:
         texts = [self.texts[name] for name in names]
         off = self.lanes - len(texts)
         pages = [text["pages"] + [0] * (self.blocks - len(text["pages"])) for text in texts] + [[0] * self.blocks] * off
-        plain = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "penalty": 1.0, "seed": 0, "alternatives": 0}
+        plain = dict.fromkeys(Sampling._fields, 0) | {"temperature": 0.0, "top_p": 1.0, "penalty": 1.0, "min_p": 0.0}
         sampling = [{**plain, **text["sampling"]} for text in texts] + [plain] * off
         sampling = Sampling(*[torch.tensor([each[field] for each in sampling]) for field in Sampling._fields])
         start, slot = [[text[field] for text in texts] + [0] * off for field in ("read", "slot")]
@@ -125,7 +125,8 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 
 
 def nobodys_page_is_zero(model: Any) -> bool:
-    return not any(buffer[0].any() for name, buffer in model.named_buffers() if name.startswith(("keys", "values", "seen")))
+    names = ("keys", "values", "seen", "deferred", "biases")
+    return not any(buffer[0].any() for name, buffer in model.named_buffers() if name.startswith(names))
 
 
 def check_family(family: str) -> None:

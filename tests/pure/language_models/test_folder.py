@@ -91,10 +91,11 @@ def read(**changes: Any) -> ModelFolder:
 def test_defaults_of_a_gpu() -> None:
     made = settings_for(read(), None, (), None, 80 << 30)
     assert (made.context, made.lanes, made.dtype, made.turns, made.pages) == (8192, (1, 8, 32), "bfloat16", 32, 512 + 1)
-    assert made.state == {name: ("pages", 32 * 512 + 1) for name in ("keys_*", "values_*")} | {"seen": ("slots", 33)}
+    slots = {name: ("slots", 33) for name in ("seen", "deferred", "biases")}
+    assert made.state == {name: ("pages", 32 * 512 + 1) for name in ("keys_*", "values_*")} | slots
     assert made.sizes == {
         "prefill": {"batch": [1], "seq": [128, 512], "blocks": [512]}, "decode": {"batch": [1, 8, 32], "blocks": [512]},
-        "generate": {"batch": [1, 8, 32], "blocks": [512]},
+        "choose": {"batch": [1, 8, 32]}, "generate": {"batch": [1, 8, 32], "blocks": [512]},
     }  # fmt: skip
     assert settings_for(read(), None, (), None, 8 << 30) == made, "memory decides when a bundle is loaded"
     recorded = settings_for(read(), None, (), None, 24 << 30, recorded=True)
@@ -105,7 +106,7 @@ def test_defaults_of_a_processor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(settings, "cache_room", lambda gpu, weights, recorded: 64 << 30)
     made = settings_for(read(max_position_embeddings=1024), None, (), None, None)
     assert (made.context, made.lanes, made.dtype, made.turns, made.slots) == (1024, (1, 4), "float32", 0, 5)
-    assert list(made.sizes) == ["prefill", "decode"]
+    assert list(made.sizes) == ["prefill", "decode", "choose"]
 
 
 def test_what_the_user_says() -> None:

@@ -10,9 +10,9 @@ prometheus_client = pytest.importorskip("prometheus_client", reason="pip install
 
 from prometheus_client.parser import text_string_to_metric_families  # noqa: E402
 
-from cgserve.dashboards import Dashboards  # noqa: E402
 from cgserve.language.engine import State  # noqa: E402
 from cgserve.language.metrics import LanguageFamilies  # noqa: E402
+from cgserve.routes.dashboards import Dashboards  # noqa: E402
 from cgserve.tensors.metrics import Metrics  # noqa: E402
 
 

@@ -26,6 +26,19 @@ def scheduling() -> Any:
     return SimpleNamespace(**names)
 
 
+class Followed:
+    """Rules that check how they are asked: once for every token of an answer, in order, or again where a text is read again."""
+
+    def __init__(self, prompt: int) -> None:
+        self.prompt, self.tokens = prompt, list[int]()
+
+    def follow(self, place: int, token: int) -> None:
+        count = place - self.prompt
+        if count == len(self.tokens) + 1:
+            self.tokens.append(token)
+        assert count == len(self.tokens) and (not count or self.tokens[-1] == token)
+
+
 class World:
     """A scheduler, a model that continues every text in a way of its own, and a check of every step.
 
@@ -47,11 +60,16 @@ class World:
         self.under_way: deque[tuple[Any, Any]] = deque()  # steps, and what was made for them
         self.fails = False
 
-    def add(self, key: object, prompt: int, most: int, stop: int = -1, family: object = None, **sampling: Any) -> None:
+    def add(
+        self, key: object, prompt: int, most: int, stop: int = -1, family: object = None, *, ruled: bool = False, **sampling: Any
+    ) -> None:
         """`family`: texts of one begin alike."""
         tokens = prompt_of(key if family is None else family, prompt)
         sampled = self.scheduling.Sampling(**sampling)
-        request = self.scheduling.Request(prompt=tokens, most=most, stop=(stop,) if stop >= 0 else (), sampling=sampled)
+        rules = Followed(prompt) if ruled else None
+        request = self.scheduling.Request(
+            prompt=tokens, most=most, stop=(stop,) if stop >= 0 else (), sampling=sampled, rules=rules
+        )
         self.scheduler.add(key, request)
         self.requests[key] = self.every[key] = request
         self.made[key] = []
@@ -147,6 +165,9 @@ class World:
         assert text[: len(known)] == known[: len(text)], "the pages hold another text than this"
         if entry == "prefill":
             self.read[lane.key] = self.read.get(lane.key, 0) + len(lane.ids)
+        if lane.rules is not None:
+            assert lane.most == 1, "rules are asked before every token"
+            lane.rules.follow(len(text), text[-1])
         made = []
         for _ in range(lane.most):
             made.append(following(text))
@@ -211,7 +232,7 @@ EVENTS = st.lists(
 def test_any_order_of_coming_and_going(
     scheduling: Any, limits: dict[str, Any], sharing: dict[str, bool], events: list[tuple[Any, ...]]
 ) -> None:
-    world = World(scheduling, scheduling.Limits(**limits, **sharing))
+    world = World(scheduling, scheduling.Limits(**limits, **sharing, vocabulary=1000))
     context, wanted = world.limits.context, {}
     for number, (what, *rest) in enumerate(events):
         if what == "add":
@@ -221,7 +242,7 @@ def test_any_order_of_coming_and_going(
             if rest[2] == 0:  # a token that comes
                 stop = continued(prompt_of(family, prompt), most, ())[rest[1] % most]
             penalty = 1.5 if rest[2] == 3 else 1.0
-            world.add(number, prompt, most, stop, family, alternatives=int(rest[2] == 1), penalty=penalty)
+            world.add(number, prompt, most, stop, family, alternatives=int(rest[2] == 1), penalty=penalty, ruled=rest[0] % 3 == 0)
             request = world.requests[number]
             wanted[number] = continued(request.prompt, request.most, request.stop)
         elif what == "cancel" and world.requests:
@@ -240,6 +261,10 @@ def test_any_order_of_coming_and_going(
     assert told == {key: wanted[key] for key in world.ended} and not world.requests
     stops = {key for key, request in world.every.items() if wanted[key][-1] in request.stop}
     assert world.ended == {key: "stop" if key in stops else "length" for key in world.ended}
+    for key, request in world.every.items():
+        if request.rules is not None:
+            made, taken = world.made[key], request.rules.tokens
+            assert taken[: len(made)] == made[: len(taken)] and (key not in world.ended or len(taken) >= len(made) - 1)
     world.check_empty()
 
 
@@ -325,9 +350,9 @@ def test_a_request_waits_until_its_pages_are_free(scheduling: Any) -> None:
 
 
 def test_loops_are_for_when_nobody_waits(scheduling: Any) -> None:
-    def entries(*, turns: int = 4, others: int = 0, alternatives: int = 0, **limits: int) -> set[str]:
-        world = World(scheduling, roomy(scheduling, turns=turns, **limits))
-        world.add("a", 3, 9, alternatives=alternatives)
+    def entries(*, turns: int = 4, others: int = 0, alternatives: int = 0, ruled: bool = False, **limits: int) -> set[str]:
+        world = World(scheduling, roomy(scheduling, turns=turns, vocabulary=1000, **limits))
+        world.add("a", 3, 9, alternatives=alternatives, ruled=ruled)
         for number in range(others):
             world.add(number, 3, 9)
         for _ in range(4):
@@ -336,6 +361,7 @@ def test_loops_are_for_when_nobody_waits(scheduling: Any) -> None:
 
     assert entries() == {"generate"} and entries(turns=1) == {"decode"}
     assert entries(alternatives=2) == {"decode"}, "a loop tells no other tokens"
+    assert entries(ruled=True) == {"decode"}, "a mask is known after every token alone"
     assert entries(others=1, lanes=1) == {"decode"}, "one waits"
     assert entries(others=1, loop_lanes=1) == {"decode"}
     assert entries(others=1) == {"generate"}

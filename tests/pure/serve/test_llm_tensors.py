@@ -42,13 +42,15 @@ def test_tables_that_stay_are_as_new_ones(seq: int, calls: list[list[tuple[int, 
             pages = texts[number] = [] if anew or number not in texts else texts[number]
             pages += [100 * turn + 10 * number + page for page in range(min(more, BLOCKS - len(pages)))]
             ids, stop = tuple(range(turn, turn + 1 + number % seq)), tuple(range(number))
-            lanes.append(Lane(number, ids, 7 * turn, pages, 1 + number, 1, stop, SAMPLINGS[number % 2], 5 + number))
+            rules: Any = None if (turn + number) % 3 else object()
+            lanes.append(Lane(number, ids, 7 * turn, pages, 1 + number, 1, stop, SAMPLINGS[number % 2], 5 + number, -1, rules))
         fresh, counts = LaneTables(BATCH, seq, BLOCKS), [len(lane.ids) for lane in lanes]
         tables.fill(lanes)
         fresh.fill(lanes)
         assert columns(tables, counts) == columns(fresh, counts)
         for row, lane in enumerate(lanes):
             assert tables.pages.tensor.tolist()[row] == [*lane.pages, *[0] * (BLOCKS - len(lane.pages))]
+            assert tables.sampling["deferred"].tensor.tolist()[row] == (lane.rules is not None)
             assert tables.count.tensor.tolist()[row] == counts[row] and tables.slot.tensor.tolist()[row] == lane.slot
 
 

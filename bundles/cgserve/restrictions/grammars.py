@@ -1,0 +1,103 @@
+"""Grammars over a model's tokens, by llguidance: which tokens may come next in a text that a JSON schema describes.
+
+llguidance needs no torch.  It comes with the extra `grammar`, and is imported when a request asks for a grammar.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from array import array
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""How JSON is written: a model that may write any white space may write it for ever."""
+
+ANYTHING = {"type": "object"}
+"""The schema of `json_object`."""
+
+
+LARGEST = 1 << 16
+"""Characters of a grammar: the engine takes seconds for one of a few times as many."""
+
+
+class MissingEngine(Exception):
+    """llguidance is not installed."""
+
+
+class Matcher(Protocol):
+    """Where a text is in its grammar."""
+
+    def take(self, token: int) -> str | None:
+        """Goes on by a token.  Why the engine gave up, or None."""
+
+    def write(self, words: array[Any]) -> str | None:
+        """Writes the mask of the next token.  Why the engine gave up, or None."""
+
+
+class GrammarMatcher:
+    """A matcher of llguidance.  The engine keeps no interpreter while it works."""
+
+    def __init__(self, matcher: Any) -> None:
+        self._matcher = matcher
+
+    def copy(self) -> GrammarMatcher:
+        """For another text of the same grammar."""
+        return GrammarMatcher(self._matcher.deep_copy())
+
+    def take(self, token: int) -> str | None:
+        """As `Matcher.take`; what comes behind the end counts for nothing."""
+        if self._matcher.is_stopped() and not self._matcher.is_error():
+            return None
+        return None if self._matcher.consume_token(token) else one_line(self._matcher.get_error())
+
+    def write(self, words: array[Any]) -> str | None:
+        """As `Matcher.write`; behind the end, that of the tokens that end a text."""
+        self._matcher.unsafe_compute_mask_ptr(words.buffer_info()[0], len(words) * words.itemsize)
+        return one_line(self._matcher.get_error()) if self._matcher.is_error() else None
+
+
+class Grammars:
+    """The grammar engine over the tokens of a model."""
+
+    def __init__(self, tokenizer: str, vocabulary: int, ends: Sequence[int]) -> None:
+        """`tokenizer`: what tokenizer.json has; `vocabulary`: tokens of the model; `ends`: tokens that end a text.  Raises
+        MissingEngine, and ValueError for a tokenizer that the engine does not know."""
+        try:
+            import llguidance
+        except ImportError as error:
+            raise MissingEngine("needs llguidance: pip install 'cgcompile[grammar]'") from error
+        if not ends:
+            raise ValueError("the model's folder names no token that ends a text")
+        self._engine = llguidance
+        self._tokens = llguidance.LLTokenizer(tokenizer, n_vocab=vocabulary, eos_token=list(ends))
+
+    def special(self, tags: Sequence[str]) -> dict[str, int]:
+        """Those of some texts that are one token each which the engine does not count as text, and the tokens."""
+        found = {}
+        for tag in tags:
+            tokens = self._tokens.tokenize_str(tag, parse_special=True)
+            if len(tokens) == 1 and self._tokens.is_special_token(tokens[0]):
+                found[tag] = tokens[0]
+        return found
+
+    def matcher(self, grammar: str) -> GrammarMatcher:
+        """The beginning of a text.  Raises ValueError for a grammar that the engine does not take."""
+        if len(grammar) > LARGEST:
+            raise ValueError(f"{len(grammar)} characters of schemas; at most {LARGEST} may be")
+        matcher = self._engine.LLMatcher(self._tokens, grammar, log_level=0)
+        if matcher.is_error():
+            raise ValueError(one_line(matcher.get_error()))
+        return GrammarMatcher(matcher)
+
+
+def schema_rule(name: str, schema: Mapping[str, Any]) -> str:
+    """A rule for the JSON of a schema."""
+    return f"{name}: %json {json.dumps({**schema, 'x-guidance': SPACING}, ensure_ascii=False)}"
+
+
+def one_line(text: str) -> str:
+    """What a message of the engine says first: behind it come the grammar and the engine's state."""
+    said = re.split(r"<state>|\n\s*\d+ \| ", text)[0]
+    return " ".join(said.rpartition("failed to compile JSON schema: ")[2].split()) or "the grammar engine gave up"
