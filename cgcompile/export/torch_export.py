@@ -51,12 +51,16 @@ def export_dynamic(
     tensors = flat.like.tensors
     try:
         return _export(flat, tensors, _dynamic(shapes, roots))
+    except ModelError:
+        raise
     except Exception as error:
         narrower = _narrower(text_of(error), roots)
         if narrower is None:
             raise _explain(source, error, sizes) from error
     try:
         return _export(flat, tensors, _dynamic(shapes, narrower))
+    except ModelError:
+        raise
     except Exception as error:
         raise _explain(source, error, sizes) from error
 
@@ -65,6 +69,8 @@ def export_static(source: Source, flat: FlatModule, tensors: Sequence[torch.Tens
     """The program for the sizes of `tensors`.  Raises export-failed, data-dependent-branch, data-dependent-shape."""
     try:
         return _export(flat, tensors, None)
+    except ModelError:
+        raise
     except Exception as error:
         raise _explain(source, error, {}) from error
 
@@ -280,11 +286,12 @@ def _constants(fixes: str) -> dict[str, str]:
 NUMPY = ".numpy() is not supported for tensor subclasses"
 """What torch (2.11, 2.13) says where NumPy asks a traced tensor for its values."""
 
+SUBCLASS = re.compile(r"Creating a new Tensor subclass (\w+) but the raw Tensor object is already associated")
+"""What torch (2.11, 2.13) says where the model's code makes a tensor of a class of its own out of a traced one."""
+
 
 def _explain(source: Source, error: Exception, sizes: Mapping[str, tuple[int, ...]]) -> ModelError:
     """The error for what torch.export raised; `sizes` are those of the dimensions that were dynamic."""
-    if isinstance(error, ModelError):
-        return error
     text = text_of(error)
     fixed = _constants(text)
     for name in sizes:
@@ -310,6 +317,12 @@ def _explain(source: Source, error: Exception, sizes: Mapping[str, tuple[int, ..
         return ModelError("data-dependent-shape", f"{place}: the size of a tensor depends on data{what}{called_by(error)}")
     if NUMPY in text:
         return ModelError("numpy-untraceable", f"{place}: NumPy cannot be traced: torch.export has no values to give it")
+    if found := SUBCLASS.search(text):
+        return ModelError(
+            "export-differs",
+            f"{place}: a tensor that is traced cannot become a {found[1]}",
+            f"compute with plain tensors here: call what {found[1]} does with its tensor, and leave out the class",
+        )
     if untraced.BACKWARD in text:
         return ModelError(
             "export-differs",

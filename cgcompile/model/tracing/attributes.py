@@ -120,20 +120,32 @@ def _mark(value: Any, deep: int, state: Set[int]) -> Any:
 
 
 def assignment_place(model: torch.nn.Module, name: str) -> tuple[str, str]:
-    """(file:line, source line) of the first assignment to an attribute in the class of its module outside __init__, else of its
-    forward(); ("", "") without source."""
+    """(file:line, source line) of the first assignment to an attribute outside __init__, in the class of its module or in one that
+    it is derived from, else of its forward(), else of the class; ("", "") without source."""
     path, _, leaf = name.rpartition(".")
-    kind = type(holder_of(model, path))
+    best, least = ("", ""), 0
+    for kind in type(holder_of(model, path)).__mro__:
+        if kind is object or kind.__module__.startswith("torch."):
+            continue
+        worth, place, line = _assignment_in(kind, leaf)
+        if worth > least:
+            best, least = (place, line), worth
+    return best
+
+
+def _assignment_in(kind: type, leaf: str) -> tuple[int, str, str]:
+    """The place in the source of one class, and what it is: 3 for an assignment, 2 for forward(), 1 for the class, 0 for none."""
     try:
         file, (lines, first) = inspect.getsourcefile(kind) or "", inspect.getsourcelines(kind)
     except (OSError, TypeError):
-        return "", ""
-    inside, forward, found = "", 0, None
+        return 0, "", ""
+    inside, worth, at = "", 1, 0
     for number, line in enumerate(lines):
         if header := re.match(r"\s*def (\w+)", line):
             inside = header[1]
-            forward = number if inside == "forward" else forward
-        elif found is None and inside != "__init__" and re.search(rf"\.{re.escape(leaf)}\b\s*([-+*/|&@%]?=[^=]|\[|\.\w+\()", line):
-            found = number
-    at = forward if found is None else found
-    return f"{shown(file)}:{first + at}", lines[at].strip()
+            if inside == "forward":
+                worth, at = 2, number
+        elif inside != "__init__" and re.search(rf"\.{re.escape(leaf)}\b\s*([-+*/|&@%]?=[^=]|\[|\.\w+\()", line):
+            worth, at = 3, number
+            break
+    return worth, f"{shown(file)}:{first + at}", lines[at].strip()

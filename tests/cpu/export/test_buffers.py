@@ -77,3 +77,25 @@ def test_one_that_is_made_anew_at_every_size_is_no_state() -> None:
         x = rows(size)
         (result,) = made.programs.at((size,)).module()(x)
         torch.testing.assert_close(result, x + sum(range(size)))
+
+
+class Base(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("rows", torch.zeros(2, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.rows = x * 2
+        return self.rows + 1
+
+
+class Derived(Base):
+    """Inherits what it does."""
+
+
+def test_a_buffer_of_another_shape_is_refused_at_the_line_of_the_class_that_assigns_it(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"test_buffers.py:\d+: forward\(\) assigns") as caught:
+        cgcompile.build(Derived(), rows, sizes=[2, 4], target="cpu", out=tmp_path / "d.cgb")
+    line = int(str(caught.value).split(":")[1])
+    assert Path(__file__).read_text().splitlines()[line - 1].strip() == "self.rows = x * 2"
+    assert caught.value.__cause__ is not caught.value
