@@ -32,6 +32,7 @@ from ..errors import ModelError
 from ..model.flat_module import FlatModule, unwatched
 from ..model.side_effects import BRANCH, NOTHING, Obstacle, SideEffects, branch_fix
 from ..model.source import Source
+from ..model.tracing.attributes import unregistered_attributes_kept
 from ..model.user_code import called_by, first_line, text_of, user_line, user_place
 from .assertions import settle_assertions
 from .exported import memory_order
@@ -166,7 +167,7 @@ def _free_symbols(error: BaseException | None) -> frozenset[Any]:
 def _export(flat: FlatModule, tensors: Sequence[torch.Tensor], dynamic: Any) -> ExportedProgram:
     said = io.StringIO()
     # Dynamo traces the functions of torch.cond and its like first: so the lines that it noted last, and not those that call them
-    with torch.no_grad(), redirect_stderr(said), _quiet(LOGGERS[0]), preserve_node_meta():
+    with torch.no_grad(), redirect_stderr(said), _quiet(LOGGERS[0]), preserve_node_meta(), unregistered_attributes_kept(flat.model):
         program = untraced.export(flat, _separate(tensors), dynamic)
     sys.stderr.write(said.getvalue())
     _move_constants(program, flat.device)
