@@ -68,7 +68,7 @@ CATALOGUE: Mapping[str, Cause] = {
     "data-dependent-output": Cause(ModelError, 1, "An output is a number of the host, or has a size that depends on data.",
         "return a tensor of a fixed size, padded where it is shorter, and the length as a tensor"),
     "state-changed": Cause(ModelError, 1, "forward() gives a buffer another dtype or shape, or writes to a tensor that is none.",
-        "keep its dtype and shape from call to call"),
+        "keep its dtype and shape from call to call: where they follow the size of an input, declare one size"),
     "state-shared": Cause(ModelError, 1, "A tensor of the model that the program changes lies in the same memory as another one.",
         "clone one of the two when the model is made"),
     "dtype-unsupported": Cause(ModelError, 1, "A tensor has a dtype, layout or device that a bundle cannot hold.",

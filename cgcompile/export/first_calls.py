@@ -183,16 +183,19 @@ def _changed_attributes(
         name: Obstacle(rule="mutated-attribute", message=f"forward() changes {name!r}", where=where, source=line)
         for name, (where, line) in places.items()
     }
+    registered = {id(module) for module in source.model.modules()}  # of others torch.export knows no buffers
     kept: dict[str, Counter] = {}
     holding: dict[str, tuple[str, ...]] = {}
     for name in _read_first(flat, tensors, [name for name in names if name in before]):
         path, _, leaf = name.rpartition(".")
         module = holder_of(source.model, path)
         value = number_or_tensor(fresh[name], own_attributes(source.model)[name]) if name in fresh else None
-        if value is not None and isinstance(module, torch.nn.Module):
+        if id(module) not in registered:
+            continue
+        if value is not None:
             make_buffer(Held(module=module, path=leaf, holder=vars(module), key=leaf, tensor=value.to(source.device)))
             kept[name] = changes.pop(name), fresh[name]
-        elif isinstance(module, torch.nn.Module) and same_nesting(before[name], after[name]):
+        elif same_nesting(before[name], after[name]):
             own = [each for each in held_tensors(source.model) if each.module is module and each.path.partition(".")[0] == leaf]
             holding[name] = tuple([f"{path}.{also_buffer(each)}" if path else also_buffer(each) for each in own])
     flat.follow_buffers()

@@ -32,6 +32,7 @@ from ..errors import ModelError
 from ..model.flat_module import FlatModule, unwatched
 from ..model.side_effects import BRANCH, NOTHING, Obstacle, SideEffects, branch_fix
 from ..model.source import Source
+from ..model.tracing.attributes import unregistered_attributes_kept
 from ..model.user_code import called_by, first_line, text_of, user_line, user_place
 from .assertions import settle_assertions
 from .exported import memory_order
@@ -51,12 +52,16 @@ def export_dynamic(
     tensors = flat.like.tensors
     try:
         return _export(flat, tensors, _dynamic(shapes, roots))
+    except ModelError:
+        raise
     except Exception as error:
         narrower = _narrower(text_of(error), roots)
         if narrower is None:
             raise _explain(source, error, sizes) from error
     try:
         return _export(flat, tensors, _dynamic(shapes, narrower))
+    except ModelError:
+        raise
     except Exception as error:
         raise _explain(source, error, sizes) from error
 
@@ -65,6 +70,8 @@ def export_static(source: Source, flat: FlatModule, tensors: Sequence[torch.Tens
     """The program for the sizes of `tensors`.  Raises export-failed, data-dependent-branch, data-dependent-shape."""
     try:
         return _export(flat, tensors, None)
+    except ModelError:
+        raise
     except Exception as error:
         raise _explain(source, error, {}) from error
 
@@ -160,7 +167,7 @@ def _free_symbols(error: BaseException | None) -> frozenset[Any]:
 def _export(flat: FlatModule, tensors: Sequence[torch.Tensor], dynamic: Any) -> ExportedProgram:
     said = io.StringIO()
     # Dynamo traces the functions of torch.cond and its like first: so the lines that it noted last, and not those that call them
-    with torch.no_grad(), redirect_stderr(said), _quiet(LOGGERS[0]), preserve_node_meta():
+    with torch.no_grad(), redirect_stderr(said), _quiet(LOGGERS[0]), preserve_node_meta(), unregistered_attributes_kept(flat.model):
         program = untraced.export(flat, _separate(tensors), dynamic)
     sys.stderr.write(said.getvalue())
     _move_constants(program, flat.device)
@@ -280,11 +287,12 @@ def _constants(fixes: str) -> dict[str, str]:
 NUMPY = ".numpy() is not supported for tensor subclasses"
 """What torch (2.11, 2.13) says where NumPy asks a traced tensor for its values."""
 
+SUBCLASS = re.compile(r"Creating a new Tensor subclass (\w+) but the raw Tensor object is already associated")
+"""What torch (2.11, 2.13) says where the model's code makes a tensor of a class of its own out of a traced one."""
+
 
 def _explain(source: Source, error: Exception, sizes: Mapping[str, tuple[int, ...]]) -> ModelError:
     """The error for what torch.export raised; `sizes` are those of the dimensions that were dynamic."""
-    if isinstance(error, ModelError):
-        return error
     text = text_of(error)
     fixed = _constants(text)
     for name in sizes:
@@ -310,6 +318,12 @@ def _explain(source: Source, error: Exception, sizes: Mapping[str, tuple[int, ..
         return ModelError("data-dependent-shape", f"{place}: the size of a tensor depends on data{what}{called_by(error)}")
     if NUMPY in text:
         return ModelError("numpy-untraceable", f"{place}: NumPy cannot be traced: torch.export has no values to give it")
+    if found := SUBCLASS.search(text):
+        return ModelError(
+            "export-differs",
+            f"{place}: a tensor that is traced cannot become a {found[1]}",
+            f"compute with plain tensors here: call what {found[1]} does with its tensor, and leave out the class",
+        )
     if untraced.BACKWARD in text:
         return ModelError(
             "export-differs",

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+import torch
+
 from ..errors import ModelError
 from ..model.flat_module import PREFIX
 from ..model.pytree import DENSE, SPARSE, not_dense
 from ..model.side_effects import Obstacle, SideEffects
 from ..model.source import Source
 from ..model.tracing.held_tensors import make_attribute
+from ..model.user_code import plain_errors
 from .exported import memory_order
 from .programs import Programs
 from .weights import reaches_a_result
@@ -24,6 +27,7 @@ def make_dense(source: Source) -> None:
         if not_dense(buffer) == SPARSE:
             make_attribute(source.model, name, buffer)
     for name, weight in [*source.model.named_parameters(), *source.model.named_buffers()]:
+        _refuse_shell(source, name, weight)
         if kind := not_dense(weight):
             text = f"{source.label}: weight {name!r} is {kind}: a bundle holds dense tensors"
             raise ModelError("dtype-unsupported", text, f"make it dense: {DENSE[kind]}")
@@ -34,6 +38,17 @@ def make_dense(source: Source) -> None:
         for parameter in module._parameters.values():
             if parameter is not None and not parameter.permute(memory_order(parameter)).is_contiguous():
                 parameter.data = parameter.data.contiguous()
+
+
+def _refuse_shell(source: Source, name: str, weight: torch.Tensor) -> None:
+    """Raises dtype-unsupported for a weight whose class keeps its elements somewhere else."""
+    try:
+        with plain_errors():
+            memory_order(weight)
+    except Exception as error:
+        text = f"{source.label}: weight {name!r} is a {type(weight).__name__}, which does not say how its elements lie in memory"
+        fix = "register the tensor inside of it as a parameter, and make the object in forward()"
+        raise ModelError("dtype-unsupported", text, fix) from error
 
 
 def baked_weights(programs: Programs, baked: Mapping[str, tuple[str, str]]) -> Iterator[Obstacle]:

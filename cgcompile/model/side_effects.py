@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Set
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,10 @@ WHILE_FIX = (
     "loop over range(N) with a break or torch.where, or with torch.while_loop; suppress boxes with torchvision.ops.nms; "
     "let a solver take fixed steps (method='rk4')"
 )
+FLAG = re.compile(r"(el)?if (not )?self\.\w+(\.\w+\(\))?:")
+"""A line that asks a tensor of the model alone.  Python knows what no call writes to."""
+
+FLAG_FIX = "calls change this: where the first call sets the model up, call it once before the build, at the end of model()"
 SIZED = "a number that is read out of a tensor is a size, or a position, in another one"
 SIZE_FIX = (
     "give the number as an argument (batch_size=, dim_size=, size= of graph libraries), take it from the size of an input, or make "
@@ -32,6 +37,8 @@ def branch_fix(line: str, message: str = BRANCH) -> str:
         return SIZE_FIX
     if line.startswith("while "):
         return WHILE_FIX
+    if FLAG.match(line):
+        return FLAG_FIX
     return LOOP_FIX if line.startswith("for ") and " in range(" not in line else BRANCH_FIX
 
 

@@ -13,6 +13,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, statically_known_true
 from torch.utils import _pytree as pytree
 from torch.utils._device import _device_constructors
@@ -125,6 +126,12 @@ def chunk(places: TensorPlaces, func: Any, args: list[Any], kwargs: dict[str, An
     if not statically_known_true(part * chunks == size):
         return operate(places, func, args, kwargs)
     return operate(places, torch.split_with_sizes, [tensor, [part] * chunks, dim], {})
+
+
+def data(places: TensorPlaces, func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """`tensor.data`, which torch (2.11, 2.13) does not trace, as the view that it is: what is written to it is written to the
+    tensor."""
+    return operate(places, torch.Tensor.detach if get_proxy_mode() is not None else func, args, kwargs)
 
 
 def pack_sequence(places: TensorPlaces, func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:

@@ -2,7 +2,8 @@
 
 Replaced while such a call is traced: `__bool__` of torch.SymBool, torch.SymInt and torch.SymFloat, since a comparison of a number
 that was read out of a tensor is one of these (torch 2.11, 2.13).  Torch's own code gets torch's answer.
-Private interfaces: `torch.overrides._pop_mode_temporarily`, and `create_symintnode` and `_maybe_evaluate_static` of a ShapeEnv.
+Private interfaces: `torch.overrides._pop_mode_temporarily`, `create_symintnode` and `_maybe_evaluate_static` of a ShapeEnv, and
+`_override_builtin_ops`: while torch.export traces, `min` and `max` of tensors ask nothing.
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import CodeType
 from typing import Any
 
 import torch
+from torch._export.non_strict_utils import _override_builtin_ops
 from torch.fx.experimental.symbolic_shapes import SymT, symbol_is_type
 from torch.overrides import _pop_mode_temporarily
 from torch.utils._pytree import tree_leaves, tree_map
@@ -244,6 +246,11 @@ def numbers_asked(answer: Callable[[Any], bool | None]) -> Iterator[None]:
     finally:
         for kind, original in before.items():
             kind.__bool__ = original
+
+
+def min_and_max_as_traced() -> AbstractContextManager[None]:
+    """Meanwhile `min` and `max` of tensors are operations, as in the traced call: they would ask for the truth of a comparison."""
+    return _override_builtin_ops()
 
 
 def _inside_torch(file: str) -> bool:

@@ -29,14 +29,15 @@ from torch.overrides import TorchFunctionMode
 
 from ..side_effects import NOTHING, Asserted, SideEffects
 from ..tracing.conversion_calls import conversion_calls
+from ..tracing.one_hot import OpenOneHots
 from ..tracing.way import ForcedWay, TracedWay
 from . import moves
 from .data_reads import BRANCHES, NUMBERS, SIZES, DataReads
 from .known_values import KnownValues, is_known
 from .masks import MASKED, with_masks
-from .operations import chunk, histogram, lstm, operate, pack_sequence, pad_sequence, recurrent
+from .operations import chunk, data, histogram, lstm, operate, pack_sequence, pad_sequence, recurrent
 from .packed_sequences import PackedSequences, layers_of_packed_sequences
-from .path_reads import ForcedReads, TracedReads, numbers_asked
+from .path_reads import ForcedReads, TracedReads, min_and_max_as_traced, numbers_asked
 from .tensor_places import CPU, CUDA, TensorPlaces
 
 _Handler = Callable[[TensorPlaces, Any, list[Any], dict[str, Any]], Any]
@@ -59,6 +60,7 @@ _SPECIAL: Mapping[Any, _Handler] = {
     torch._VF.gru: recurrent,
     torch._VF.rnn_tanh: recurrent,
     torch._VF.rnn_relu: recurrent,
+    torch.Tensor.data.__get__: data,
     torch.chunk: chunk,
     torch.Tensor.chunk: chunk,
     torch.histc: histogram,
@@ -86,6 +88,7 @@ class DeviceTracking(TorchFunctionMode):
         super().__init__()
         self._places, self._reads, self._known, self.packed = places, reads, known, packed
         self._traced = get_proxy_mode() is not None
+        self._one_hots = OpenOneHots()
 
     def knows(self, tensor: torch.Tensor) -> bool:
         """Whether the value of a tensor is known."""
@@ -124,11 +127,14 @@ class DeviceTracking(TorchFunctionMode):
             return iter(self.__torch_function__(torch.Tensor.unbind, types, given, named))
         if func in MASKED:
             func, given, named = with_masks(func, given, named, self._known.positions, self._truth)
+        if self._traced and (opened := self._one_hots.opened(func, given, named)) is not None:
+            return opened
         given, named = self._known.with_numbers(func, given, named)
         if (constant := self._known.counted(func, given, named)) is not None:
             return constant
         with self._known.noting(func, given, named) as made:
             made.append(_SPECIAL.get(func, operate)(self._places, func, list(given), dict(named)))
+        self._one_hots.clamped(func, given, named, made[0])
         return self._reads.sized(made[0]) if func in SIZES else made[0]
 
 
@@ -182,6 +188,7 @@ def track_devices(
     elif way is not None:
         assert model is not None
         reads = forced = ForcedReads(places, values, way)
+        asked_by = min_and_max_as_traced()
         conversions = conversion_calls(model, forced.converted, forced.asked_of, forced.length)
     mode = DeviceTracking(places, reads, values, PackedSequences(padded))
     fake, autocast = FakeTensor.__dict__["device"], torch.autocast.__init__

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Set
+from collections.abc import Iterator, Set
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -43,19 +44,57 @@ class _Shell:
 
 def own_attributes(model: torch.nn.Module) -> dict[str, Any]:
     """The attributes of every module that are no parameters, buffers or modules, by `module.attribute`, and those of the objects
-    among them, by `module.attribute.part`."""
+    among them, by `module.attribute.part`.  Modules that a list or a dict holds are modules, too: `module.attribute.0.part`."""
     found: dict[str, Any] = {}
-    for prefix, module in model.named_modules():
-        for leaf, value in vars(module).items():
-            if leaf in _OWN or leaf.endswith("_hooks"):
-                continue
-            name = f"{prefix}.{leaf}" if prefix else leaf
-            if _is_object(value):
-                found[name] = _Shell(value)
-                found |= {f"{name}.{part}": each for part, each in list(vars(value).items())[:WIDE] if isinstance(part, str)}
-            else:
-                found[name] = value
+    modules = dict(model.named_modules())
+    seen = {id(module) for module in modules.values()}
+    while modules:
+        unregistered: dict[str, torch.nn.Module] = {}
+        for prefix, module in modules.items():
+            for leaf, value in vars(module).items():
+                if leaf in _OWN or leaf.endswith("_hooks"):
+                    continue
+                name = f"{prefix}.{leaf}" if prefix else leaf
+                if _is_object(value):
+                    found[name] = _Shell(value)
+                    found |= {f"{name}.{part}": each for part, each in list(vars(value).items())[:WIDE] if isinstance(part, str)}
+                else:
+                    found[name] = value
+                    unregistered |= {
+                        f"{name}.{key}": each for key, each in _items(value) if issubclass(type(each), torch.nn.Module)
+                    }
+        modules = {}
+        for name, outer in unregistered.items():
+            for path, module in outer.named_modules(prefix=name):
+                if id(module) not in seen:
+                    modules[path] = module
+                    seen.add(id(module))
     return found
+
+
+def _items(value: Any) -> list[tuple[Any, Any]]:
+    """What a list, a tuple or a dict holds, by its index or its key.  A subclass may define these anew, or refuse them, and an
+    object may refuse to say of what class it is."""
+    kind = type(value)
+    if issubclass(kind, list | tuple):
+        return list(enumerate(list.__iter__(value) if issubclass(kind, list) else tuple.__iter__(value)))[:WIDE]
+    return list(dict.items(value))[:WIDE] if issubclass(kind, dict) else []
+
+
+@contextmanager
+def unregistered_attributes_kept(model: torch.nn.Module) -> Iterator[None]:
+    """At the end the modules that lists and dicts hold, and objects, have the attributes that they had: torch.export puts back
+    those of registered modules alone, and others keep what was traced."""
+    registered = {id(vars(module)) for module in model.modules()}
+    holders = [holder_of(model, name.rpartition(".")[0]) for name in own_attributes(model)]
+    kept = {id(vars(holder)): vars(holder) for holder in holders if holder is not None}
+    before = [(attributes, dict(attributes)) for ident, attributes in kept.items() if ident not in registered]
+    try:
+        yield
+    finally:
+        for attributes, values in before:
+            attributes.clear()
+            attributes.update(values)
 
 
 def _is_object(value: Any) -> bool:
@@ -73,7 +112,10 @@ def holder_of(model: torch.nn.Module, path: str) -> Any:
     """The module or object at `path`, None where it is gone."""
     value: Any = model
     for part in path.split(".") if path else ():
-        value = getattr(value, part, None) if isinstance(value, torch.nn.Module) else vars(value).get(part)
+        if issubclass(type(value), list | tuple | dict):
+            value = next((each for key, each in _items(value) if str(key) == part), None)
+        else:
+            value = getattr(value, part, None) if isinstance(value, torch.nn.Module) else vars(value).get(part)
         if value is None:
             break
     return value
@@ -120,20 +162,32 @@ def _mark(value: Any, deep: int, state: Set[int]) -> Any:
 
 
 def assignment_place(model: torch.nn.Module, name: str) -> tuple[str, str]:
-    """(file:line, source line) of the first assignment to an attribute in the class of its module outside __init__, else of its
-    forward(); ("", "") without source."""
+    """(file:line, source line) of the first assignment to an attribute outside __init__, in the class of its module or in one that
+    it is derived from, else of its forward(), else of the class; ("", "") without source."""
     path, _, leaf = name.rpartition(".")
-    kind = type(holder_of(model, path))
+    best, least = ("", ""), 0
+    for kind in type(holder_of(model, path)).__mro__:
+        if kind is object or kind.__module__.startswith("torch."):
+            continue
+        worth, place, line = _assignment_in(kind, leaf)
+        if worth > least:
+            best, least = (place, line), worth
+    return best
+
+
+def _assignment_in(kind: type, leaf: str) -> tuple[int, str, str]:
+    """The place in the source of one class, and what it is: 3 for an assignment, 2 for forward(), 1 for the class, 0 for none."""
     try:
         file, (lines, first) = inspect.getsourcefile(kind) or "", inspect.getsourcelines(kind)
     except (OSError, TypeError):
-        return "", ""
-    inside, forward, found = "", 0, None
+        return 0, "", ""
+    inside, worth, at = "", 1, 0
     for number, line in enumerate(lines):
         if header := re.match(r"\s*def (\w+)", line):
             inside = header[1]
-            forward = number if inside == "forward" else forward
-        elif found is None and inside != "__init__" and re.search(rf"\.{re.escape(leaf)}\b\s*([-+*/|&@%]?=[^=]|\[|\.\w+\()", line):
-            found = number
-    at = forward if found is None else found
-    return f"{shown(file)}:{first + at}", lines[at].strip()
+            if inside == "forward":
+                worth, at = 2, number
+        elif inside != "__init__" and re.search(rf"\.{re.escape(leaf)}\b\s*([-+*/|&@%]?=[^=]|\[|\.\w+\()", line):
+            worth, at = 3, number
+            break
+    return worth, f"{shown(file)}:{first + at}", lines[at].strip()

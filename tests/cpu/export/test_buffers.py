@@ -77,3 +77,48 @@ def test_one_that_is_made_anew_at_every_size_is_no_state() -> None:
         x = rows(size)
         (result,) = made.programs.at((size,)).module()(x)
         torch.testing.assert_close(result, x + sum(range(size)))
+
+
+class Base(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("rows", torch.zeros(2, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.rows = x * 2
+        return self.rows + 1
+
+
+class Derived(Base):
+    """Inherits what it does."""
+
+
+def test_a_buffer_of_another_shape_is_refused_at_the_line_of_the_class_that_assigns_it(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"test_buffers.py:\d+: forward\(\) assigns") as caught:
+        cgcompile.build(Derived(), rows, sizes=[2, 4], target="cpu", out=tmp_path / "d.cgb")
+    line = int(str(caught.value).split(":")[1])
+    assert Path(__file__).read_text().splitlines()[line - 1].strip() == "self.rows = x * 2"
+    assert caught.value.__cause__ is not caught.value
+
+
+class FirstCall(nn.Module):
+    """As the means of k-means that the first batch gives: a flag says whether they are there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("means", torch.zeros(4))
+        self.register_buffer("there", torch.tensor(False))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.there:
+            self.means.data.copy_(x.mean(0))
+            self.there.data.copy_(torch.tensor(True))
+        return x - self.means
+
+
+def test_what_is_written_through_data_is_state_of_the_next_call() -> None:
+    made = export(load_source(FirstCall(), rows), {"batch": (2,)})
+    assert [obstacle.rule for obstacle in made.obstacles] == ["path"]
+    program, model = made.programs.first.module(check_guards=False), FirstCall()
+    for x in (rows(2), rows(2)):
+        torch.testing.assert_close(program(x)[0], model(x))

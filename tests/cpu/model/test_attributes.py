@@ -291,3 +291,36 @@ def test_parts_of_an_object_are_attributes(way: str, severity: str, name: str) -
     found = [each for each in check(exported).findings if each.rule == "mutated-attribute"]
     assert (found[0].severity, found[0].message.split("'")[1]) == (severity, name)
     assert found[0].where.startswith("tests/cpu/model/test_attributes.py:")
+
+
+class Cell(nn.Module):
+    def __init__(self, start: Any) -> None:
+        super().__init__()
+        self.kept = start
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.kept = torch.tanh(x.mean(0) + self.kept) if isinstance(self.kept, torch.Tensor) else self.kept + 1
+        return x + self.kept
+
+
+class Listed(nn.Module):
+    """As the reservoirs of auto-esn: torch knows nothing of modules in a list or a dict of Python's."""
+
+    def __init__(self, cells: Any) -> None:
+        super().__init__()
+        self.cells = cells
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for cell in self.cells.values() if isinstance(self.cells, dict) else self.cells:
+            x = cell(x)
+        return x
+
+
+@pytest.mark.parametrize(
+    ("cells", "name"),
+    [([Cell(torch.zeros(4))], "cells.0.kept"), ({"first": Cell(0)}, "cells.first.kept"), ((Cell(0),), "cells.0.kept")],
+)
+def test_what_modules_in_a_list_keep_is_refused_with_its_line(cells: Any, name: str) -> None:
+    exported = export(load_source(Listed(cells), lambda batch: torch.rand(batch, 4)), {"batch": (1, 4)})
+    (found,) = [each for each in check(exported).findings if each.rule == "mutated-attribute"]
+    assert (found.severity, found.message.split("'")[1]) == ("refuse", name) and found.source.startswith("self.kept = torch.tanh")

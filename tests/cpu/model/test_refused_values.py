@@ -37,6 +37,32 @@ def test_a_sparse_weight_is_named() -> None:
     assert caught.value.hint == "make it dense: .to_dense()"
 
 
+class Elsewhere(nn.Parameter):
+    """A parameter whose elements are those of another tensor, as a library's for points of a manifold."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(function, "__name__", "") == "stride":
+            raise TypeError("use .tensor")
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+def test_a_parameter_that_keeps_its_elements_elsewhere_is_named() -> None:
+    model = Model(lambda m, x: x + 1)
+    model.s = Elsewhere(torch.ones(8))
+    with raises("dtype-unsupported", match="weight 's' is a Elsewhere, which does not say how its elements lie in memory"):
+        report(model)
+
+
+class Tagged(torch.Tensor):
+    pass
+
+
+def test_a_class_of_tensors_that_the_model_makes_is_named_at_its_line() -> None:
+    with raises("export-differs", match=r"test_refused_values.py:\d+: a tensor that is traced cannot become a Tagged"):
+        report(Model(lambda m, x: x.as_subclass(Tagged) * 2))
+
+
 @pytest.mark.parametrize(
     ("function", "kind", "cure"),
     [

@@ -173,6 +173,18 @@ def test_what_is_no_program_is_refused_with_its_line(function: Callable[..., Any
     assert said in str(caught.value) and "test_paths.py:" in str(caught.value)
 
 
+def larger(model: Function, x: torch.Tensor) -> torch.Tensor:
+    largest = max(x.max(), 1.5)  # torch.export makes this an operation, which asks nothing
+    return x * largest if x.sum() > 0 else x - min(x.min(), 0.25)
+
+
+def test_min_and_max_of_a_tensor_are_no_questions_beside_one() -> None:
+    model = Function(larger)
+    program = exported(model).programs.first.module(check_guards=False)
+    for x in calls(20):
+        torch.testing.assert_close(outputs(program, x.clone()), outputs(model, x.clone()))
+
+
 def test_too_many_paths_are_refused_with_their_lines() -> None:
     with raises("data-dependent-branch", match="there are more than 4 paths"):
         exported(Parts(), max_paths=4)

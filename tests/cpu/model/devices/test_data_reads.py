@@ -12,6 +12,7 @@ from torch import nn
 from cgcompile.export.export import export, refuse_branches
 from cgcompile.export.exported import Exported
 from cgcompile.model.load import load_source
+from cgcompile.model.side_effects import FLAG_FIX, branch_fix
 from tests.cpu.model.devices.function_model import Model, obstacle, operations, rows, traced
 from tests.helpers.raising import raises
 
@@ -74,6 +75,12 @@ def test_a_loop_over_what_was_chosen_is_told_to_take_all() -> None:
     with raises("data-dependent-branch") as caught:
         refuse_branches(export(load_source(Model(experts), rows), {"batch": (1, 8)}))
     assert "for column in" in str(caught.value) and "every expert" in caught.value.hint
+
+
+def test_a_flag_that_calls_change_is_told_of_the_first_call() -> None:
+    flags = ("if self.initted:", "if not self.initted:", "elif self.steps.item():")
+    others = ("if x.any():", "if self.steps > x.sum():", "if self.mask(x).any():")
+    assert {branch_fix(line) for line in flags} == {FLAG_FIX} and FLAG_FIX not in {branch_fix(line) for line in others}
 
 
 @pytest.mark.parametrize(
