@@ -67,41 +67,38 @@ def load(
     variant: str | None = None,
     state: Mapping[str, int] | None = None,
 ) -> Program | Replicas:
-    """Loads the bundle at `path`.
+    """Loads the bundle at `path`.  The program runs what was checked, even if the bundle is replaced or removed later.
 
-    `device`: the CUDA device (the cpu target ignores it).  `replicas`: a copy on each of `devices` (None: on every GPU that this
-    machine shows), which are called as one: see `Replicas`.  The bundle is opened and checked once.
+    - `device`: the CUDA device; the cpu target ignores it.
+    - `on_miss`: what a call does whose size was not recorded.  "pad" takes the smallest recorded key that holds the call, "chunk"
+      wastes the fewest rows, "error" refuses.
+    - `outputs`: "copy" gives tensors that the caller owns.  "view" gives views that become stale with the next call.
+    - `check`: "load" checks every file but the data of the weights, "full" checks that, too.
+    - `weights`: "map" shares the file's pages with other processes.  "copy" reads the file into this process's memory, where later
+      writes to the file do not show.
+    - `mode`: "graph" replays recorded graphs, "stream" launches their kernels one by one.
+    - `lazy` (GPU): False builds every key's graph at load, True at its first call.  None builds the first key's graph at load,
+      and the others in the background, or in a call that needs one before.
+    - `key`: public ed25519 keys, one of which must have signed the bundle: the path of a PEM file, 64 hexadecimal digits, or 32
+      bytes.  Needs the extra `sign`.  The signature is checked first; then every file is hashed, as by check="full".
+    - `threads`: CPU threads of a call, for the cpu target and for operations on the host beside a GPU.  Other programs and torch
+      keep their number.  Calls from several threads use this number each.  None: OMP_NUM_THREADS, else the quota of the
+      container, else the processors that the process may run on.
+    - `cast`: casts inputs where every value has an equal one in the expected dtype: int32 to int64, float16 or bfloat16 to
+      float32, bool to any.  This is NumPy's "safe" rule without int64 to float64.  An input that the model writes to is not cast.
+    - `variant`: the variant to load, such as "sm_90" or "x86-64-v3".  None: that of the GPU, else the one for CPUs that uses most
+      of this processor.
+    - `state`: rows of state by dimension, such as {"pages": 4096}.  Dimensions that are not named take what is of use, at most
+      nine tenths of the GPU memory that weights and temporaries leave, or half of the host's free memory.
+    - `replicas`: loads a copy on each of `devices` (None: every GPU), and gives one object that calls them: `Replicas`.
+    - `devices`: for a model over several GPUs, the device of each rank; None takes the first ones.  One process drives all.
+      Inputs are given once, outputs are those of rank 0.  `timeout`: seconds that a rank waits for another one.
+    - `rank`, `rendezvous`: for a model over several GPUs with a process for each rank, on `device`.  The processes meet at the
+      path `rendezvous`, which rank 0 makes and removes, and wait there for `timeout` seconds.  All of them make equal calls, and
+      get the outputs of their rank.
 
-    `mode`: "graph" replays recorded graphs, "stream" launches the same rows one by one.  `on_miss`: for sizes that were not
-    recorded, "pad" takes the smallest recorded key that holds the call, "chunk" wastes the fewest rows, "error" refuses.
-    `outputs`: "copy" gives tensors of the caller's own, "view" gives guarded views that the next call makes stale.  `check`: "load"
-    checks every file but the data of the weights, "full" those too.
-    `weights`: "map" shares the file's pages with other processes, "copy" reads it into memory of this process, where no write into
-    the file is seen.  `lazy` (cuda): build a key's graph at its first call (True) or at load (False).  None builds that of the
-    first key at load, and the others in the background, or at a call that comes before.
-    `key`: a public ed25519 key, or several of which one must have signed the bundle: path of a PEM file, 64 hexadecimal digits, or
-    32 bytes.  It takes the extra `sign`.  Until the signature holds only the manifest is read; then every file is
-    hashed, as by check="full".
-    `threads`: how many a call uses on the CPU, for the cpu target and for operations on the host beside a GPU.  It holds for this
-    program and its sessions alone: other programs, and torch, keep theirs.  Calls from several threads use as many each.  None:
-    OMP_NUM_THREADS, which holds for the process, else all processors that it may run on, or as many as a container's quota has.
-    `cast`: inputs of another dtype are cast where every value has an equal one in the expected dtype: int32 to int64, float16 or
-    bfloat16 to float32, bool to any.  This is NumPy's "safe" rule, without int64 to float64.  An input that the model writes to is
-    never cast.
-    `devices` of a model over several GPUs: that of each rank, None for the first ones.  The process drives all of them; a call's
-    inputs are given once, its outputs are rank 0's.  `timeout`: the seconds that a rank waits for another one.
-    `rank` and `rendezvous`: a process for each rank instead, on `device`.  They meet at the path `rendezvous` of this host, which
-    rank 0 makes and removes, and wait there for each other for `timeout` seconds.  Each calls its own program, all of them alike,
-    and gets its rank's outputs.
-    `variant`: of a bundle with several, the one that is loaded: "sm_90", "x86-64-v3".  None: that of the GPU, else the one for
-    CPUs that uses most of this processor.
-    `state`: how many rows the state has, by the dimensions that the build left open: {"pages": 4096}.  Those that are not named
-    take what is free, as far as it is of use: nine tenths of the GPU's memory beside weights and temporaries, half of the host's.
-
-    What was checked is what runs, also when the bundle is replaced or removed later.
-    Raises a CgbundleError, option-refused for `threads` where nothing runs on the CPU, for `replicas` where
-    nothing runs on a GPU, and for `devices` of a model for one device without it; ValueError for a value that an option does not
-    have.
+    Raises a CgbundleError; option-refused for `threads` if nothing runs on the CPU, for `replicas` if nothing runs on a GPU, and
+    for `devices` of a model for one device without `replicas`; ValueError for a value that an option does not have.
     """
     opened: Program | Replicas = _open(
         path, device, devices, replicas=replicas, mode=mode, on_miss=on_miss, outputs=outputs, check=check, weights=weights,
