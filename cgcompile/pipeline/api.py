@@ -106,52 +106,62 @@ def build(
 ) -> Built:
     """Builds a bundle and publishes it at `out` (default: the model's name + `.cgb` in the current folder).
 
-    `model`: path of a model.py, `package.module:attribute`, path of a saved .pt2, the folder of a language model (config.json,
-    safetensors and a tokenizer, as the Hub has them), a .gguf file (it becomes such a folder beside `out`),
-    or a module (then `inputs` makes its example
-    inputs, or maps each method of the module that is an entry to what makes its inputs).  `sizes`: of the declared dimensions, e.g.
-    [1, 8, 32], {"batch": [1, 8], "seq": [128]}, or by entry {"decode": [1, 8]}.  `target`: auto, cuda, sm_90 and its kind (a GPU
-    that need not be here), cpu (processors like this one), or a level of processors (x86-64-v3, armv8-a).  Several of them,
-    "sm_80,sm_90,x86-64-v3", make one bundle with a variant each, over one file of weights; GPUs are then cross-compiled.
-    `strict`: findings that put operations on the host are errors.  `allow`: rules whose findings are allowed; the manifest names
-    them (what is refused now cannot be allowed).  One is "mismatched-integers": it allows integers that rounding can change, as
-    far as the build sees it; indices that point at equal floats need no such option.
+    What is built:
 
-    `lower`: eager, inductor or max-autotune; the cpu target has inductor alone.  `autotune`, on the GPU that the bundle is for,
-    builds all of these and one in Triton alone, proves and times each, and keeps the fastest at every int_key.
-    `autotune_timeout`: seconds after which this search ends, with what it has by then.  `specialize`: "size" lowers every int_key
-    for itself, "shared" all at once with dynamic shapes (fewer images, slower kernels).  `record`: capture (a GPU that is here),
-    cross-compile (without a GPU), or auto.  `prove`: interpret or none, for a cross-compiled bundle; all others are replayed.
-    `prove_budget`: seconds after which interpreting ends; what is not done then is listed as not proved, but the smallest int_key
-    always is.  `train`: a model in training mode is built as it is, not in eval(); in memory it gets its modes back.
-    `fallback_ops`: operators that are kept on the host between two graphs, e.g. "mylib::op".
-    `standalone`: whether a bundle for the CPU brings the functions of torch's libraries that its code calls, so that no torch is
-    needed where it is served.  By default it does where it can (float32 products, attention, what is compiled); with True the rest
-    is refused by name, with False torch's own run.  `force`: replace an existing bundle.
-    `max_keys`: the most int_keys that are built.  `max_paths`: the most ways through the model's Python (`if`, `while`, `assert` on
-    tensors) that are exported.  `donations`: pairs of an output of one entry and an input that takes it where it
-    lies, e.g. ("prefill.hidden", "decode.hidden"); a model file has a function `donations` for it.  `state`: buffers whose number
-    of rows a load chooses, e.g. {"keys_*": "pages"}, or {"keys_*": ("pages", 4096)} where more are of no use; a model file has a
-    function `state` for it.
-    `world`: over how many GPUs of one host the model goes, 2 to 8.  The model file's `model(rank, world)` gives each one's share,
-    and `forward` calls functional collectives of torch.distributed.  The bundle is cross-compiled, whatever GPU is here.
-    `split`: "layers" puts the layers of a plain `model()` one after the other on these GPUs, for a model that does not fit on one:
-    the elements of its longest list of modules by weight, about as many bytes on each.  One GPU works at a time.
-    `context`, `lanes`, `chunk`, `dtype` and `weights` are of the folder of a language model, which takes no `sizes`.  `context`:
-    tokens of the longest text; default: what the model takes, at most 8192 on a GPU and 2048 on a CPU.  `lanes`: how many texts
-    share a call; default: 1, 8 and 32, on a CPU 1 and 4.  `chunk`: how many tokens of prompts a call reads, multiples of 64, of
-    several prompts where the model keeps nothing but keys and values of tokens; default: 128 and 512, on a CPU 64.  `dtype`:
-    bfloat16, float16 or float32; default: that of config.json, on a CPU float32.
-    `weights`: "int8" stores weights in 8 bits, with a scale for each row, and calls compute in float32; for a CPU.  The model is
-    compared with transformers first: language-model-refused is raised for one whose text would differ.
-    `progress`: a function of an `Event`, "bar" (shown on stderr), "silent", or None: shown where stderr is a terminal or a
-    notebook.
+    - `model`: a path of a model.py, `package.module:attribute`, a path of a saved .pt2, the folder of a language model
+      (config.json, safetensors and a tokenizer, as on the Hub), a .gguf file (it becomes such a folder beside `out`), or a module.
+    - `inputs`: for a module, the function that makes its example inputs, or a dict from methods to such functions.
+    - `sizes`: of the declared dimensions: [1, 8, 32], {"batch": [1, 8], "seq": [128]}, or by entry {"decode": [1, 8]}.
+    - `target`: auto, cuda, cpu (processors like this one), a GPU architecture (sm_90), or a level of processors (x86-64-v3,
+      armv8-a).  Several, "sm_80,sm_90,x86-64-v3", make one bundle with a variant each; GPUs are then cross-compiled.
+    - `donations`: pairs of an output of one entry and an input that reads it in place, such as
+      ("prefill.hidden", "decode.hidden").  A model file has a function `donations` instead.
+    - `state`: buffers whose number of rows a load chooses: {"keys_*": "pages"}, or {"keys_*": ("pages", 4096)} with the most
+      rows that are of use.  A model file has a function `state` instead.
+    - `train`: keeps a model in training mode instead of eval().  A module in memory gets its modes back.
 
-    One build at a time writes to `out`: a second one raises output-busy when it begins.  Readers by path find the old bundle or the
-    new one at any moment.  An exception, KeyboardInterrupt too, leaves no files and no processes.  The command turns SIGTERM and
-    SIGHUP into one; a program of your own has to, where they should not leave a stage for the next build to remove.
+    How it is built:
 
-    Raises a CgbundleError, mostly a BuildError, whose `code` is one of the page "Errors"; nothing is published then.
+    - `lower`: eager, inductor or max-autotune; the cpu target has inductor alone.
+    - `autotune`: on the GPU that the bundle is for, builds all of these and one in Triton alone, proves and times them, and keeps
+      the fastest at every int_key.  `autotune_timeout`: seconds after which the search ends with what it has.
+    - `specialize`: "size" lowers every int_key by itself, "shared" all at once with dynamic shapes (fewer images, slower kernels).
+    - `record`: capture (a GPU that is here), cross-compile (without a GPU), or auto.
+    - `prove`: interpret or none, for a cross-compiled bundle; all others are replayed.  `prove_budget`: seconds after which
+      interpreting ends.  The smallest int_key is always proved; the rest is then listed as not proved.
+    - `fallback_ops`: operators that stay on the host between two graphs, such as "mylib::op".
+    - `standalone`: whether a bundle for the CPU brings the functions of torch's libraries that its code calls, so that it serves
+      without torch.  None: where that is possible.  True refuses the rest by name, False uses torch's.
+    - `world`: the number of GPUs of one host that share the model, 2 to 8.  `model(rank, world)` of the model file gives a share,
+      and `forward` calls functional collectives of torch.distributed.  Such a bundle is always cross-compiled.
+    - `split`: "layers" distributes the layers of a plain `model()` over these GPUs, about the same bytes on each.  One GPU works
+      at a time.
+
+    What stops a build:
+
+    - `strict`: findings that put operations on the host are errors.
+    - `allow`: rules whose findings are allowed; the manifest names them.  A refusal cannot be allowed.  "mismatched-integers"
+      allows integers that rounding can change.  Indices that point at equal floats need no such option.
+    - `max_keys`: the most int_keys.  `max_paths`: the most ways through the model's Python (`if`, `while`, `assert` on tensors).
+    - `force`: replaces an existing bundle.
+
+    For the folder of a language model, which takes no `sizes`.  The build raises language-model-refused if the text of a small
+    copy differs from that of transformers:
+
+    - `context`: tokens of the longest text.  Default: the model's, at most 8192 on a GPU and 2048 on a CPU.
+    - `lanes`: how many texts share a call.  Default: 1, 8 and 32, on a CPU 1 and 4.
+    - `chunk`: how many tokens of prompts a call reads, in multiples of 64.  A call reads several prompts where the model keeps
+      only keys and values.  Default: 128 and 512, on a CPU 64.
+    - `dtype`: bfloat16, float16 or float32.  Default: that of config.json, on a CPU float32.
+    - `weights`: "int8" stores weights in 8 bits with a scale for every row, for a CPU.  Calls compute in float32.
+
+    `progress`: a function of an `Event`, "bar" (on stderr), "silent", or None: shown where stderr is a terminal or a notebook.
+
+    One build at a time writes to `out`: a second one raises output-busy when it begins.  Readers by path see the old or the new
+    bundle at any moment.  An exception, KeyboardInterrupt too, leaves no files and no processes.  The command turns SIGTERM and
+    SIGHUP into an exception.  A program of your own has to do so, or the next build removes the unfinished bundle.
+
+    Raises a CgbundleError, mostly a BuildError, whose `code` is listed on the page "Errors".  Nothing is published then.
     """
     with watcher(progress) as tell:
         if is_gguf(model):
