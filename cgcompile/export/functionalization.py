@@ -139,8 +139,11 @@ def _direct_writes(program: ExportedProgram, parts: Sequence[GraphModule]) -> di
 def _some_share_memory(program: ExportedProgram, written: Set[str]) -> bool:
     """Whether a weight that the program writes to, by its placeholder, lies in the memory of another.  Weights that are read alone
     may: the embedding of a language model is often its last layer's weight too."""
-    tensors, names = weight_tensors(program), weight_placeholders(program)
-    storages = {placeholder: tensors[name].untyped_storage() for placeholder, name in names.items() if name in tensors}
+    if not written:
+        return False
+    dense = {name: tensor for name, tensor in weight_tensors(program).items() if tensor.layout is torch.strided}
+    names = weight_placeholders(program)
+    storages = {placeholder: dense[name].untyped_storage() for placeholder, name in names.items() if name in dense}
     users = Counter([storage.data_ptr() for storage in storages.values() if storage.nbytes()])
     return any(users[storages[placeholder].data_ptr()] > 1 for placeholder in storages.keys() & written)
 
