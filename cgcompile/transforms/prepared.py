@@ -17,7 +17,7 @@ from ..export.functionalization import functional, state_buffers, written_inputs
 from ..export.programs import Programs
 from ..model.devices.index_guard import FAILURES, guarded_indices
 from ..model.flat_module import PREFIX, ProgramModule, Reference, run_eager
-from ..model.source import CPU, ROWS, all_keys, sample
+from ..model.source import CPU, ROWS, SELF_TEST_SEED, all_keys, sample
 from .eager_precision import eager_spread
 from .marker_removal import without_markers
 from .output_aliases import OutputAlias, find_aliases
@@ -32,8 +32,8 @@ class Prepared:
     programs.  `state`: those that any entry of the model writes to, and those that hold numbers of rows; `varying`: those of them
     whose number of rows a load chooses.  `weights`: the tensors of all entries.  `generator`: the buffer of the random numbers,
     named so too, "" without.  `reference` gives what a call has to give, and `self_test_calls` is how often the self-test calls
-    each int_key.  `spread`: of `eager_spread`, at the smallest int_key.  `on_gpu`: eager PyTorch ran there.  `baked`: as `Exported`
-    has them.
+    each int_key.  `spread`: of `eager_spread`, at the smallest and the largest int_key.  `on_gpu`: eager PyTorch ran there.
+    `baked`: as `Exported` has them.
     """
 
     programs: Programs
@@ -126,6 +126,10 @@ def _self_test_calls(exported: Exported, reference: Reference, state: Sequence[s
 
 
 def _spread(exported: Exported, reference: Reference) -> tuple[float, ...]:
-    key = all_keys(exported.sizes)[0]
-    tensors = sample(exported.source, dict(zip(exported.sizes, key, strict=True))).tensors
-    return eager_spread(reference, tensors)
+    """On the inputs of the self-test: how much rounding counts differs from draw to draw."""
+    keys = all_keys(exported.sizes)
+    draws = [
+        sample(exported.source, dict(zip(exported.sizes, key, strict=True)), SELF_TEST_SEED).tensors
+        for key in dict.fromkeys([keys[0], keys[-1]])
+    ]
+    return tuple(map(max, zip(*[eager_spread(reference, tensors) for tensors in draws], strict=True)))
