@@ -17,6 +17,11 @@ from .settings import PAGE
 EXAMPLE_TURNS = 5
 """Tokens that an example of `generate` makes at most: a build runs it in eager PyTorch, and all turns are alike."""
 
+UNREAD = 2
+"""Tokens before a lane's new ones, for each of these, beside a page.  No call has read them, so that their keys and values are
+zeros: behind hundreds of them trained weights multiply rounding by a hundred (SmolLM2: 5e-4 of the log-probabilities, and 2e-5
+behind none)."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExampleInputs:
@@ -75,7 +80,8 @@ class ExampleInputs:
         pages = order[(number[:, None] * share + torch.arange(blocks)) % (self.pages - 1)]
         pages = torch.where(on[:, None] & (torch.arange(blocks) < share), pages, 0)
         count = torch.randint(1, min(seq, share * PAGE) + 1, (batch,))
-        start = (torch.rand(batch) * (share * PAGE - count + 1)).long()
+        room = torch.minimum(share * PAGE - count, UNREAD * count + PAGE)
+        start = (torch.rand(batch) * (room + 1)).long()
         return count * on, start * on, pages, (1 + torch.randperm(self.slots - 1)[number % (self.slots - 1)]) * on
 
 

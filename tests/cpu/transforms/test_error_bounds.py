@@ -168,3 +168,26 @@ def test_rounding_inside_widens_the_bound() -> None:
     halves = torch.arange(64) + 0.5
     (found,) = error_bounds(prepared(Quantized(), torch.cat([torch.tensor([127.0]), halves])))
     assert F32 < found.bound <= BF16
+
+
+class LookedUp(nn.Module):
+    """As `OneLogit`, of tokens: no input can be a rounding step off, but the norm behind the embedding can."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.norm = nn.Embedding(4, 1 << 12), nn.LayerNorm(1 << 12)
+        self.norm.bias = nn.Parameter(torch.rand(1 << 12))
+        self.logit = OneLogit()
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.logit(self.norm(self.embedding(ids)))
+        return made
+
+
+def test_parameters_are_stepped_where_no_input_can_be() -> None:
+    torch.manual_seed(0)
+    model = LookedUp()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    (found,) = error_bounds(prepared(model, torch.tensor(1)))
+    assert F32 < found.bound <= BF16
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
