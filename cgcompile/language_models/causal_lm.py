@@ -8,7 +8,7 @@ Four entries share one set of weights and one cache of keys and values, which li
     choose    the token behind a chunk or a token, for lanes whose token is restricted, by a grammar or by biases
 
 A mask of tokens is known only after the token before it.  So `prefill` and `decode` take none: a lane that is `deferred` leaves its
-logits in its slot, a processor makes its mask meanwhile, and `choose` takes it.  Lanes that are not pay for none of this.
+logits in its slot, a processor makes its mask meanwhile, and `choose` takes it.  Other calls write zeros alone.
 
 Which pages a lane has is an input, and whoever calls gives them out: a request may come, go and leave its pages to another between
 any two calls.  So is its *slot*, a row of what the device remembers of a request.  Page 0 and slot 0 are nobody's: a lane that is

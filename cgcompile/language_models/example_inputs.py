@@ -18,9 +18,8 @@ EXAMPLE_TURNS = 5
 """Tokens that an example of `generate` makes at most: a build runs it in eager PyTorch, and all turns are alike."""
 
 UNREAD = 2
-"""Tokens before a lane's new ones, for each of these, beside a page.  No call has read them, so that their keys and values are
-zeros: behind hundreds of them trained weights multiply rounding by a hundred (SmolLM2: 5e-4 of the log-probabilities, and 2e-5
-behind none)."""
+"""A lane begins behind at most a page and so many tokens for every new one.  The first call finds zeros for their keys and values.
+Behind hundreds of zeros rounding grows a hundredfold (SmolLM2: 5e-4 of the log-probabilities, behind none 2e-5)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

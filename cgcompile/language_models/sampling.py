@@ -50,6 +50,10 @@ class Sampling(NamedTuple):
     deferred: Tensor
 
 
+GREEDY = (0.0, 0, 1.0, 1.0, 0, 0, 0.0, 0)
+"""The likeliest token, by the fields of Sampling."""
+
+
 class Restriction(NamedTuple):
     """What a lane's next token is restricted by: a mask, as a grammar gives it, and biases of some tokens.  A slot keeps its biases
     from token to token, so that a call brings those alone that change; a mask is new at every token.

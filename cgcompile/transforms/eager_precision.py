@@ -48,16 +48,16 @@ def eager_spread(reference: Reference, tensors: Sequence[torch.Tensor]) -> tuple
 def _parameters_stepped(reference: Reference | None) -> Iterator[None]:
     """Meanwhile every float32 parameter of one axis is a rounding step off; those of None are none."""
     parameters = reference.parameters() if isinstance(reference, torch.nn.Module) else ()
-    plain = [each.detach() for each in parameters if type(each) is torch.nn.Parameter and each.layout is torch.strided]
-    flat = {each.data_ptr(): each for each in plain if each.dtype == torch.float32 and each.dim() == 1}
-    before = {at: each.clone() for at, each in flat.items()}
+    plain = [value.detach() for value in parameters if type(value) is torch.nn.Parameter and value.layout is torch.strided]
+    vectors = {value.data_ptr(): value for value in plain if value.dtype == torch.float32 and value.dim() == 1}  # tied ones once
+    before = {address: value.clone() for address, value in vectors.items()}
     try:
-        for each in flat.values():
-            each.copy_(_stepped(each))
+        for value in vectors.values():
+            value.copy_(_stepped(value))
         yield
     finally:
-        for at, each in flat.items():
-            each.copy_(before[at])
+        for address, value in vectors.items():
+            value.copy_(before[address])
 
 
 def _stepped(tensor: torch.Tensor) -> torch.Tensor:

@@ -14,9 +14,6 @@ from cgbundle.call.entry import Entry
 from ..scheduling.requests import Lane, Token
 from .lane_tables import Column, sampling_columns, write_sampling
 
-WORD_BITS = 32
-"""Of a word of a mask, as in cgcompile/language_models/sampling.py."""
-
 
 class ChoiceTables:
     """The inputs of one recorded size of `choose`: `batch` lanes, masks of `words` words, `biases` biases of a lane."""
@@ -91,7 +88,9 @@ class Chooser:
 
     def _call(self, lanes: Sequence[Lane], changes: Sequence[dict[int, float]], fresh: bool) -> list[Token]:
         size = next(size for size in self._sizes if size >= len(lanes))
-        tables = self._tables.setdefault(size, ChoiceTables(size, self._words, self._biases))
+        if size not in self._tables:
+            self._tables[size] = ChoiceTables(size, self._words, self._biases)
+        tables = self._tables[size]
         tables.begin(lanes, fresh=fresh)
         tables.change(lanes, changes)
         made = self._entry(*tables.inputs)

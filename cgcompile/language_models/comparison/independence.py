@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import ModelError
-from ..sampling import Sampling
+from ..sampling import GREEDY, Sampling
 from .probe import ANOTHER, Probe
 from .refusal import refusal, told
 
@@ -50,7 +50,7 @@ def check_independence(model: Any) -> None:
 def check_places(model: Any) -> None:
     """Raises language-model-refused where the same text is read differently behind more padding.  `model` is called by lane."""
     ids, count, start = torch.arange(4, 9)[None], torch.tensor([5]), torch.tensor([0])
-    greedy = Sampling(*[torch.tensor([value]) for value in (0.0, 0, 1.0, 1.0, 0, 0, 0.0, 0)])
+    greedy = Sampling(*[torch.tensor([value]) for value in GREEDY])
     length = [count] if model.by_length else []
     try:
         with torch.no_grad():

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfi
 from ..architectures.text_half import maker
 from ..attention import NAME
 from ..networks import over_pages
-from ..sampling import Sampling
+from ..sampling import GREEDY, Sampling
 from .independence import check_independence
 from .probe import check_kind
 from .refusal import place_of, refusal, told
@@ -191,7 +191,7 @@ class Desk:
         self.length = [len(prompt) for prompt in prompts]
         order = torch.randperm(lanes * BLOCKS, generator=torch.Generator().manual_seed(0))
         self.pages, self.slot = 1 + order.view(lanes, BLOCKS), torch.arange(1, lanes + 1)
-        self.greedy = Sampling(*[torch.full((lanes,), value) for value in (0.0, 0, 1.0, 1.0, 0, 0, 0.0, 0)])
+        self.greedy = Sampling(*[torch.full((lanes,), value) for value in GREEDY])
 
     def replace(self, lane: int, prompt: Sequence[int]) -> list[Written]:
         """Ends a text, which is given, and reads another into its pages and its slot, while the others wait."""
