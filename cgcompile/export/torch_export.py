@@ -36,9 +36,10 @@ from ..model.tracing.attributes import unregistered_attributes_kept
 from ..model.user_code import called_by, first_line, text_of, user_line, user_place
 from .assertions import settle_assertions
 from .exported import memory_order
-from .higher_order import untraced
+from .higher_order import body_constants, untraced
 from .higher_order.composite_operators import give_sizes_at_once, without_composites
 from .higher_order.expand import expanded
+from .higher_order.refused_bodies import refused_body
 from .higher_order.shared_memory import copy_shared
 from .torch_program import move_graph
 
@@ -168,7 +169,7 @@ def _export(flat: FlatModule, tensors: Sequence[torch.Tensor], dynamic: Any) -> 
     said = io.StringIO()
     # Dynamo traces the functions of torch.cond and its like first: so the lines that it noted last, and not those that call them
     with torch.no_grad(), redirect_stderr(said), _quiet(LOGGERS[0]), preserve_node_meta(), unregistered_attributes_kept(flat.model):
-        program = untraced.export(flat, _separate(tensors), dynamic)
+        program = body_constants.lifted(untraced.export(flat, _separate(tensors), dynamic))
     sys.stderr.write(said.getvalue())
     _move_constants(program, flat.device)
     _make_dense(program)
@@ -334,7 +335,9 @@ def _explain(source: Source, error: Exception, sizes: Mapping[str, tuple[int, ..
         # raised by the model's own code, which eager PyTorch could run
         said = f"{type(error).__name__}: {first_line(error)}"
         return ModelError("export-differs", f"{place}: while torch.export traces it, the model fails here: {said}")
-    return ModelError("export-failed", f"{place}: torch.export cannot take the model: {type(error).__name__}: {first_line(error)}")
+    refused, hint = refused_body(error)
+    said = refused or f"{type(error).__name__}: {first_line(error)}"
+    return ModelError("export-failed", f"{place}: torch.export cannot take the model: {said}", hint)
 
 
 def branch(where: str, line: str, message: str = BRANCH) -> ModelError:

@@ -211,7 +211,9 @@ class CausalLM(nn.Module):
             return self.logits(ids, places, tokens, torch.arange(len(ids), device=ids.device)), tokens.tail
         cache = LaneCache(tokens, self.kept, states)
         logits = self.lane_logits(ids, places, cache, None)
-        return logits, tokens.tail + [where_lanes(on, *pair) for pair in zip(cache.states, states, strict=True)]
+        # torch 2.11 refuses a loop that gives an operand itself, as that of a layer without attention
+        kept = [new.clone() if new is old else new for new, old in zip(tokens.tail, tail, strict=True)]
+        return logits, kept + [where_lanes(on, *pair) for pair in zip(cache.states, states, strict=True)]
 
     def _read(self, ids: Tensor, lanes: Lanes, slot: Tensor, length: Tensor | None) -> Tensor:
         """`prefill` of a model that is called with a row for every lane -> its logits.

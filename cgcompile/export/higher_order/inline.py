@@ -43,7 +43,7 @@ def inline(module: GraphModule, body: GraphModule, operands: Sequence[Any], call
         if node.op == "output":
             return [made[leaf] if isinstance(leaf, Node) else leaf for leaf in tree_leaves(node.args[0])]
         if node.op == "get_attr":
-            name = _attribute(module, str(node.target).replace(".", "_"), operator.attrgetter(node.target)(body))
+            name = add_attribute(module, str(node.target).replace(".", "_"), operator.attrgetter(node.target)(body))
             made[node] = module.graph.get_attr(name)
             made[node].meta = dict(node.meta)
         elif node not in made:
@@ -53,7 +53,7 @@ def inline(module: GraphModule, body: GraphModule, operands: Sequence[Any], call
     raise AssertionError("a graph without an output")
 
 
-def _attribute(module: GraphModule, name: str, value: Any) -> str:
+def add_attribute(module: GraphModule, name: str, value: Any) -> str:
     """The name that `value` gets as an attribute of the module."""
     number, free = 0, name
     while hasattr(module, free):

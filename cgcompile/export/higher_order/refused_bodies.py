@@ -61,7 +61,13 @@ def _writes(node: Node, module: GraphModule) -> Iterator[Node]:
         for inner in body.graph.nodes:
             if getattr(getattr(inner.target, "_schema", None), "is_mutable", False):
                 written = inner
-                while written.op == "call_function" and written.args and isinstance(written.args[0], Node):
+                while written.op == "call_function" and written.args and isinstance(written.args[0], Node) and _shares(written):
                     written = written.args[0]
                 if written.op == "placeholder":
                     yield inner
+
+
+def _shares(node: Node) -> bool:
+    """Whether what an operator gives may lie in the memory of its first argument: it is a view, or that argument written to."""
+    schema = getattr(node.target, "_schema", None)
+    return schema is None or any(result.alias_info is not None for result in schema.returns)
