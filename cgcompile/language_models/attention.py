@@ -78,8 +78,9 @@ class Pages:
             return paged_attention(query, keys, values, lanes.pages, lanes.start, lanes.count, scores.sinks, *scores.numbers())
         if self.seq == 1:
             mixed, _ = paged_decode(
-                query[:, 0], keys, values, lanes.pages, lanes.start, lanes.start + lanes.count, scores.sinks, *scores.numbers()
-            )
+                query[:, 0], keys, values, lanes.pages, lanes.start, lanes.start + lanes.count, scores.sinks, *scores.numbers(),
+                query.device.type != "cpu",
+            )  # fmt: skip
             return mixed[:, None].to(query.dtype)
         return paged_prefill(query, keys, values, lanes.pages, lanes.start, lanes.count, scores.sinks, *scores.numbers())
 
@@ -99,14 +100,16 @@ class Loop:
     """A loop's tokens stay beside the pages until it ends: a loop may read what a call was given, and writes to what it carries.
 
     `tail_keys`, `tail_values`: of each layer (batch, key heads, turns, dim), replaced by what `attend` makes; `turn` (): which of
-    them this turn's token is.  `start` (batch,): how many tokens the pages hold.
+    them this turn's token is.  `start` (batch,): how many tokens the pages hold.  `on_gpu`: where the call runs; a tensor inside of
+    a loop's body does not say so while the model is exported on a machine without a GPU.
     """
 
     def __init__(
         self, keys: Sequence[Tensor], values: Sequence[Tensor], layers: Sequence[Layer], tail: Sequence[Tensor], pages: Tensor,
-        start: Tensor, turn: Tensor,
+        start: Tensor, turn: Tensor, on_gpu: bool,
     ) -> None:  # fmt: skip
         self.keys, self.values, self.layers, self.pages, self.start, self.turn = keys, values, layers, pages, start, turn
+        self.on_gpu = on_gpu
         self.batch, self.seq = start.shape[0], 1
         self.tail = list(tail)
 
@@ -124,7 +127,7 @@ class Loop:
         self.tail[2 * layer], self.tail[2 * layer + 1] = tail_keys, tail_values
         old, weight = paged_decode(
             query[:, 0], self.keys[layer], self.values[layer], self.pages, self.start + self.turn, self.start, scores.sinks,
-            *scores.numbers(),
+            *scores.numbers(), self.on_gpu,
         )  # fmt: skip
         seen = turns <= self.turn
         if scores.window:

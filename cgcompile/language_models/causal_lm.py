@@ -139,7 +139,7 @@ class CausalLM(nn.Module):
         """
         batch = ids.shape[0]
         tail, states = self._tail(batch, self.turns), self._states(start, slot)
-        turns = torch.arange(self.turns, device=ids.device)
+        turns, on_gpu = torch.arange(self.turns, device=ids.device), ids.device.type != "cpu"
 
         def more(turn: Tensor, token: Tensor, made: Tensor, on: Tensor, *_: Tensor) -> Tensor:
             return (turn < self.turns) & on.any()
@@ -148,7 +148,7 @@ class CausalLM(nn.Module):
             turn: Tensor, token: Tensor, made: Tensor, on: Tensor, tokens: Tensor, logprobs: Tensor, seen: Tensor, *carried: Tensor
         ) -> tuple[Tensor, ...]:
             seen = seen | (torch.arange(self.vocabulary, device=token.device) == token[:, None]) & on[:, None]
-            logits, new_carried = self._turn(token[:, None], start, turn, on, pages, carried)
+            logits, new_carried = self._turn(token[:, None], start, turn, on, pages, carried, on_gpu)
             new = sample(logits, seen, start + turn + 1, sampling)
             logprob = log_probability(logits, new)
             now = (turns == turn) & on[:, None]
@@ -200,12 +200,12 @@ class CausalLM(nn.Module):
             self.get_buffer(f"state_{number}")[slot] = where_lanes(lanes.count > 0, state, torch.zeros_like(state))
 
     def _turn(
-        self, ids: Tensor, start: Tensor, turn: Tensor, on: Tensor, pages: Tensor, carried: Sequence[Tensor]
+        self, ids: Tensor, start: Tensor, turn: Tensor, on: Tensor, pages: Tensor, carried: Sequence[Tensor], on_gpu: bool
     ) -> tuple[Tensor, list[Tensor]]:
         """The logits behind one token of each lane, `ids` (batch, 1), the `turn`-th of a loop; and what the loop carries then: the
         tail of every layer, and states, which stay as they are where a lane is not `on`."""
         tail, states = carried[: 2 * len(self.layers)], carried[2 * len(self.layers) :]
-        tokens = Loop(*self._cache(), self.layers, tail, pages, start, turn)
+        tokens = Loop(*self._cache(), self.layers, tail, pages, start, turn, on_gpu)
         places = torch.where(on, start + turn, 0)[:, None]
         if not self.kept.by_lane:
             return self.logits(ids, places, tokens, torch.arange(len(ids), device=ids.device)), tokens.tail
@@ -231,14 +231,15 @@ class CausalLM(nn.Module):
         return logits
 
     def _read_one_by_one(self, ids: Tensor, lanes: Lanes, slot: Tensor, states: Sequence[Tensor]) -> Tensor:
-        batch, seq = ids.shape
+        (batch, seq), on_gpu = ids.shape, ids.device.type != "cpu"
 
         def more(turn: Tensor, *_: Tensor) -> Tensor:
             return turn < lanes.count.max()
 
         def step(turn: Tensor, logits: Tensor, *carried: Tensor) -> tuple[Tensor, ...]:
             on = turn < lanes.count
-            new, new_carried = self._turn(ids.index_select(1, turn.view(1)), lanes.start, turn, on, lanes.pages, carried)
+            token = ids.index_select(1, turn.view(1))
+            new, new_carried = self._turn(token, lanes.start, turn, on, lanes.pages, carried, on_gpu)
             return turn + 1, torch.where(on[:, None], new, logits), *new_carried
 
         logits = torch.zeros(batch, self.vocabulary, device=ids.device)

@@ -25,16 +25,16 @@ PARTS = 64
 
 def paged_decode(
     query: Tensor, keys: Tensor, values: Tensor, pages: Tensor, place: Tensor, length: Tensor, sinks: Tensor | None,
-    scale: float, window: int, chunk: int, softcap: float,
+    scale: float, window: int, chunk: int, softcap: float, on_gpu: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """query (batch, heads, dim), keys and values (pages, key heads, PAGE, dim), pages int64 (batch, blocks) -> what the tokens
     before `length` (batch,) and up to `place` (batch,), the query's own, give: float32 (batch, heads, dim), and the logarithm of
     the sum that it was divided by, float32 (batch, heads); zeros and -inf where there is none.
 
     `window`: how many tokens up to `place` are seen, 0 for all; `chunk`: those since its last multiple are seen, 0 for all;
-    `softcap`: 0.0 for none; `sinks`: (heads,).
+    `softcap`: 0.0 for none; `sinks`: (heads,); `on_gpu`: by kernels.
     """
-    way = plain if query.device.type == "cpu" else launch
+    way = launch if on_gpu else plain
     return way(query, keys, values, pages, place, length, sinks, scale, window, chunk, softcap)
 
 
@@ -63,21 +63,23 @@ def partials(
 ) -> tuple[Tensor, Tensor]:
     """Attention of a token (batch, heads, dim) to key and value (batch, key heads, tokens, dim), of which it sees `seen`, bool
     (batch, tokens); and the logarithm of the sum.  As `paged_decode` gives them."""
-    rows = query.unflatten(1, (key.shape[1], -1)).float()  # (batch, key heads, groups, dim)
+    # heads stay in two axes: one axis of both would have a stride that torch 2.11 takes for a condition on the number of tokens
+    heads = (key.shape[1], query.shape[1] // key.shape[1])
+    rows = query.unflatten(1, heads).float()  # (batch, *heads, dim)
     products = rows @ key.float().transpose(-2, -1) * scale
     if softcap:
         products = softcap * torch.tanh(products / softcap)
-    products = products.masked_fill(~seen[:, None, None], float("-inf")).flatten(1, 2)  # (batch, heads, tokens)
+    products = products.masked_fill(~seen[:, None, None], float("-inf"))  # (batch, *heads, tokens)
     top = products.amax(-1)
     if sinks is not None:
-        top = torch.maximum(top, sinks.float())
+        top = torch.maximum(top, sinks.float().unflatten(0, heads))
     top = top.clamp(min=torch.finfo(torch.float32).min)  # -inf where nothing is seen
     weights = (products - top[..., None]).exp()
     total = weights.sum(-1)
     if sinks is not None:
-        total = total + (sinks.float() - top).exp()
-    mixed = (weights.unflatten(1, (key.shape[1], -1)) @ value.float()).flatten(1, 2)
-    return mixed / torch.where(total > 0, total, 1.0)[..., None], total.log() + top
+        total = total + (sinks.float().unflatten(0, heads) - top).exp()
+    mixed = weights @ value.float() / torch.where(total > 0, total, 1.0)[..., None]
+    return mixed.flatten(1, 2), (total.log() + top).flatten(1, 2)
 
 
 def by_kernel(
