@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from types import MappingProxyType, TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..cuda.driver import Context, Relaxed, call, driver_version
 from ..cuda.graph_executor import GraphExecutor
@@ -26,6 +26,9 @@ from ..tensors.library import Library, library_of
 from ..validate.contents import check_loaded
 from ..validate.engine import Key, decode_key, span_of_tensor
 from .device_bundle import DeviceBundle, check_driver
+
+if TYPE_CHECKING:
+    from ..signatures import Keys
 
 INPUTS, ABSOLUTE = MEMORIES.index("inputs"), MEMORIES.index("host")
 """Where recordings have the engine's tensors; and a memory without an address of its own, in which offsets are addresses."""
@@ -64,9 +67,9 @@ class AttachedGraphs(Mapping[Key, AttachedGraph]):
     tensors of the caller's library over this object's memory, valid until `close`.  `memory`: bytes of GPU memory that are taken.
     """
 
-    def __init__(self, cleanup: ExitStack, shared: DeviceBundle, library: Library, kept: Mapping[str, Any]) -> None:
-        """`cleanup` frees everything but `shared`; `kept` are the caller's tensors, which must not be freed meanwhile."""
-        self._cleanup, self._shared, self._library, self._kept = cleanup, shared, library, kept
+    def __init__(self, cleanup: ExitStack, shared: DeviceBundle, library: Library, tensors: Mapping[str, Any]) -> None:
+        """`cleanup` frees everything but `shared`; `tensors` are the caller's, which must not be freed meanwhile."""
+        self._cleanup, self._shared, self._library, self._tensors = cleanup, shared, library, tensors
         self._graphs: dict[Key, AttachedGraph] = {}
         self._lock = threading.Lock()
         self.tensors: Mapping[str, Any] = MappingProxyType({})
@@ -92,8 +95,8 @@ class AttachedGraphs(Mapping[Key, AttachedGraph]):
 
     def stream(self) -> int:
         """The current stream of the caller's library, as the driver's handle."""
-        found = self._library.stream(self._shared.context.index)
-        return LEGACY_STREAM if found is None else found
+        handle = self._library.stream(self._shared.context.index)
+        return LEGACY_STREAM if handle is None else handle
 
     def close(self) -> None:
         """Waits for the GPU, and gives back what `attach` took; may be called twice.  The caller's own tensors stay."""
@@ -106,7 +109,7 @@ class AttachedGraphs(Mapping[Key, AttachedGraph]):
                 call("cuCtxSynchronize")
             _free(self._shared.context, self._cleanup)
         finally:
-            self._graphs, self._kept, self.tensors = {}, {}, MappingProxyType({})
+            self._graphs, self._tensors, self.tensors = {}, {}, MappingProxyType({})
             self._shared.release()
 
     def __enter__(self) -> AttachedGraphs:
@@ -119,7 +122,12 @@ class AttachedGraphs(Mapping[Key, AttachedGraph]):
 
 
 def attach(
-    path: str | os.PathLike[str], tensors: Mapping[str, Any], *, device: int | None = None, unverified: bool = False
+    path: str | os.PathLike[str],
+    tensors: Mapping[str, Any],
+    *,
+    device: int | None = None,
+    unverified: bool = False,
+    key: Keys | None = None,
 ) -> AttachedGraphs:
     """The graphs that `cgcompile.save_graphs` saved at `path`, over `tensors`, in a process where torch and CUDA may be running.
 
@@ -129,12 +137,13 @@ def attach(
 
     - `device`: the GPU; None: that of the tensors.
     - `unverified`: True also takes graphs that were saved without a replay in a fresh process.
+    - `key`: public ed25519 keys, one of which must have signed the bundle, as for `load`.  The signature is checked first.
 
     Everything is checked before anything is put on the GPU.  Raises bundle-missing, not-a-bundle, format-unsupported,
-    manifest-invalid, file-damaged, table-invalid, bundle-kind, not-verified, driver-differs, driver-too-old, wrong-machine,
-    wrong-architecture, tensors-unlike, driver-failed, OutOfMemory.
+    signature-missing, signature-wrong, key-invalid, manifest-invalid, file-damaged, table-invalid, bundle-kind, not-verified,
+    driver-differs, driver-too-old, wrong-machine, wrong-architecture, tensors-unlike, driver-failed, OutOfMemory.
     """
-    return attach_poisoned(path, tensors, device=device, unverified=unverified)
+    return attach_poisoned(path, tensors, device=device, unverified=unverified, key=key)
 
 
 def attach_poisoned(
@@ -143,17 +152,22 @@ def attach_poisoned(
     *,
     device: int | None = None,
     unverified: bool = False,
+    key: Keys | None = None,
     poison: int | None = None,
 ) -> AttachedGraphs:
     """`attach`; with `poison`, that byte fills the arena and every byte of kernel parameters that the recordings call undefined.
     For verification."""
     bundle = Archive(os.fspath(path))
     try:
-        check_loaded(bundle)
+        if key is not None:
+            from .. import signatures  # late: most bundles are not signed
+
+            signatures.check(bundle, key)  # before the manifest is as much as parsed
+        check_loaded(bundle, full=key is not None)
         engine = _engine(bundle, unverified)
         _check_driver(bundle.manifest)
-        given = _Given(engine, tensors, device)
-        attached = _attached(bundle, engine, given, poison)
+        placed = _Tensors(engine, tensors, device)
+        attached = _attached(bundle, engine, placed, poison)
         try:
             bundle.check_unchanged()
         except BundleError:
@@ -186,9 +200,9 @@ def _version(number: int) -> str:
     return f"{number // 1000}.{number % 1000 // 10}"
 
 
-class _Given:
+class _Tensors:
     """The caller's tensors, checked: their `library`, the `device` that they lie on, the `bases` of the engine's spans, and the
-    tensors themselves, in `kept`.  Raises tensors-unlike."""
+    tensors themselves, `by_name`.  Raises tensors-unlike."""
 
     def __init__(self, engine: Engine, tensors: Mapping[str, Any], device: int | None) -> None:
         wanted = [row for row in engine.tensors if row.memory == "inputs"]
@@ -196,8 +210,8 @@ class _Given:
         if missing:
             more = f", and {len(missing) - 1} more" if missing[1:] else ""
             raise _unlike(f"tensor {missing[0]!r} is missing{more}")
-        self.kept = {row.name: tensors[row.name] for row in wanted}
-        self.library = library_of(next(iter((*self.kept.values(), *tensors.values())), None))
+        self.by_name = {row.name: tensors[row.name] for row in wanted}
+        self.library = library_of(next(iter((*self.by_name.values(), *tensors.values())), None))
         self.device = device
         places: list[int | None] = [None] * len(engine.spans)
         for row in wanted:
@@ -216,7 +230,7 @@ class _Given:
         """The address of the caller's tensor, laid out as `row` says and on the same GPU as the others."""
         name = repr(row.name)
         try:
-            value = self.library.writable(self.kept[row.name], row.name)
+            value = self.library.writable(self.by_name[row.name], row.name)
             address, shape, dtype, strides, device = self.library.describe(value)
         except (AttributeError, RuntimeError, CallError) as error:
             raise _unlike(f"tensor {name} cannot be read: {(str(error).splitlines() or [type(error).__name__])[0]}") from None
@@ -225,9 +239,9 @@ class _Given:
             wanted = "a GPU" if self.device is None else f"GPU {self.device}"
             raise _unlike(f"tensor {name}: expected one on {wanted}, got one on {where}")
         self.device = device
-        found = dense(shape) if strides is None else tuple(strides)
-        if (dtype, tuple(shape)) != (row.dtype, row.shape) or moving(shape, found) != moving(row.shape, row.strides):
-            expected, got = _layout(row.dtype, row.shape, row.strides), _layout(dtype, tuple(shape), found)
+        steps = dense(shape) if strides is None else tuple(strides)
+        if (dtype, tuple(shape)) != (row.dtype, row.shape) or moving(shape, steps) != moving(row.shape, row.strides):
+            expected, got = _layout(row.dtype, row.shape, row.strides), _layout(dtype, tuple(shape), steps)
             raise _unlike(f"tensor {name}: expected {expected}, got {got}")
         return address
 
@@ -253,21 +267,21 @@ def _unlike(text: str) -> CallError:
     return CallError("tensors-unlike", text)
 
 
-def _attached(bundle: Archive, engine: Engine, given: _Given, poison: int | None) -> AttachedGraphs:
-    assert given.device is not None
-    shared = DeviceBundle(bundle, given.device, "graph", poison, None, None)
+def _attached(bundle: Archive, engine: Engine, placed: _Tensors, poison: int | None) -> AttachedGraphs:
+    assert placed.device is not None
+    shared = DeviceBundle(bundle, placed.device, "graph", poison, None, None)
     context, cleanup = shared.context, ExitStack()
     with ExitStack() as undo:
         undo.callback(shared.release)
         undo.callback(_free, context, cleanup)
-        attached = AttachedGraphs(cleanup, shared, given.library, given.kept)
+        attached = AttachedGraphs(cleanup, shared, placed.library, placed.by_name)
         sizes = {"arena": shared.sizes["arena"]}
         with context, Relaxed():
             memories = Memories(sizes, {"weights": shared.base}, cleanup, context.stream)
             if poison is not None:
                 memories.poison(poison, context.stream)
             modules = shared.modules(memories, cleanup)
-            moves = _moves(engine, given.bases, shared.sizes["inputs"])
+            moves = _moves(engine, placed.bases, shared.sizes["inputs"])
             for graph in engine.graphs:
                 table = Table(bundle.data(graph.file), graph.file)
                 table = table.moved(moves) or table
@@ -277,7 +291,7 @@ def _attached(bundle: Archive, engine: Engine, given: _Given, poison: int | None
                 attached._graphs[key] = AttachedGraph(attached, key, executor, context)
             shared.settle()
             call("cuStreamSynchronize", context.stream)
-            attached.tensors = MappingProxyType(_handed_out(engine, memories, given, attached))
+            attached.tensors = MappingProxyType(_handed_out(engine, memories, placed, attached))
         code, tables = shared.sizes.get("code", 0), shared.sizes.get("weights", 0)
         attached.memory = MappingProxyType({"arena": sizes["arena"], "weights": tables, "code": code})
         undo.pop_all()
@@ -298,9 +312,11 @@ def _moves(engine: Engine, bases: list[int], size: int) -> list[Move]:
     ]
 
 
-def _handed_out(engine: Engine, memories: Memories, given: _Given, owner: object) -> dict[str, Any]:
+def _handed_out(engine: Engine, memories: Memories, placed: _Tensors, owner: object) -> dict[str, Any]:
     return {
-        row.name: given.library.wrap(memories.address("arena", row.offset), row.dtype, row.shape, row.strides, owner, given.device)
+        row.name: placed.library.wrap(
+            memories.address("arena", row.offset), row.dtype, row.shape, row.strides, owner, placed.device
+        )
         for row in engine.tensors
         if row.memory == "arena" and span_of(row.dtype, row.shape, row.strides)
     }

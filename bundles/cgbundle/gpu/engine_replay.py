@@ -74,8 +74,8 @@ def replay(path: str, plan: Plan) -> str:
         with open(plan.contents, "rb") as file:
             for row, address in zip(engine.spans, addresses, strict=True):
                 _fill(file, address, row.bytes)
-            given = {row.name: _tensor(engine, row, addresses, plan.device) for row in engine.tensors if row.memory == "inputs"}
-            graphs = stack.enter_context(attach_poisoned(path, given, device=plan.device, unverified=True, poison=POISON))
+            tensors = {row.name: _tensor(engine, row, addresses, plan.device) for row in engine.tensors if row.memory == "inputs"}
+            graphs = stack.enter_context(attach_poisoned(path, tensors, device=plan.device, unverified=True, poison=POISON))
             for name, tensor in graphs.tensors.items() if not plan.poisoned else ():
                 _write(tensor, file.read(_bytes(tensor)), name)
         return _compared(engine, graphs, plan, addresses)

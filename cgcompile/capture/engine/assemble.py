@@ -58,11 +58,14 @@ def assemble_engine(one: EngineTake, other: EngineTake, *, own_memory: bool) -> 
     tables, offsets, end = place_tables(a, b, takes.paired.pairing, sorted(pointed), 0)
     for reason in _unnamed(a, takes, set(offsets)):
         raise ModelError("memory-unnamed", reason)
-    used = list(dict.fromkeys(i for own in takes.graphs for i in own.used()))
+    used = list(dict.fromkeys(i for classified in takes.graphs for i in classified.used()))
     _check_apart(a, b, takes.paired, used)
     _check_pointers(one, other, takes.paired, used, own_memory=own_memory)
     placement = place(a, used, offsets, ())
-    recordings = [recorded_rows(graph, own, placement, None).recording for graph, own in zip(a.graphs, takes.graphs, strict=True)]
+    recordings = [
+        recorded_rows(graph, classified, placement, None).recording
+        for graph, classified in zip(a.graphs, takes.graphs, strict=True)
+    ]
     spans = [number for number, piece in enumerate(a.ranges) if piece.kind == "inputs" and number in used]
     return AssembledEngine(
         recordings=tuple(recordings),
@@ -106,13 +109,13 @@ def _first(mine: object, theirs: object) -> str:
 
 def _unnamed(take: Take, takes: ClassifiedTakes, tables: set[int]) -> Iterator[str]:
     """Where graphs refer to memory that is neither a named tensor nor their own."""
-    for graph, own in zip(take.graphs, takes.graphs, strict=True):
+    for graph, classified in zip(take.graphs, takes.graphs, strict=True):
         for i, node in enumerate(graph.nodes):
             name = node_name(graph, i)
             if isinstance(node, RawKernel):
-                places = [(spot(name, node, at), target) for at, target in own.blocks[i].relocations]
+                places = [(spot(name, node, at), target) for at, target in classified.blocks[i].relocations]
             else:
-                places = [(name, target) for target in own.places.get(i, ())]
+                places = [(name, target) for target in classified.places.get(i, ())]
             for where, target in places:
                 if take.ranges[target.range].kind in OUTSIDE and target.range not in tables:
                     yield f"{where} points at {_told(take, target.range)}, {target.offset} bytes into it"
@@ -133,17 +136,17 @@ def _check_apart(a: Take, b: Take, paired: PairedRanges, used: Sequence[int]) ->
 
 def _check_pointers(one: EngineTake, other: EngineTake, paired: PairedRanges, used: Sequence[int], *, own_memory: bool) -> None:
     """A word of memory that is an address in both processes is no accident: a kernel may follow it, and nothing would move it."""
-    theirs = {(found.range, found.word.at): found.word for found in other.pointers}
-    for found in one.pointers:
-        word = theirs.get((paired.pairing.get(found.range, -1), found.word.at))
-        piece = one.take.ranges[found.range]
-        if word is None or found.range not in used or (piece.kind == "pool" and not own_memory):
+    theirs = {(pointer.range, pointer.word.at): pointer.word for pointer in other.pointers}
+    for pointer in one.pointers:
+        word = theirs.get((paired.pairing.get(pointer.range, -1), pointer.word.at))
+        piece = one.take.ranges[pointer.range]
+        if word is None or pointer.range not in used or (piece.kind == "pool" and not own_memory):
             continue
-        names = [row.name for row in one.tensors if row.span == found.range] if piece.kind == "inputs" else []
+        names = [row.name for row in one.tensors if row.span == pointer.range] if piece.kind == "inputs" else []
         what = f"tensor {names[0]!r}" if names else "the graphs' own memory"
-        target = meaning(found.word, word, paired)
+        target = meaning(pointer.word, word, paired)
         to = f", of {_target(one, target)}" if target is not None else ""
-        raise ModelError("pointer-in-tensor", f"{what} holds an address at byte {found.word.at}{to}: it would not be moved")
+        raise ModelError("pointer-in-tensor", f"{what} holds an address at byte {pointer.word.at}{to}: it would not be moved")
 
 
 def _target(take: EngineTake, target: Reading) -> str:
@@ -165,18 +168,18 @@ def _named(take: EngineTake, spans: Sequence[int]) -> list[EngineTensor]:
 def _pooled(take: EngineTake, takes: ClassifiedTakes, placement: Placement) -> list[EngineTensor]:
     """Tensors in the graphs' own memory, as far as any graph uses that piece of it."""
     first: RawGraph = take.take.graphs[0]
-    found = []
+    rows = []
     for name, value, target in zip(take.pooled, first.outputs, takes.graphs[0].values, strict=True):
         if target is None or take.take.ranges[target.range].kind != "pool":
             raise ModelError("memory-unnamed", f"{graph_name(first)}: tensor {name!r} lies at no place of the graphs' own memory")
         address = placement.address(target)
         assert MEMORIES[address.memory] == "arena"
-        found.append(
+        rows.append(
             EngineTensor(
                 name=name, dtype=value.dtype, shape=value.shape, strides=value.strides, memory="arena", offset=address.offset
             )
         )
-    return found
+    return rows
 
 
 def _span(a: Take, b: Take, number: int) -> EngineSpan:

@@ -91,9 +91,9 @@ def read_recording(path: Path) -> EngineTake:
 class _Records(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if module in MODULES and name.isidentifier():
-            found = super().find_class(module, name)
-            if isinstance(found, type) and found.__module__ == module:
-                return found
+            record = super().find_class(module, name)
+            if isinstance(record, type) and record.__module__ == module:
+                return record
         raise pickle.UnpicklingError(f"{module}.{name} is no record of a recording")
 
 

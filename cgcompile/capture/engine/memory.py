@@ -44,7 +44,7 @@ def engine_memory(tensors: Mapping[str, torch.Tensor], pools: Iterable[Pool]) ->
     """What there is, on the current device.  Raises tensor-refused, dtype-unsupported."""
     wanted = {tuple(pool) for pool in pools}
     segments = [row for row in torch.cuda.memory_snapshot() if row["device"] == torch.cuda.current_device()]
-    private = [row for row in segments if tuple(row["segment_pool_id"]) in wanted]
+    private, others = [[row for row in segments if (tuple(row["segment_pool_id"]) in wanted) is own] for own in (True, False)]
     places = {name: _place(name, tensors[name]) for name in sorted(tensors)}
     places = {name: place for name, place in places.items() if 0 not in place.shape}
     pooled = {name: place for name, place in places.items() if _inside(place.address, private)}
@@ -53,7 +53,7 @@ def engine_memory(tensors: Mapping[str, torch.Tensor], pools: Iterable[Pool]) ->
     ranges = [
         *spans,
         *[Range(kind="pool", start=row["address"], size=row["total_size"]) for row in private],
-        *_others([row for row in segments if row not in private], spans),
+        *_others(others, spans),
     ]
     owned = [(row["address"], row["total_size"]) for row in segments]
     return EngineMemory(ranges=tuple(ranges), owned=tuple(owned), tensors=rows, pooled=pooled)
@@ -99,14 +99,14 @@ def found_pointers(addresses: AddressMap, ranges: Iterable[int], owned: Sequence
     """Every aligned word of these ranges that is an address of this process: of torch's, or of a known range."""
     known = [*owned, *[(piece.start, piece.size) for piece in addresses.ranges]]
     low, high = min(start for start, _ in known), max(start + size for start, size in known)
-    found: list[FoundPointer] = []
+    pointers: list[FoundPointer] = []
     for number in list(ranges):
         piece = addresses.ranges[number]
         for at, value in _words_between(piece.start, piece.size, low, high):
             readings = addresses.readings(value, None)
             if readings:
-                found.append(FoundPointer(range=number, word=Word(at=at, readings=readings)))
-    return tuple(found)
+                pointers.append(FoundPointer(range=number, word=Word(at=at, readings=readings)))
+    return tuple(pointers)
 
 
 def _words_between(start: int, size: int, low: int, high: int) -> list[tuple[int, int]]:
@@ -114,10 +114,10 @@ def _words_between(start: int, size: int, low: int, high: int) -> list[tuple[int
     many."""
     first = start + -start % 8
     count = (start + size - first) // 8
-    found: list[tuple[int, int]] = []
+    pairs: list[tuple[int, int]] = []
     for begin in range(0, count, WORDS):
         words = device_bytes(first + 8 * begin, 8 * min(WORDS, count - begin)).view(torch.int64)
-        places = ((words >= low) & (words < high)).nonzero().reshape(-1)[: MOST_POINTERS - len(found)]
+        places = ((words >= low) & (words < high)).nonzero().reshape(-1)[: MOST_POINTERS - len(pairs)]
         values = words[places]
-        found += [(first - start + 8 * (begin + at), value) for at, value in zip(places.tolist(), values.tolist(), strict=True)]
-    return found
+        pairs += [(first - start + 8 * (begin + at), value) for at, value in zip(places.tolist(), values.tolist(), strict=True)]
+    return pairs

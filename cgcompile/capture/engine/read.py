@@ -61,8 +61,8 @@ def read_engine(log: ImageLog, graphs: Mapping[Key, torch.cuda.CUDAGraph], tenso
         outputs = () if position else tuple(pooled)
         read.append(RawGraph(key=(position,), nodes=nodes, edges=edges, inputs=(), outputs=outputs, name=name))
     states = kept_variables(used, {image: cubin(image) for image in used}, addresses)
-    kept = [number for number, piece in enumerate(memory.ranges) if piece.kind in ("inputs", "pool")]
-    pointers = found_pointers(addresses, kept, memory.owned)
+    scanned = [number for number, piece in enumerate(memory.ranges) if piece.kind in ("inputs", "pool")]
+    pointers = found_pointers(addresses, scanned, memory.owned)
     take = Take(
         ranges=_with_tables(addresses, states, read_device),
         graphs=tuple(read),

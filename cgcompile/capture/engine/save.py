@@ -81,7 +81,7 @@ def save_graphs(
         saved = _complete(read_recording(recording), mine, graphs, tensors, destination, verify=verify)
         recording.unlink()
     except OSError as error:
-        raise BuildError("output-unwritable", f"{destination}: {error.strerror or error}") from error
+        raise BuildError("output-unwritable", f"{error.filename or destination}: {error.strerror or error}") from error
     return saved
 
 
@@ -113,7 +113,7 @@ def _complete(
         raise BuildError("output-exists", f"{destination}: came meanwhile", "remove it first, or choose another path") from None
     except BlockingIOError:
         raise BuildError("output-busy", f"{destination}: another process is writing it") from None
-    nodes = sum(len(each.nodes) for each in assembled.recordings)
+    nodes = sum(len(recording.nodes) for recording in assembled.recordings)
     return SavedGraphs(kind="bundle", path=destination, nodes=nodes, images=len(mine.take.images), arena=assembled.arena)
 
 

@@ -53,8 +53,8 @@ def verify(stage: Path, engine: Engine, arena: int, graphs: Mapping[Key, torch.c
             rows, poisoned = _replayed(graphs, here, contents)
         finally:
             _put_back(here, contents)
-        made = Plan(device=torch.cuda.current_device(), contents=str(contents), graphs=rows, poisoned=poisoned)
-        plan.write_text(json.dumps(made._asdict()))
+        asked = Plan(device=torch.cuda.current_device(), contents=str(contents), graphs=rows, poisoned=poisoned)
+        plan.write_text(json.dumps(asked._asdict()))
         torch.cuda.empty_cache()
         answer = run_fresh("cgbundle.gpu.engine_replay", [str(stage), str(plan)], str(stage))
     if "error" in answer:
@@ -112,11 +112,11 @@ def _run(graphs: Mapping[Key, torch.cuda.CUDAGraph], here: Here) -> list[dict[st
 
 def _last(rows: Sequence[Mapping[str, Mapping[str, str]]]) -> dict[str, dict[str, str]]:
     """What tensors hold in the end."""
-    made: dict[str, dict[str, str]] = {"spans": {}, "tensors": {}}
+    last: dict[str, dict[str, str]] = {"spans": {}, "tensors": {}}
     for row in rows:
-        made["spans"].update(row["spans"])
-        made["tensors"].update(row["tensors"])
-    return made
+        last["spans"].update(row["spans"])
+        last["tensors"].update(row["tensors"])
+    return last
 
 
 def _put_back(here: Here, contents: Path) -> None:
@@ -139,10 +139,10 @@ def _part(address: int, size: int) -> memoryview:
 
 
 def _hash(address: int, size: int) -> str:
-    made = hashlib.sha256()
+    sha256 = hashlib.sha256()
     for begin in range(0, size, CHUNK):
-        made.update(_part(address + begin, min(CHUNK, size - begin)))
-    return made.hexdigest()
+        sha256.update(_part(address + begin, min(CHUNK, size - begin)))
+    return sha256.hexdigest()
 
 
 def _digest(address: int, size: int) -> int | None:

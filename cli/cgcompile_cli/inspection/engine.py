@@ -21,14 +21,15 @@ def overview(path: str, manifest: Manifest) -> list[Field]:
     """What is shown for people."""
     engine, origin = _engine_of(manifest), manifest.provenance
     graphs = [(repr(key), count(nodes, "node")) for key, nodes in _graphs(path, engine)]
-    given, kept = [[row for row in engine.tensors if row.memory == memory] for memory in ("inputs", "arena")]
-    rows = [[(row.name, row.dtype, list(row.shape)) for row in own] for own in (given, kept)]
+    inputs, outputs = [
+        [(row.name, row.dtype, list(row.shape)) for row in engine.tensors if row.memory == memory] for memory in ("inputs", "arena")
+    ]
     return [
         ("bundle", f"{manifest.name}, format {manifest.version}, {summary.bulk(manifest)}"),
         ("target", f"{manifest.target.kind} {manifest.target.arch}, to run: {driver(manifest.target.driver)}"),
         ("graphs", table(("", ">"), first_rows(graphs))),
-        ("tensors", table(("", "", ""), first_rows(rows[0])) if given else "none"),
-        ("gives", table(("", "", ""), first_rows(rows[1])) if kept else "none"),
+        ("tensors", table(("", "", ""), first_rows(inputs)) if inputs else "none"),
+        ("gives", table(("", "", ""), first_rows(outputs)) if outputs else "none"),
         ("memory", summary.memory(manifest)),
         ("verified", "by a fresh process, bit for bit" if engine.verified else "no: attach it with unverified=True"),
         ("signed", summary.signed(path)),

@@ -125,6 +125,29 @@ def test_blocks_of_torchs_are_what_nobody_named() -> None:
     assert found == [(0, 100), (200, 800), (1536, 512)], "what is behind the bytes that were asked for is nobody's"
 
 
+def test_tensors_lie_in_spans_and_outputs_in_the_pools_of_the_captures(monkeypatch: pytest.MonkeyPatch) -> None:
+    def place(name: str, tensor: torch.Tensor) -> TensorPlace:
+        return TensorPlace(address=tensor.data_ptr(), dtype="float32", shape=tuple(tensor.shape), strides=tensor.stride())
+
+    weight, output, empty = torch.zeros(16), torch.zeros(8), torch.zeros(0)
+
+    def segment(tensor: torch.Tensor, pool: tuple[int, int], device: int = 0) -> dict[str, Any]:
+        block = {"state": "active_allocated", "size": 512, "requested_size": 100}
+        start = {"address": tensor.data_ptr(), "total_size": 512, "segment_pool_id": pool, "device": device}
+        return {**start, "blocks": [block]}
+
+    segments = [segment(weight, (0, 0)), segment(output, (0, 7)), segment(torch.zeros(1), (0, 0), device=1)]
+    monkeypatch.setattr(memory, "_place", place)
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
+    seen = memory.engine_memory({"w": weight, "a/row": weight[4:8], "out": output, "empty": empty}, [(0, 7)])
+    assert [(piece.kind, piece.start, piece.size) for piece in seen.ranges] == [
+        ("inputs", weight.data_ptr(), 64), ("pool", output.data_ptr(), 512), ("torch", weight.data_ptr() + 64, 36),
+    ]  # fmt: skip
+    assert [(row.name, row.span, row.offset) for row in seen.tensors] == [("a/row", 0, 16), ("w", 0, 0)]
+    assert list(seen.pooled) == ["out"]
+    assert seen.owned == ((weight.data_ptr(), 512), (output.data_ptr(), 512))
+
+
 def test_words_that_are_addresses_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "WORDS", 4)
     words = torch.arange(20) * 3

@@ -178,6 +178,20 @@ def test_the_two_kinds_of_bundles_are_told_apart(fake: FakeDriver, path: Path, t
         cgbundle.attach(write_bundle(tmp_path / "tiny.cgb"), {})
 
 
+def test_a_key_must_have_signed_the_bundle(fake: FakeDriver, path: Path, tmp_path: Path) -> None:
+    pytest.importorskip("cryptography")
+    import cgcompile
+    from tests.helpers.bundles.signing import Pair
+
+    ours, theirs, given = Pair.make(tmp_path, "ours"), Pair.make(tmp_path, "theirs"), tensors(Memory(512), Memory(512))
+    with raises("signature-missing", match="the bundle is not signed"):
+        cgbundle.attach(path, given, key=ours.public)
+    cgcompile.sign(str(path), str(ours.private))
+    cgbundle.attach(path, given, key=ours.public).close()
+    with raises("signature-wrong", match="by key"):
+        cgbundle.attach(path, given, key=theirs.public)
+
+
 def test_a_changed_file_is_refused(fake: FakeDriver, path: Path) -> None:
     table = path / "graphs/0.bin"
     table.write_bytes(table.read_bytes()[:-1] + b"\1")
