@@ -4,6 +4,7 @@
     cgcompile.check(model, inputs)
     cgcompile.build(model, inputs, sizes=[1, 8, 32], out="gpt.cgb", target="auto")
     cgcompile.sign("gpt.cgb", "private.pem")
+    cgcompile.save_graphs(graphs, tensors, "engine.cgb")  # CUDA graphs that another program captured
 
 Importing this module is cheap: torch is imported when a model is built or checked.  The package is typed.
 """
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from cgbundle.format.schema import Finding
 
     from .bundle.sign import Signed, sign
+    from .capture.engine.observe import observe
+    from .capture.engine.save import SavedGraphs, save_graphs
     from .errors import BuildError, ModelError
     from .pipeline.api import build, check
     from .pipeline.records import Built, RegionReport, Report
@@ -26,8 +29,8 @@ if TYPE_CHECKING:
 from .util.version import VERSION as __version__
 
 __all__ = [
-    "BuildError", "Built", "Event", "Finding", "ModelError", "RegionReport", "Report", "Signed", "Transferred", "__version__",
-    "build", "check", "model_repository", "pull", "push", "sign",
+    "BuildError", "Built", "Event", "Finding", "ModelError", "RegionReport", "Report", "SavedGraphs", "Signed", "Transferred",
+    "__version__", "build", "check", "model_repository", "observe", "pull", "push", "save_graphs", "sign",
 ]  # fmt: skip
 
 _MODULES = {
@@ -35,6 +38,7 @@ _MODULES = {
     "build": "pipeline.api", "check": "pipeline.api",
     "Built": "pipeline.records", "Report": "pipeline.records", "RegionReport": "pipeline.records",
     "Event": "util.progress", "Signed": "bundle.sign", "sign": "bundle.sign",
+    "observe": "capture.engine.observe", "save_graphs": "capture.engine.save", "SavedGraphs": "capture.engine.save",
     "Transferred": "tools.transfer", "model_repository": "tools.model_repository",
     "pull": "tools.transfer", "push": "tools.transfer",
 }  # fmt: skip

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from .call.profile import Profile
     from .call.records import Record
     from .format.schema import Manifest, TensorSpec
+    from .gpu.attached import AttachedGraph, AttachedGraphs, attach
     from .loader import load
     from .program import Program
     from .program.replicas import Replicas, ReplicatedEntry
@@ -39,14 +40,15 @@ if TYPE_CHECKING:
     from .tensors.tensor import Tensor
 
 __all__ = [
-    "BundleError", "CallError", "CgbundleError", "Entry", "EntryMissing", "MachineError", "Manifest", "OutOfMemory", "Profile",
-    "Program", "ProgramClosed", "Record", "Replicas", "ReplicatedEntry", "SessionBusy", "State", "StateMissing", "Tensor",
-    "TensorSpec", "View", "load",
+    "AttachedGraph", "AttachedGraphs", "BundleError", "CallError", "CgbundleError", "Entry", "EntryMissing", "MachineError",
+    "Manifest", "OutOfMemory", "Profile", "Program", "ProgramClosed", "Record", "Replicas", "ReplicatedEntry", "SessionBusy",
+    "State", "StateMissing", "Tensor", "TensorSpec", "View", "attach", "load",
 ]  # fmt: skip
 
 _MODULES = {
     "load": "loader", "Program": "program", "Entry": "call.entry", "Profile": "call.profile", "Tensor": "tensors.tensor",
     "View": "call.outputs", "Record": "call.records", "State": "program.state", "Manifest": "format.schema",
+    "attach": "gpu.attached", "AttachedGraph": "gpu.attached", "AttachedGraphs": "gpu.attached",
     "TensorSpec": "format.schema", "Replicas": "program.replicas", "ReplicatedEntry": "program.replicas",
 }  # fmt: skip
 

@@ -246,13 +246,19 @@ def fresh(path: str, keys: Sequence[str] = (), outputs: str = "") -> dict[str, A
     {"results": [as `Result.plain`], "donations": [as `chained_calls.ChainResult`], "variant": the one that ran, "torch_imported"},
     or {"error", "hint", "code"}.
     """
+    options = ("--outputs", outputs) if outputs else ()
+    return run_fresh("cgbundle.self_test", [*options, path, *keys], path)
+
+
+def run_fresh(module: str, arguments: Sequence[str], path: str) -> dict[str, Any]:
+    """Runs a module of the runtime as a program in a fresh process: the object of JSON that is the last line it prints, with
+    `exit_code`.  One that ends without is reported as an error of the bundle at `path`, with `error`, `hint` and `code`."""
     import subprocess
 
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
-    options = ("--outputs", outputs) if outputs else ()
     done = subprocess.run(
-        [sys.executable, "-m", "cgbundle.self_test", *options, path, *keys],
+        [sys.executable, "-m", module, *arguments],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
         capture_output=True, text=True, errors="replace", check=False,
     )  # fmt: skip

@@ -22,8 +22,6 @@ from .placement import Placement, keep, place, place_tables
 from .relocation import Classified, check_rows, classify, classify_graph, compare, node_name, place_of
 from .rows import marks_and_graphs
 from .take import (
-    INPUTS,
-    WEIGHTS,
     RawBegin,
     RawEnd,
     RawGraph,
@@ -54,7 +52,7 @@ class Assembled:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _ClassifiedGraph:
+class ClassifiedGraph:
     """A graph whose addresses are readings in the first take: by row for kernels, memsets, copies and conditions; then the call's
     tensors."""
 
@@ -73,6 +71,15 @@ class _ClassifiedGraph:
         return tuple(t for _, t in self.blocks[i].relocations) if i in self.blocks else self.places[i]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClassifiedTakes:
+    """`graphs` in the takes' order; `states`: (image, symbol, contents) of module variables."""
+
+    paired: PairedRanges
+    graphs: tuple[ClassifiedGraph, ...]
+    states: tuple[tuple[str, str, Classified], ...]
+
+
 def assemble(
     a: Take,
     b: Take,
@@ -86,20 +93,15 @@ def assemble(
     branches or loops; `rows_begin`: from where on in memory `state` the two had different numbers of rows.  Raises
     recordings-differ, address-disagrees, memory-refused, pointer-in-table, module-state-differs, donation-refused, state-refused.
     """
-    compare(a, b)
-    paired = pair_takes(a, b)
-    classified = [_classified(x, y, paired) for x, y in zip(a.graphs, b.graphs, strict=True)]
+    takes = classify_takes(a, b)
+    paired, classified, states = takes.paired, takes.graphs, takes.states
     for graph, own in zip(a.graphs, classified, strict=True) if rows_begin is not None else ():
         check_rows(graph, own.blocks, {i for i, each in enumerate(a.ranges) if each.kind == "state"}, rows_begin or 0)
-    states = [
-        (s.image, s.symbol, classify(s.block, t.block, paired, lambda at, s=s: f"variable {s.symbol}, the word at {at}"))  # type: ignore[misc]
-        for s, t in zip(a.states, b.states, strict=True)
-    ]
     used = [i for graph in classified for i in graph.used()] + [t.range for _, _, block in states for _, t in block.relocations]
     filled = {i for graph in classified for i in graph.filled}  # their contents are the graph's own, so that they are no tables
     read = [i for i in dict.fromkeys(used) if i not in filled]
     tables, offsets, end = place_tables(a, b, paired.pairing, read, weights_end)
-    of_key: dict[IntKey, list[tuple[RawGraph, _ClassifiedGraph]]] = {}
+    of_key: dict[IntKey, list[tuple[RawGraph, ClassifiedGraph]]] = {}
     for graph, own in zip(a.graphs, classified, strict=True):
         of_key.setdefault(graph.key, []).append((graph, own))
     held = {key: (outputs[0].entry, _held(a, of_key[key], outputs)) for key, outputs in donated.items()}
@@ -108,12 +110,24 @@ def assemble(
     for key, mine in of_key.items():
         ranges = dict.fromkeys(i for _, own in mine for i in own.used())
         placement = place(a, ranges, offsets, key, kept.offsets.get(key, {}), kept.start)  # one arena for all of them
-        graphs[key] = tuple([_rows(graph, own, placement, conditions) for graph, own in mine])
-    states_of = tuple(_states(states, offsets))
-    return Assembled(graphs=graphs, tables=tables, weights_end=end, states=states_of, reserved=kept.reserved)
+        graphs[key] = tuple([recorded_rows(graph, own, placement, conditions) for graph, own in mine])
+    own_states = module_states(a, states, offsets)
+    return Assembled(graphs=graphs, tables=tables, weights_end=end, states=own_states, reserved=kept.reserved)
 
 
-def _held(take: Take, graphs: Sequence[tuple[RawGraph, _ClassifiedGraph]], outputs: Sequence[DonatedOutput]) -> list[int]:
+def classify_takes(a: Take, b: Take) -> ClassifiedTakes:
+    """Two takes of the same graphs with every address named.  Raises recordings-differ, address-disagrees, memory-refused."""
+    compare(a, b)
+    paired = pair_takes(a, b)
+    states = [
+        (s.image, s.symbol, classify(s.block, t.block, paired, lambda at, s=s: f"variable {s.symbol}, the word at {at}"))  # type: ignore[misc]
+        for s, t in zip(a.states, b.states, strict=True)
+    ]
+    graphs = [_classified(x, y, paired) for x, y in zip(a.graphs, b.graphs, strict=True)]
+    return ClassifiedTakes(paired=paired, graphs=tuple(graphs), states=tuple(states))
+
+
+def _held(take: Take, graphs: Sequence[tuple[RawGraph, ClassifiedGraph]], outputs: Sequence[DonatedOutput]) -> list[int]:
     """The ranges that donated outputs of a key lie in.  Raises donation-refused for one that lies in no segment of its own pool."""
     found = []
     for output in outputs:
@@ -125,7 +139,7 @@ def _held(take: Take, graphs: Sequence[tuple[RawGraph, _ClassifiedGraph]], outpu
     return found
 
 
-def _classified(x: RawGraph, y: RawGraph, paired: PairedRanges) -> _ClassifiedGraph:
+def _classified(x: RawGraph, y: RawGraph, paired: PairedRanges) -> ClassifiedGraph:
     blocks = classify_graph(x, y, paired)
     places: dict[int, tuple[Reading, ...]] = {}
     filled: set[int] = set()
@@ -143,7 +157,7 @@ def _classified(x: RawGraph, y: RawGraph, paired: PairedRanges) -> _ClassifiedGr
         place_of(v.place, w.place, paired, f"int_key {x.key}, tensor {i} of the call") if v.place.readings else None
         for i, (v, w) in enumerate(zip((*x.inputs, *x.outputs), (*y.inputs, *y.outputs), strict=True))
     )
-    return _ClassifiedGraph(blocks=blocks, places=places, values=values, filled=frozenset(filled))
+    return ClassifiedGraph(blocks=blocks, places=places, values=values, filled=frozenset(filled))
 
 
 def has_conditions(take: Take) -> bool:
@@ -151,7 +165,8 @@ def has_conditions(take: Take) -> bool:
     return any(isinstance(row, RawSetCondition) for graph in take.graphs for row in graph.nodes)
 
 
-def _rows(graph: RawGraph, classified: _ClassifiedGraph, placement: Placement, conditions: Function | None) -> RecordedGraph:
+def recorded_rows(graph: RawGraph, classified: ClassifiedGraph, placement: Placement, conditions: Function | None) -> RecordedGraph:
+    """A graph's rows, everything that it refers to placed."""
     functions: dict[Function, int] = {}
     growing = Bodies()
     for begin, piece, edges in marks_and_graphs(graph):
@@ -177,7 +192,7 @@ def _rows(graph: RawGraph, classified: _ClassifiedGraph, placement: Placement, c
     return RecordedGraph(recording=recording, inputs=values[:count], outputs=values[count:], arena=placement.arena)
 
 
-def _node(node: RawNode, at: int, classified: _ClassifiedGraph, placement: Placement, functions: dict[Function, int]) -> Node:
+def _node(node: RawNode, at: int, classified: ClassifiedGraph, placement: Placement, functions: dict[Function, int]) -> Node:
     """The node of row `at`; `functions` grow."""
     if isinstance(node, RawKernel):
         function = Function(image=node.image, symbol=node.symbol, params=node.params, attributes=node.function_attributes)
@@ -211,8 +226,14 @@ def _value(value: RawValue, target: Reading | None, placement: Placement) -> Val
     return Value(dtype=value.dtype, shape=value.shape, strides=value.strides, memory=MEMORIES[place.memory], offset=place.offset)
 
 
-def _states(states: Iterable[tuple[str, str, Classified]], tables: dict[int, int]) -> Iterable[ModuleState]:
-    bases = {WEIGHTS: MEMORIES.index("weights"), INPUTS: MEMORIES.index("inputs")}
+def module_states(take: Take, states: Iterable[tuple[str, str, Classified]], tables: Mapping[int, int]) -> tuple[ModuleState, ...]:
+    """The variables, which may point at weights, inputs and `tables`, range -> offset in memory weights.  Raises
+    module-state-differs."""
+    return tuple(_states(take, states, tables))
+
+
+def _states(take: Take, states: Iterable[tuple[str, str, Classified]], tables: Mapping[int, int]) -> Iterable[ModuleState]:
+    bases = {i: MEMORIES.index(piece.kind) for i, piece in enumerate(take.ranges) if piece.kind in ("weights", "inputs")}
     for image, symbol, block in states:
         if block.undefined:
             at = block.undefined[0][0]

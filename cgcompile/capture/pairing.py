@@ -1,6 +1,6 @@
 """Which range of one process is which range of the other.  Pure.
 
-The weights and inputs buffers are known.  Segments and allocations are not: two processes get them in any order.  They are paired
+The ranges of KEPT kinds are known.  Segments and allocations are not: two processes get them in any order.  They are paired
 by the words that point at them.  A word of the same node that reads (range, offset) in one process and (range', offset) in the
 other votes for the pair, if the ranges are alike in kind, size and key.  Garbage may vote too, but every real pointer votes for
 the true pair.  A pair once taken is final for both sides; a pointer left without its pair is refused later, never guessed.
@@ -12,10 +12,11 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from .take import INPUTS, WEIGHTS, Range, RawGraph, RawKernel, RawMemcpy, RawMemset, RawSetCondition, Reading, Take, Word
+from .take import Range, RawGraph, RawKernel, RawMemcpy, RawMemset, RawSetCondition, Reading, Take, Word
 
 KEPT = ("weights", "inputs", "state")
-"""Kinds of ranges in which the build itself places everything, the same in every process."""
+"""Kinds of ranges that are the same in every process, at the same position: the build itself places everything there, or an engine
+named its tensors.  They are called as their memories are."""
 
 Pairing = dict[int, int]
 """Range of the first process -> range of the second."""
@@ -76,8 +77,9 @@ def pair_ranges(a: Take, b: Take) -> Pairing:
             for y in theirs.readings:
                 if x.offset == y.offset and alike(a.ranges[x.range], b.ranges[y.range]):
                     votes[x.range, y.range] += 1
-    pairing: Pairing = {WEIGHTS: WEIGHTS, INPUTS: INPUTS}
-    pairing |= {i: i for i, (x, y) in enumerate(zip(a.ranges, b.ranges, strict=False)) if (x.kind, y.kind) == ("state", "state")}
+    pairing: Pairing = {
+        i: i for i, (x, y) in enumerate(zip(a.ranges, b.ranges, strict=False)) if x.kind == y.kind and x.kind in KEPT
+    }
     taken = set(pairing.values())
     for (one, other), _count in sorted(votes.items(), key=lambda item: (-item[1], item[0])):
         if one not in pairing and other not in taken:

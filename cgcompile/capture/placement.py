@@ -12,8 +12,8 @@ from cgbundle.tables.module_state import Address
 from ..errors import ModelError
 from ..targets.cuda.donations import reserved_end, reserved_parts
 from ..targets.memory_layout import ALIGN, PAD, Table, align
-from .pairing import Pairing, agree
-from .take import INPUTS, WEIGHTS, Reading, Take
+from .pairing import KEPT, Pairing, agree
+from .take import Reading, Take
 
 SEGMENT_ALIGN = 2 << 20
 """torch's segments start at multiples of 2 MiB; kept, so that an arena has the alignment that the kernels were chosen for."""
@@ -81,7 +81,7 @@ def place(
 ) -> Placement:
     """Place the ranges that the graph of one key refers to, in the order of their first use, in the arena from `start` on.  `kept`
     have an offset there."""
-    bases = {WEIGHTS: (MEMORIES.index("weights"), 0), INPUTS: (MEMORIES.index("inputs"), 0)}
+    bases = {i: (MEMORIES.index(piece.kind), piece.offset) for i, piece in enumerate(take.ranges) if piece.kind in KEPT}
     bases |= {i: (MEMORIES.index("arena"), offset) for i, offset in kept.items()}
     arena = start
     for i in used:
@@ -90,8 +90,6 @@ def place(
             continue
         if i in tables:
             bases[i] = (MEMORIES.index("weights"), tables[i])
-        elif piece.kind == "state":
-            bases[i] = (MEMORIES.index("state"), 0)
         elif piece.kind in ("pool", "torch", "device"):
             arena = align(arena, SEGMENT_ALIGN if piece.size >= SEGMENT_ALIGN else ALIGN)
             bases[i] = (MEMORIES.index("arena"), arena)

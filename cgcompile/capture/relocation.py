@@ -61,24 +61,24 @@ def _differences(a: Take, b: Take) -> Iterator[str]:
         yield f"the recordings hold the keys {[g.key for g in a.graphs]} and {[g.key for g in b.graphs]}"
     for x, y in zip(a.graphs, b.graphs, strict=True):
         if len(x.nodes) != len(y.nodes):
-            yield f"int_key {x.key}: {len(x.nodes)} nodes in one recording, {len(y.nodes)} in the other"
+            yield f"{graph_name(x)}: {len(x.nodes)} nodes in one recording, {len(y.nodes)} in the other"
         for i, (m, n) in enumerate(zip(x.nodes, y.nodes, strict=True)):
             for what, mine, theirs in _traits(m, n):
                 if mine != theirs:
                     yield f"{node_name(x, i)}: {what} is {mine} in one recording and {theirs} in the other"
         if x.edges != y.edges:
-            yield f"int_key {x.key}: the edges differ, first {_first_difference(x.edges, y.edges)}"
+            yield f"{graph_name(x)}: the edges differ, first {_first_difference(x.edges, y.edges)}"
         for side, given, others in (("input", x.inputs, y.inputs), ("output", x.outputs, y.outputs)):
             shapes = [[(v.dtype, v.shape, v.strides) for v in values] for values in (given, others)]
             if shapes[0] != shapes[1]:
-                yield f"int_key {x.key}: the {side}s differ, first {_first_difference(*shapes)}"
+                yield f"{graph_name(x)}: the {side}s differ, first {_first_difference(*shapes)}"
     states = [[(s.image[:12], s.symbol, len(s.block.data)) for s in take.states] for take in (a, b)]
     if states[0] != states[1]:
         yield f"other module variables had changed, first {_first_difference(*states)}"
 
 
-def classify(mine: Block, theirs: Block, paired: PairedRanges, spot: Callable[[int], str]) -> Classified:
-    """Classify one block.  `spot` names the word at an offset in messages.  Raises address-disagrees, memory-refused."""
+def classify(mine: Block, theirs: Block, paired: PairedRanges, where: Callable[[int], str]) -> Classified:
+    """Classify one block.  `where` names the word at an offset in messages.  Raises address-disagrees, memory-refused."""
     data = bytearray(mine.data)
     relocations: list[tuple[int, Reading]] = []
     others = {word.at: word for word in theirs.words}
@@ -88,7 +88,7 @@ def classify(mine: Block, theirs: Block, paired: PairedRanges, spot: Callable[[i
             continue
         if word.readings[0].range in paired.hosts[0] and other.readings[0].range in paired.hosts[1]:
             raise ModelError(
-                "memory-refused", f"{spot(word.at)} is an address of pinned host memory ({address_at(mine, word.at):#x})"
+                "memory-refused", f"{where(word.at)} is an address of pinned host memory ({address_at(mine, word.at):#x})"
             )
         target = meaning(word, other, paired)
         if target is None and _is_stale(mine, theirs, word, other, paired):
@@ -96,7 +96,7 @@ def classify(mine: Block, theirs: Block, paired: PairedRanges, spot: Callable[[i
         if target is None:
             raise BuildError(
                 "address-disagrees",
-                f"{spot(word.at)} is an address in both recordings, but not of the same place: {_both(word, other, paired)}",
+                f"{where(word.at)} is an address in both recordings, but not of the same place: {_both(word, other, paired)}",
             )
         relocations.append((word.at, target))
         data[word.at : word.at + 8] = bytes(8)
@@ -119,7 +119,7 @@ def _is_stale(mine: Block, theirs: Block, word: Word, other: Word, paired: Paire
 def classify_graph(x: RawGraph, y: RawGraph, paired: PairedRanges) -> dict[int, Classified]:
     """Classify the parameter blocks of a graph's kernels, by position of the node.  Raises as `classify` does."""
     return {
-        i: classify(m.block, n.block, paired, partial(_spot, node_name(x, i), m))
+        i: classify(m.block, n.block, paired, partial(spot, node_name(x, i), m))
         for i, (m, n) in enumerate(zip(x.nodes, y.nodes, strict=True))
         if isinstance(m, RawKernel) and isinstance(n, RawKernel)
     }
@@ -154,7 +154,13 @@ def node_name(graph: RawGraph, i: int) -> str:
     node = graph.nodes[i]
     kind = {RawMemset: "memset", RawMemcpy: "memcpy", RawEmpty: "empty", RawSetCondition: "condition"}.get(type(node), "body")
     region = f"graph {graph.region + 1}, " if graph.region else ""
-    return f"int_key {graph.key}, {region}node {i} ({node.symbol if isinstance(node, RawKernel) else kind})"
+    line = f", {node.line}" if isinstance(node, RawKernel) and node.line else ""
+    return f"{graph_name(graph)}, {region}node {i} ({node.symbol if isinstance(node, RawKernel) else kind}{line})"
+
+
+def graph_name(graph: RawGraph) -> str:
+    """A graph in messages: "int_key (8,)"."""
+    return graph.name or f"int_key {graph.key}"
 
 
 def address_at(block: Block, at: int) -> int:
@@ -177,7 +183,8 @@ def _traits(m: RawRow, n: RawRow) -> Iterator[tuple[str, object, object]]:
         yield "the branch or loop", m, n
 
 
-def _spot(node: str, kernel: RawKernel, at: int) -> str:
+def spot(node: str, kernel: RawKernel, at: int) -> str:
+    """A word of a kernel's parameters in messages."""
     for i, (offset, size) in enumerate(kernel.params):
         if offset <= at < offset + size:
             return f"{node}, parameter {i}, the word at {at - offset} of {size} bytes"

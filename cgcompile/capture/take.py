@@ -11,7 +11,8 @@ from cgbundle.format.schema import IntKey
 from ..util.tolerance import Difference
 
 WEIGHTS, INPUTS = 0, 1
-"""The first two ranges of every process: its weights buffer and its static inputs.  Its state buffer, where it has one, is next."""
+"""The first two ranges of a recorder process: its weights buffer and its static inputs.  Its state buffer, where it has one, is
+next."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,9 +35,10 @@ class Word:
 class Range:
     """A piece of device memory that an address may lie in.
 
-    `kind`: "weights", "inputs" and "state" are ours.  "pool" is a segment of the private pool of `key`, "torch" a live block of
-    torch's ordinary pool, "device" an allocation that torch did not make, "host" pinned host memory.  `contents` is what a "torch"
-    or "device" range held before any graph ran, if something refers to it; `words` are the live addresses in it.
+    `kind`: "weights", "inputs" and "state" are ours, and begin at `offset` of that memory; of an engine "inputs" are its tensors.
+    "pool" is a segment of the private pool of `key` (None: of every graph), "torch" a live block of torch's ordinary pool, "device"
+    an allocation that torch did not make, "host" pinned host memory.  `contents` is what a "torch" or "device" range held before
+    any graph ran, if something refers to it; `words` are the live addresses in it.
     """
 
     kind: str
@@ -45,6 +47,7 @@ class Range:
     key: IntKey | None = None
     contents: bytes = b""
     words: tuple[Word, ...] = ()
+    offset: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,7 +69,8 @@ class Block:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RawKernel:
-    """A kernel node; `image` is a sha256, attributes are (number, value or values) as in schema.Function and schema.KernelNode."""
+    """A kernel node; `image` is a sha256, attributes are (number, value or values) as in schema.Function and schema.KernelNode.
+    `line`: the file:line of the Python that launched it, where it is known."""
 
     image: str
     symbol: str
@@ -77,6 +81,7 @@ class RawKernel:
     shared: int
     attributes: tuple[tuple[int, tuple[int, int, int]], ...]
     block: Block
+    line: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -153,7 +158,8 @@ class RawValue:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RawGraph:
-    """Captured region number `region` of its key; `edges` join nodes of one captured graph, the rest are its tensors."""
+    """Captured region number `region` of its key; `edges` join nodes of one captured graph, the rest are its tensors.  `name`: what
+    messages call it, where it has no int_key."""
 
     key: IntKey
     nodes: tuple[RawRow, ...]
@@ -161,6 +167,7 @@ class RawGraph:
     inputs: tuple[RawValue, ...]
     outputs: tuple[RawValue, ...]
     region: int = 0
+    name: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -54,10 +54,10 @@ def recorded_keys(context: typer.Context, incomplete: str) -> Words:
 
     named = context.params.get("bundle") or next(iter(context.args), "")  # the parser gives up at an option without its value
     try:
-        entry = checked_manifest(str(named)).entries[0]
+        entries = checked_manifest(str(named)).entries[:1]
     except (CgbundleError, OSError):
         return []
-    return _beginning([(spell(each.key), name_key(entry, each.key)) for each in entry.programs], incomplete)
+    return _beginning([(spell(each.key), name_key(entry, each.key)) for entry in entries for each in entry.programs], incomplete)
 
 
 def _beginning(words: Words, incomplete: str) -> Words:

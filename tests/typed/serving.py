@@ -62,6 +62,17 @@ def spread(path: str, tokens: Tensor) -> list[float]:
         return probabilities(everywhere(tokens))
 
 
+def attached(path: str, cache: Tensor) -> list[float]:
+    """Replays graphs of an engine over a tensor of this process."""
+    with cgbundle.attach(path, {"cache": cache}, device=0, unverified=False) as graphs:
+        every: cgbundle.AttachedGraphs = graphs
+        graph: cgbundle.AttachedGraph = every[8]
+        graph.replay()
+        every["decode"].replay(stream=0)
+        print(graph.key, list(every), dict(every.memory))
+        return probabilities(every.tensors["logits"])
+
+
 if TYPE_CHECKING:
     # names that are not there are the checker's errors, too
     print(cgbundle.nosuch, cgcompile.nosuch)  # type: ignore[attr-defined]
@@ -72,7 +83,7 @@ def main() -> int:
     """The exit status."""
     tokens = Tensor(0, "int64", (0, 64), None, None)
     try:
-        print(serve(sys.argv[1], tokens), spread(sys.argv[1], tokens))
+        print(serve(sys.argv[1], tokens), spread(sys.argv[1], tokens), attached(sys.argv[1], tokens))
     except cgbundle.OutOfMemory as error:
         print(error.hint)
     except (cgbundle.ProgramClosed, cgbundle.SessionBusy, cgbundle.StateMissing, cgbundle.EntryMissing) as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 
-from ..errors import EntryMissing, meant
+from ..errors import CallError, EntryMissing, meant
 from .schema import Donation, EntrySpec, Manifest, Program, Weight
 from .spans import layout
 
@@ -85,7 +85,9 @@ def _folder(entry: str) -> str:
 
 
 def entry_named(manifest: Manifest, name: str = "") -> EntrySpec:
-    """An entry, by default the first.  Raises entry-missing."""
+    """An entry, by default the first.  Raises entry-missing, and bundle-kind for a bundle that has none at all."""
+    if manifest.engine is not None:
+        raise CallError("bundle-kind", "the bundle holds graphs of an engine, no program")
     entry = next((entry for entry in manifest.entries if entry.name == name), None) if name else manifest.entries[0]
     if entry is None:
         raise missing_entry(name, [entry.name for entry in manifest.entries])
@@ -107,6 +109,12 @@ def missing_attribute(owner: object, name: str, entries: Collection[str]) -> Att
 def all_programs(manifest: Manifest) -> tuple[Program, ...]:
     """The programs of all entries, in the order of these."""
     return tuple([program for entry in manifest.entries for program in entry.programs])
+
+
+def recordings(manifest: Manifest) -> set[str]:
+    """The files of the recordings: those of the entries' programs, or an engine's graphs."""
+    files = {step.file for program in all_programs(manifest) for step in program.steps if step.file}
+    return files | {graph.file for graph in manifest.engine.graphs} if manifest.engine is not None else files
 
 
 def host_regions(entry: EntrySpec) -> set[int]:

@@ -397,6 +397,52 @@ class StateDimension:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class EngineSpan:
+    """Bytes of memory inputs that stand for memory of the engine's: `attach` is given tensors that lie there, at any address that
+    is a multiple of `alignment`.  Tensors that overlap share a span."""
+
+    offset: Bytes
+    bytes: Bytes
+    alignment: Bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineTensor:
+    """A tensor that an engine's graphs read or write.  In memory inputs it lies in a span, and `attach` is given it; in memory
+    arena it lies among the graphs' temporaries, and `attach` gives it.  `strides` in elements, `offset` in bytes."""
+
+    name: str
+    dtype: Dtype
+    shape: Shape
+    strides: Shape
+    memory: Literal["inputs", "arena"]
+    offset: Bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineGraph:
+    """A graph that an engine captured.  `key` is the engine's own, as JSON: a number, a text, or a list of these for a tuple.
+    `file` is its recording, whose own key is the graph's position."""
+
+    key: str
+    file: Name
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Engine:
+    """Graphs that another program captured, to be replayed over the tensors of a later process of it.
+
+    Memory inputs is not allocated: its `spans` ascend, and a byte or more lies between two of them.  All graphs share one arena,
+    and none of its bytes are used by two of them unless they shared them when they were captured.  `verified`: a fresh process
+    replayed every graph, and the tensors then held the same bits."""
+
+    graphs: tuple[EngineGraph, ...]
+    tensors: tuple[EngineTensor, ...]
+    spans: tuple[EngineSpan, ...]
+    verified: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
     """Everything about a bundle but its bulk.
 
@@ -404,7 +450,8 @@ class Manifest:
     random numbers, int64 [seed, calls so far].  `frozen`: the weights that no update may change, by position.  `memories`: their
     bytes, by name.  `state_dimensions`: of which state `load` chooses the number of rows, by name.
     `donations`: outputs that a later call takes where they lie; `donated`: where they lie on a GPU.  `allowed`:
-    rules that the user allowed to be broken.  `world`: which rank of a model over several devices this is."""
+    rules that the user allowed to be broken.  `world`: which rank of a model over several devices this is.  `engine`: the bundle
+    holds graphs that another program captured, and no entries."""
 
     version: int
     name: Name
@@ -421,5 +468,6 @@ class Manifest:
     donated: tuple[DonatedRange, ...] = ()
     allowed: tuple[Name, ...] = ()
     world: World | None = None
+    engine: Engine | None = None
     provenance: Provenance
     files: tuple[File, ...]

@@ -237,6 +237,9 @@ BRANCHING = Layout(
 )
 """The layout of a recording with conditional nodes; one without any has the other."""
 
+_PLACES = (("relocation_memory", "relocation_offset"), ("memset_memory", "memset_offset"), ("memcpy_memory", "memcpy_offset"))
+"""The columns that say where something lies: memories, and bytes into them."""
+
 _VERSION = 8
 """Where a table's header has its version, in bytes."""
 
@@ -294,16 +297,20 @@ class Table:
         return bisect_right(self.body_begin, position)
 
     def moved(self, moves: Sequence[Move]) -> Table | None:
-        """The same recording with what lies in `moves` elsewhere; None where it uses none of that."""
+        """The same recording with what lies in `moves`, which do not overlap, elsewhere; None where it uses none of that."""
         table, changed = copy(self), False
-        for memories, offsets in (("relocation_memory", "relocation_offset"), ("memcpy_memory", "memcpy_offset")):
-            places, begins = array("B", getattr(self, memories).tobytes()), array("Q", getattr(self, offsets).tobytes())
-            for move in moves:
-                for row, (memory, begin) in enumerate(zip(getattr(self, memories), getattr(self, offsets), strict=True)):
-                    if memory == move.memory and move.begin <= begin < move.end:
-                        places[row], begins[row], changed = move.to, move.offset + begin - move.begin, True
+        ordered = sorted(moves)
+        begins = [(move.memory, move.begin) for move in ordered]
+        for memories, offsets in _PLACES:
+            places, starts = array("B", getattr(self, memories).tobytes()), array("Q", getattr(self, offsets).tobytes())
+            for row, place in enumerate(zip(places, starts, strict=True)):
+                at = bisect_right(begins, place) - 1
+                if at < 0 or place[0] != ordered[at].memory or place[1] >= ordered[at].end:
+                    continue
+                move = ordered[at]
+                places[row], starts[row], changed = move.to, move.offset + place[1] - move.begin, True
             setattr(table, memories, memoryview(places))
-            setattr(table, offsets, memoryview(begins))
+            setattr(table, offsets, memoryview(starts))
         return table if changed else None
 
     def spans(self) -> list[tuple[int, int]]:

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from ..errors import BundleError
 from ..format import file_names
 from ..format.archive import Archive
-from ..format.file_names import all_programs
 from ..format.safetensors import Entry
 from ..format.schema import MEMORIES, File, Manifest, Weight
 from ..format.spans import graph_memories, memory_order
@@ -37,7 +36,7 @@ def check_loaded(bundle: Archive, *, full: bool = False) -> None:
 
 def _own_files(manifest: Manifest) -> list[File]:
     """The files of one variant of several, but for its kernel images, whose hashes are checked when they are loaded."""
-    own = {step.file for program in all_programs(manifest) for step in program.steps} | {region.file for region in manifest.regions}
+    own = file_names.recordings(manifest) | {region.file for region in manifest.regions}
     own |= {manifest.module_state, file_names.SELF_TEST, *file_names.weight_files(manifest), *file_names.program_files(manifest)}
     return [file for file in manifest.files if file.path in own]
 
@@ -74,6 +73,10 @@ def check_tables(bundle: Archive) -> None:
     from .recordings import PEER, check_module_states, check_recording
 
     manifest = bundle.manifest
+    if manifest.engine is not None:
+        from .engine import check_engine_tables  # few bundles are of an engine's graphs
+
+        return check_engine_tables(bundle)
     memories = graph_memories(manifest.memories)
     images = file_names.kernel_images(manifest)
     rows = [(entry, donated_by_others(manifest, entry.name), program) for entry in manifest.entries for program in entry.programs]

@@ -7,7 +7,7 @@ from functools import partial
 
 from ..errors import BundleError
 from ..format import file_names, limits, pytree
-from ..format.file_names import FORWARD, all_programs, host_regions
+from ..format.file_names import FORWARD, host_regions
 from ..format.schema import STATE, Dimension, EntrySpec, Manifest, TensorSpec
 from ..format.size_expressions import linear, names
 from ..tensors.self_test_tensors import NEAR_TIES, WAIVER, is_exact, self_test_tensors
@@ -18,7 +18,12 @@ from .programs import check_programs, check_size_evaluations
 
 def check_manifest(manifest: Manifest) -> None:
     """Raises manifest-invalid unless the manifest is sound in itself, file-damaged when it does not list a file that it needs."""
-    _check_entries(manifest)
+    if manifest.engine is not None:
+        from .engine import check_engine  # few bundles are of an engine's graphs
+
+        check_engine(manifest)
+    else:
+        _check_entries(manifest)
     _of_entries(check_signature, manifest.entries)
     _check_target(manifest)
     check_memories(manifest)
@@ -131,12 +136,12 @@ def _check_files(manifest: Manifest) -> None:
     within = {folder for path in paths for folder in file_names.folders(path)}
     both = sorted(within.intersection((*paths, file_names.MANIFEST, file_names.SIGNATURE)))
     require(not both, "files", f"{''.join(both[:1])!r} is a file and a folder")
-    files = {step.file for program in all_programs(manifest) for step in program.steps}
-    tables = files | {manifest.module_state}
+    tables = {*file_names.recordings(manifest), manifest.module_state}
     for index, file in enumerate(manifest.files):
         small = file.bytes <= limits.TABLE_BYTES or file.path not in tables
         require(small, f"files[{index}].bytes", f"a table of {file.bytes} bytes, more than the limit of {limits.TABLE_BYTES}")
-    needed = {*file_names.weight_files(manifest), file_names.SELF_TEST, *file_names.program_files(manifest)}
+    needed = {*file_names.weight_files(manifest), *file_names.program_files(manifest)}
+    needed |= {file_names.SELF_TEST} if manifest.engine is None else set()
     needed |= {region.file for region in manifest.regions if region.file}
     needed |= tables - {""}
     for path in sorted(needed - set(paths)):

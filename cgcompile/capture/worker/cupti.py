@@ -16,13 +16,14 @@ import hashlib
 import importlib.util
 import os
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from ...errors import BuildError
 from .driver import check, driver, succeeded
 
 DRIVER_API, RESOURCE = 1, 3  # CUpti_CallbackDomain
-MODULE_LOADED = 6  # CUpti_CallbackIdResource
+MODULE_LOADED, GRAPHNODE_CREATED = 6, 13  # CUpti_CallbackIdResource
 ENTER = 0  # CUpti_ApiCallbackSite
 
 HOLDERS = {
@@ -80,6 +81,10 @@ class _ModuleData(ctypes.Structure):
     _fields_ = (("id", ctypes.c_uint32), ("bytes", ctypes.c_size_t), ("image", ctypes.c_void_p))
 
 
+class _GraphData(ctypes.Structure):
+    _fields_ = (("graph", ctypes.c_void_p), ("original", ctypes.c_void_p), ("node", ctypes.c_void_p))
+
+
 _CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, ctypes.c_void_p)
 
 
@@ -95,9 +100,13 @@ class Load:
 
 
 class ImageLog:
-    """The images loaded since `ImageLog()` was made.  One per process; `close()` ends the subscription."""
+    """The images loaded since `ImageLog()` was made.  One per process; `close()` ends the subscription.
 
-    def __init__(self) -> None:
+    `line`: says which line of Python is running; then `lines` has it for every node that was added to a graph, by its handle."""
+
+    def __init__(self, line: Callable[[], str] | None = None) -> None:
+        self.lines: dict[int, str] = {}
+        self._line = line
         self._cupti = ctypes.CDLL(_find_cupti())
         self._stacks = threading.local()
         self._loads: list[Load] = []
@@ -107,6 +116,8 @@ class ImageLog:
         self._call("cuptiSubscribe", ctypes.byref(self._subscriber), self._callback, None)
         self._call("cuptiEnableDomain", 1, self._subscriber, DRIVER_API)
         self._call("cuptiEnableCallback", 1, self._subscriber, RESOURCE, MODULE_LOADED)
+        if line is not None:
+            self._call("cuptiEnableCallback", 1, self._subscriber, RESOURCE, GRAPHNODE_CREATED)
 
     def close(self) -> None:
         """Stop listening.  The log stays readable."""
@@ -148,7 +159,7 @@ class ImageLog:
         calls: list[tuple[str, list[str]]] = self._stacks.calls
         return calls
 
-    def _on_event(self, _user: int, domain: int, _id: int, data: int) -> None:
+    def _on_event(self, _user: int, domain: int, number: int, data: int) -> None:
         stack = self._stack()
         if domain == DRIVER_API:
             call = ctypes.cast(data, ctypes.POINTER(_CallbackData)).contents
@@ -160,6 +171,11 @@ class ImageLog:
                     kind, handle = _handle(name, call.params)
                     serial = len(self._loads)
                     self._loads.extend(Load(serial=serial, call=name, kind=kind, handle=handle, image=image) for image in images)
+        elif domain == RESOURCE and number == GRAPHNODE_CREATED:
+            resource = ctypes.cast(data, ctypes.POINTER(_ResourceData)).contents
+            made = ctypes.cast(resource.descriptor, ctypes.POINTER(_GraphData)).contents
+            if self._line is not None and made.node:
+                self.lines[made.node] = self._line()
         elif domain == RESOURCE:
             resource = ctypes.cast(data, ctypes.POINTER(_ResourceData)).contents
             module = ctypes.cast(resource.descriptor, ctypes.POINTER(_ModuleData)).contents

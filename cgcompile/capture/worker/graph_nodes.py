@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from cgbundle.format.schema import IntKey
@@ -105,9 +107,12 @@ def walk(
     addresses: AddressMap,
     modules: Mapping[int, tuple[str, ...]],
     functions: Callable[[str], frozenset[str]],
+    name: str = "",
+    lines: Mapping[int, str] = MappingProxyType({}),
 ) -> tuple[tuple[RawNode, ...], tuple[RawEdge, ...], dict[str, int]]:
     """A CUgraph's nodes, edges (source, target, from_port, to_port, type), and the module handle of every image used.  `modules`
-    maps CUmodule handles to images (ImageLog.modules), `functions` an image to its kernels' names.  Raises node-refused,
+    maps CUmodule handles to images (ImageLog.modules), `functions` an image to its kernels' names.  `name` is that of the graph in
+    messages, where it has no int_key; `lines` the file:line that made a node, by its handle.  Raises node-refused,
     attribute-refused, copy-refused, image-unseen, parameters-unreadable."""
     handle = driver.CUgraph(graph)
     count = check(driver.cuGraphGetNodes(handle, 0))[1]
@@ -117,9 +122,11 @@ def walk(
     nodes: list[RawNode] = []
     for i, node in enumerate(handles):
         kind = check(driver.cuGraphNodeGetType(node)).name.removeprefix("CU_GRAPH_NODE_TYPE_")
-        where = f"int_key {key}, node {i}"
+        line = lines.get(int(node), "")
+        where = f"{name or f'int_key {key}'}, node {i}" + (f", {line}," if line and kind != "KERNEL" else "")
         if kind == "KERNEL":
-            nodes.append(_kernel(node, where, key, addresses, modules, functions, used, scratch))
+            made = _kernel(node, where, key, addresses, modules, functions, used, scratch, line)
+            nodes.append(replace(made, line=line))
         elif kind == "MEMSET":
             nodes.append(_memset(node, where, key, addresses))
         elif kind == "MEMCPY":
@@ -152,12 +159,13 @@ def _kernel(
     functions: Callable[[str], frozenset[str]],
     used: dict[str, int],
     scratch: Any,
+    line: str = "",
 ) -> RawKernel:
     params = check(driver.cuGraphKernelNodeGetParams(node))
     function = params.func if int(params.func) else check(driver.cuKernelGetFunction(params.kern))
     symbol = check(driver.cuFuncGetName(function)).decode()
     module = int(check(driver.cuFuncGetModule(function)))
-    where = f"{where} ({symbol})"
+    where = f"{where} ({symbol}{', ' if line else ''}{line})"
     images = [image for image in modules.get(module, ()) if symbol in functions(image)]
     if len(images) != 1:
         seen = "no image was" if not images else f"{len(images)} images were"

@@ -80,12 +80,12 @@ def on_host(path: Path, rows: Iterable[Weight]) -> dict[str, torch.Tensor]:
 def digests(rows: Sequence[Weight], buffers: Mapping[str, torch.Tensor]) -> dict[str, int]:
     """64 bits of every tensor's bytes, by name; each change of one word changes them."""
     own = [row for row in rows if row.tensor == row.name and row.memory != HOST]
-    found = [_digest(buffers[row.memory][row.offset : row.offset + tensor_bytes(row.dtype, row.shape)]) for row in own]
+    found = [digest(buffers[row.memory][row.offset : row.offset + tensor_bytes(row.dtype, row.shape)]) for row in own]
     values = torch.stack(found).tolist() if found else []
     return {row.name: value for row, value in zip(own, values, strict=True)}
 
 
-def _digest(data: torch.Tensor) -> torch.Tensor:
+def digest(data: torch.Tensor) -> torch.Tensor:
     """Sum of all words, each mixed and multiplied with an odd number of its own; int64, modulo 2^64."""
     whole = data.numel() // 8 * 8
     total = torch.zeros((), dtype=torch.int64, device=data.device)

@@ -48,7 +48,7 @@ def write_recorded(
         image = fill_image(arch)
         images[hashlib.sha256(image).hexdigest()] = image
         recordings = {name: without_memsets(recording, image) for name, recording in recordings.items()}
-    _write_kernels(stage, images)
+    write_kernels(stage, images)
     files = _write_tables(stage, recordings)
     arena = arena_bytes(recorded)
     if split is None:
@@ -94,7 +94,7 @@ def _whole(recorded: RecordedProgram, key: IntKey, file: str) -> Program:
     return whole_program("graph", own_key(key), graph.inputs, graph.outputs, file, graph.arena, recorded.static[key])
 
 
-def _write_kernels(stage: Path, images: Mapping[str, bytes]) -> None:
+def write_kernels(stage: Path, images: Mapping[str, bytes]) -> None:
     """kernels/<sha256>, each image once."""
     (stage / "kernels").mkdir()
     for name, image in images.items():

@@ -40,6 +40,11 @@ def _tensor(address: int, owner: torch.Tensor | None, dtype: str, shape: tuple[i
     return empty.set_(storage, 0, shape, strides)
 
 
+def device_bytes(address: int, size: int) -> torch.Tensor:
+    """Memory of the current device as a flat uint8 tensor of at least one byte; whoever asks knows that it is there."""
+    return torch.as_tensor(_Span(address=address, size=size, owner=None), device="cuda")
+
+
 def tensor_at(buffer: torch.Tensor, offset: int, dtype: str, shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
     """A tensor with a storage of its own at `offset` bytes into a one-dimensional uint8 buffer on the device."""
     return _tensor(buffer.data_ptr() + offset, buffer, dtype, shape, strides)

@@ -20,8 +20,7 @@ from .differences import ROW_MAJOR, Difference, Row, as_row, compare_fields, com
 
 ELSEWHERE = frozenset({
     "target", "entries", "random", "weights", "frozen", "memories", "regions", "module_state", "donations", "donated", "allowed",
-    "state_dimensions",
-    "provenance", "files",
+    "state_dimensions", "engine", "provenance", "files",
 })  # fmt: skip
 """Fields of a manifest that are compared by name below or in other modules; all others, also of a later format, as they are."""
 
@@ -43,6 +42,7 @@ def compare(a: Manifest, b: Manifest) -> Iterator[Difference]:
     yield from _sets("signature", "donations", *[_donations(each) for each in both])
     yield from compare_fields("signature", "", *[{"random numbers": _weight_name(each, each.random)} for each in both])
     yield from compare_fields("signature", "", *[_state_rows(each) for each in both])
+    yield from _engine(a, b)
     for pair in pairs:
         yield from _of_entry(pair, _signature(both, pair))
         per_size = [file_names.per_size(manifest, entry) for manifest, entry in zip(both, pair, strict=True)]
@@ -61,6 +61,15 @@ def compare(a: Manifest, b: Manifest) -> Iterator[Difference]:
     yield from _sets("findings", "allowed", a.allowed, b.allowed)
     yield from compare_fields("versions", "", *[dict(each.provenance.versions) for each in both])
     yield from compare_fields("options", "", *[dict(each.provenance.options) for each in both])
+
+
+def _engine(a: Manifest, b: Manifest) -> Iterator[Difference]:
+    """The graphs of an engine by their keys, and its tensors by name."""
+    engines = [each.engine for each in (a, b)]
+    yield from _sets("signature", "graphs", *[[graph.key for graph in each.graphs] if each else [] for each in engines])
+    rows = [{row.name: as_row(row, "name") for row in each.tensors} if each else {} for each in engines]
+    yield from compare_rows("signature", *rows, ordered=False)
+    yield from compare_fields("signature", "", *[{"verified": each.verified} if each else {} for each in engines])
 
 
 def variants(a: Sequence[str], b: Sequence[str]) -> Iterator[Difference]:

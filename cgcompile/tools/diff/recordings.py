@@ -122,7 +122,8 @@ def _state(state: ModuleState) -> Row:
 
 def files(bundle: BundleFiles) -> dict[str, str]:
     """The file of every recording, by int_key and region: `batch=8, model`."""
-    found = []
+    engine = bundle.manifest.engine
+    found = [(f"graph {graph.key}", graph.file) for graph in engine.graphs] if engine is not None else []
     for entry in bundle.manifest.entries:
         for program in entry.programs:
             names = step_regions(bundle.manifest, program)

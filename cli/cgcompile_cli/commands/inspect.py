@@ -65,6 +65,9 @@ def inspect(
 
     _check_options(graph, {"--kernels": kernels, "--memory": memory, "--html": html is not None, "--dot": dot, "--json": as_json})
     manifest = checked_manifest(bundle, variant)
+    if manifest.engine is not None:
+        views = {"--graph": graph is not None, "--kernels": kernels, "--memory": memory, "--html": html is not None, "--dot": dot}
+        return _engine(bundle, manifest, [name for name, given in views.items() if given], as_json)
     entry, chosen = manifest.entries[0], None
     if graph is not None:
         entry, chosen = int_keys.find(manifest, graph)
@@ -99,6 +102,19 @@ def _check_options(graph: str | None, given: dict[str, bool]) -> None:
         raise UsageError(f"{views[0]} is not JSON: it cannot be used with --json", "leave one of them out")
     if graph is not None and views and views[0] in ("--html", "--kernels"):
         raise UsageError(f"{views[0]} shows all int_keys: it cannot be used with --graph", "leave one of them out")
+
+
+def _engine(path: str, manifest: Manifest, views: Sequence[str], as_json: bool) -> None:
+    """A bundle of an engine's graphs.  Raises UsageError for `views` that it does not have."""
+    from ..inspection import engine
+
+    if views:
+        text = f"{views[0]} shows programs: {path} holds graphs of an engine"
+        raise UsageError(text, "leave the option out: inspect lists the graphs and their tensors")
+    if as_json:
+        write_json(engine.plain(path, manifest))
+    else:
+        show(record(engine.overview(path, manifest)))
 
 
 def _kernels(path: str, manifest: Manifest, as_json: bool) -> None:

@@ -1,0 +1,322 @@
+"""`attach`: graphs that an engine captured, and `cgcompile.save_graphs` saved, over the tensors of this process.
+
+The recordings name the engine's tensors as places in memory inputs.  Here each place becomes the address of the tensor that the
+caller gives, in a copy of the recording's table; the graphs are then built like those of any other bundle.  What only the graphs
+use lies in one arena of our own.  The caller's library (torch) goes on in the same context; it is not imported.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from types import MappingProxyType, TracebackType
+from typing import TYPE_CHECKING, Any
+
+from ..cuda.driver import Context, Relaxed, call, driver_version
+from ..cuda.graph_executor import GraphExecutor
+from ..cuda.memory import Memories
+from ..errors import BundleError, CallError, EntryMissing, MachineError, ProgramClosed, meant
+from ..format.archive import Archive
+from ..format.schema import MEMORIES, Engine, EngineTensor, Manifest
+from ..format.spans import dense, moving, span_of
+from ..tables.table import Move, Table
+from ..tensors.library import Library, library_of
+from ..validate.contents import check_loaded
+from ..validate.engine import Key, decode_key, span_of_tensor
+from .device_bundle import DeviceBundle, check_driver
+
+if TYPE_CHECKING:
+    from ..signatures import Keys
+
+INPUTS, ABSOLUTE = MEMORIES.index("inputs"), MEMORIES.index("host")
+"""Where recordings have the engine's tensors; and a memory without an address of its own, in which offsets are addresses."""
+
+LEGACY_STREAM = 1
+"""CU_STREAM_LEGACY, for libraries without a current stream."""
+
+
+class AttachedGraph:
+    """One graph, over the tensors that were given to `attach`."""
+
+    __slots__ = ("_context", "_executor", "_graphs", "key")
+
+    def __init__(self, graphs: AttachedGraphs, key: Key, executor: GraphExecutor, context: Context) -> None:
+        self._graphs, self.key, self._executor, self._context = graphs, key, executor, context
+
+    def replay(self, stream: int | None = None) -> None:
+        """Launches the graph in the order of a stream, and returns before it is done.
+
+        `stream`: the driver's handle, as `torch.cuda.Stream.cuda_stream` has it.  None: the current stream of the library that the
+        tensors are of, in this thread.  Two graphs of one bundle share memory: launch them on one stream, or wait between them.
+        Raises program-closed, driver-failed.
+        """
+        graphs = self._graphs
+        if graphs.closed:
+            raise ProgramClosed("program-closed", f"graph {self.key!r}: these graphs were closed", "attach them again")
+        handle = graphs.stream() if stream is None else stream
+        with self._context:
+            self._executor.launch(handle)
+
+
+class AttachedGraphs(Mapping[Key, AttachedGraph]):
+    """The graphs of a bundle by the keys that they were saved under, in that order.
+
+    `tensors`: by name, what lies among the graphs' temporaries and was named when they were saved, outputs above all.  They are
+    tensors of the caller's library over this object's memory, valid until `close`.  `memory`: bytes of GPU memory that are taken.
+    """
+
+    def __init__(self, cleanup: ExitStack, shared: DeviceBundle, library: Library, tensors: Mapping[str, Any]) -> None:
+        """`cleanup` frees everything but `shared`; `tensors` are the caller's, which must not be freed meanwhile."""
+        self._cleanup, self._shared, self._library, self._tensors = cleanup, shared, library, tensors
+        self._graphs: dict[Key, AttachedGraph] = {}
+        self._lock = threading.Lock()
+        self.tensors: Mapping[str, Any] = MappingProxyType({})
+        self.memory: Mapping[str, int] = MappingProxyType({})
+        self.closed = False
+
+    def __getitem__(self, key: Key) -> AttachedGraph:
+        """The graph that was saved under `key`.  Raises graph-missing, which is a KeyError."""
+        graph = self._graphs.get(key)
+        if graph is None:
+            known = ", ".join(map(repr, self._graphs))
+            near = meant(key, [name for name in self._graphs if isinstance(name, str)]) if isinstance(key, str) else ""
+            raise EntryMissing("graph-missing", f"no graph was saved under {key!r}{near}, but under {known}")
+        return graph
+
+    def __iter__(self) -> Iterator[Key]:
+        """The keys."""
+        return iter(self._graphs)
+
+    def __len__(self) -> int:
+        """How many graphs there are."""
+        return len(self._graphs)
+
+    def stream(self) -> int:
+        """The current stream of the caller's library, as the driver's handle."""
+        handle = self._library.stream(self._shared.context.index)
+        return LEGACY_STREAM if handle is None else handle
+
+    def close(self) -> None:
+        """Waits for the GPU, and gives back what `attach` took; may be called twice.  The caller's own tensors stay."""
+        with self._lock:
+            if self.closed:
+                return
+            self.closed = True
+        try:
+            with self._shared.context:
+                call("cuCtxSynchronize")
+            _free(self._shared.context, self._cleanup)
+        finally:
+            self._graphs, self._tensors, self.tensors = {}, {}, MappingProxyType({})
+            self._shared.release()
+
+    def __enter__(self) -> AttachedGraphs:
+        """These graphs, closed when the block ends."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        """Closes them."""
+        self.close()
+
+
+def attach(
+    path: str | os.PathLike[str],
+    tensors: Mapping[str, Any],
+    *,
+    device: int | None = None,
+    unverified: bool = False,
+    key: Keys | None = None,
+) -> AttachedGraphs:
+    """The graphs that `cgcompile.save_graphs` saved at `path`, over `tensors`, in a process where torch and CUDA may be running.
+
+    `tensors` maps the names that they were saved under to tensors on one GPU, laid out as they were then: dtype, shape, strides,
+    alignment, and the distance of those that overlap.  Names that no graph uses are ignored; those that lie among the graphs'
+    temporaries are given by `AttachedGraphs.tensors`.  They are read and written where they lie, so keep them.
+
+    - `device`: the GPU; None: that of the tensors.
+    - `unverified`: True also takes graphs that were saved without a replay in a fresh process.
+    - `key`: public ed25519 keys, one of which must have signed the bundle, as for `load`.  The signature is checked first.
+
+    Everything is checked before anything is put on the GPU.  Raises bundle-missing, not-a-bundle, format-unsupported,
+    signature-missing, signature-wrong, key-invalid, manifest-invalid, file-damaged, table-invalid, bundle-kind, not-verified,
+    driver-differs, driver-too-old, wrong-machine, wrong-architecture, tensors-unlike, driver-failed, OutOfMemory.
+    """
+    return attach_poisoned(path, tensors, device=device, unverified=unverified, key=key)
+
+
+def attach_poisoned(
+    path: str | os.PathLike[str],
+    tensors: Mapping[str, Any],
+    *,
+    device: int | None = None,
+    unverified: bool = False,
+    key: Keys | None = None,
+    poison: int | None = None,
+) -> AttachedGraphs:
+    """`attach`; with `poison`, that byte fills the arena and every byte of kernel parameters that the recordings call undefined.
+    For verification."""
+    bundle = Archive(os.fspath(path))
+    try:
+        if key is not None:
+            from .. import signatures  # late: most bundles are not signed
+
+            signatures.check(bundle, key)  # before the manifest is as much as parsed
+        check_loaded(bundle, full=key is not None)
+        engine = _engine(bundle, unverified)
+        _check_driver(bundle.manifest)
+        placed = _Tensors(engine, tensors, device)
+        attached = _attached(bundle, engine, placed, poison)
+        try:
+            bundle.check_unchanged()
+        except BundleError:
+            attached.close()
+            raise
+        return attached
+    finally:
+        bundle.close()
+
+
+def _engine(bundle: Archive, unverified: bool) -> Engine:
+    engine = bundle.manifest.engine
+    if engine is None:
+        raise CallError("bundle-kind", f"{bundle.path}: holds a program, no graphs of an engine", "cgbundle.load(PATH) loads it")
+    if not engine.verified and not unverified:
+        raise CallError("not-verified", f"{bundle.path}: its graphs were saved without a replay in a fresh process")
+    return engine
+
+
+def _check_driver(manifest: Manifest) -> None:
+    """An engine's kernels were verified with one version of the driver, and are replayed with that one alone."""
+    check_driver(manifest.target)
+    version, saved = driver_version(), manifest.target.driver
+    if version != saved:
+        text = f"the graphs were saved with a driver for CUDA {_version(saved)}, this machine's is for {_version(version)}"
+        raise MachineError("driver-differs", text)
+
+
+def _version(number: int) -> str:
+    return f"{number // 1000}.{number % 1000 // 10}"
+
+
+class _Tensors:
+    """The caller's tensors, checked: their `library`, the `device` that they lie on, the `bases` of the engine's spans, and the
+    tensors themselves, `by_name`.  Raises tensors-unlike."""
+
+    def __init__(self, engine: Engine, tensors: Mapping[str, Any], device: int | None) -> None:
+        wanted = [row for row in engine.tensors if row.memory == "inputs"]
+        missing = [row.name for row in wanted if row.name not in tensors]
+        if missing:
+            more = f", and {len(missing) - 1} more" if missing[1:] else ""
+            raise _unlike(f"tensor {missing[0]!r} is missing{more}")
+        self.by_name = {row.name: tensors[row.name] for row in wanted}
+        self.library = library_of(next(iter((*self.by_name.values(), *tensors.values())), None))
+        self.device = device
+        places: list[int | None] = [None] * len(engine.spans)
+        for row in wanted:
+            address = self._address(row)
+            position = span_of_tensor(engine, row)
+            assert position is not None  # `check_engine` has looked
+            base = address - (row.offset - engine.spans[position].offset)
+            if places[position] not in (None, base):
+                raise _unlike(f"tensor {row.name!r} does not overlap others as it did when the graphs were saved")
+            places[position] = base
+        self.bases = [0 if place is None else place for place in places]  # a span without a tensor: nothing refers to it
+        self.device = self.device or 0
+        self._check_places(engine, wanted)
+
+    def _address(self, row: EngineTensor) -> int:
+        """The address of the caller's tensor, laid out as `row` says and on the same GPU as the others."""
+        name = repr(row.name)
+        try:
+            value = self.library.writable(self.by_name[row.name], row.name)
+            address, shape, dtype, strides, device = self.library.describe(value)
+        except (AttributeError, RuntimeError, CallError) as error:
+            raise _unlike(f"tensor {name} cannot be read: {(str(error).splitlines() or [type(error).__name__])[0]}") from None
+        if device is None or device < 0 or (self.device is not None and device != self.device):
+            where = "the CPU" if device is None else f"GPU {device}" if device >= 0 else "another device"
+            wanted = "a GPU" if self.device is None else f"GPU {self.device}"
+            raise _unlike(f"tensor {name}: expected one on {wanted}, got one on {where}")
+        self.device = device
+        steps = dense(shape) if strides is None else tuple(strides)
+        if (dtype, tuple(shape)) != (row.dtype, row.shape) or moving(shape, steps) != moving(row.shape, row.strides):
+            expected, got = _layout(row.dtype, row.shape, row.strides), _layout(dtype, tuple(shape), steps)
+            raise _unlike(f"tensor {name}: expected {expected}, got {got}")
+        return address
+
+    def _check_places(self, engine: Engine, wanted: list[EngineTensor]) -> None:
+        """Spans lie at multiples of their alignment, and apart."""
+        names = {span_of_tensor(engine, row): row.name for row in reversed(wanted)}
+        last, owner = 0, ""
+        for base, position in sorted((self.bases[position], position) for position in names if position is not None):
+            row, name = engine.spans[position], names[position]
+            if base % row.alignment:
+                raise _unlike(f"tensor {name!r} lies at {base:#x}, expected a multiple of {row.alignment}")
+            if base < last:
+                raise _unlike(f"tensors {owner!r} and {name!r} overlap, and did not when the graphs were saved")
+            last, owner = base + row.bytes, name
+
+
+def _layout(dtype: str, shape: tuple[int, ...], strides: tuple[int, ...]) -> str:
+    plain = moving(shape, strides) == moving(shape, dense(shape))
+    return f"{dtype} {list(shape)}" + ("" if plain else f", strides {list(strides)}")
+
+
+def _unlike(text: str) -> CallError:
+    return CallError("tensors-unlike", text)
+
+
+def _attached(bundle: Archive, engine: Engine, placed: _Tensors, poison: int | None) -> AttachedGraphs:
+    assert placed.device is not None
+    shared = DeviceBundle(bundle, placed.device, "graph", poison, None, None)
+    context, cleanup = shared.context, ExitStack()
+    with ExitStack() as undo:
+        undo.callback(shared.release)
+        undo.callback(_free, context, cleanup)
+        attached = AttachedGraphs(cleanup, shared, placed.library, placed.by_name)
+        sizes = {"arena": shared.sizes["arena"]}
+        with context, Relaxed():
+            memories = Memories(sizes, {"weights": shared.base}, cleanup, context.stream)
+            if poison is not None:
+                memories.poison(poison, context.stream)
+            modules = shared.modules(memories, cleanup)
+            moves = _moves(engine, placed.bases, shared.sizes["inputs"])
+            for graph in engine.graphs:
+                table = Table(bundle.data(graph.file), graph.file)
+                table = table.moved(moves) or table
+                executor = GraphExecutor(context, table, modules, memories.bases, context.stream, poison)
+                cleanup.callback(executor.close)
+                key = decode_key(graph.key, graph.file)
+                attached._graphs[key] = AttachedGraph(attached, key, executor, context)
+            shared.settle()
+            call("cuStreamSynchronize", context.stream)
+            attached.tensors = MappingProxyType(_handed_out(engine, memories, placed, attached))
+        code, tables = shared.sizes.get("code", 0), shared.sizes.get("weights", 0)
+        attached.memory = MappingProxyType({"arena": sizes["arena"], "weights": tables, "code": code})
+        undo.pop_all()
+    return attached
+
+
+def _free(context: Context, cleanup: ExitStack) -> None:
+    with context, Relaxed(), cleanup:
+        pass
+
+
+def _moves(engine: Engine, bases: list[int], size: int) -> list[Move]:
+    """Every span with the bytes up to the next one: an address one past the end of a tensor moves with it."""
+    ends = [*[row.offset for row in engine.spans[1:]], size]
+    return [
+        Move(memory=INPUTS, begin=row.offset, end=end, to=ABSOLUTE, offset=base)
+        for row, end, base in zip(engine.spans, ends, bases, strict=True)
+    ]
+
+
+def _handed_out(engine: Engine, memories: Memories, placed: _Tensors, owner: object) -> dict[str, Any]:
+    return {
+        row.name: placed.library.wrap(
+            memories.address("arena", row.offset), row.dtype, row.shape, row.strides, owner, placed.device
+        )
+        for row in engine.tensors
+        if row.memory == "arena" and span_of(row.dtype, row.shape, row.strides)
+    }

@@ -1,0 +1,128 @@
+"""Every invariant of a bundle of an engine's graphs: their keys, the tensors that they are replayed over, their recordings."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from typing import Any
+
+from ..errors import BundleError
+from ..format.archive import Archive
+from ..format.file_names import kernel_images
+from ..format.json_text import invalid
+from ..format.limits import INTEGER, TABLE_ROWS
+from ..format.schema import MEMORIES, Engine, EngineTensor, Manifest
+from ..format.spans import graph_memories, span_of
+from . import require
+
+LARGEST_ALIGNMENT = 256
+"""torch's allocator aligns to 512; no kernel is known to want more than this."""
+
+USED = tuple([MEMORIES.index(name) for name in ("weights", "inputs", "arena")])
+"""Memories that such recordings refer to: tables of libraries, the engine's tensors, and what only the graphs use."""
+
+
+def check_engine(manifest: Manifest) -> None:
+    """Raises manifest-invalid unless the engine's graphs and tensors are sound, and nothing else is in the bundle."""
+    engine = manifest.engine
+    assert engine is not None  # whoever calls this has looked
+    require(manifest.target.kind == "cuda", "target.kind", "an engine's graphs are for a GPU")
+    others = ("entries", "regions", "random", "frozen", "state_dimensions", "donations", "donated", "allowed", "world")
+    for field in others:
+        require(getattr(manifest, field) in ((), None), field, "of a bundle of an engine's graphs")
+    require(all(row.computed for row in manifest.weights), "weights", "of a bundle of an engine's graphs")
+    require(1 <= len(engine.graphs) <= TABLE_ROWS, "engine.graphs", f"{len(engine.graphs)} of them")
+    for index, graph in enumerate(engine.graphs):
+        decode_key(graph.key, f"engine.graphs[{index}].key")
+    for field, values in (("key", [g.key for g in engine.graphs]), ("file", [g.file for g in engine.graphs])):
+        require(len(set(values)) == len(values), "engine.graphs", f"a {field} stands twice")
+    memories = dict(manifest.memories)
+    require({"inputs", "arena"} <= memories.keys(), "memories", "of an engine's graphs have inputs and an arena")
+    _check_spans(engine, memories["inputs"])
+    _check_tensors(engine, memories["arena"])
+
+
+def _check_spans(engine: Engine, size: int) -> None:
+    for index, row in enumerate(engine.spans):
+        where, power = f"engine.spans[{index}]", row.alignment & (row.alignment - 1) == 0
+        require(power and 1 <= row.alignment <= LARGEST_ALIGNMENT, f"{where}.alignment", f"{row.alignment}")
+        require(row.bytes > 0 and not row.offset % LARGEST_ALIGNMENT, where, "is empty, or not aligned")
+        require(row.offset + row.bytes < size, where, f"ends outside memory inputs, which has {size} bytes")
+    for index, (row, after) in enumerate(pairwise(engine.spans)):
+        require(row.offset + row.bytes < after.offset, f"engine.spans[{index + 1}]", "does not begin behind the one before it")
+
+
+def _check_tensors(engine: Engine, arena: int) -> None:
+    require(len({row.name for row in engine.tensors}) == len(engine.tensors), "engine.tensors", "a name stands twice")
+    for index, row in enumerate(engine.tensors):
+        where = f"engine.tensors[{index}]"
+        sound = len(row.shape) == len(row.strides) and min((*row.shape, *row.strides), default=0) >= 0
+        require(sound, where, f"shape {list(row.shape)}, strides {list(row.strides)}")
+        size = span_of(row.dtype, row.shape, row.strides)
+        inside = row.offset + size <= arena if row.memory == "arena" else span_of_tensor(engine, row) is not None
+        require(size > 0 and inside, where, f"{size} bytes at {row.offset} of memory {row.memory} lie outside of it")
+
+
+def span_of_tensor(engine: Engine, tensor: EngineTensor) -> int | None:
+    """The position of the span that holds all of a tensor of memory inputs."""
+    end = tensor.offset + span_of(tensor.dtype, tensor.shape, tensor.strides)
+    for position, row in enumerate(engine.spans):
+        if row.offset <= tensor.offset and end <= row.offset + row.bytes:
+            return position
+    return None
+
+
+def check_engine_tables(bundle: Archive) -> None:
+    """Raises table-invalid or relocation-invalid unless every recording and the module states are sound."""
+    from ..tables.table import Table
+    from .recordings import check_module_states, check_recording
+
+    manifest = bundle.manifest
+    assert manifest.engine is not None
+    memories, images = graph_memories(manifest.memories), kernel_images(manifest)
+    for position, graph in enumerate(manifest.engine.graphs):
+        table = Table(bundle.data(graph.file), graph.file)
+        check_recording(table, memories, images)
+        if tuple(table.key) != (position,):
+            raise BundleError("table-invalid", f"{graph.file}: key: {tuple(table.key)}, the manifest uses it for {(position,)}")
+        used = {*table.relocation_memory.tolist(), *table.memset_memory.tolist(), *table.memcpy_memory.tolist()}
+        for memory in sorted(used.difference(USED)):
+            raise BundleError("table-invalid", f"{graph.file}: memory: {MEMORIES[memory]}, which an engine's graphs do not use")
+    if manifest.module_state:
+        from ..tables.module_state import decode_states
+
+        states = decode_states(bundle.data(manifest.module_state), manifest.module_state)
+        check_module_states(states, manifest.module_state, memories, images)
+        for memory in sorted({row.target.memory for state in states for row in state.relocations} - {USED[0]}):
+            text = f"{manifest.module_state}: a variable points at memory {MEMORIES[memory]}, which moves with the engine's tensors"
+            raise BundleError("table-invalid", text)
+
+
+# --- the keys of graphs, as text in a manifest: JSON of a number, a text, or a list of these for a tuple ---------------
+
+Key = int | str | tuple[int | str, ...]
+"""What an engine may call its graphs."""
+
+
+def is_key(value: Any) -> bool:
+    """Whether a value can be a graph's key."""
+    if type(value) is tuple:
+        return all(type(part) in (int, str) and is_key(part) for part in value)
+    return type(value) is str or (type(value) is int and abs(value) < INTEGER)
+
+
+def encode_key(key: Key) -> str:
+    """The text of a key, for which `is_key` holds."""
+    return json.dumps(list(key) if isinstance(key, tuple) else key, separators=(",", ":"))
+
+
+def decode_key(text: str, where: str) -> Key:
+    """The key.  Raises manifest-invalid, naming `where`, for any text that `encode_key` does not make."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        raise invalid(where, f"{text[:40]!r} is no key") from None
+    key = tuple(value) if type(value) is list else value
+    if not is_key(key) or encode_key(key) != text:
+        raise invalid(where, f"{text[:40]!r} is no key")
+    return key

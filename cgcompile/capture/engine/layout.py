@@ -1,0 +1,69 @@
+"""Where an engine's tensors lie in memory inputs, which stands for them in a bundle.  Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from cgbundle.format.spans import span_of
+
+from ...targets.memory_layout import ALIGN, PAD, align
+from ..take import Range
+from .engine_take import NamedTensor
+
+if TYPE_CHECKING:
+    from ...targets.cuda.tensors import TensorPlace
+
+
+def lay_out_tensors(places: Mapping[str, TensorPlace]) -> tuple[list[Range], tuple[NamedTensor, ...]]:
+    """Tensors that overlap share a span.  Spans are ordered by the names of their first tensors, so that two processes agree, and
+    lie apart in memory inputs."""
+    ends = {name: place.address + span_of(place.dtype, place.shape, place.strides) for name, place in places.items()}
+    groups: list[list[str]] = []
+    furthest = 0
+    for name in sorted(places, key=lambda name: (places[name].address, name)):
+        if not groups or places[name].address >= furthest:
+            groups.append([])
+        groups[-1].append(name)
+        furthest = max(furthest if groups[-1][1:] else 0, ends[name])
+    spans: list[Range] = []
+    rows: list[NamedTensor] = []
+    end = 0
+    for number, group in enumerate(sorted(groups, key=min)):
+        start = min(places[name].address for name in group)
+        size = max(ends[name] for name in group) - start
+        spans.append(Range(kind="inputs", start=start, size=size, offset=end))
+        end = align(end + size + 1)
+        for name in sorted(group):
+            place = places[name]
+            rows.append(
+                NamedTensor(
+                    name=name, dtype=place.dtype, shape=place.shape, strides=place.strides, span=number,
+                    offset=place.address - start,
+                )
+            )  # fmt: skip
+    return spans, tuple(rows)
+
+
+def inputs_bytes(spans: Sequence[Range]) -> int:
+    """Bytes of memory inputs, in which `spans` lie."""
+    return max([align(piece.offset + piece.size + 1) for piece in spans], default=0) + PAD
+
+
+def alignment(*addresses: int) -> int:
+    """The power of two that all are multiples of, at most ALIGN."""
+    return min([ALIGN, *[address & -address for address in addresses]])
+
+
+def without(begin: int, end: int, taken: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """The parts of [begin, end) that none of `taken`, which ascend and lie apart, has."""
+    for first, last in taken:
+        if last <= begin:
+            continue
+        if first >= end:
+            break
+        if begin < first:
+            yield begin, first
+        begin = last
+    if begin < end:
+        yield begin, end

@@ -1,0 +1,123 @@
+"""The memory of an engine's graphs in this process: the tensors that the caller named, the private pools of the captures, and what
+torch holds beside.  Private of torch: the keys of `torch.cuda.memory_snapshot` (2.11, 2.13).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from cgbundle.format.limits import NAME
+
+from ...errors import BuildError
+from ...targets.cuda.tensors import TensorPlace, device_bytes
+from ...targets.weights import stored_dtype
+from ..take import Range, Word
+from ..worker.address_map import AddressMap
+from .engine_take import FoundPointer, NamedTensor
+from .layout import lay_out_tensors, without
+
+WORDS = 1 << 26
+"""Words of 8 bytes that are looked at together for addresses."""
+
+MOST_POINTERS = 1 << 16
+"""Words of one piece of memory that are kept: a table of so many addresses is one."""
+
+Pool = tuple[int, int]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineMemory:
+    """`ranges`: the spans of `tensors`, then the segments of the graphs' pools, then live blocks of torch's.  `owned`: all segments
+    of torch's, as (address, bytes).  `pooled`: by name, the tensors in those pools."""
+
+    ranges: tuple[Range, ...]
+    owned: tuple[tuple[int, int], ...]
+    tensors: tuple[NamedTensor, ...]
+    pooled: Mapping[str, TensorPlace]
+
+
+def engine_memory(tensors: Mapping[str, torch.Tensor], pools: Iterable[Pool]) -> EngineMemory:
+    """What there is, on the current device.  Raises tensor-refused, dtype-unsupported."""
+    wanted = {tuple(pool) for pool in pools}
+    segments = [row for row in torch.cuda.memory_snapshot() if row["device"] == torch.cuda.current_device()]
+    private, others = [[row for row in segments if (tuple(row["segment_pool_id"]) in wanted) is own] for own in (True, False)]
+    places = {name: _place(name, tensors[name]) for name in sorted(tensors)}
+    places = {name: place for name, place in places.items() if 0 not in place.shape}
+    pooled = {name: place for name, place in places.items() if _inside(place.address, private)}
+    named = {name: place for name, place in places.items() if name not in pooled}
+    spans, rows = lay_out_tensors(named)
+    ranges = [
+        *spans,
+        *[Range(kind="pool", start=row["address"], size=row["total_size"]) for row in private],
+        *_others(others, spans),
+    ]
+    owned = [(row["address"], row["total_size"]) for row in segments]
+    return EngineMemory(ranges=tuple(ranges), owned=tuple(owned), tensors=rows, pooled=pooled)
+
+
+def _place(name: str, tensor: Any) -> TensorPlace:
+    if len(name) > NAME or not name.isprintable():
+        raise _refused(name[:40], f"has a name that is not printable, or longer than {NAME} characters")
+    if not isinstance(tensor, torch.Tensor) or not tensor.is_cuda or tensor.layout is not torch.strided:
+        raise _refused(name, "is no dense tensor of torch on a GPU")
+    if tensor.get_device() != torch.cuda.current_device():
+        raise _refused(name, f"lies on GPU {tensor.get_device()}, and the current device is {torch.cuda.current_device()}")
+    return TensorPlace(
+        address=tensor.data_ptr(),
+        dtype=stored_dtype(tensor, f"tensor {name!r}"),
+        shape=tuple(tensor.shape),
+        strides=tuple(tensor.stride()),
+    )
+
+
+def _refused(name: str, why: str) -> BuildError:
+    return BuildError("tensor-refused", f"tensor {name!r} {why}")
+
+
+def _inside(address: int, segments: Sequence[Mapping[str, Any]]) -> bool:
+    return any(row["address"] <= address < row["address"] + row["total_size"] for row in segments)
+
+
+def _others(segments: Sequence[Mapping[str, Any]], spans: Sequence[Range]) -> Iterator[Range]:
+    """The live blocks of torch's without the parts that were named.  A block is as long as it was asked for: what is behind that is
+    nobody's."""
+    taken = sorted((piece.start, piece.start + piece.size) for piece in spans)
+    for segment in segments:
+        start = segment["address"]
+        for block in segment["blocks"]:
+            if block["state"] == "active_allocated":
+                for begin, end in without(start, start + block.get("requested_size", block["size"]), taken):
+                    yield Range(kind="torch", start=begin, size=end - begin)
+            start += block["size"]
+
+
+def found_pointers(addresses: AddressMap, ranges: Iterable[int], owned: Sequence[tuple[int, int]]) -> tuple[FoundPointer, ...]:
+    """Every aligned word of these ranges that is an address of this process: of torch's, or of a known range."""
+    known = [*owned, *[(piece.start, piece.size) for piece in addresses.ranges]]
+    low, high = min(start for start, _ in known), max(start + size for start, size in known)
+    pointers: list[FoundPointer] = []
+    for number in list(ranges):
+        piece = addresses.ranges[number]
+        for at, value in _words_between(piece.start, piece.size, low, high):
+            readings = addresses.readings(value, None)
+            if readings:
+                pointers.append(FoundPointer(range=number, word=Word(at=at, readings=readings)))
+    return tuple(pointers)
+
+
+def _words_between(start: int, size: int, low: int, high: int) -> list[tuple[int, int]]:
+    """(offset, value) of the aligned words of memory that are at least `low` and less than `high`, some of them where they are too
+    many."""
+    first = start + -start % 8
+    count = (start + size - first) // 8
+    pairs: list[tuple[int, int]] = []
+    for begin in range(0, count, WORDS):
+        words = device_bytes(first + 8 * begin, 8 * min(WORDS, count - begin)).view(torch.int64)
+        places = ((words >= low) & (words < high)).nonzero().reshape(-1)[: MOST_POINTERS - len(pairs)]
+        values = words[places]
+        pairs += [(first - start + 8 * (begin + at), value) for at, value in zip(places.tolist(), values.tolist(), strict=True)]
+    return pairs

@@ -1,0 +1,75 @@
+"""`observe`: the kernel images that this process loads, from before CUDA starts; and which line of Python made a graph's node."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+from functools import cache
+from typing import TYPE_CHECKING
+
+from ...errors import BuildError
+
+if TYPE_CHECKING:
+    from ..worker import cupti
+
+LIBRARIES = ("torch", "triton", "cgcompile", "cgbundle")
+"""Packages whose own lines are not the engine's."""
+
+
+def observe() -> None:
+    """Begins to note the kernel images that this process loads, which `save_graphs` needs.
+
+    Call it before anything uses CUDA: an image that was loaded before is lost.  It costs some microseconds in every call of the
+    driver, so call it in processes that save alone.  A second call does nothing.  Raises observe-late, extra-missing,
+    cupti-unavailable.
+    """
+    image_log()
+
+
+def observed() -> cupti.ImageLog:
+    """What was noted.  Raises not-observed."""
+    if not image_log.cache_info().currsize:
+        raise BuildError("not-observed", "save_graphs: cgcompile.observe() was not called in this process")
+    return image_log()
+
+
+@cache  # CUPTI has one subscriber in a process
+def image_log() -> cupti.ImageLog:
+    """The log of this process, begun at the first call."""
+    try:
+        from ..worker.cupti import ImageLog
+    except ImportError as error:
+        raise BuildError("extra-missing", f"observe: {error}", "pip install 'cgcompile[cuda]'") from None
+    if _has_begun():
+        raise BuildError("observe-late", "observe: this process uses CUDA already, and images that it loaded are not known")
+    log = ImageLog(line)
+    atexit.register(log.close)  # libraries unload kernels in destructors, when no callback of Python may run
+    return log
+
+
+def _has_begun() -> bool:
+    """Whether a context of any GPU is active."""
+    from ..worker.driver import check, driver, succeeded
+
+    counted = driver.cuDeviceGetCount()
+    if not succeeded(counted):
+        return False  # cuInit was not called
+    devices = [check(driver.cuDeviceGet(number)) for number in range(int(counted[1]))]
+    return any(int(check(driver.cuDevicePrimaryCtxGetState(device))[1]) for device in devices)
+
+
+def line() -> str:
+    """file:line of the innermost Python that is running outside of LIBRARIES; "" where there is none."""
+    folders = tuple([os.path.dirname(path) + os.sep for path in map(_file, LIBRARIES) if path])
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith(folders) and not name.startswith("<"):
+            return f"{name}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return ""
+
+
+def _file(package: str) -> str:
+    return getattr(sys.modules.get(package), "__file__", None) or ""

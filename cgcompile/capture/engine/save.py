@@ -1,0 +1,179 @@
+"""`save_graphs`: the first process of an engine leaves a recording beside the bundle's place, the second makes the bundle."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from ...errors import BuildError
+from .observe import observed
+
+if TYPE_CHECKING:
+    import torch
+
+    from cgbundle.format.schema import Engine, Manifest
+    from cgbundle.validate.engine import Key
+
+    from .assemble import AssembledEngine
+    from .engine_take import EngineTake
+    from .verify import Here
+
+SUFFIX = ".recording"
+"""What the name of the first process's recording ends with, behind that of the bundle."""
+
+STATES_FILE = "graphs/modules.bin"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SavedGraphs:
+    """What `save_graphs` wrote: "recording", at `path`, or "bundle".  Of a bundle also: `nodes` of all graphs, `images` of kernels,
+    and the bytes of its `arena`."""
+
+    kind: Literal["recording", "bundle"]
+    path: Path
+    nodes: int = 0
+    images: int = 0
+    arena: int = 0
+
+
+def save_graphs(
+    graphs: Mapping[Key, torch.cuda.CUDAGraph],
+    tensors: Mapping[str, torch.Tensor],
+    out: str | os.PathLike[str],
+    *,
+    verify: bool = True,
+) -> SavedGraphs:
+    """Saves captured CUDA graphs for `cgbundle.attach`, which replays them in later processes over other tensors.
+
+    Two processes of the engine call it alike, one after the other.  The first writes a recording to `out` + ".recording".  The
+    second compares it with its own graphs, where every address is another one, writes the bundle to `out` and removes the
+    recording.  `cgcompile.observe()` comes before CUDA starts in both.
+
+    - `graphs`: by key (a whole number, a text, or a tuple of these), graphs that were captured on the current device and that torch
+      kept: `torch.cuda.CUDAGraph(keep_graph=True)`.
+    - `tensors`: by name, all dense tensors that the graphs read or write and that they did not allocate: weights, caches, inputs;
+      and outputs, which lie in the captures' own memory.  Names that no graph uses are left out.
+    - `verify`: the second process replays every graph once, and then the bundle's in a fresh process without torch, over the same
+      contents: the tensors must hold the same bits.  It puts the tensors back.  The GPU must hold them twice.  False writes a
+      bundle that `attach` takes only with unverified=True.
+
+    Synchronizes the device.  Memory that no tensor names, and what a bundle cannot hold, is refused with the kernel's name and the
+    line of Python that launched it, where that is known.  Raises a BuildError.
+    """
+    log = observed()
+    destination = Path(out)
+    if os.path.lexists(destination):
+        raise BuildError("output-exists", f"{destination}: exists already", "remove it first, or choose another path")
+    if not destination.absolute().parent.is_dir():
+        raise BuildError("output-unwritable", f"{destination}: its folder does not exist")
+    from .engine_take import read_recording, write_recording
+    from .read import read_engine
+
+    recording = destination.with_name(f"{destination.name}{SUFFIX}")
+    mine = read_engine(log, graphs, tensors)
+    try:
+        if not recording.exists():
+            write_recording(recording, mine)
+            return SavedGraphs(kind="recording", path=recording)
+        saved = _complete(read_recording(recording), mine, graphs, tensors, destination, verify=verify)
+        recording.unlink()
+    except OSError as error:
+        raise BuildError("output-unwritable", f"{error.filename or destination}: {error.strerror or error}") from error
+    return saved
+
+
+def _complete(
+    first: EngineTake,
+    mine: EngineTake,
+    graphs: Mapping[Key, torch.cuda.CUDAGraph],
+    tensors: Mapping[str, torch.Tensor],
+    destination: Path,
+    *,
+    verify: bool,
+) -> SavedGraphs:
+    """Writes the bundle.  Raises what `assemble_engine` and `verify` do."""
+    from ...bundle.emit import seal
+    from ...bundle.publish import staged
+    from .assemble import assemble_engine
+
+    assembled = assemble_engine(first, mine, own_memory=not verify)
+    try:
+        with staged(destination, replace=False) as stage:
+            manifest = seal(stage, _write(stage, first, mine, assembled, destination.stem))
+            if verify:
+                from .verify import verify as replay_afresh
+
+                assert manifest.engine is not None
+                replay_afresh(stage, manifest.engine, assembled.arena, graphs, _here(mine, manifest.engine, tensors))
+                seal(stage, replace(manifest, engine=replace(manifest.engine, verified=True)))
+    except FileExistsError:
+        raise BuildError("output-exists", f"{destination}: came meanwhile", "remove it first, or choose another path") from None
+    except BlockingIOError:
+        raise BuildError("output-busy", f"{destination}: another process is writing it") from None
+    nodes = sum(len(recording.nodes) for recording in assembled.recordings)
+    return SavedGraphs(kind="bundle", path=destination, nodes=nodes, images=len(mine.take.images), arena=assembled.arena)
+
+
+def _write(stage: Path, first: EngineTake, mine: EngineTake, assembled: AssembledEngine, name: str) -> Manifest:
+    """Writes everything but the manifest, which it returns."""
+    from cgbundle.format import file_names, safetensors_writer
+    from cgbundle.format.schema import KERNEL_CODE, VERSION, Manifest, Target
+
+    from ...bundle import recordings as tables
+    from ...bundle.provenance import provenance
+    from ...targets.cuda.emit import write_kernels
+    from ...targets.memory_layout import PAD
+    from ...targets.weights import write_tables
+    from .layout import inputs_bytes
+
+    take = first.take
+    write_kernels(stage, take.images)
+    (stage / "graphs").mkdir()
+    engine = _engine(first.keys, assembled)
+    for row, recording in zip(engine.graphs, assembled.recordings, strict=True):
+        (stage / row.file).write_bytes(tables.encode(recording))
+    if assembled.states:
+        (stage / STATES_FILE).write_bytes(tables.encode_states(assembled.states))
+    with open(stage / file_names.WEIGHTS, "wb") as file:
+        safetensors_writer.write(file, {})
+    weights = write_tables(stage / file_names.TABLES, assembled.tables)
+    return Manifest(
+        version=VERSION,
+        name=name,
+        target=Target(kind="cuda", arch=take.arch, driver=mine.take.driver),
+        entries=(),
+        weights=weights,
+        memories=(
+            *((("weights", assembled.weights_end + PAD),) if weights else ()),
+            ("inputs", inputs_bytes([piece for piece in take.ranges if piece.kind == "inputs"])),
+            ("arena", assembled.arena),
+            (KERNEL_CODE, sum(map(len, take.images.values()))),
+        ),
+        regions=(),
+        module_state=STATES_FILE if assembled.states else "",
+        engine=engine,
+        provenance=replace(provenance("graphs of an engine", {}), machine=dict(first.versions)["gpu"]),
+        files=(),
+    )
+
+
+def _engine(keys: Sequence[Key], assembled: AssembledEngine) -> Engine:
+    from cgbundle.format.schema import Engine, EngineGraph
+    from cgbundle.validate.engine import encode_key
+
+    rows = [EngineGraph(key=encode_key(key), file=f"graphs/{position}.bin") for position, key in enumerate(keys)]
+    return Engine(graphs=tuple(rows), tensors=assembled.tensors, spans=assembled.spans)
+
+
+def _here(mine: EngineTake, engine: Engine, tensors: Mapping[str, torch.Tensor]) -> Here:
+    """Where what the bundle names lies in this process."""
+    from ...targets.cuda.tensors import tensor_place
+    from .verify import Here
+
+    starts = {piece.offset: piece for piece in mine.take.ranges if piece.kind == "inputs"}
+    spans = [(starts[row.offset].start, row.bytes) for row in engine.spans]
+    pooled = {row.name: tensor_place(tensors[row.name]) for row in engine.tensors if row.memory == "arena"}
+    return Here(spans=tuple(spans), pooled=pooled)
