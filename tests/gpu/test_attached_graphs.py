@@ -59,11 +59,6 @@ def test_kernels_that_begin_early_do_so_again(answers: Answers) -> None:
     assert answers["attach"]["early"] == [1]
 
 
-def test_attaching_takes_less_than_capturing(answers: Answers) -> None:
-    assert answers["attach"]["attach"] < answers["attach"]["capture"]
-    assert answers["attach"]["step_attached"] < 1.05 * answers["attach"]["step_captured"]
-
-
 @pytest.mark.parametrize(
     ("name", "text"),
     [
