@@ -81,21 +81,21 @@ class Result:
     @property
     def exact(self) -> bool:
         """Whether all had the expected bits."""
-        return all(each.exact for each in self.tensors)
+        return all(tensor.exact for tensor in self.tensors)
 
     def passed(self, compare: str) -> bool:
         """Whether the bundle keeps its promise for this key."""
-        return all(each.passed(compare) for each in self.tensors)
+        return all(tensor.passed(compare) for tensor in self.tensors)
 
     def plain(self, compare: str) -> dict[str, Any]:
         """For JSON: {"entry", "key", "error", "tolerance", "exact", "passed", "tensors": [{"title", "error", "bound", "exact",
         "text", "passed"}]}."""
         found = {"entry": self.entry, "key": self.key, "error": self.error, "tolerance": self.tolerance, "exact": self.exact}
-        rows = [{**asdict(each), "passed": each.passed(compare)} for each in self.tensors]
+        rows = [{**asdict(tensor), "passed": tensor.passed(compare)} for tensor in self.tensors]
         return {**found, "passed": self.passed(compare), "tensors": rows}
 
     def _nearest(self) -> tuple[float, float]:
-        return nearest([(each.error, each.bound) for each in self.tensors])
+        return nearest([(tensor.error, tensor.bound) for tensor in self.tensors])
 
 
 Outputs = dict[str, safetensors_writer.Tensor]

@@ -106,7 +106,9 @@ def _is_variable(name: str) -> bool:
 def _parameters(entry: EntrySpec) -> list[tuple[str, Tree, bool, Tree | None]]:
     """(name, tree, whether it is by name only, default) of every parameter."""
     pairs: list[tuple[str, Tree]] = [(name, tree) for name, tree in entry.call["call"]]
-    return [(name, tree, each.keyword, each.default) for (name, tree), each in zip(pairs, entry.parameters, strict=True)]
+    return [
+        (name, tree, parameter.keyword, parameter.default) for (name, tree), parameter in zip(pairs, entry.parameters, strict=True)
+    ]
 
 
 def _optional(entry: EntrySpec, tree: Tree, default: Tree | None) -> bool:
@@ -116,4 +118,4 @@ def _optional(entry: EntrySpec, tree: Tree, default: Tree | None) -> bool:
 def _leaves(path: str, tree: Tree) -> list[tuple[str, Any]]:
     if "value" in tree:
         return [(path, tree["value"])]
-    return [each for name, child in children(tree) for each in _leaves(f"{path}.{name}", child)]
+    return [leaf for name, child in children(tree) for leaf in _leaves(f"{path}.{name}", child)]

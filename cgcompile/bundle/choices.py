@@ -41,7 +41,7 @@ def with_near_ties(
 ) -> tuple[float, ...]:
     """The bounds that a bundle keeps, those of indices at least the largest share with others that are as good: a processor that
     rounds otherwise may select these."""
-    if not any(each.exact and each.rounded for each in bounds):
+    if not any(bound.exact and bound.rounded for bound in bounds):
         return tuple(kept)
     floor = selection_floor(prepared, bounds)
     shares = [near_ties(_run(prepared, self_test, weights), floor) for self_test in self_tests]

@@ -76,7 +76,7 @@ def measured(
     key: IntKey, method: Literal["replay", "interpret", "none"], differences: Sequence[Difference], bounds: Sequence[float]
 ) -> Proof:
     """The proof of a key that was compared with eager PyTorch."""
-    errors = tuple([each.error for each in differences])
+    errors = tuple([difference.error for difference in differences])
     error, bound = nearest(zip(errors, bounds, strict=True))
     return Proof(key=key, method=method, error=error, tolerance=bound, errors=errors)
 
@@ -147,7 +147,7 @@ def _verdicts(
     """What the choices of the bundle explain, by int_key of an entry, and the self-test for these choices."""
     found = {}
     for proof, row in zip(entry.self_test.proofs, rows, strict=True):
-        if all(each["error"] <= bound.bound for each, bound in zip(row["tensors"], bounds, strict=True)):
+        if all(tensor["error"] <= bound.bound for tensor, bound in zip(row["tensors"], bounds, strict=True)):
             continue
         got = read_outputs(outputs, manifest, entry, proof.key)
         self_test = read_self_test(stage / SELF_TEST, manifest, entry, proof.key)
@@ -172,7 +172,8 @@ def _examined(
         if WAIVER not in manifest.allowed:  # indices with others that are as good, of a bundle that was interpreted before
             bounds = [replace(each, bound=max(each.bound, kept)) for each, kept in zip(bounds, self_test.bounds, strict=True)]
         found = {
-            proof.key: judged.get(proof.key) or [Difference(error=each["error"], text=each["text"]) for each in row["tensors"]]
+            proof.key: judged.get(proof.key)
+            or [Difference(error=tensor["error"], text=tensor["text"]) for tensor in row["tensors"]]
             for proof, row in zip(self_test.proofs, rows, strict=True)
         }
         hint = STANDALONE if manifest.target.kind == "cpu" and not manifest.target.torch else REPORT
@@ -180,12 +181,12 @@ def _examined(
         return replace(self_test, bounds=kept, proofs=tuple([measured(key, "replay", each, kept) for key, each in found.items()]))
     proofs = []
     for proof, row in zip(self_test.proofs, rows, strict=True):
-        for each in row["tensors"]:
-            if not each["passed"]:
+        for tensor in row["tensors"]:
+            if not tensor["passed"]:
                 where = f"int_key {name_key(entry, proof.key)}"
-                text = f"{where}: the replay differs from the recording: {each['title']}: {each['text']}"
+                text = f"{where}: the replay differs from the recording: {tensor['title']}: {tensor['text']}"
                 raise BuildError("proof-failed", text, REPORT)
-        distance = max((each["error"] for each in row["tensors"]), default=0.0)
+        distance = max((tensor["error"] for tensor in row["tensors"]), default=0.0)
         proofs.append(replace(proof, method="replay", distance=distance))
     return replace(self_test, proofs=tuple(proofs))
 

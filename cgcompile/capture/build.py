@@ -116,7 +116,7 @@ def _indices(spec: BuildSpec, recorded: Recorded) -> list[str]:
     found = []
     for number, entry in enumerate(spec.entries):
         replays = spec.own(number, recorded.replays).values()
-        found.append(indices_text(error_bounds(entry.prepared, recorded.weights), [each.indices for each in replays]))
+        found.append(indices_text(error_bounds(entry.prepared, recorded.weights), [replay.indices for replay in replays]))
     return [text for text in found if text]
 
 

@@ -66,7 +66,7 @@ def _has_data(target: Reading, ranges: tuple[Range, ...]) -> bool:
 def stays(word: Word, ranges: tuple[Range, ...]) -> bool:
     """Whether a word, if it is an address, is one of weights, inputs or state, which the other process has at the same place.  A
     number below stale bytes reads as one, the more often the more weights there are (8B: 16 GB)."""
-    return all(ranges[each.range].kind in KEPT for each in word.readings)
+    return all(ranges[reading.range].kind in KEPT for reading in word.readings)
 
 
 def pair_ranges(a: Take, b: Take) -> Pairing:

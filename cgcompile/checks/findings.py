@@ -118,8 +118,8 @@ def merged_findings(found: Mapping[IntKey, tuple[Finding, ...]], sizes: Mapping[
         return next(iter(found.values()))
     same: dict[tuple[str, str, str, str], dict[IntKey, list[Finding]]] = {}
     for key, findings in reversed(list(found.items())):  # of the largest int_key, whose regions a report shows
-        for each in findings:
-            same.setdefault((each.rule, each.message, each.where, each.source), {}).setdefault(key, []).append(each)
+        for finding in findings:
+            same.setdefault((finding.rule, finding.message, finding.where, finding.source), {}).setdefault(key, []).append(finding)
     order = {rule: place for place, rule in enumerate(rule.__name__ for rule in RULES)}
     merged = []
     for by_key in same.values():

@@ -42,7 +42,7 @@ def placements(
     graph: Graph, findings: Sequence[Finding], data_dependent: frozenset[str], moved: Mapping[str, str]
 ) -> dict[str, str]:
     """node name -> rule, for every operation of `graph` that runs on the host; empty without findings of severity host."""
-    causes = {each.node: each.rule for each in findings if each.severity == "host" and each.node}
+    causes = {finding.node: finding.rule for finding in findings if finding.severity == "host" and finding.node}
     if not causes:
         return {}
     found = {**dict.fromkeys(data_dependent, FOLLOWER), **moved, **causes}

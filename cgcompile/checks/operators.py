@@ -253,7 +253,7 @@ def operators_without_code(program: ExportedProgram, on_host: Collection[str] | 
 
 def check_fallback_ops(programs: Sequence[ExportedProgram], fallback_ops: Sequence[str]) -> None:
     """Raises fallback-op-unknown for a name that no operation of the programs has, such as a misspelt one."""
-    known = {spelled for each in programs for node, _ in all_calls(each.graph_module) for spelled in _spellings(node)}
+    known = {spelled for program in programs for node, _ in all_calls(program.graph_module) for spelled in _spellings(node)}
     for given, plain in zip(fallback_ops, _plain(fallback_ops), strict=True):
         if plain not in known:
             near = difflib.get_close_matches(plain, sorted(known), 3, 0.5)

@@ -136,8 +136,10 @@ def _exported(
         outside = unrepeated(flat, sample_at(source, sizes, 0), seen.second, coarsest(made.programs), written)
     uncounted = tuple([replace(seen.counters[name][0], rule=UNREAD) for name in unread if name in seen.counters])
     early = set().union(*[call.early for call in calls])
-    rules = {name: UNREAD if name in unread else each.rule if name in early else ASSIGNED for name, each in seen.changes.items()}
-    left = tuple([replace(each, rule=rules[name]) for name, each in seen.changes.items()])
+    rules = {
+        name: UNREAD if name in unread else change.rule if name in early else ASSIGNED for name, change in seen.changes.items()
+    }
+    left = tuple([replace(change, rule=rules[name]) for name, change in seen.changes.items()])
     baked = baked_values(calls)
     return Exported(
         source=source, sizes=sizes, programs=made.programs, flat=flat, shapes=tuple(shapes),
@@ -235,7 +237,7 @@ def _as_eager(job: _Job, calls: list[SideEffects]) -> _Made:
         except ModelError as error:
             if error.code == "data-dependent-branch":
                 raise
-    asked = [each for call in calls for each in call.obstacles if each.rule == "data-dependent-branch"]
+    asked = [obstacle for call in calls for obstacle in call.obstacles if obstacle.rule == "data-dependent-branch"]
     if asked:  # the way that was taken may be one that no data takes
         flat.earlier, flat.known, flat.asserted, flat.as_eager = first, frozenset(), NOTHING, ""
         try:
@@ -266,7 +268,7 @@ def _made(job: _Job, calls: Sequence[SideEffects]) -> _Made:
         if sizes and (where := size_from_a_float(program)):
             raise ModelError("data-dependent-shape", f"{where}: the size of a tensor depends on data")
         if sizes and not _same(flat.asserted, *calls[:2]):
-            raise branch(*next((each.where, each.source) for each in obstacles if each.rule == "asserted-value"))
+            raise branch(*next((obstacle.where, obstacle.source) for obstacle in obstacles if obstacle.rule == "asserted-value"))
         check_dynamic(source, flat, program, job.shapes, sizes, branched=_branched(obstacles))
     except ModelError as error:
         if error.code not in (*OF_SHAPES, *OF_VALUES):
@@ -408,7 +410,7 @@ def _probed(source: Source, flat: FlatModule, sizes: Mapping[str, tuple[int, ...
         between = [size for size in range(1, values[-1] + 3) if size not in values]
         step = -(-len(between) // PROBES)
         for size in between[::step] if between else ():
-            chosen = {**{other: each[0] for other, each in sizes.items()}, name: size}
+            chosen = {**{other: size[0] for other, size in sizes.items()}, name: size}
             try:
                 with guarded_indices(source.device):  # a table of positions may end before such a size
                     found.append((chosen, eager_shapes(source, flat, chosen, sample(source, chosen).tensors)))

@@ -138,7 +138,7 @@ def _written(model: torch.nn.Module, versions: Mapping[int, int | None]) -> froz
     """The parameters and buffers that are others, or were written to.  `versions`: of each before, by its id."""
     nothing = object()
     weights = held_weights(model)
-    return frozenset([each.name for each in weights if versions.get(id(each.tensor), nothing) != version_of(each.tensor)])
+    return frozenset([weight.name for weight in weights if versions.get(id(weight.tensor), nothing) != version_of(weight.tensor)])
 
 
 def changed_weights(flat: FlatModule, tensors: Sequence[torch.Tensor], names: Set[str]) -> frozenset[str]:
@@ -196,7 +196,9 @@ def _changed_attributes(
             make_buffer(Held(module=module, path=leaf, holder=vars(module), key=leaf, tensor=value.to(source.device)))
             kept[name] = changes.pop(name), fresh[name]
         elif same_nesting(before[name], after[name]):
-            own = [each for each in held_tensors(source.model) if each.module is module and each.path.partition(".")[0] == leaf]
+            own = [
+                tensor for tensor in held_tensors(source.model) if tensor.module is module and tensor.path.partition(".")[0] == leaf
+            ]
             holding[name] = tuple([f"{path}.{also_buffer(each)}" if path else also_buffer(each) for each in own])
     flat.follow_buffers()
     return changes, kept, {name: names for name, names in holding.items() if names}, first, second

@@ -210,8 +210,8 @@ def _sized_by_data(node: Node) -> bool:
     """Whether a size of what an operator gives may follow from data: that of indexing does where an index is a mask."""
     assert isinstance(node.target, torch._ops.OpOverload)
     if node.target is torch.ops.aten.index.Tensor:
-        indices = [each.meta.get("val") for each in tree_leaves(node.args[1]) if isinstance(each, Node)]
-        return any(not isinstance(each, torch.Tensor) or each.dtype in (torch.bool, torch.uint8) for each in indices)
+        indices = [leaf.meta.get("val") for leaf in tree_leaves(node.args[1]) if isinstance(leaf, Node)]
+        return any(not isinstance(index, torch.Tensor) or index.dtype in (torch.bool, torch.uint8) for index in indices)
     return not DATA_DEPENDENT.isdisjoint(node.target.tags)
 
 
@@ -250,10 +250,10 @@ def size_from_a_float(program: ExportedProgram) -> str:
 def size_in(program: ExportedProgram, error: Exception) -> str:
     """That the operation that torch (2.11, 2.13) names in `error` has a size that depends on data, with its line; or ""."""
     name = re.search(r"While executing %(\w+) ", str(error))
-    node = next((each for each in program.graph.nodes if name is not None and each.name == name[1]), None)
+    node = next((node for node in program.graph.nodes if name is not None and node.name == name[1]), None)
     if node is None:
         return ""
-    values = [node.meta.get("val"), *[each.meta.get("val") for each in node.all_input_nodes]]
+    values = [node.meta.get("val"), *[operand.meta.get("val") for operand in node.all_input_nodes]]
     sizes = [size for value in tree_leaves(values) for size in (value.shape if isinstance(value, torch.Tensor) else [value])]
     selected = any(isinstance(size, torch.SymInt) and free_unbacked_symbols(size) for size in sizes)
     where, _ = place(node)
@@ -300,7 +300,8 @@ def _written_constant(program: ExportedProgram) -> str:
 
 def _writes(operator: torch._ops.OpOverload, name: str) -> bool:
     return any(
-        each.name == name and each.alias_info is not None and each.alias_info.is_write for each in operator._schema.arguments
+        argument.name == name and argument.alias_info is not None and argument.alias_info.is_write
+        for argument in operator._schema.arguments
     )
 
 

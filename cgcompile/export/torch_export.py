@@ -118,7 +118,7 @@ def _other_numbers(earlier: SideEffects, reads: Set[int]) -> Iterator[SideEffect
     """What a call would have read: a number beside each of `reads`, wherever it read the same number."""
     values = {number for at in reads if at < len(earlier.reads) for number in tree_leaves(earlier.reads[at])}
     for step in (-1, 1):
-        yield _changed(earlier, earlier.answers, [_beside(each, step, values) for each in earlier.reads])
+        yield _changed(earlier, earlier.answers, [_beside(read, step, values) for read in earlier.reads])
 
 
 def _beside(value: Any, step: int, values: Collection[Any]) -> Any:

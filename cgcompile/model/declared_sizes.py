@@ -170,9 +170,9 @@ def _standing(saved: Sequence[SavedDimension]) -> str:
 
 def count_keys(sizes: Mapping[str, Mapping[str, Sequence[int]]], limit: int) -> int:
     """The number of int_keys of all entries.  Raises too-many-keys beyond `limit`."""
-    keys = sum(prod(len(values) for values in each.values()) for each in sizes.values())
+    keys = sum(prod(len(values) for values in size.values()) for size in sizes.values())
     if keys > limit:
-        factors = " + ".join(" x ".join(f"{len(values)} {name}" for name, values in each.items()) or "1" for each in sizes.values())
+        factors = " + ".join(" x ".join(f"{len(values)} {name}" for name, values in size.items()) or "1" for size in sizes.values())
         raise BuildError(
             "too-many-keys",
             f"sizes: {factors} makes {keys} int_keys, more than {limit}",

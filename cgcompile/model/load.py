@@ -122,8 +122,8 @@ def declared_rows(given: Any, model: torch.nn.Module, label: str) -> tuple[State
 
 def _checked(name: str, buffers: Sequence[str], most: int | None, known: Mapping[str, torch.Tensor], label: str) -> StateRows:
     number = known[buffers[0]].shape[0] if known[buffers[0]].dim() else 0
-    for each in buffers:
-        value = known[each]
+    for buffer in buffers:
+        value = known[buffer]
         if not value.numel() or value.shape[0] != number:
             text = f"has shape {list(value.shape)}: {name!r} is the size of its first axis, {number} in {buffers[0]!r}"
         elif not value.is_contiguous():
@@ -134,7 +134,7 @@ def _checked(name: str, buffers: Sequence[str], most: int | None, known: Mapping
             text = "is not zeros at first, as rows are that are added when the bundle is loaded"
         else:
             continue
-        raise ModelError("state-refused", f"{label}: state: buffer {each!r} {text}")
+        raise ModelError("state-refused", f"{label}: state: buffer {buffer!r} {text}")
     if most is not None and most < number:
         text = f"{label}: state: at most {most} {name} are of use, and the model has {number}"
         raise ModelError("state-refused", text, "make the model with fewer: as many are the least that a load takes")

@@ -91,10 +91,12 @@ def contexts(value: Any, path: str) -> list[Any]:
             raise _unsupported(
                 path, f"{found.obstacle}: it can be an output, but no input", "give its tensors as inputs, and make it in forward()"
             )
-        inner = [each for name, item in zip(found.names, found.values, strict=True) for each in contexts(item, join(path, name))]
+        inner = [
+            context for name, item in zip(found.names, found.values, strict=True) for context in contexts(item, join(path, name))
+        ]
         return [*[(path, *each) for each in found.context], *inner]
     items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, tuple | list) else ()
-    return [each for key, item in items for each in contexts(item, join(path, str(key)))]
+    return [context for key, item in items for context in contexts(item, join(path, str(key)))]
 
 
 def rebuild(tree: Tree, tensors: list[torch.Tensor], like: Any) -> Any:

@@ -142,7 +142,7 @@ def sample(source: Source, sizes: Mapping[str, int], seed: int = SEED) -> Sample
     bound = _bind(source, args, kwargs)
     with located(f"{definition(source.inputs) or source.label}: inputs() gives "):
         call = {"call": [[name, describe(value, name, leaves)] for name, value, _ in bound]}
-        kept = [each for name, value, _ in bound for each in contexts(value, name)]
+        kept = [context for name, value, _ in bound for context in contexts(value, name)]
     for path in [path for path, tensor in leaves if tensor.is_meta]:
         where = definition(source.inputs) or source.label
         text = f"{where}: {_maker(source)} gives {path} on the meta device, without values"
@@ -198,7 +198,7 @@ def _bind(source: Source, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> l
     """
     signature = inspect.signature(written_method(source.model, source.entry))
     if wrong := mismatch(signature, args, kwargs):
-        taken = ", ".join([str(each.replace(annotation=each.empty)) for each in signature.parameters.values()])
+        taken = ", ".join([str(parameter.replace(annotation=parameter.empty)) for parameter in signature.parameters.values()])
         raise ModelError(
             "source-invalid",
             f"{definition(source.inputs) or source.label}: {_maker(source)} does not fit {source.entry}({taken}): {wrong}",

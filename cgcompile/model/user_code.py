@@ -105,7 +105,7 @@ def plain_errors() -> Iterator[None]:
     except BaseException as error:
         if _handled(error):
             raise
-        base = next((each for each in BASES if isinstance(error, each)), RuntimeError)
+        base = next((base for base in BASES if isinstance(error, base)), RuntimeError)
         plain = type(type(error).__name__, (base,), {"__module__": "builtins"})
         made = plain(text_of(error)).with_traceback(error.__traceback__)
         made.__notes__ = list(getattr(error, "__notes__", ()))  # `_cure` shows the last one

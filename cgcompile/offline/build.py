@@ -102,7 +102,7 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages) -> ManifestParts:
             written = write_recorded(stage, recorded, rows, target.name, split, hosts)
             (stage / KERNELS).write_text(configurations(compiled.kernels))
             self_tests = {
-                each.name: eager_self_test(each.source, each.prepared, each.sizes, written.weights) for each in spec.entries
+                entry.name: eager_self_test(entry.source, entry.prepared, entry.sizes, written.weights) for entry in spec.entries
             }
             write_self_test(stage / file_names.SELF_TEST, self_tests)
             tell.result(describe_size(stage))

@@ -24,7 +24,7 @@ from .lower.jobs import LoweringJob, RegionKey
 def live_weights(tensors: Mapping[str, torch.Tensor], aliases: Sequence[OutputAlias], state: Collection[str]) -> tuple[str, ...]:
     """The weights that may change between calls: those that outputs share memory with, for a caller may write to these outputs, and
     state.  `tensors` of all programs, by name."""
-    names = {PREFIX + each.name for each in aliases if each.name} | set(state)
+    names = {PREFIX + alias.name for alias in aliases if alias.name} | set(state)
     memory = {tensors[name].untyped_storage().data_ptr() for name in names if name in tensors and tensors[name].numel()}
     shared = {name for name, value in tensors.items() if value.numel() and value.untyped_storage().data_ptr() in memory}
     return tuple(sorted(shared))

@@ -157,7 +157,7 @@ def make_task(
     weights: WeightFiles,
 ) -> Task:
     """What the interpreter is asked for, under the build key `key`: the memories are as large as it needs them."""
-    functions = {each for stage in trial.stages if stage.recording for each in stage.recording.functions}
+    functions = {function for stage in trial.stages if stage.recording for function in stage.recording.functions}
     used = {(function.image, function.symbol) for function in functions}
     shared = [(name, size) for name, size in memories if name in ("weights", "state")]
     return Task(

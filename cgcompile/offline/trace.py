@@ -210,8 +210,8 @@ def _programs(lowered: Mapping[RegionKey, LoweredGraph], split: SplitProgram | N
     for key, uploads in split.uploads.items():
         planned = split.partitions[key]
         regions = [
-            LoweredRegion(name=each.name, inputs=each.inputs, outputs=each.outputs, lowered=lowered.get((each.name, key)))
-            for each in planned.regions
+            LoweredRegion(name=region.name, inputs=region.inputs, outputs=region.outputs, lowered=lowered.get((region.name, key)))
+            for region in planned.regions
         ]
         given = [*planned.inputs, *[value.name for value in uploads]]
         programs[key] = merge(key, regions, given, planned.outputs)

@@ -148,7 +148,7 @@ def straight_module(block: Block, part: Straight, outputs: Sequence[Operand], ta
             made[name].meta["value"] = name
     for node in part.nodes:
         made[node.name] = graph.node_copy(node, lambda each: made[names.get(each, each.name)])
-    graph.output(tuple([made[each] if isinstance(each, str) else each for each in outputs]))
+    graph.output(tuple([made[output] if isinstance(output, str) else output for output in outputs]))
     return GraphModule(held, graph)
 
 
@@ -167,9 +167,9 @@ def needed_after(block: Block, more: Iterable[Operand] = ()) -> list[set[str]]:
             case Straight(nodes=nodes):
                 rest |= set(taken(straight_module(block, part, ()))) if nodes else set()
             case Branch(predicate=predicate, operands=operands):
-                rest |= {predicate, *[each for each in operands if isinstance(each, str)]}
+                rest |= {predicate, *[operand for operand in operands if isinstance(operand, str)]}
             case Switch(choice=choice, operands=several):
-                rest |= {choice, *[each for operands in several for each in operands if isinstance(each, str)]}
+                rest |= {choice, *[operand for operands in several for operand in operands if isinstance(operand, str)]}
             case Loop(carried=carried, operands=operands):
                 rest |= {each for each in (*carried, *operands) if isinstance(each, str)}
     return found[::-1]

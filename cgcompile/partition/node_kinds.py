@@ -94,7 +94,7 @@ def node_kinds(program: ExportedProgram) -> NodeKinds:
 def returned_nodes(program: ExportedProgram) -> tuple[Node, ...]:
     """The nodes that the program returns, in order; one may come twice."""
     (node,) = [node for node in program.graph.nodes if node.op == "output"]
-    return tuple([each for each in tree_leaves(node.args[0]) if isinstance(each, Node)])
+    return tuple([leaf for leaf in tree_leaves(node.args[0]) if isinstance(leaf, Node)])
 
 
 def _place(node: Node) -> str:

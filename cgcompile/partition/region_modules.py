@@ -121,19 +121,23 @@ class _ModuleBuilder:
             if self.known[source] is NodeKind.SUBMODULE
         }
         if self.host:
-            for part in [part for each in modules.values() for part in each.modules() if isinstance(part, GraphModule)]:
+            for part in [part for module in modules.values() for part in module.modules() if isinstance(part, GraphModule)]:
                 move_graph(part, CPU)
         args = list(moved_arguments(node, CPU)[0] if self.host else node.args)
         if node.target.name() in DIRECT or is_conditional(node):
-            start = OPERANDS if is_conditional(node) else 1 + max(index for index, each in enumerate(args) if each in modules)
+            start = (
+                OPERANDS if is_conditional(node) else 1 + max(index for index, argument in enumerate(args) if argument in modules)
+            )
             operands = list(args[start] if is_conditional(node) else args[start:])
             constant = [
-                index for index, each in enumerate(operands) if not isinstance(each, Node) or self.known[each] is NodeKind.NUMBER
+                index
+                for index, operand in enumerate(operands)
+                if not isinstance(operand, Node) or self.known[operand] is NodeKind.NUMBER
             ]
             values = {index: torch.fx.map_arg(operands[index], self._value) for index in constant}
             for module in modules.values():
                 _fill(module, {index + _carried(node): value for index, value in values.items()})
-            left = [each for index, each in enumerate(operands) if index not in values]
+            left = [operand for index, operand in enumerate(operands) if index not in values]
             args[start:] = [tuple(left)] if is_conditional(node) else left
         for module in modules.values():
             _without_constants(module)
@@ -211,11 +215,11 @@ def _without_constants(module: GraphModule) -> None:
     """Puts numbers that branches and loops inside of a module are given into their bodies."""
     for node in [node for node in module.graph.nodes if is_conditional(node)]:
         operands = list(node.args[OPERANDS])
-        constants = {index + _carried(node): each for index, each in enumerate(operands) if not isinstance(each, Node)}
+        constants = {index + _carried(node): operand for index, operand in enumerate(operands) if not isinstance(operand, Node)}
         for body in bodies(node, module):
             _fill(body, constants)
             _without_constants(body)
-        node.update_arg(OPERANDS, tuple([each for each in operands if isinstance(each, Node)]))
+        node.update_arg(OPERANDS, tuple([operand for operand in operands if isinstance(operand, Node)]))
     module.recompile()
 
 

@@ -44,7 +44,7 @@ def written_tensors(module: GraphModule, given: Sequence[Any]) -> list[Tensor]:
     names = [node.name for node in module.graph.find_nodes(op="placeholder")]
     held = {**dict(zip(names, given, strict=True)), **held_tensors(module)}
     sources = [_origin(each).name for node in module.graph.nodes for each in writes_to(node)]
-    return [held[each] for each in dict.fromkeys(sources) if each in held]
+    return [held[fromkey] for fromkey in dict.fromkeys(sources) if fromkey in held]
 
 
 def _origin(node: Node) -> Node:

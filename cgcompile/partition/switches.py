@@ -40,7 +40,7 @@ def cases_of(source: GraphModule, module: GraphModule, node: Node) -> list[Case]
         if not _is_comparison(compared) or (cases and given.get(compared.args[0]) is not value):
             break
         value = compared.args[0] if not cases else value
-        own = tuple([given.get(each, each) if isinstance(each, Node) else each for each in operands])
+        own = tuple([given.get(operand, operand) if isinstance(operand, Node) else operand for operand in operands])
         names = str(true.target), str(false.target)
         cases.append(Case(compared.args[1], getattr(source, names[0]), getattr(module, names[0]), own))
         source, module = getattr(source, names[1]), getattr(module, names[1])

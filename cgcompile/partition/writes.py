@@ -38,14 +38,14 @@ def write_constraints(module: GraphModule, known: NodeKinds) -> WriteConstraints
     """
     nodes = [node for node in module.graph.nodes if known[node] in (*_ACCESSING, *_GIVEN)]
     memory = _memories(nodes)
-    targets = {node: [each for each in _targets(node, module) if each in memory] for node in nodes}
+    targets = {node: [target for target in _targets(node, module) if target in memory] for node in nodes}
     members: dict[Node, list[Node]] = {memory[target]: [] for found in targets.values() for target in found}
     accesses: dict[Node, list[Node]] = {home: [] for home in members}
     for node in nodes:
         if memory[node] in members:
             members[memory[node]].append(node)
         if known[node] in _ACCESSING:
-            for home in dict.fromkeys([memory[node], *[memory[each] for each in node.all_input_nodes if each in memory]]):
+            for home in dict.fromkeys([memory[node], *[memory[operand] for operand in node.all_input_nodes if operand in memory]]):
                 if home in members:
                     accesses[home].append(node)
     order: list[tuple[Node, Node]] = []

@@ -108,7 +108,7 @@ def check_timeout(timeout: float, autotune: bool) -> None:
 
 def _check_allowed(allow: Sequence[str]) -> None:
     """Raises allow-unknown."""
-    known = [each.name for each in explanations() if each.kind == "finding"] if allow else []
+    known = [explanation.name for explanation in explanations() if explanation.kind == "finding"] if allow else []
     for name in allow:
         if name not in known:
             near = " or ".join(nearest(name, known))

@@ -148,19 +148,19 @@ def _build(
             exported = with_sequences(exported, fresh)
             fresh = None
             uncalled.close()  # it holds the weights once more
-            signatures = [describe_signature(each) for each in exported]
-            tell.result(", ".join([_nodes(each.programs) for each in exported]))
+            signatures = [describe_signature(entry) for entry in exported]
+            tell.result(", ".join([_nodes(entry.programs) for entry in exported]))
         with stages("check") as tell:
             kind, conditionals = "cpu" if chosen.recorder == "host" else "cuda", chosen.recorder in CONDITIONALS
             crossed = chosen.recorder == "cross-compile"
             checked = [
-                check(each, kind, options.fallback_ops, conditionals=conditionals, cross_compiled=crossed) for each in exported
+                check(entry, kind, options.fallback_ops, conditionals=conditionals, cross_compiled=crossed) for entry in exported
             ]
             _refuse(checked, options)
             prepared = together(
                 [
-                    prepare(each, signature, rules.functionalized, markers=bool(rules.on_host))
-                    for each, signature, rules in zip(exported, signatures, checked, strict=True)
+                    prepare(entry, signature, rules.functionalized, markers=bool(rules.on_host))
+                    for entry, signature, rules in zip(exported, signatures, checked, strict=True)
                 ]
             )
             checked = [
@@ -184,8 +184,8 @@ def _build(
         with stages("padding") as tell:
             tells = each_named(tell, [source.entry for source in sources])
             dimensions = [
-                prove_padding(source, own, sizes[source.entry], each)
-                for source, own, each in zip(sources, prepared, tells, strict=True)
+                prove_padding(source, own, sizes[source.entry], tell)
+                for source, own, tell in zip(sources, prepared, tells, strict=True)
             ]
             if ranks:
                 dimensions = [agreed(each) for each in zip(*ranks.gathered(dimensions), strict=True)]
@@ -198,8 +198,10 @@ def _build(
                 tell.result(f"{size(sum(value.nbytes for value in prepared[0].weights.values()))} on rank {ranks.rank}")
         entries = tuple(
             [
-                EntryBuild(source=source, prepared=own, sizes=sizes[source.entry], dimensions=each, placements=rules.placements)
-                for source, own, each, rules in zip(sources, prepared, dimensions, checked, strict=True)
+                EntryBuild(
+                    source=source, prepared=own, sizes=sizes[source.entry], dimensions=dimension, placements=rules.placements
+                )
+                for source, own, dimension, rules in zip(sources, prepared, dimensions, checked, strict=True)
             ]
         )
         spec = BuildSpec(
@@ -222,7 +224,7 @@ def _refuse_rows(source: Source, placements: Sequence[Placements], several: bool
     """Raises state-refused where a part of the model is elsewhere than the state whose number of rows a load chooses."""
     if several:
         what, remedy = "the model is over several GPUs", "leave state() out"
-    elif any(placed for each in placements for placed in each.values()):
+    elif any(placed for placement in placements for placed in placement.values()):
         what, remedy = "operations of the model are on the host, beside a GPU", "`cgcompile check` lists them"
     else:
         return
@@ -294,9 +296,11 @@ def _empty(folder: Path) -> None:
 def _padded(sources: Sequence[Source], prepared: Sequence[Prepared], dimensions: Sequence[Sequence[Dimension]]) -> str:
     """Which dimensions are padded, and why those of an entry are not where nothing had to be tried."""
     told = []
-    for source, own, each in zip(sources, prepared, dimensions, strict=True):
+    for source, own, dimension in zip(sources, prepared, dimensions, strict=True):
         why = unpadded(source, own)
-        told += [", ".join([f"{one.name} {PADDED[one.pad]}" for one in each]) + (f": {why}" if why else "")] if each else []
+        told += (
+            [", ".join([f"{one.name} {PADDED[one.pad]}" for one in dimension]) + (f": {why}" if why else "")] if dimension else []
+        )
     return ", ".join(told) or "no dimension"
 
 

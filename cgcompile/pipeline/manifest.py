@@ -46,7 +46,7 @@ def made_manifest(spec: BuildSpec, parts: ManifestParts, findings: Sequence[tupl
         random=names.index(generator.removeprefix(PREFIX)) if generator else None,
         frozen=parts.frozen,
         memories=parts.memories,
-        state_dimensions=tuple([_dimension(each, names) for each in spec.entries[0].source.rows]),
+        state_dimensions=tuple([_dimension(row, names) for row in spec.entries[0].source.rows]),
         regions=parts.regions,
         module_state=parts.module_state,
         donations=spec.donations,

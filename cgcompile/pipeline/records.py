@@ -83,7 +83,7 @@ class Built:
         target, entry = self.manifest.target, self.manifest.entries[0]
         proofs = entry.self_test.proofs
         own = ", ".join(self.variants) or f"{target.kind} {target.level or target.arch}"
-        sizes = " x ".join(f"{each.name} {', '.join(map(str, each.sizes))}" for each in entry.dimensions)
+        sizes = " x ".join(f"{dimension.name} {', '.join(map(str, dimension.sizes))}" for dimension in entry.dimensions)
         proved = [proof for proof in proofs if proof.method != "none"]
         error = f", largest error {max(proof.error for proof in proved):.1e}" if proved else ""
         return "\n".join([
@@ -150,9 +150,12 @@ class Report:
         lines = [self._headline()]
         for report in self.each:
             of = f"{report.entry}: " if self.others else ""
-            for each in report.findings:
-                where = f" ({each.where})" if each.where else ""
-                lines.append(f"  {of}{each.severity} {each.rule}: {each.message}{where}" + (f"; {each.fix}" if each.fix else ""))
+            for finding in report.findings:
+                where = f" ({finding.where})" if finding.where else ""
+                lines.append(
+                    f"  {of}{finding.severity} {finding.rule}: {finding.message}{where}"
+                    + (f"; {finding.fix}" if finding.fix else "")
+                )
         return "\n".join(lines)
 
     def __repr__(self) -> str:

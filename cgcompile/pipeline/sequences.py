@@ -63,7 +63,7 @@ def with_sequences(exported: Sequence[Exported], models: FreshModels | None) -> 
     Without `models` nothing is compared: a saved program has no Python, and a model over several devices runs on none alone.
     Raises fresh-failed, and eager-failed where a new model raises on inputs that inputs() made.
     """
-    if models is None or any(each.rule in KNOWN for one in exported for each in one.obstacles):
+    if models is None or any(obstacle.rule in KNOWN for one in exported for obstacle in one.obstacles):
         return list(exported)
     found = _compared(exported, models)
     if found is not None and _compared(exported, models) is not None:  # on a GPU, rounding may differ from run to run
@@ -79,7 +79,7 @@ def with_sequences(exported: Sequence[Exported], models: FreshModels | None) -> 
 def sequence(exported: Sequence[Exported]) -> list[Call]:
     """The calls, in order."""
     keys = [
-        (number, dict(zip(each.sizes, key, strict=True))) for number, each in enumerate(exported) for key in all_keys(each.sizes)
+        (number, dict(zip(entry.sizes, key, strict=True))) for number, entry in enumerate(exported) for key in all_keys(entry.sizes)
     ]
     first = [
         Call(entry=number, sizes=sizes, seed=seed)
@@ -139,7 +139,7 @@ def _difference(own: Exported, programs: _Programs, model: FreshModel, call: Cal
             raise ModelError("eager-failed", f"{called.raised} ({_text(own, call)}, of a model that was not called before)")
         return ""
     if isinstance(made, str):
-        asserted = any(each.rule == "asserted-value" for each in own.obstacles)  # a bundle refuses such a call by name
+        asserted = any(obstacle.rule == "asserted-value" for obstacle in own.obstacles)  # a bundle refuses such a call by name
         return "" if asserted else f"{_text(own, call)}: the exported program raises {made}"
     bound = coarsest(own.programs)
     names = [*own.flat.names, *[f"the input {name!r}" for name, _ in own.flat.like.leaves]]
@@ -208,11 +208,11 @@ class _Programs:
     def __init__(self, exported: Sequence[Exported]) -> None:
         self._exported = exported
         self._modules: dict[int, ProgramModule] = {}
-        self._pure = all(_pure(program) for each in exported for _, program in each.programs.each)
+        self._pure = all(_pure(program) for entry in exported for _, program in entry.programs.each)
         self._known: dict[Hashable, tuple[Sequence[torch.Tensor], tuple[torch.Tensor, ...]]] = {}
         self._free = KEPT
-        for each in exported:
-            for _, program in each.programs.each:
+        for entry in exported:
+            for _, program in entry.programs.each:
                 self._modules[id(program)] = ProgramModule([program])
         known: dict[str, torch.Tensor] = {}
         for module in self._modules.values():

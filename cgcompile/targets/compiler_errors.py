@@ -80,7 +80,7 @@ def explain(error: BaseException, *modules: GraphModule) -> Failure:
 def source_operator(node: Node, modules: Iterable[GraphModule]) -> str:
     """The operator of the exported program that a node comes from, as --fallback-op takes it ("aten.topk", "mylib.op"); "" where
     none of `modules`, which are that program, calls it.  torch's `from_node` says where a node was before, the oldest innermost."""
-    known = {str(each.target) for module in modules for each in module.graph.nodes if each.op == "call_function"}
+    known = {str(node.target) for module in modules for node in module.graph.nodes if node.op == "call_function"}
     names = [str(node.target)]
     sources = node.meta.get("from_node") or []
     while sources:
@@ -118,7 +118,7 @@ def _failing_node(error: BaseException) -> Node | None:
 def _named_node(text: str, modules: Iterable[GraphModule]) -> Node | None:
     """The first node of the operator that a message names ("target: aten.topk.default", "torch.ops.mylib.op.default")."""
     names = re.findall(r"target: ([\w.]+)|torch\.ops\.([\w.]+)|\b(aten[.:][\w.:]+)", text)
-    for name in [next(filter(None, each)).replace("::", ".").rstrip(".") for each in names]:
+    for name in [next(filter(None, name)).replace("::", ".").rstrip(".") for name in names]:
         stem = name.removesuffix(".default")
         for module in modules:
             for node in module.graph.nodes:

@@ -49,9 +49,9 @@ def check_layouts(manifest: Manifest) -> None:
 def _named(pair: DonationNames, side: int, entries: Sequence[EntryBuild]) -> tuple[EntryBuild, int]:
     """The entry and the position of one side of a pair."""
     name, _, rest = pair[side].partition(".")
-    entry = next((each for each in entries if each.name == name), None)
+    entry = next((entry for entry in entries if entry.name == name), None)
     if entry is None:
-        names = [each.name for each in entries]
+        names = [entry.name for entry in entries]
         raise ModelError(
             "donation-unknown",
             f"donations(): {_shown(pair)}: {name!r} is no entry{meant(name, names)}; the entries are {', '.join(names)}",
@@ -74,7 +74,7 @@ def _check(pair: DonationNames, source: EntryBuild, output: int, target: EntryBu
         raise ModelError("donation-unlike", f"{where}: the output is {made.dtype}, the input {wanted.dtype}")
     if not _shapes(source, made) & _shapes(target, wanted):
         raise ModelError("donation-unlike", f"{where}: they have the same shape at no sizes that are built")
-    shared = next((each for each in source.prepared.aliases if each.output == output and each.memory != "outputs"), None)
+    shared = next((alias for alias in source.prepared.aliases if alias.output == output and alias.memory != "outputs"), None)
     if shared is not None:
         what = "one of its inputs" if shared.memory == "inputs" else f"buffer {shared.name!r}"
         raise ModelError("donation-refused", f"{where}: the output is {what} itself, and lies there")

@@ -115,8 +115,8 @@ def needed(
     `ask`: the `macros` of the compiler.  Raises compiler-failed."""
     plain = ask()
     found: set[str] = set()
-    for each in options:
-        defined = ask(*each)
+    for option in options:
+        defined = ask(*option)
         turned_on = {name: value for name, value in defined.items() if name not in plain or name == SVE_BITS}
         if machine == X86_64:
             found |= _x86(turned_on, flags)

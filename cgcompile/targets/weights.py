@@ -196,10 +196,10 @@ def used_weights(program: ExportedProgram) -> set[str]:
     waiting = [node for node in program.graph.nodes if node.op == "output" or _writes(node)]
     seen = set(waiting)
     while waiting:
-        for each in waiting.pop().all_input_nodes:
-            if each not in seen:
-                seen.add(each)
-                waiting.append(each)
+        for operand in waiting.pop().all_input_nodes:
+            if operand not in seen:
+                seen.add(operand)
+                waiting.append(operand)
     return {names[node.name] for node in seen if node.name in names}
 
 

@@ -88,7 +88,10 @@ def card(manifests: dict[str, Manifest], *, base_model: str = "", license: str =
         lines += [f"| {side} | {spec.name} | {spec.dtype} | {list(map(_size, spec.shape))} |" for spec in specs]
     lines += ["", "| folder | sizes | bytes |", "|---|---|---|"]
     for name, manifest in manifests.items():
-        sizes = ", ".join([f"{each.name}: {', '.join(map(str, each.sizes))}" for each in manifest.entries[0].dimensions]) or "fixed"
+        sizes = (
+            ", ".join([f"{dimension.name}: {', '.join(map(str, dimension.sizes))}" for dimension in manifest.entries[0].dimensions])
+            or "fixed"
+        )
         lines.append(f"| {VARIANTS}/{name} | {sizes} | {sum(file.bytes for file in manifest.files):,} |")
     name = next(iter(manifests))
     lines += [

@@ -63,7 +63,7 @@ def _aten() -> Iterator[tuple[str, list[Any]]]:
         if name.endswith(("_", "_out")) or "backward" in name or name.startswith(LEFT_OUT):
             continue
         packet = getattr(torch.ops.aten, name)
-        overloads = [getattr(packet, each) for each in packet.overloads() if "out" not in each]
+        overloads = [getattr(packet, overload) for overload in packet.overloads() if "out" not in overload]
         if found := [op for op in overloads if op.name() in known]:
             yield f"aten.{name}", found
 

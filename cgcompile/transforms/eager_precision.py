@@ -41,7 +41,7 @@ def eager_spread(reference: Reference, tensors: Sequence[torch.Tensor]) -> tuple
             found.append(run_eager(reference, tensors).outputs)
     steps = [0.0 if want.dtype in WIDE else compare(want, other).error for want, other in zip(first, stepped, strict=True)]
     others = [[compare(want, other).error for other in each] for want, *each in zip(first, *found, strict=True)]
-    return tuple([max([step, *each]) for step, each in zip(steps, others, strict=True)])
+    return tuple([max([step, *other]) for step, other in zip(steps, others, strict=True)])
 
 
 @contextmanager

@@ -57,7 +57,7 @@ def error_bounds(prepared: Prepared, weights: Sequence[Weight] = ()) -> tuple[Er
     if prepared.on_gpu:
         bounds = _on_gpu(bounds, prepared.programs)
     spread = (*prepared.spread, *[0.0] * (len(bounds) - len(prepared.spread)))
-    return tuple([_spread_out(each, error) for each, error in zip(bounds, spread, strict=True)])
+    return tuple([_spread_out(bound, error) for bound, error in zip(bounds, spread, strict=True)])
 
 
 SPREADS, MOST = 4.0, tolerance(torch.bfloat16)
@@ -106,7 +106,7 @@ _CUDNN = frozenset(
 
 def _widest(bounds: Sequence[ErrorBound]) -> ErrorBound:
     first = bounds[0]
-    return replace(first, bound=max(each.bound for each in bounds), rounded=any(each.rounded for each in bounds))
+    return replace(first, bound=max(each.bound for each in bounds), rounded=any(bound.rounded for bound in bounds))
 
 
 def _program_bounds(program: ExportedProgram, prepared: Prepared, weights: Sequence[Weight]) -> tuple[ErrorBound, ...]:
@@ -157,7 +157,7 @@ class _Lineage:
         return self._dtypes.get(self._root(node), set()) if isinstance(node, Node) else set()
 
     def _follow(self, node: Node) -> None:
-        passed: Dtypes = set().union(*[self.of(each) for each in node.all_input_nodes])
+        passed: Dtypes = set().union(*[self.of(operand) for operand in node.all_input_nodes])
         viewed = _viewed(node)
         written = _written(node)
         if viewed is not None:
@@ -206,7 +206,7 @@ def _written(node: Node) -> list[Node]:
     for place, argument in enumerate(node.target._schema.arguments):
         value = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
         if argument.alias_info and argument.alias_info.is_write:
-            found += [each for each in tree_leaves(value) if isinstance(each, Node)]
+            found += [leaf for leaf in tree_leaves(value) if isinstance(leaf, Node)]
     return found
 
 

@@ -91,7 +91,7 @@ def find_aliases(exported: Exported, outputs: Sequence[TensorSpec], state: Seque
 
 def manifest_aliases(aliases: Sequence[OutputAlias], weights: Sequence[Weight]) -> tuple[Alias, ...]:
     """The manifest's rows."""
-    return tuple([Alias(output=each.output, memory=each.memory, index=_index(each, weights)) for each in aliases])
+    return tuple([Alias(output=alias.output, memory=alias.memory, index=_index(alias, weights)) for alias in aliases])
 
 
 def with_aliases(
@@ -109,21 +109,21 @@ def _with_aliases(
     program: Program, aliases: Sequence[OutputAlias], specs: Sequence[TensorSpec], weights: Sequence[Weight]
 ) -> Program:
     values, outputs = list(program.values), list(program.outputs)
-    for each in aliases:
-        view, own = each.views[program.key], values[program.outputs[each.output]]
-        other = _weight(each, weights) if each.name else _value(each, program)
+    for alias in aliases:
+        view, own = alias.views[program.key], values[program.outputs[alias.output]]
+        other = _weight(alias, weights) if alias.name else _value(alias, program)
         same = [mine == theirs or size < 2 for mine, theirs, size in zip(other.strides, view.base, other.shape, strict=True)]
         if not all(same):
             raise ModelError(
                 "outputs-shared",
-                f"output {specs[each.output].name!r}, int_key {program.key}: in eager PyTorch it shares memory with a tensor that "
+                f"output {specs[alias.output].name!r}, int_key {program.key}: in eager PyTorch it shares memory with a tensor that "
                 f"the compiled code lays out otherwise",
             )
         if own.memory == "host":
-            values[program.outputs[each.output]] = replace(own, offset=view.offset, strides=view.strides)
+            values[program.outputs[alias.output]] = replace(own, offset=view.offset, strides=view.strides)
             continue
         values.append(replace(own, memory=other.memory, offset=other.offset + view.offset, strides=view.strides))
-        outputs[each.output] = len(values) - 1
+        outputs[alias.output] = len(values) - 1
     return replace(program, values=tuple(values), outputs=tuple(outputs))
 
 

@@ -197,7 +197,7 @@ def _bound(body: list[ast.stmt], plain: bool) -> Iterator[tuple[str, ast.Functio
             for alias in statement.names:
                 yield alias.asname or alias.name.partition(".")[0], None
         else:
-            nested = [each for each in ast.iter_child_nodes(statement) if not isinstance(each, ast.stmt)]
+            nested = [node for node in ast.iter_child_nodes(statement) if not isinstance(node, ast.stmt)]
             for each in nested:
                 for node in ast.walk(each):
                     if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):

@@ -163,7 +163,7 @@ def show_load(numbers: Mapping[str, Any]) -> None:
 
 def outputs(report: Benchmark) -> str:
     """Whether all outputs are right, "" where none was compared."""
-    wrong, compared = report.wrong(), [(each, way) for way in report.ways for each in way.errors]
+    wrong, compared = report.wrong(), [(error, way) for way in report.ways for error in way.errors]
     if wrong:
         return f"WRONG in {count(len(wrong), 'comparison')} of {len(compared)}"
     if not compared:

@@ -41,7 +41,9 @@ def rule_names(incomplete: str) -> Words:
     """The rules that findings are of."""
     from cgcompile.util.explanations import explanations
 
-    return _beginning([(each.name, each.headline) for each in explanations() if each.kind == "finding"], incomplete)
+    return _beginning(
+        [(explanation.name, explanation.headline) for explanation in explanations() if explanation.kind == "finding"], incomplete
+    )
 
 
 def recorded_keys(context: typer.Context, incomplete: str) -> Words:
@@ -57,11 +59,13 @@ def recorded_keys(context: typer.Context, incomplete: str) -> Words:
         entries = checked_manifest(str(named)).entries[:1]
     except (CgbundleError, OSError):
         return []
-    return _beginning([(spell(each.key), name_key(entry, each.key)) for entry in entries for each in entry.programs], incomplete)
+    return _beginning(
+        [(spell(program.key), name_key(entry, program.key)) for entry in entries for program in entry.programs], incomplete
+    )
 
 
 def _beginning(words: Words, incomplete: str) -> Words:
-    return [each for each in words if each[0].startswith(incomplete)]
+    return [word for word in words if word[0].startswith(incomplete)]
 
 
 BundlePath = Annotated[str, typer.Argument(metavar="BUNDLE", help="The bundle's directory.", show_default=False)]

@@ -32,16 +32,16 @@ def install() -> None:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return
-        for each in NAMES:
-            signal.signal(each, signal.SIG_IGN)
+        for name in NAMES:
+            signal.signal(name, signal.SIG_IGN)
         for process in descendants(ours):  # a terminal tells them all of Ctrl-C, whoever sends this may tell this process alone
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(process, number)
         raise Stopped(number)
 
-    for each in NAMES:
-        if signal.getsignal(each) is signal.SIG_DFL:
-            signal.signal(each, stop)
+    for name in NAMES:
+        if signal.getsignal(name) is signal.SIG_DFL:
+            signal.signal(name, stop)
 
 
 def descendants(process: int) -> list[int]:

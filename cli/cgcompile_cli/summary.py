@@ -99,7 +99,7 @@ def plain_entry(manifest: Manifest, entry: EntrySpec) -> dict[str, Any]:
         "int_keys": [list(program.key) for program in entry.programs],
         "exported": "per size" if file_names.per_size(manifest, entry) else "dynamic",
         "inputs": [f"{spec.name}: {spec.dtype} {shape(spec.shape)}" for spec in entry.inputs],
-        "constants": [each._asdict() for each in constants(entry)],
+        "constants": [constant._asdict() for constant in constants(entry)],
         "mutated_inputs": [entry.inputs[index].name for index in entry.mutated_inputs],
         "outputs": [f"{spec.name}: {spec.dtype} {sizes}" for spec, sizes in returned(entry)],
         "mutated_buffers": mutated_buffers(manifest, entry),
@@ -139,7 +139,7 @@ def target(row: Target) -> str:
     from cgbundle.cpu.libtorch import OPENMP  # late: it imports ctypes
 
     held = max(
-        [each for each in LEVELS if set(each.features) - UNASKED <= set(row.features)], key=lambda each: each.name, default=None
+        [level for level in LEVELS if set(level.features) - UNASKED <= set(row.features)], key=lambda each: each.name, default=None
     )
     ranked = sorted(set(row.features) - set(held.features if held else ()), key=lambda name: (not name.startswith(TELLING), name))
     named = [held.name, *ranked] if held else ranked
@@ -180,7 +180,10 @@ def signature_rows(manifest: Manifest, entry: EntrySpec) -> list[tuple[str, str,
             ("out", returned(entry), shared),
         )
     }
-    fixed = [("in", each.name, type(each.value).__name__, cut(repr(each.value)), given(each)) for each in constants(entry)]
+    fixed = [
+        ("in", constant.name, type(constant.value).__name__, cut(repr(constant.value)), given(constant))
+        for constant in constants(entry)
+    ]
     taken, made = [*rows["in"], *fixed], rows["out"]
     return [*(taken or [("in", "none", "", "", "")]), *(made or [("out", "none", "", "", "")])]
 
@@ -215,7 +218,9 @@ def padding(row: Dimension) -> str:
 def unpadded(entry: EntrySpec) -> list[str]:
     """`seq takes 16, 64 only: ...` of every dimension at whose recorded sizes alone calls are taken."""
     told = "other sizes are refused; `padding` above says why, `cgcompile explain padding` what to do"
-    return [f"{each.name} takes {listed(each.sizes)} only: {told}" for each in entry.dimensions if each.pad == "no"]
+    return [
+        f"{dimension.name} takes {listed(dimension.sizes)} only: {told}" for dimension in entry.dimensions if dimension.pad == "no"
+    ]
 
 
 def sizes(manifest: Manifest, entry: EntrySpec) -> str:
@@ -239,7 +244,7 @@ def entry_lines(manifest: Manifest, entry: EntrySpec) -> list[str]:
 def axes(entry: EntrySpec) -> list[str]:
     """`batch: axis 0 of ids, mask` of every dimension."""
     shapes = [(spec.name, spec.shape) for spec in entry.inputs]
-    return [f"{each.name}: {cut(standing(each.name, shapes))}" for each in entry.dimensions]
+    return [f"{dimension.name}: {cut(standing(dimension.name, shapes))}" for dimension in entry.dimensions]
 
 
 def world(manifest: Manifest) -> list[str]:
@@ -290,12 +295,14 @@ def stateful(manifest: Manifest) -> list[Weight]:
 
 def state(manifest: Manifest) -> list[str]:
     """`2 buffers that calls change, 1.2 MiB in every session` and a line for the first of them; no line without any."""
-    hidden = {manifest.random, *[each.count for each in manifest.state_dimensions]}
+    hidden = {manifest.random, *[dimension.count for dimension in manifest.state_dimensions]}
     buffers = [weight for index, weight in enumerate(manifest.weights) if weight.memory == "state" and index not in hidden]
     total = sum(nbytes(weight.dtype, weight.shape) for weight in buffers)
     least = " at least" if manifest.state_dimensions else ""
     lines = [f"{count(len(buffers), 'buffer')} that calls change, {size(total)}{least} in every session"] if buffers else []
-    rows = [f"{each.name}  {each.dtype} {shape(each.shape)}  {size(nbytes(each.dtype, each.shape))}" for each in buffers]
+    rows = [
+        f"{buffer.name}  {buffer.dtype} {shape(buffer.shape)}  {size(nbytes(buffer.dtype, buffer.shape))}" for buffer in buffers
+    ]
     lines += [*first_lines(rows, 4), *state_rows(manifest)]
     return lines + ([f"{manifest.weights[manifest.random].name}: {RANDOM}"] if manifest.random is not None else [])
 
@@ -303,12 +310,14 @@ def state(manifest: Manifest) -> list[str]:
 def state_rows(manifest: Manifest) -> list[str]:
     """`pages: 9 rows or more, chosen by load(..., state={"pages": N}); 65 are of use, 4.0 KiB each`."""
     lines = []
-    for each in manifest.state_dimensions:
-        rows = [manifest.weights[index] for index in each.weights]
-        least = least_rows(each, manifest.weights)
+    for dimension in manifest.state_dimensions:
+        rows = [manifest.weights[index] for index in dimension.weights]
+        least = least_rows(dimension, manifest.weights)
         row = size(sum(nbytes(weight.dtype, weight.shape) for weight in rows) // least)
-        use = f"{each.most} are of use, " if each.most is not None else ""
-        lines.append(f'{each.name}: {least} rows or more, chosen by load(..., state={{"{each.name}": N}}); {use}{row} each')
+        use = f"{dimension.most} are of use, " if dimension.most is not None else ""
+        lines.append(
+            f'{dimension.name}: {least} rows or more, chosen by load(..., state={{"{dimension.name}": N}}); {use}{row} each'
+        )
     return lines
 
 

@@ -84,7 +84,7 @@ class OutputAliases:
     def __init__(self, manifest: Manifest, entry: EntrySpec, backend: Backend, *, views: bool) -> None:
         aliases = entry.aliases
         self._backend, self._views, self._inputs, self._outputs = backend, views, entry.inputs, entry.outputs
-        self._layouts = [{each.output: alias_layout(manifest, program, each) for each in aliases} for program in entry.programs]
+        self._layouts = [{alias.output: alias_layout(manifest, program, alias) for alias in aliases} for program in entry.programs]
         self._given = [alias for alias in aliases if alias.memory == INPUTS]
         self._kept = [alias for alias in aliases if alias.memory in PERSISTENT]
         self._tied = [alias for alias in aliases if alias.memory == OUTPUTS]

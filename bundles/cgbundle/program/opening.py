@@ -202,7 +202,7 @@ def _state_rows(manifest: Manifest, state: Mapping[str, int] | None, poison: int
         raise CallError("option-refused", text, "leave it out, or build the bundle with state()")
     if poison is None:
         return state or {}
-    return {each.name: manifest.weights[each.weights[0]].shape[0] + 1 for each in manifest.state_dimensions}
+    return {dimension.name: manifest.weights[dimension.weights[0]].shape[0] + 1 for dimension in manifest.state_dimensions}
 
 
 def _choose_variant(bundle: Archive, variant: str | None, device: int) -> None:
@@ -231,7 +231,7 @@ def _device_arch(index: int) -> str:
             return ""
         device = call("cuDeviceGet", index)
         numbers = (COMPUTE_CAPABILITY_MAJOR, COMPUTE_CAPABILITY_MINOR)
-        return "sm_" + "".join([str(call("cuDeviceGetAttribute", each, device)) for each in numbers])
+        return "sm_" + "".join([str(call("cuDeviceGetAttribute", number, device)) for number in numbers])
     except MachineError:
         return ""
 

@@ -44,7 +44,7 @@ class Replicas:
         self.manifest, self.memory = first.manifest, first.memory
         self.int_keys, self.inputs, self.outputs = first.int_keys, first.inputs, first.outputs
         self._load = _Load(self.devices)
-        self._entries = {name: ReplicatedEntry([each[name] for each in programs], self._load) for name in first.entries}
+        self._entries = {name: ReplicatedEntry([program[name] for program in programs], self._load) for name in first.entries}
         self._main = self._entries.get(FORWARD) or (next(iter(self._entries.values())) if len(self._entries) == 1 else None)
         self._sessions = 0
 

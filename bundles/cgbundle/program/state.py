@@ -33,11 +33,11 @@ class State(Mapping[str, Tensor]):
 
     def __init__(self, manifest: Manifest, backend: Backend) -> None:
         self._backend, self._weights, self._program, self._random = backend, manifest.weights, manifest.name, manifest.random
-        hidden = {manifest.random, *[each.count for each in manifest.state_dimensions]}
+        hidden = {manifest.random, *[dimension.count for dimension in manifest.state_dimensions]}
         self._places = {
             weight.name: index for index, weight in enumerate(manifest.weights) if weight.memory == STATE and index not in hidden
         }
-        self.rows = {each.name: manifest.weights[each.weights[0]].shape[0] for each in manifest.state_dimensions}
+        self.rows = {dimension.name: manifest.weights[dimension.weights[0]].shape[0] for dimension in manifest.state_dimensions}
 
     def __getitem__(self, name: str) -> Tensor:
         """A copy in the host's memory, when the calls before are done.  Raises state-missing, capture-refused."""

@@ -47,7 +47,7 @@ def strays(bundle: Archive) -> list[BundleError]:
     """A file-damaged for everything in the directory that the manifest does not name, links and folders too, but for its own
     signature.  A folder that no named file lies in is not looked into."""
     named = {file_names.MANIFEST, file_names.SIGNATURE, *[file.path for file in bundle.manifest.files]}
-    known = {*file_names.OWN_FOLDERS, *[each for name in named for each in file_names.folders(name)]}
+    known = {*file_names.OWN_FOLDERS, *[folder for name in named for folder in file_names.folders(name)]}
     found, waiting = [], [""]
     for folder in waiting:  # grows while it is walked
         with os.scandir(bundle.folder(folder)) as rows:
@@ -112,8 +112,8 @@ def check_rank(bundle: Archive, number: int, level: str = "load") -> Archive:
 
 
 def _check_all_ranks(bundle: Archive) -> None:
-    for each in check_ranks(bundle, "full"):
-        each.close()
+    for rank in check_ranks(bundle, "full"):
+        rank.close()
 
 
 @contextmanager

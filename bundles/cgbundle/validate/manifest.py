@@ -164,7 +164,7 @@ def check_self_test_rows(manifest: Manifest, entry: EntrySpec) -> None:
 def _check_bounds(manifest: Manifest, entry: EntrySpec) -> None:
     self_test, compared = entry.self_test, self_test_tensors(manifest, entry)
     require(len(self_test.bounds) == len(compared), "self_test.bounds", f"{len(self_test.bounds)} for {len(compared)} tensors")
-    tied = self_test.compare == "tolerance" and any(each.rule == NEAR_TIES for each in entry.findings)
+    tied = self_test.compare == "tolerance" and any(finding.rule == NEAR_TIES for finding in entry.findings)
     for index, (tensor, bound) in enumerate(zip(compared, self_test.bounds, strict=True)):
         accepted = bound == 0 or (bound <= 1 and (WAIVER in manifest.allowed or tied))
         require(

@@ -93,7 +93,7 @@ def check_state_dimensions(manifest: Manifest) -> None:
 def check_rows_of_recording(manifest: Manifest, table: Table) -> None:
     """Raises table-invalid where a recording touches state that has any number of rows otherwise than by kernels that are given
     the address of one of the fewest rows."""
-    varying = [manifest.weights[index] for each in manifest.state_dimensions for index in each.weights]
+    varying = [manifest.weights[index] for dimension in manifest.state_dimensions for index in dimension.weights]
     ends = sorted([(each.offset, each.offset + span(each)) for each in varying])
     begin, state = ends[0][0], MEMORIES.index(STATE)
     sets = zip(table.memset_memory, table.memset_offset, strict=True)

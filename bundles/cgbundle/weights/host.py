@@ -82,9 +82,9 @@ class InitialState:
             for row in state
         ]
         counts = [
-            (manifest.weights[each.count], manifest.weights[each.weights[0]].shape[0])
-            for each in manifest.state_dimensions
-            if each.count is not None
+            (manifest.weights[dimension.count], manifest.weights[dimension.weights[0]].shape[0])
+            for dimension in manifest.state_dimensions
+            if dimension.count is not None
         ]
         self._counts = (ctypes.c_int64 * len(counts))(*[number for _, number in counts])
         for place, (row, _) in enumerate(counts):

@@ -237,7 +237,7 @@ def _turns(part: Loop, carried: Sequence[Tensor], given: Sequence[Any]) -> list[
 
 
 def _operands(names: Sequence[Operand], values: Mapping[str, Any]) -> list[Any]:
-    return [values[each] if isinstance(each, str) else each for each in names]
+    return [values[name] if isinstance(name, str) else name for name in names]
 
 
 def _storage(tensor: Any) -> int:

@@ -198,7 +198,7 @@ def _examine(loaded: LoadedProgram, key: IntKey, items: Sequence[Captured]) -> R
     differences = tuple([compare(want.to(got.device), got) for got, want in zip(kept, eager, strict=True)])
     bounds = loaded.request.bounds.get(key, ())
     indices: tuple[tuple[int, int], ...] = ()
-    if any(each.error > bound.bound for each, bound in zip(differences, bounds, strict=False)):
+    if any(difference.error > bound.bound for difference, bound in zip(differences, bounds, strict=False)):
         del eager
         seen = Seen(calls=(*calls[:-1], tuple(kept[: len(made)])), left=tuple(kept))
         verdict = judged(run, seen, bounds, loaded.request.floors[key])

@@ -123,7 +123,7 @@ def _found(graph: Graph) -> list[Node]:
     region: dict[Node, None] = {}
     for node in graph.nodes:
         if node.op == "call_function" and node.target is not ASKED:
-            conditions = [each for each in node.all_input_nodes if each in region and not _gives_tensor(each)]
+            conditions = [operand for operand in node.all_input_nodes if operand in region and not _gives_tensor(operand)]
             part = node.target is operator.getitem and node.args[0] in region
             if depends(node) or takes_selected(node) or conditions or part:
                 region[node] = None

@@ -155,10 +155,10 @@ class Interpreter:
     def _product(self, node: Node) -> Any:
         """A product of matrices: what is summed over is 0 where it does not count."""
         factors = []
-        for place, each in enumerate(node.args):
-            rank, axes = each.meta["val"].dim(), node_axes(each)
+        for place, argument in enumerate(node.args):
+            rank, axes = argument.meta["val"].dim(), node_axes(argument)
             summed = rank - 1 if place == 0 or rank == 1 else rank - 2
-            factors.append(self.counts.masked(self.values[each], {axis: expr for axis, expr in axes.items() if axis == summed}))
+            factors.append(self.counts.masked(self.values[argument], {axis: expr for axis, expr in axes.items() if axis == summed}))
         return node.target(*factors)
 
     def _einsum(self, node: Node, inputs: Mapping[str, Any]) -> Any:
@@ -167,11 +167,11 @@ class Interpreter:
         if "." in letters or "->" not in inputs["equation"]:
             raise Unsupported(str(node.target))
         factors = []
-        for names, each in zip(letters.split(","), inputs["tensors"], strict=True):
-            summed = {axis: expr for axis, expr in node_axes(each).items() if names[axis] not in kept}
-            if any(names.count(names[axis]) > 1 for axis in node_axes(each)):
+        for names, tensor in zip(letters.split(","), inputs["tensors"], strict=True):
+            summed = {axis: expr for axis, expr in node_axes(tensor).items() if names[axis] not in kept}
+            if any(names.count(names[axis]) > 1 for axis in node_axes(tensor)):
                 raise Unsupported(str(node.target))
-            factors.append(self.counts.masked(self.values[each], summed))
+            factors.append(self.counts.masked(self.values[tensor], summed))
         return aten.einsum.default(inputs["equation"], factors)
 
     # --- selections -------------------------------------------------------------------------------------------
@@ -321,15 +321,15 @@ class Interpreter:
         """Tensors behind each other along a bounded axis: what does not count goes behind them all."""
         parts = inputs["tensors"]
         axis = inputs["dim"] % node.meta["val"].dim()
-        if axis not in node_axes(node) or any(each.meta["val"].dim() != node.meta["val"].dim() for each in parts):
+        if axis not in node_axes(node) or any(part.meta["val"].dim() != node.meta["val"].dim() for part in parts):
             return self._rows(node)
         rows = []
-        for each in parts:
-            x = self.values[each]
-            valid = self.counts.valid(x, {place: expr for place, expr in node_axes(each).items() if place == axis})
+        for part in parts:
+            x = self.values[part]
+            valid = self.counts.valid(x, {place: expr for place, expr in node_axes(part).items() if place == axis})
             rows.append(x.new_ones(x.shape[axis], dtype=torch.bool) if valid is None else valid.reshape(-1))
         ((places,), _) = selected(torch.cat(rows))
-        return torch.cat([self.values[each] for each in parts], axis).index_select(axis, places)
+        return torch.cat([self.values[part] for part in parts], axis).index_select(axis, places)
 
     def _sort(self, node: Node, inputs: Mapping[str, Any]) -> Any:
         source = inputs["self"]

@@ -70,7 +70,7 @@ class ResultInterpreter(Interpreter):
     def _put(self, node: Node, inputs: Mapping[str, Any]) -> Tensor:
         """`x[mask] = values`, where the same mask selected the rows that the values follow from; `x[positions] = values`."""
         target, indices, rows = inputs["self"], inputs["indices"], inputs["values"]
-        if indices and all(each is None or each.meta["val"].dtype not in MASKS for each in indices):
+        if indices and all(index is None or index.meta["val"].dtype not in MASKS for index in indices):
             return self._put_at(node, target, indices, rows, inputs["accumulate"])
         mask: Any = self.first(indices[0]) if indices else None
         alone = mask is not None and all(other is None for other in indices[1:])
@@ -98,15 +98,15 @@ class ResultInterpreter(Interpreter):
     def _put_at(self, node: Node, target: Node, indices: Sequence[Any], rows: Node, accumulate: bool) -> Tensor:
         """`x[positions] = values`: what does not count goes into a row of its separate behind the others."""
         first = indices[0]
-        if first is None or depends(target) or any(each is None for each in indices):
+        if first is None or depends(target) or any(index is None for index in indices):
             raise Unsupported(str(node.target))
         axes, into = node_axes(first), self.values[target]
-        if first.meta["val"].dim() != 1 or any(node_axes(each) != axes or each.meta["val"].dim() != 1 for each in indices):
+        if first.meta["val"].dim() != 1 or any(node_axes(index) != axes or index.meta["val"].dim() != 1 for index in indices):
             raise Unsupported("positions of several axes")
         x = self.values[rows]
         if node_axes(rows) and (node_axes(rows) != axes or x.dim() != 1 + into.dim() - len(indices)):
             raise Unsupported("rows of another selection")
-        places = [self.counts.masked(self.values[each], node_axes(each)) for each in indices]
+        places = [self.counts.masked(self.values[index], node_axes(index)) for index in indices]
         first_places = torch.where(places[0] < 0, places[0] + into.shape[0], places[0])
         places = [self._behind(first_places, first, into.shape[0]), *places[1:]]
         wide = torch.cat([into, into.new_zeros([1, *into.shape[1:]])])

@@ -88,7 +88,7 @@ def check_rows(node: Node) -> None:
         _require(not padded & set(node_axes(node)) and inputs.get("mode", "constant") == "constant", node)
     elif name == "searchsorted.Tensor":
         rows = inputs["sorted_sequence"], inputs["self"]
-        _require(all(each.meta["val"].dim() - 1 not in node_axes(each) for each in rows) and inputs["sorter"] is None, node)
+        _require(all(row.meta["val"].dim() - 1 not in node_axes(row) for row in rows) and inputs["sorter"] is None, node)
         _require(inputs["sorted_sequence"].meta["val"].dim() == 1 or node_axes(rows[0]) == node_axes(rows[1]), node)
     elif name == "repeat":
         source, repeats = inputs["self"], inputs["repeats"]
@@ -102,7 +102,7 @@ def check_rows(node: Node) -> None:
 
 
 def _check_along(node: Node, name: str, inputs: Mapping[str, Any]) -> None:
-    for source in [each for each in node.all_input_nodes if isinstance(each.meta.get("val"), torch.Tensor)]:
+    for source in [operand for operand in node.all_input_nodes if isinstance(operand.meta.get("val"), torch.Tensor)]:
         axes, rank = node_axes(source), source.meta["val"].dim()
         if not axes:
             continue
@@ -120,7 +120,7 @@ def _check_contracted(node: Node, name: str, inputs: Mapping[str, Any]) -> None:
 
 def _check_view(node: Node, inputs: Mapping[str, Any]) -> None:
     """Elements that count stay in front: what comes before a bounded axis is as it was."""
-    source = next(each for each in node.all_input_nodes if isinstance(each.meta.get("val"), torch.Tensor))
+    source = next(operand for operand in node.all_input_nodes if isinstance(operand.meta.get("val"), torch.Tensor))
     before, after = node_axes(source), node_axes(node)
     _require(len(before) == len(after), node)
     for (axis, expr), (place, other) in zip(before.items(), after.items(), strict=True):

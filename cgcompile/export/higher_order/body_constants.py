@@ -70,7 +70,7 @@ def _hand_in(module: GraphModule, node: Node, body: GraphModule, inner: Node) ->
     operands: Any = node.args[-1]
     node.args = (*node.args[:-1], (*operands, outer))
     for other in bodies(node, module):
-        first = next(each for each in other.graph.nodes if each.op != "placeholder")
+        first = next(node for node in other.graph.nodes if node.op != "placeholder")
         placeholder = _placeholder(other.graph, outer.name, first, outer)
         if other is body:
             inner.replace_all_uses_with(placeholder)

@@ -48,7 +48,7 @@ def obstacle(node: Node, module: GraphModule) -> str:
         return "control flow" if higher_order(node) in CONTROL_FLOW else ""
     predicate, *rest = node.args
     carried = rest[1] if higher_order(node) == WHILE else (predicate,)
-    if not all(isinstance(each, Node) and isinstance(each.meta.get("val"), torch.Tensor) for each in tree_leaves(carried)):
+    if not all(isinstance(leaf, Node) and isinstance(leaf.meta.get("val"), torch.Tensor) for leaf in tree_leaves(carried)):
         return "a number of the host decides"
     if _unbacked(node.meta.get("val")):
         return "its result's size depends on data"

@@ -28,7 +28,7 @@ def flex_attention(module: GraphModule, node: Node) -> Results | None:
     functions = body_of(module, score), body_of(module, block_mask[-1])
     if None in functions:
         return None
-    scored, masked = [_scalar_function(each) for each in functions if each is not None]
+    scored, masked = [_scalar_function(function) for function in functions if function is not None]
     wanted = {user.args[1] for user in node.users}
 
     def attend(q: Any, k: Any, v: Any, *buffers: Any) -> tuple[Any, ...]:
@@ -36,7 +36,7 @@ def flex_attention(module: GraphModule, node: Node) -> Results | None:
         return _attention(q, k, v, scored, masked, scale, *given, wanted)
 
     operands = [query, key, value, *of_score, *of_mask]
-    values = [each.meta["val"] if isinstance(each, Node) else each for each in operands]
+    values = [operand.meta["val"] if isinstance(operand, Node) else operand for operand in operands]
     with mode, torch.no_grad():
         traced = make_fx(attend)(*values)
     traced.graph.eliminate_dead_code()
@@ -99,7 +99,7 @@ def _scalar_function(body: GraphModule) -> Callable[..., torch.Tensor]:
 
 class _Indexing(torch.fx.Interpreter):
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        if getattr(target, "name", lambda: "")() == "flat_apply" and any("ModIndex" in str(each) for each in args):
-            tensors = [each for each in args if isinstance(each, torch.Tensor)]
+        if getattr(target, "name", lambda: "")() == "flat_apply" and any("ModIndex" in str(argument) for argument in args):
+            tensors = [argument for argument in args if isinstance(argument, torch.Tensor)]
             return torch.ops.aten.index.Tensor(tensors[0], tensors[1:])
         return super().call_function(target, args, dict(kwargs))

@@ -25,7 +25,7 @@ def copy_shared(module: GraphModule) -> None:
     operand, or with another result.
     """
     for part in [each for each in module.modules() if isinstance(each, GraphModule)]:
-        for node in [each for each in part.graph.nodes if is_conditional(each)]:
+        for node in [node for node in part.graph.nodes if is_conditional(node)]:
             _copy_operands(part, node)
             for body in bodies(node, part):
                 _copy_results(body, node)

@@ -119,7 +119,7 @@ class _Number:
             for condition in conditions:
                 for assertion in [user for user in condition.users if user.target is aten._assert_scalar.default]:
                     self._graph.erase_node(assertion)
-            for node in [*[each for each in conditions if not each.users], choice]:
+            for node in [*[condition for condition in conditions if not condition.users], choice]:
                 if not node.users:
                     self._graph.erase_node(node)
 

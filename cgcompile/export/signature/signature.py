@@ -26,7 +26,7 @@ def describe_signature(exported: Exported) -> Signature:
     """Raises size-excluded, export-failed, structure-unsupported, data-dependent-output."""
     source, programs, flat = exported.source, exported.programs, exported.flat
     assert flat.result is not None  # it was called
-    varying = [PREFIX + name for each in source.rows for name in each.buffers]
+    varying = [PREFIX + name for row in source.rows for name in row.buffers]
     ranges = list(map(_widest, zip(*[index_ranges(program, varying) for _, program in programs.each], strict=True)))
     inputs = [
         TensorSpec(name=name, dtype=dtype_name(tensor.dtype), shape=shape, order=memory_order(tensor), range=limits)

@@ -55,7 +55,7 @@ def quantized(network: PreTrainedModel) -> tuple[PreTrainedModel, Quantization]:
     """The model, changed in place, and how far its logits are from those that it had.  Raises language-model-refused where it does
     not run over such weights."""
     ids = torch.randint(4, network.config.get_text_config().vocab_size, (1, TOKENS), generator=torch.Generator().manual_seed(0))
-    before, exact = sum(size(each) for each in tensors(network)), logits(network, ids)
+    before, exact = sum(size(tensor) for tensor in tensors(network)), logits(network, ids)
     config = network.config
     try:
         near = logits(int8_network(network), ids)
@@ -66,7 +66,9 @@ def quantized(network: PreTrainedModel) -> tuple[PreTrainedModel, Quantization]:
     same = int((near.argmax(-1) == exact.argmax(-1)).sum())
     share = float((near - exact).norm() / (exact - exact.mean(-1, keepdim=True)).norm())
     distance = f"the logits of {TOKENS} random tokens differ by {share:.1%} of their spread, {same} likeliest tokens are the same"
-    return network, Quantization(stored="int8", before=before, after=sum(size(each) for each in tensors(network)), error=distance)
+    return network, Quantization(
+        stored="int8", before=before, after=sum(size(tensor) for tensor in tensors(network)), error=distance
+    )
 
 
 def logits(network: PreTrainedModel, ids: Tensor) -> Tensor:

@@ -90,8 +90,8 @@ def _within(value: Any, deep: int, seen: set[int]) -> Iterator[torch.Tensor]:
         yield value
     elif deep and len(seen) < MOST and id(value) not in seen:
         seen.add(id(value))
-        for each in _parts(value):
-            yield from _within(each, deep - 1, seen)
+        for part in _parts(value):
+            yield from _within(part, deep - 1, seen)
 
 
 def _parts(value: Any) -> list[Any]:

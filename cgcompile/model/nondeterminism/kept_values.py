@@ -60,7 +60,7 @@ def kept_values(calls: Sequence[tuple[FlatModule, Sequence[torch.Tensor]]]) -> K
     for flat, _ in calls:
         flat.assigned, flat.watch = watched, effects.append  # from here on what a call assigns is taken back at its end
     _call_all(calls)
-    read = (set_first.keys() - set(watched)).union(*[each.early for each in effects])
+    read = (set_first.keys() - set(watched)).union(*[effect.early for effect in effects])
     places = {name: assignment_place(model, name) if name in watched else _place(name) for name in set_first}
     return Kept(first=set_first, again=again, read=frozenset(read), places=places)
 

@@ -165,7 +165,7 @@ def current_buffers(model: torch.nn.Module, shared: Sequence[Shared], told: torc
     for each in shared:
         put_in(each.held.holder, each.held.key, each.owner._buffers[each.leaf])
     holders = [vars(module) for module in model.modules()] + [each.held.holder for each in shared]
-    for holder in {id(each): each for each in holders}.values():
+    for holder in {id(holder): holder for holder in holders}.values():
         for key, value in list(holder.items()) if isinstance(holder, Mapping) else ():
             if isinstance(value, torch.device) and value.type == "cpu" != told.type:
                 put_in(holder, key, told)

@@ -94,9 +94,9 @@ class MergedProgram:
         """A graph region, or a part of one.  `targets`: where its outputs go, dense ones; () for wherever it makes them."""
         start = len(self.events)
         own = _own_buffers(traced) if targets else {}
-        places = [targets[own[i]] if i in own else self._place(region, traced, each) for i, each in enumerate(traced.buffers)]
+        places = [targets[own[i]] if i in own else self._place(region, traced, buffer) for i, buffer in enumerate(traced.buffers)]
         variants = [self.variants.setdefault(variant, len(self.variants)) for variant in traced.variants]
-        events = [each for each in traced.events if not (isinstance(each, Allocate | Release) and each.buffer in own)]
+        events = [event for event in traced.events if not (isinstance(event, Allocate | Release) and event.buffer in own)]
         self.events += [_moved(event, places, variants) for event in events]
         inputs, outputs = [[_tensor(tensor, places) for tensor in tensors] for tensors in (traced.inputs, traced.outputs)]
         for number, target in enumerate(targets):
@@ -210,7 +210,9 @@ def _moved(event: Event, places: Sequence[Pointer], variants: Sequence[int]) -> 
     """An event of a region, over all buffers and variants."""
     match event:
         case Launch():
-            arguments = tuple([_at(each, places) if isinstance(each, Pointer) else each for each in event.arguments])
+            arguments = tuple(
+                [_at(argument, places) if isinstance(argument, Pointer) else argument for argument in event.arguments]
+            )
             return replace(event, variant=variants[event.variant], arguments=arguments)
         case Copy() | Exchange():
             return replace(event, source=_at(event.source, places), target=_at(event.target, places))

@@ -62,7 +62,7 @@ def begin_early(program: LoweredProgram) -> LoweredProgram:
     lowered = program.lowered
     able = [_can_take_part(variant) for variant in lowered.variants]
     # weights and inputs that the program does not write to, whatever its kernels hand on
-    kept = {number for number, each in enumerate(lowered.buffers) if each.kind != TEMPORARY} - set(lowered.written)
+    kept = {number for number, buffer in enumerate(lowered.buffers) if buffer.kind != TEMPORARY} - set(lowered.written)
     read = [_only_read(variant) for variant in lowered.variants]
     begin_next: set[int] = set()
     settled: dict[int, set[str]] = {}  # of what waits: the arguments that its chain has not written to
@@ -200,7 +200,11 @@ def _only_read(variant: KernelVariant) -> set[str]:
         return set()
     loads = [node for node in ast.walk(function) if isinstance(node, ast.Call) and ast.unparse(node.func) == LOAD and node.args]
     addresses = [load.args[0] for load in loads]
-    plain = [each for each in addresses if all(_may_be_early(node.func) for node in ast.walk(each) if isinstance(node, ast.Call))]
+    plain = [
+        address
+        for address in addresses
+        if all(_may_be_early(node.func) for node in ast.walk(address) if isinstance(node, ast.Call))
+    ]
     found = {id(node) for each in plain for node in ast.walk(each) if isinstance(node, ast.Name)}
     others = {node.id for node in ast.walk(function) if isinstance(node, ast.Name) and id(node) not in found}
     return {argument.arg for argument in function.args.args} - others

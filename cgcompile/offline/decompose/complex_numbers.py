@@ -38,7 +38,7 @@ class Pair:
 
 def is_complex(node: Node) -> bool:
     """Whether an operation of a program takes or gives complex numbers."""
-    values = [node.meta.get("val"), [each.meta.get("val") for each in node.all_input_nodes]]
+    values = [node.meta.get("val"), [operand.meta.get("val") for operand in node.all_input_nodes]]
     plain = isinstance(node.target, torch._ops.OpOverload)
     return plain and any(isinstance(leaf, Tensor) and leaf.is_complex() for leaf in tree_leaves(values))
 
@@ -95,7 +95,7 @@ class _OnPairs(Interpreter):
         self.extra_traceback = False  # torch writes the node, and lines of its own, into the text of whatever is raised
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        values = [self.env[each] for each in self._node.all_input_nodes if each in self.env]
+        values = [self.env[node] for node in self._node.all_input_nodes if node in self.env]
         made = self._node.meta.get("val")
         given = [leaf for leaf in tree_leaves(values) if isinstance(leaf, Pair) or (isinstance(leaf, Tensor) and leaf.is_complex())]
         gives = any(isinstance(leaf, Tensor) and leaf.is_complex() for leaf in tree_leaves(made))
@@ -229,7 +229,7 @@ def filled(value: complex) -> Callable[..., Pair]:
 
 def concatenate(operator: Any) -> Callable[..., Pair]:
     def made(values: Sequence[Any], dim: int = 0) -> Pair:
-        pairs = [pair(each) for each in values]
+        pairs = [pair(value) for value in values]
         return Pair(operator([each.real for each in pairs], dim), operator([each.imag for each in pairs], dim))
 
     return made

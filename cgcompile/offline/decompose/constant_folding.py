@@ -54,7 +54,7 @@ def fold(
     last = [node for node in graph.nodes if node.op == "placeholder"][-1:]
     # all of them first: one may be computed from another, which is a placeholder once it is replaced
     wanted = list(_wanted(graph, derived, known))
-    computed = [(node, _computed(node, known), {named[each] for each in _from_weights(node, known)}) for node in wanted]
+    computed = [(node, _computed(node, known), {named[weight] for weight in _from_weights(node, known)}) for node in wanted]
     for node, made, sources in computed:
         if made is None:
             continue
@@ -90,7 +90,7 @@ def _derived(graph: torch.fx.Graph, known: Mapping[Node, torch.Tensor]) -> set[N
     written = _written(graph)
     for node in graph.nodes:
         computes = node.op == "call_function" and isinstance(node.meta.get("val"), torch.Tensor) and _is_pure(node)
-        if computes and node not in written and all(each in known or each in derived for each in node.all_input_nodes):
+        if computes and node not in written and all(operand in known or operand in derived for operand in node.all_input_nodes):
             derived.add(node)
     return derived
 
@@ -140,8 +140,8 @@ def _wanted(graph: torch.fx.Graph, derived: set[Node], known: Mapping[Node, torc
     for node in graph.nodes:
         if node in derived or node in known:
             continue
-        for each in node.all_input_nodes:
-            below = each
+        for operand in node.all_input_nodes:
+            below = operand
             while below in derived and below.target in VIEWS and below.all_input_nodes:
                 below = below.all_input_nodes[0]
             if below in derived and (_from_weights(below, known) or _is_table(below)):
@@ -180,7 +180,7 @@ def _computed(node: Node, known: Mapping[Node, torch.Tensor]) -> torch.Tensor | 
     """The value of a node, laid out as the graph has it; None when it is not worth keeping."""
     seen = node.meta["val"]
     size = seen.numel() * seen.element_size()
-    weights = [known[each] for each in _from_weights(node, known)]
+    weights = [known[weight] for weight in _from_weights(node, known)]
     limit = max(SMALL, GROWTH * sum(value.numel() * value.element_size() for value in weights)) if weights else TABLE
     if size > limit or not _is_dense(seen):
         return None
@@ -191,8 +191,8 @@ def _computed(node: Node, known: Mapping[Node, torch.Tensor]) -> torch.Tensor | 
 
 def _run(node: Node, values: dict[Node, torch.Tensor]) -> torch.Tensor:
     if node not in values:
-        for each in node.all_input_nodes:
-            _run(each, values)
+        for operand in node.all_input_nodes:
+            _run(operand, values)
         given = torch.fx.map_arg((node.args, node.kwargs), lambda each: values[each])
         here = torch.device("cpu")
         args, kwargs = torch.fx.node.map_aggregate(given, lambda each: here if isinstance(each, torch.device) else each)

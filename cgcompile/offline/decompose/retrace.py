@@ -100,12 +100,12 @@ def retrace_straight(
     `names`: kinds and names of the tensors among `arguments`.  `module` gives an output for each of `layouts`, and behind these the
     new values of the tensors at the positions `written`.  `source` is the program that it was cut from.  Raises as `retrace` does.
     """
-    fakes = tuple([each for each in arguments if isinstance(each, torch.Tensor)])
+    fakes = tuple([argument for argument in arguments if isinstance(argument, torch.Tensor)])
     numbers: dict[int, Any] = {}
 
     def run(*given: torch.Tensor) -> tuple[Any, ...]:
         remaining = iter(given)
-        values = [next(remaining) if isinstance(each, torch.Tensor) else each for each in arguments]
+        values = [next(remaining) if isinstance(argument, torch.Tensor) else argument for argument in arguments]
         results = Replacing(module, source).run(*values, enable_io_processing=False)
         made = []
         for number, (result, layout) in enumerate(zip(results, layouts, strict=False)):

@@ -37,7 +37,7 @@ Steps = Generator[Sent, Sequence[bytes], Result]
 
 def exchange(memory: Memory, sent: Transfer, node: KernelNode) -> Steps[None]:
     """The collective that a launch stands for: see `exchange_node`."""
-    source, target, *parts = [each.target for each in node.relocations]
+    source, target, *parts = [relocation.target for relocation in node.relocations]
     step = sent.size if sent.scattered else 0
     came = yield Sent(
         sent, tuple([memory.span(source.memory, source.offset + step * rank, sent.size).tobytes() for rank in range(len(parts))])
@@ -75,8 +75,8 @@ def _summed(combine: str, came: Sequence[bytes]) -> Array:
     """The sum of numbers of a dtype, rounded to nearest at the end; the first are taken as they are, so that -0 stays."""
     with np.errstate(all="ignore"):
         total, *others = [_numbers(combine, part) for part in came]
-        for each in others:
-            total = total + each
+        for other in others:
+            total = total + other
         if combine == "float32":
             return total.view(np.uint8)
         if combine == "float16":

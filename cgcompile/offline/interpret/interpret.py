@@ -84,12 +84,13 @@ def estimate(task: Task) -> float:
     """How much work a key is, to compare keys of one program: elements of blocks times lines of the kernel, over all instances."""
     variants = dict(task.variants)
     total = 0.0
-    for recording, node in [(each, node) for each in task.recordings for node in each.nodes]:  # other ranks have as much
+    nodes = [(recording, node) for recording in task.recordings for node in recording.nodes]  # other ranks have as much
+    for owner, node in nodes:
         match node:
-            case KernelNode() if (fill := memset_of(recording.functions[node.function], node)) is not None:
+            case KernelNode() if (fill := memset_of(owner.functions[node.function], node)) is not None:
                 total += fill.width
             case KernelNode():
-                function = recording.functions[node.function]
+                function = owner.functions[node.function]
                 variant = variants.get((function.image, function.symbol))
                 total += math.prod(node.grid) * (_work(variant, function, node) if variant else 1)
             case MemsetNode():

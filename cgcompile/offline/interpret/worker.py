@@ -38,17 +38,17 @@ def execute(task: Task) -> Outcome:
     """Run all rows of all stages in order, of several ranks side by side.  Once in a process, which Triton is changed in."""
     ranks = (task, *task.others)
     memories = []
-    for each in ranks:
-        for recording in each.recordings:
+    for rank in ranks:
+        for recording in rank.recordings:
             check_order(recording)
-        memories.append(Memory(each.sizes))
-        memories[-1].where = f"int_key {each.key}"
-        _fill(memories[-1], each)
+        memories.append(Memory(rank.sizes))
+        memories[-1].where = f"int_key {rank.key}"
+        _fill(memories[-1], rank)
     builder, control_flow = front_end.install(memories[0])
     libdevice.install(builder, control_flow.semantic)
-    kernels = [_Kernels(memory, each, builder, control_flow) for memory, each in zip(memories, ranks, strict=True)]
+    kernels = [_Kernels(memory, rank, builder, control_flow) for memory, rank in zip(memories, ranks, strict=True)]
     began = time.monotonic()
-    read = together([_stages(memory, own, each) for memory, own, each in zip(memories, kernels, ranks, strict=True)], task.key)
+    read = together([_stages(memory, own, rank) for memory, own, rank in zip(memories, kernels, ranks, strict=True)], task.key)
     seconds = time.monotonic() - began
     first, *others = [Outcome(key=tuple(task.key), read=tuple(each), seconds=seconds) for each in read]
     return replace(first, others=tuple(others))

@@ -57,7 +57,7 @@ def _owners(programs: Sequence[ExportedProgram], layers: Mapping[str, int], stat
         names = weight_placeholders(program)
         for node in program.graph.nodes:
             if (layer := layer_of(node)) in layers:
-                for name in [names[each.name] for each in node.all_input_nodes if each.name in names]:
+                for name in [names[operand.name] for operand in node.all_input_nodes if operand.name in names]:
                     if name in state:
                         owners.setdefault(name, layers[layer])
     return owners
@@ -70,7 +70,7 @@ def _cut(programs: Sequence[ExportedProgram], world: int) -> dict[str, int]:
         names, tensors = weight_placeholders(program), weight_tensors(program)
         for node in program.graph.nodes:
             if node.op == "call_function":
-                weights = [names[each.name] for each in node.all_input_nodes if each.name in names]
+                weights = [names[operand.name] for operand in node.all_input_nodes if operand.name in names]
                 used.append((layer_of(node), {name: tensors[name].nbytes for name in weights}))
     lists: dict[str, dict[str, int]] = {}  # by path of the list: the bytes of its layers, in the order of their calls
     counted: set[str] = set()

@@ -169,7 +169,7 @@ class _Share:
     def _replace_size(self, node: Node) -> None:
         """A size of a value that one device has follows from those of the inputs on all."""
         value = node.meta.get("val")
-        if isinstance(value, torch.SymInt) and any(each in self._ranks for each in node.all_input_nodes):
+        if isinstance(value, torch.SymInt) and any(operand in self._ranks for operand in node.all_input_nodes):
             with self._graph.inserting_before(node):
                 made = self._size(value, node)
             for user in list(node.users):
@@ -194,7 +194,7 @@ class _Share:
             made.meta["val"] = function(*[each.meta["val"] if isinstance(each, Node) else each for each in (one, other)])
             return made
 
-        self._sizes[expr] = reduce(combined, [self._computed(each, node, size) for each in expr.args])
+        self._sizes[expr] = reduce(combined, [self._computed(argument, node, size) for argument in expr.args])
         return self._sizes[expr]
 
 

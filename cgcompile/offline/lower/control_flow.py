@@ -92,8 +92,8 @@ def lower_blocks(
     )
     new = [(block.inputs[argument], block.outputs[position]) for position, argument in changed]
     wanted = [
-        each
-        for each, spec in zip(block.outputs, program.graph_signature.output_specs, strict=True)
+        output
+        for output, spec in zip(block.outputs, program.graph_signature.output_specs, strict=True)
         if spec.kind == OutputKind.USER_OUTPUT
     ]
     fixed: list[Layout] = list(layouts or [None] * len(wanted))
@@ -119,7 +119,7 @@ def _written_early(block: Block, new: Sequence[Pair]) -> dict[int, list[Pair]]:
 
 
 def _inputs(values: Values) -> dict[str, torch.Tensor]:
-    return {each.name: each.fake for each in values.values() if each.kind == INPUT and each.fake is not None}
+    return {value.name: value.fake for value in values.values() if value.kind == INPUT and value.fake is not None}
 
 
 @dataclass(kw_only=True, slots=True)
@@ -190,7 +190,7 @@ class _Growing:
         retraced, numbers = retrace_straight(module, self.source, arguments, names, self.mode, layouts, written)
         results = retraced.graph.graph.output_node().args[0]
         kept = [layout for number, layout in enumerate(layouts) if number not in numbers]
-        fixed = [None if layout is None else each.meta["val"].stride() for layout, each in zip(kept, results, strict=True)]
+        fixed = [None if layout is None else result.meta["val"].stride() for layout, result in zip(kept, results, strict=True)]
         lowered = self.lower(retraced, fixed)
         self.named += 1
         made = [f"v{self.named}.{number}" for number in range(len(outputs)) if number not in numbers]
@@ -276,7 +276,7 @@ class _Growing:
     def _is_last_use(self, block: Block, part: Loop, name: str, values: Values) -> bool:
         """Whether a straight part of this block made the value, in memory that nothing else lies in, and the loop alone takes it,
         once: then nobody sees that the loop writes to it."""
-        made = [node for each in block.parts if isinstance(each, Straight) for node in each.nodes if node.name == name]
+        made = [node for part in block.parts if isinstance(part, Straight) for node in part.nodes if node.name == name]
         if not made or len(made[0].users) != 1 or (*part.carried, *part.operands).count(name) != 1:
             return False
         buffer = self.merged.made[values[name].name].pointer.buffer
@@ -308,7 +308,7 @@ class _Growing:
         return number
 
     def _operands(self, names: Sequence[Operand], values: Mapping[str, _Value]) -> list[_Value]:
-        return [values[each] if isinstance(each, str) else _Value(number=each) for each in names]
+        return [values[name] if isinstance(name, str) else _Value(number=name) for name in names]
 
     def _value(self, name: str) -> _Value:
         view = self.merged.made[name]
@@ -331,4 +331,4 @@ class _Growing:
             place = self.merged.given_tensor(INPUT, str(number), nbytes)
             dtype = str(fake.dtype).removeprefix("torch.")
             views.append(BufferView(pointer=place, dtype=dtype, shape=tuple(fake.shape), strides=fake.stride()))
-        return self.merged.joined(views, [self.merged.made[each.name] for each in outputs])
+        return self.merged.joined(views, [self.merged.made[output.name] for output in outputs])

@@ -200,7 +200,7 @@ def _missing(node: Node, arch: Arch, known: Collection[Node], on_host: Collectio
     except (RuntimeError, TypeError, ValueError) as error:
         return f"it cannot be traced for a GPU: {type(error).__name__}"
     found = next(_without_lowering(traced.graph, folded), "")
-    if found or folded or not any(_may_fall_back(each) for each in traced.graph.nodes):
+    if found or folded or not any(_may_fall_back(node) for node in traced.graph.nodes):
         return found
     names = tuple([(INPUT, str(index)) for index in range(len(tensors))])
     retraced = Retraced(graph=traced, tensors=tuple(tensors), names=names, written=(), mode=mode, program=traced)
@@ -252,7 +252,9 @@ def _without_lowering(graph: Graph, folded: bool) -> Iterator[str]:
             continue
         if folded and isinstance(node.meta.get("val"), torch.Tensor):
             continue
-        values = [leaf for leaf in tree_leaves([node.meta.get("val"), [each.meta.get("val") for each in node.all_input_nodes]])]
+        values = [
+            leaf for leaf in tree_leaves([node.meta.get("val"), [operand.meta.get("val") for operand in node.all_input_nodes]])
+        ]
         unpaired = any(isinstance(leaf, torch.Tensor) and leaf.is_complex() for leaf in values)
         own = node.target is COLLECTIVE  # a launch of a kernel of ours
         if isinstance(node.target, torch._ops.OpOverload) and not own and (unpaired or falls_back(node.target)):
@@ -278,7 +280,7 @@ def chooses(op: Any) -> bool:
 @cache
 def _names_of_fallbacks() -> frozenset[str]:
     """Their names without overloads, in place or not: the lowering of one may be that of another."""
-    return frozenset([str(each).removeprefix("aten.").partition(".")[0].rstrip("_") for each in fallbacks])
+    return frozenset([str(fallback).removeprefix("aten.").partition(".")[0].rstrip("_") for fallback in fallbacks])
 
 
 def falls_back(op: torch._ops.OpOverload) -> bool:

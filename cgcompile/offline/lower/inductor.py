@@ -135,7 +135,7 @@ def _check_known(unknown: Sequence[str], key: IntKey, retraced: Retraced) -> Non
         raise ModelError(
             "operator-without-kernel",
             f"int_key {key}: no Triton kernel for {', '.join([text for text, _ in origins])}",
-            host_hint([each for _, operators in origins for each in operators]),
+            host_hint([operator for _, operators in origins for operator in operators]),
         )
 
 

@@ -60,7 +60,9 @@ def lower_all(
     so many `seconds`."""
     rest = arch, table.read_bytes() if table else b"", settings()
     about = program_contents([job.program for job in jobs.values()])
-    asked = {name: ([tensor_layout(each) for each in job.tensors], job.layouts, job.writes, job.live) for name, job in jobs.items()}
+    asked = {
+        name: ([tensor_layout(tensor) for tensor in job.tensors], job.layouts, job.writes, job.live) for name, job in jobs.items()
+    }
     kept = {
         name: cache_path(cache, "lowered", about[id(job.program)], rest, own_key(name[1]), *asked[name])
         for name, job in jobs.items()

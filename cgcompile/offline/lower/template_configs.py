@@ -75,7 +75,7 @@ class TemplateConfigs(RowBlocks):
         def one(m: Any, n: Any, k: Any, **kwargs: Any) -> list[Any]:
             offered = list(configs(m, n, k, **kwargs))
             settings = [{**each.kwargs, "num_stages": each.num_stages, "num_warps": each.num_warps} for each in offered]
-            described = [_candidate(each) for each in settings]
+            described = [_candidate(setting) for setting in settings]
             picked = self._pick(_convolution(V.graph.current_node, self._arch), described)
             if picked in described:
                 return [offered[described.index(picked)]]

@@ -84,7 +84,7 @@ def measured(problem: Problem, table: Table) -> list[Candidate]:
     near = [problem] if problem in table else nearest(problem, table)[:1]
     largest = [1 << max(4, (size - 1).bit_length()) for size in (problem.m, problem.n, problem.k)]
     rows = [candidate for each in near for candidate, _ in table[each]]
-    return [each for each in rows if all(a <= b for a, b in zip((each.block_m, each.block_n, each.block_k), largest, strict=True))]
+    return [row for row in rows if all(a <= b for a, b in zip((row.block_m, row.block_n, row.block_k), largest, strict=True))]
 
 
 def fits(problem: Problem, candidate: Candidate, arch: Arch) -> bool:

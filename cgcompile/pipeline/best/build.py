@@ -101,7 +101,7 @@ def _traceable(spec: BuildSpec, cut: CutProgram, tell: Tell) -> tuple[Traceable 
         found = traceable(spec, cut)
     except CgbundleError as refusal:
         return refusal, {}
-    self_tests = {each.name: eager_self_test(each.source, each.prepared, each.sizes, rows) for each in spec.entries}
+    self_tests = {entry.name: eager_self_test(entry.source, entry.prepared, entry.sizes, rows) for entry in spec.entries}
     return found, {name: [on_cpu(self_test) for self_test in own] for name, own in self_tests.items()}
 
 

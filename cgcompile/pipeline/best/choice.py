@@ -30,7 +30,7 @@ def choose(times: Mapping[IntKey, Times], conflicts: Collection[frozenset[str]] 
     """
     left_out: set[str] = set()
     while True:
-        chosen = {key: _fastest(each, left_out) for key, each in times.items()}
+        chosen = {key: _fastest(time, left_out) for key, time in times.items()}
         both = [pair for pair in conflicts if pair <= set(chosen.values())]
         if not both:
             return chosen
@@ -39,7 +39,7 @@ def choose(times: Mapping[IntKey, Times], conflicts: Collection[frozenset[str]] 
 
 
 def _fastest(times: Times, without: Collection[str]) -> str:
-    sums = {name: sum(each) for name, each in times.items() if name not in without}
+    sums = {name: sum(time) for name, time in times.items() if name not in without}
     limit = min(sums.values()) * (1 + ALIKE)
     return min([name for name, taken in sums.items() if taken <= limit], key=LOWERINGS.index)
 

@@ -44,8 +44,8 @@ def work(job: TimingJob) -> list[GraphTimes]:
             number = 0
             for entry in programs[0].manifest.entries:
                 for row in entry.programs:
-                    for times, each in zip(found, _times(programs, entry, row, number), strict=True):
-                        times[entry.name, row.key] = each
+                    for times, time in zip(found, _times(programs, entry, row, number), strict=True):
+                        times[entry.name, row.key] = time
                     number += 1
         except CgbundleError as error:
             raise BuildError("worker-died", f"timing: {error}", error.hint) from error

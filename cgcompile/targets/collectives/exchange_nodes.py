@@ -125,7 +125,7 @@ def exchange_node(function: int, each: Transfer, memory: ExchangeMemory, rank: i
 
 def transfer_of(function: Function, node: KernelNode) -> Transfer | None:
     """What a launch of `exchange_node` sends; None for every other kernel."""
-    world = sum(1 for each in node.relocations if each.target.memory == _PEER)
+    world = sum(1 for relocation in node.relocations if relocation.target.memory == _PEER)
     if function.symbol not in _SYMBOLS or function.params != params(world):
         return None
     way, combine = _SYMBOLS[function.symbol]

@@ -53,5 +53,7 @@ def collective_image(name: str, memory: ExchangeMemory) -> bytes:
 def source(memory: ExchangeMemory) -> str:
     """The kernels as PTX."""
     ways: dict[Way, Callable[[ExchangeMemory, str], str]] = {"packets": packets, "buffers": buffers}
-    kernels = [entry(memory.world, symbol(way, each), text(memory, each)) for way, text in ways.items() for each in _COMBINES]
+    kernels = [
+        entry(memory.world, symbol(way, combine), text(memory, combine)) for way, text in ways.items() for combine in _COMBINES
+    ]
     return HEAD + "".join(kernels)

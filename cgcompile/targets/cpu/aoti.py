@@ -208,7 +208,7 @@ def _called(program: ExportedProgram, shared: Collection[int], options: Mapping[
     module = _apart(with_buffers(program.module()), shared)
     spell_conditions(module)
     given = [None for _ in module.graph.find_nodes(op="placeholder")]
-    state = [each for each in written_tensors(module, given) if isinstance(each, torch.Tensor)]
+    state = [tensor for tensor in written_tensors(module, given) if isinstance(tensor, torch.Tensor)]
     before = [copied(each) for each in state]
     try:
         with decided_alike(program), named_assertions(program):

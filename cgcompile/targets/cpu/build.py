@@ -69,7 +69,7 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages, begun: Begun | Non
     level = level_of(spec.target)
     with scratch_folder() as scratch:
         with stages("lower") as tell:
-            changing = any(entry.prepared.state or any(each.name for each in entry.prepared.aliases) for entry in spec.entries)
+            changing = any(entry.prepared.state or any(alias.name for alias in entry.prepared.aliases) for entry in spec.entries)
             tells = each_named(tell, [entry.name for entry in spec.entries])
             entries = [
                 _CompiledEntry(entry=entry, programs=entry.prepared.programs.changed(without_python), compiled={})
@@ -78,11 +78,11 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages, begun: Begun | Non
             standalone = spec.standalone
             compile_all = partial(_compile_all, entries, tells=tells, changing=changing, level=level, begun=begun)
             compile_all(scratch, standalone=standalone)
-            if standalone is None and not all(code.standalone for each in entries for code in each.compiled.values()):
+            if standalone is None and not all(code.standalone for entry in entries for code in entry.compiled.values()):
                 standalone = False  # all of a bundle's code runs on torch's libraries, or none
                 tell("some code calls what only torch's libraries have: the rest is linked to them, too")
                 compile_all(scratch / "again", standalone=standalone)
-            tell.result(_summary([(each.file(key), compiled) for each in entries for key, compiled in each.compiled.items()]))
+            tell.result(_summary([(entry.file(key), compiled) for entry in entries for key, compiled in entry.compiled.items()]))
         with stages("emit") as tell:
             tensors = dict(sorted(spec.entries[0].prepared.weights.items()))
             state, varying = spec.entries[0].prepared.state, spec.entries[0].prepared.varying
@@ -103,7 +103,7 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages, begun: Begun | Non
                 parts, regions, folded = _parts_of_all(entries, self_tests, weights, stage)
             write_self_test(stage / file_names.SELF_TEST, self_tests)
             tell.result(describe_size(stage))
-    features = {feature for each in entries for compiled in each.compiled.values() for feature in compiled.features}
+    features = {feature for entry in entries for compiled in entry.compiled.values() for feature in compiled.features}
     return ManifestParts(
         target=Target(
             kind="cpu", arch=platform.machine(), level=level.name if level else "", features=tuple(sorted(features)),

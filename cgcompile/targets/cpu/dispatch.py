@@ -98,7 +98,9 @@ def _refuse_unboxed(kernel: Any, given: Sequence[Any]) -> None:
         reason = "it is no operator of torch's dispatcher"
     elif kernel.op_overload.namespace == "prims":
         reason = "torch makes it known in Python alone"
-    elif missing := [each for each, value in zip(schema.arguments, given, strict=True) if value is not None and not _takes(each)]:
+    elif missing := [
+        argument for argument, value in zip(schema.arguments, given, strict=True) if value is not None and not _takes(argument)
+    ]:
         reason = f"torch's C interface passes no {missing[0].type} (its argument {missing[0].name!r})"
     else:
         return
@@ -134,7 +136,7 @@ def _call(wrapper: Any, op: torch._ops.OpOverload, given: Sequence[Any], names: 
     if len(schema.returns) == 1 and isinstance(schema.returns[0].real_type, torch.ListType):
         names, outputs = [names], [outputs]
     before: list[str] = []
-    values = [_boxed(wrapper, value, each.real_type, before) for value, each in zip(given, schema.arguments, strict=True)]
+    values = [_boxed(wrapper, value, argument.real_type, before) for value, argument in zip(given, schema.arguments, strict=True)]
     stack = f"stack_{next(wrapper.arg_var_id)}"
     count = max(len(schema.arguments), len(schema.returns), 1)
     taken: list[str] = []

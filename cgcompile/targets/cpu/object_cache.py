@@ -96,7 +96,7 @@ def _dependencies(
     program: ExportedProgram, shared: tuple[int, ...], changing: bool, level: Level | None, standalone: bool | None = False
 ) -> Iterator[object]:
     yield list(_values(program)), shared, changing, standalone, [] if standalone is False else list(standalone_code.dependencies())
-    yield [tensor_layout(each) if isinstance(each, torch.Tensor) else each for each in tree_leaves(program.example_inputs)]
+    yield [tensor_layout(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in tree_leaves(program.example_inputs)]
     yield str(sorted((str(symbol), str(limits)) for symbol, limits in program.range_constraints.items()))
     yield level, processor_name(), sorted(processor_flags()), os.uname().machine, platform.libc_ver(), os.environ.get(ATEN)
     yield described(compiler(), f"-march={level.name if level else 'native'}", "-v", "-E", "-x", "c++", os.devnull)

@@ -54,7 +54,7 @@ def fast(level: Level | None) -> bool:
 def lacking(program: ExportedProgram) -> str:
     """The first product that our functions cannot do, in words; "" where there is none."""
     for node in _products(program):
-        others = [each.dtype for each in _factors(node) if each.dtype not in SUITED]
+        others = [factor.dtype for factor in _factors(node) if factor.dtype not in SUITED]
         if others:
             return f"{_name(node)} of {str(others[0]).removeprefix('torch.')}"
         if _name(node) in CONVOLUTIONS and (_name(node) != CONVOLUTION or _arguments(node).get("groups", 1) != 1):
@@ -75,14 +75,14 @@ def _name(node: Node) -> str:
 
 
 def _factors(node: Node) -> list[torch.Tensor]:
-    given = [each.meta.get("val") for each in tree_leaves((node.args, node.kwargs)) if isinstance(each, Node)]
-    return [each for each in tree_leaves(given) if isinstance(each, torch.Tensor)]
+    given = [leaf.meta.get("val") for leaf in tree_leaves((node.args, node.kwargs)) if isinstance(leaf, Node)]
+    return [leaf for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor)]
 
 
 def _arguments(node: Node) -> Mapping[str, Any]:
     """By name, those that are given."""
     assert isinstance(node.target, torch._ops.OpOverload)
-    names = [each.name for each in node.target._schema.arguments]
+    names = [argument.name for argument in node.target._schema.arguments]
     return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
 
 

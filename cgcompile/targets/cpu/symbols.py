@@ -103,7 +103,7 @@ def _of_example(select: Callable[..., Any]) -> Callable[..., Any]:
     """`select`, asked with the sizes of the example in the place of symbols."""
 
     def selected(*args: Any, **kwargs: Any) -> Any:
-        return select(*[_plain(each) for each in args], **{name: _plain(each) for name, each in kwargs.items()})
+        return select(*[_plain(argument) for argument in args], **{name: _plain(each) for name, each in kwargs.items()})
 
     return selected
 
@@ -145,7 +145,7 @@ def _assertions(program: ExportedProgram) -> dict[str, str]:
     found: dict[str, list[Node]] = {}
     for module in program.graph_module.modules():
         nodes = module.graph.nodes if isinstance(module, GraphModule) else ()
-        for node in [each for each in nodes if each.target is torch.ops.aten._assert_scalar.default]:
+        for node in [node for node in nodes if node.target is torch.ops.aten._assert_scalar.default]:
             condition = node.args[0].meta.get("val") if isinstance(node.args[0], Node) else None
             if isinstance(condition, torch.SymBool) and place(node)[0]:
                 found.setdefault(_form(condition.node.expr), []).append(node)

@@ -104,5 +104,5 @@ def _node(node: Node | _Conditional, numbers: dict[int, int], bodies: Iterator[i
     if isinstance(node, _Conditional):
         return ConditionalNode(type=node.type, bodies=tuple([next(bodies) for _ in node.bodies]))
     if isinstance(node, KernelNode) and node.handles:
-        return replace(node, handles=tuple([replace(each, conditional=numbers[each.conditional]) for each in node.handles]))
+        return replace(node, handles=tuple([replace(handle, conditional=numbers[handle.conditional]) for handle in node.handles]))
     return node

@@ -153,7 +153,7 @@ def compile_host_regions(
     features: set[str] = set()
     unbound: set[str] = set()
     for key, regions in split.regions.items():
-        for region in [each for each in regions if each.planned.kind == "host" and each.planned.operations]:
+        for region in [region for region in regions if region.planned.kind == "host" and region.planned.operations]:
             name = region.planned.name
             given = [split.values[key][each].cpu() for each in region.planned.inputs]
             code = "".join(module.code for module in region.module.modules() if isinstance(module, GraphModule))

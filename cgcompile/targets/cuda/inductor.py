@@ -50,7 +50,7 @@ def compile_graph(module: GraphModule, leaves: Sequence[Any], options: Mapping[s
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
 
     def fake(name: str, tensor: torch.Tensor, varies: Sequence[bool]) -> torch.Tensor:
-        sizes = [DimDynamic.DUCK if each else DimDynamic.STATIC for each in varies]
+        sizes = [DimDynamic.DUCK if vary else DimDynamic.STATIC for vary in varies]
         context = StatelessSymbolicContext(dynamic_sizes=sizes)
         return mode.from_tensor(tensor, source=ConstantSource(name), symbolic_context=context)
 

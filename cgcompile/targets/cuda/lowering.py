@@ -127,7 +127,7 @@ def _recurrent_shapes(
     train: bool, bidirectional: bool, batch_first: bool,
 ) -> list[torch.Tensor]:  # fmt: skip
     width = states[0].shape[-1] * (2 if bidirectional else 1)
-    return [x.new_empty(*x.shape[:-1], width), *[each.new_empty(each.shape) for each in states]]
+    return [x.new_empty(*x.shape[:-1], width), *[state.new_empty(state.shape) for state in states]]
 
 
 _LIBRARY.impl("recurrent", _recurrent, "CompositeExplicitAutograd")

@@ -237,7 +237,7 @@ class _Run:
 
     def _error(self, name: str, number: int, row: dict[str, Any]) -> Error:
         """The bundle has its own promise; a baseline may be as far from eager PyTorch as the bundle may, on its other side."""
-        proof = next(each for each in self.spec.self_test.proofs if each.key == self.keys[number])
+        proof = next(proof for proof in self.spec.self_test.proofs if proof.key == self.keys[number])
         allowed = self.spec.self_test.bounds
         if name == BUNDLE:
             allowed = tuple([0.0 if self.spec.self_test.compare == BITS else bound for bound in allowed])

@@ -92,7 +92,7 @@ class Way:
 
     def timing(self, what: str, key: IntKey) -> Timing | None:
         """The calls of one kind at an int_key, where they were measured."""
-        return next((each for each in self.timings if (each.what, each.key) == (what, key)), None)
+        return next((timing for timing in self.timings if (timing.what, timing.key) == (what, key)), None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

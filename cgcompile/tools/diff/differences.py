@@ -51,7 +51,7 @@ PLAIN = ("", (), None, False, ROW_MAJOR, "weights")
 
 def as_row(record: Any, *leave: str, **instead: Any) -> Row:
     """A dataclass as a Row: without the fields `leave`, `instead` in the place of others or beside them."""
-    return {each.name: getattr(record, each.name) for each in dataclasses.fields(record) if each.name not in leave} | instead
+    return {field.name: getattr(record, field.name) for field in dataclasses.fields(record) if field.name not in leave} | instead
 
 
 def value_text(value: Any) -> str:

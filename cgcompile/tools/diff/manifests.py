@@ -48,14 +48,14 @@ def compare(a: Manifest, b: Manifest) -> Iterator[Difference]:
         per_size = [file_names.per_size(manifest, entry) for manifest, entry in zip(both, pair, strict=True)]
         exported = [{"exported": "per size" if own else "dynamic"} for own in per_size]
         yield from _of_entry(pair, compare_fields("sizes", "", *exported))
-        sizes = [{each.name: as_row(each, "name") for each in found.dimensions} for found in pair]
+        sizes = [{dimension.name: as_row(dimension, "name") for dimension in found.dimensions} for found in pair]
         yield from _of_entry(pair, compare_rows("sizes", *sizes))
     yield from _memory(a, b)
     yield from compare_rows("weights", *[_weights(manifest) for manifest in both])
     yield from _regions(a, b)
     for pair in pairs:
         yield from _steps(both, pair)
-        findings = [unique_names([(each.rule, as_row(each, "rule")) for each in found.findings]) for found in pair]
+        findings = [unique_names([(finding.rule, as_row(finding, "rule")) for finding in found.findings]) for found in pair]
         yield from _of_entry(pair, compare_rows("findings", *findings))
         yield from _of_entry(pair, _proofs(*pair))
     yield from _sets("findings", "allowed", a.allowed, b.allowed)
@@ -66,10 +66,10 @@ def compare(a: Manifest, b: Manifest) -> Iterator[Difference]:
 def _engine(a: Manifest, b: Manifest) -> Iterator[Difference]:
     """The graphs of an engine by their keys, and its tensors by name."""
     engines = [each.engine for each in (a, b)]
-    yield from _sets("signature", "graphs", *[[graph.key for graph in each.graphs] if each else [] for each in engines])
-    rows = [{row.name: as_row(row, "name") for row in each.tensors} if each else {} for each in engines]
+    yield from _sets("signature", "graphs", *[[graph.key for graph in engine.graphs] if engine else [] for engine in engines])
+    rows = [{row.name: as_row(row, "name") for row in engine.tensors} if engine else {} for engine in engines]
     yield from compare_rows("signature", *rows, ordered=False)
-    yield from compare_fields("signature", "", *[{"verified": each.verified} if each else {} for each in engines])
+    yield from compare_fields("signature", "", *[{"verified": engine.verified} if engine else {} for engine in engines])
 
 
 def variants(a: Sequence[str], b: Sequence[str]) -> Iterator[Difference]:
@@ -79,7 +79,7 @@ def variants(a: Sequence[str], b: Sequence[str]) -> Iterator[Difference]:
 
 def key_text(entry: EntrySpec, key: Sequence[int]) -> str:
     """An int_key for people: `batch=8, seq=128`."""
-    own = ", ".join([f"{each.name}={size}" for each, size in zip(entry.dimensions, key, strict=True)]) or "no dimensions"
+    own = ", ".join([f"{dimension.name}={size}" for dimension, size in zip(entry.dimensions, key, strict=True)]) or "no dimensions"
     return own if entry.name == FORWARD else f"{entry.name}: {own}"
 
 
@@ -124,7 +124,7 @@ def _signature(both: tuple[Manifest, Manifest], pair: Pair) -> Iterator[Differen
         yield from compare_rows("signature", *[_specs(manifest, entry, side) for manifest, entry in sides])
     trees = [{"call": entry.call, "result": entry.result} for entry in pair]
     for name, what in (("call", "nesting of the inputs"), ("result", "nesting of the outputs")):
-        texts = [json.dumps(each[name], separators=(",", ":")) for each in trees]
+        texts = [json.dumps(tree[name], separators=(",", ":")) for tree in trees]
         yield from compare_fields("signature", "", {what: texts[0]}, {what: texts[1]})
     yield from compare_fields("signature", "", *[{"parameters": _parameters(entry)} for entry in pair])
     mutated = [tuple([_weight_name(manifest, index) for index in entry.mutated_buffers]) for manifest, entry in sides]
@@ -133,7 +133,8 @@ def _signature(both: tuple[Manifest, Manifest], pair: Pair) -> Iterator[Differen
 
 def _state_rows(manifest: Manifest) -> dict[str, object]:
     return {
-        f"rows of state {each.name}": (manifest.weights[each.weights[0]].shape[0], each.most) for each in manifest.state_dimensions
+        f"rows of state {dimension.name}": (manifest.weights[dimension.weights[0]].shape[0], dimension.most)
+        for dimension in manifest.state_dimensions
     }
 
 
@@ -168,8 +169,10 @@ def _counted(entry: EntrySpec, output: int) -> str:
 
 def _parameters(entry: EntrySpec) -> list[str]:
     """What there is to say of the parameters of the call beside their names and nesting: `by name, default 1.0`."""
-    defaults = ["" if each.default is None else f", default {recorded_constant(each.default)!r}" for each in entry.parameters]
-    return [f"{'by name' if each.keyword else 'any'}{own}" for each, own in zip(entry.parameters, defaults, strict=True)]
+    defaults = [
+        "" if parameter.default is None else f", default {recorded_constant(parameter.default)!r}" for parameter in entry.parameters
+    ]
+    return [f"{'by name' if parameter.keyword else 'any'}{own}" for parameter, own in zip(entry.parameters, defaults, strict=True)]
 
 
 def _shared(manifest: Manifest, entry: EntrySpec, alias: Alias | None) -> str:
@@ -191,9 +194,9 @@ def _memory(a: Manifest, b: Manifest) -> Iterator[Difference]:
     yield from compare_rows(
         "memory", *[{f"donated by {row.entry}": as_row(row, "entry") for row in each.donated} for each in (a, b)]
     )
-    for key, mine, theirs in [each for pair in common_entries(a, b) for each in common_programs(*pair)]:
+    for key, mine, theirs in [program for pair in common_entries(a, b) for program in common_programs(*pair)]:
         yield from _bytes(key, *[{"arena": each.arena, "inputs": each.static} for each in (mine, theirs)])
-    before, after = [{each.name: each.offset for each in found.weights} for found in (a, b)]
+    before, after = [{weight.name: weight.offset for weight in found.weights} for found in (a, b)]
     moved = [name for name, offset in before.items() if after.get(name, offset) != offset]
     if moved:
         note = f"{len(moved)} of {len(before)} lie elsewhere, first {moved[0]}: {before[moved[0]]} -> {after[moved[0]]}"
@@ -201,19 +204,19 @@ def _memory(a: Manifest, b: Manifest) -> Iterator[Difference]:
 
 
 def _bytes(name: str, a: Mapping[str, int], b: Mapping[str, int]) -> Iterator[Difference]:
-    for each in compare_fields("memory", name, a, b):
-        known = each.facts
-        yield replace(each, b=f"{each.b} bytes ({known['b'] - known['a']:+})" if known else each.b)
+    for field in compare_fields("memory", name, a, b):
+        known = field.facts
+        yield replace(field, b=f"{field.b} bytes ({known['b'] - known['a']:+})" if known else field.b)
 
 
 def _weights(manifest: Manifest) -> dict[str, Row]:
     """By name; also which cannot be updated, and what these hold."""
-    names = [each.name for each in manifest.weights]
+    names = [weight.name for weight in manifest.weights]
     frozen = {
         names[row.weight]: {"frozen": row.reason, "holds": row.sha256, **({"read at": row.where} if row.where else {})}
         for row in manifest.frozen
     }
-    return {each.name: {**_weight(each), **frozen.get(each.name, {})} for each in manifest.weights}
+    return {weight.name: {**_weight(weight), **frozen.get(weight.name, {})} for weight in manifest.weights}
 
 
 def _weight(weight: Weight) -> Row:
@@ -224,10 +227,11 @@ def _weight(weight: Weight) -> Row:
 def _regions(a: Manifest, b: Manifest) -> Iterator[Difference]:
     both = (a, b)
     yield from compare_rows(
-        "regions", *[unique_names([(each.name, as_row(each, "name", "constants")) for each in found.regions]) for found in both]
+        "regions",
+        *[unique_names([(region.name, as_row(region, "name", "constants")) for region in found.regions]) for found in both],
     )
     named_a, named_b = [
-        {each.name: {constant: _weight_name(found, index) for constant, index in each.constants} for each in found.regions}
+        {region.name: {constant: _weight_name(found, index) for constant, index in region.constants} for region in found.regions}
         for found in both
     ]
     for name in named_a:
@@ -259,7 +263,7 @@ def _steps(both: tuple[Manifest, Manifest], pair: Pair) -> Iterator[Difference]:
 
 def _chosen(program: Program) -> str:
     """The lowering that was chosen among several, "" where there was one.  What they took differs from build to build."""
-    return next((each.name for each in program.lowerings if each.chosen), "")
+    return next((lowering.name for lowering in program.lowerings if lowering.chosen), "")
 
 
 def _values(entry: EntrySpec, program: Program) -> list[tuple[str, str]]:
@@ -279,9 +283,9 @@ def _value(value: Value) -> str:
 
 def _proofs(a: EntrySpec, b: EntrySpec) -> Iterator[Difference]:
     yield from compare_fields("self-test", "", as_row(a.self_test, "proofs"), as_row(b.self_test, "proofs"))
-    proofs = [{each.key: each for each in found.self_test.proofs} for found in (a, b)]
+    proofs = [{proof.key: proof for proof in found.self_test.proofs} for found in (a, b)]
     for key, mine, _ in common_programs(a, b):
-        pair = [each[mine.key] for each in proofs]
+        pair = [proof[mine.key] for proof in proofs]
         for found in compare_fields("self-test", f"proof {key}", *[as_row(each, "key") for each in pair]):
             beyond = _beyond(*pair) if found.field == "error" else ""
             yield replace(found, note=beyond, measured=found.field in MEASURED and not beyond)

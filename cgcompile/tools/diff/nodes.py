@@ -60,7 +60,7 @@ def changes(a: Recording, b: Recording, number: int) -> list[tuple[str, str]]:
         return [] if same else [*_launch(mine, one, theirs, other), *_parameters(mine, one, theirs, other)]
     if type(one) is not type(other):
         return [("kind", f"{title(a, number)} -> {title(b, number)}")]
-    pairs = [(each.name, getattr(one, each.name), getattr(other, each.name)) for each in fields(one)]
+    pairs = [(field.name, getattr(one, field.name), getattr(other, field.name)) for field in fields(one)]
     return [(name, f"{_text(before)} -> {_text(after)}") for name, before, after in pairs if before != after]
 
 
@@ -94,9 +94,9 @@ def _parameters(mine: Function, one: KernelNode, theirs: Function, other: Kernel
         yield "layout of the parameters", " -> ".join(counts)
         return
     unread = _unread(one) | _unread(other) if mine.image == theirs.image else _unread(one) & _unread(other)
-    places = [{each.at: place(each.target) for each in node.relocations} for node in (one, other)]
+    places = [{relocation.at: place(relocation.target) for relocation in node.relocations} for node in (one, other)]
     for found, node in zip(places, (one, other), strict=True):
-        found.update({each.at: f"condition {each.conditional}" for each in node.handles})
+        found.update({handle.at: f"condition {handle.conditional}" for handle in node.handles})
     moved = {at for at in {**places[0], **places[1]} if places[0].get(at) != places[1].get(at)}
     moved |= {at for at in range(len(one.block)) if one.block[at] != other.block[at] and at not in unread}
     for number, (offset, size) in enumerate(mine.params):

@@ -116,7 +116,7 @@ def _state(state: ModuleState) -> Row:
     return {
         "bytes": len(state.contents),
         "contents": contents,
-        "addresses": tuple([f"{each.at}: {place(each.target)}" for each in state.relocations]),
+        "addresses": tuple([f"{relocation.at}: {place(relocation.target)}" for relocation in state.relocations]),
     }
 
 

@@ -57,7 +57,7 @@ def read_layout(manifest: Manifest, prompt: int) -> Layout:
         if tuple(given[: len(INPUTS)]) != INPUTS or any(not name.startswith("sampling") for name in given[len(INPUTS) :]):
             raise BuildError("bench-failed", f"{entry.name} takes {', '.join(given)}, expected {', '.join(INPUTS)} and sampling")
     cache, (slots, vocabulary) = weights["keys_0"], weights["seen"].shape
-    most = {each.name: each.most or 0 for each in manifest.state_dimensions}
+    most = {dimension.name: dimension.most or 0 for dimension in manifest.state_dimensions}
     several = "state_0" not in weights
 
     def tokens(key: Sequence[int]) -> int:

@@ -154,6 +154,6 @@ def _way(name: str, answers: Sequence[dict[str, Any]], why: str) -> Generator:
         for batch, rate in answer["rates"].items():
             rates[int(batch)] = max(rate, rates.get(int(batch), 0.0))
     return Generator(
-        name=name, firsts=tuple([each["first"] for each in laps]), seconds=tuple([each["first"] + each["second"] for each in laps]),
+        name=name, firsts=tuple([lap["first"] for lap in laps]), seconds=tuple([lap["first"] + lap["second"] for lap in laps]),
         rates=tuple(rates.items()), made=tuple(answers[0]["made"]) if answers else (), why=why,
     )  # fmt: skip

@@ -39,7 +39,7 @@ def with_bounded_outputs(exported: Exported) -> Exported:
                 return exported
             bounds[id(program)] = bounded
         programs = exported.programs.changed(lambda program: bounds[id(program)].program)
-        rows = _rows(exported, programs, [each.axes for each in bounds.values()])
+        rows = _rows(exported, programs, [bound.axes for bound in bounds.values()])
     except (Unsupported, ModelError) as error:
         return replace(exported, unbounded=first_line(error))
     if not all(_agrees(exported, programs, rows, key) for key in programs.by_key):

@@ -84,7 +84,7 @@ def _check_writes(nodes: Sequence[Node], region: Sequence[Node]) -> None:
         if not reached.isdisjoint(node.all_input_nodes):
             reached.add(node)
         if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
-            written = [each for each in node.all_input_nodes if each is node.args[0]]
+            written = [operand for operand in node.all_input_nodes if operand is node.args[0]]
             if node in between or not reached.isdisjoint(written) or not written:
                 raise Unsupported("a write in place")
 
@@ -109,7 +109,7 @@ def _inserted(
         with set_current_meta(outputs[-1]):
             counts: list[Tensor] = []
             for expr in sizes:
-                number = next((at for at, each in enumerate(counts) if each is known.of(expr)), len(counts))
+                number = next((at for at, count in enumerate(counts) if count is known.of(expr)), len(counts))
                 counts += [known.of(expr)] if number == len(counts) else []
                 numbers[expr] = number
             return [run.masked(node).clone() for node in outputs], [count.clone() for count in counts]

@@ -75,7 +75,11 @@ class _Writer:
         if length == mixed.rows:  # a vector of heads would look like one of places
             raise UnknownOperation
         weights = self.vector(mixed.row)
-        if self.scores is None or not self.reduces or any(_depends(each, self.scores.total) for each in self.arguments.values()):
+        if (
+            self.scores is None
+            or not self.reduces
+            or any(_depends(argument, self.scores.total) for argument in self.arguments.values())
+        ):
             raise UnknownOperation  # two products alone are no attention, and have more to read than one program can
         self.lines.append(f"weights = tl.where(p < {length}, {weights}, 0.0)")
         self.matrix("v", mixed, (-2, -1), mixed.columns)
@@ -152,7 +156,7 @@ class _Writer:
         other = any(key != "alpha" or value != 1 for key, value in node.kwargs.items())
         if not text or other or text.count("{}") != len(node.args) or dtype not in DTYPES:
             return self.loaded(node)
-        made = text.format(*[self.vector(each) for each in node.args])
+        made = text.format(*[self.vector(argument) for argument in node.args])
         return rounded(made, dtype) if name in ROUNDED else made
 
     def converted(self, node: Node) -> str:

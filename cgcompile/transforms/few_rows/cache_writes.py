@@ -29,7 +29,7 @@ def write_into(place: Place) -> Write | None:
     if put.target is not aten.index_put.default or len(put.args) > 3 or put.kwargs:
         return None
     cache, indices, values = put.args
-    given = [each for each in indices if each is not None]
+    given = [index for index in indices if index is not None]
     read_twice = [each for each in (put, *place.chain) if sum(user.target is not aten.copy_.default for user in each.users) > 1]
     if cache.op != "placeholder" or len(given) != 1 or shape_of(given[0]) != (1,) or read_twice:
         return None

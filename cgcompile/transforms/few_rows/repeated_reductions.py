@@ -49,11 +49,11 @@ def repeat_reductions(graph: Graph) -> None:
     places = {node: place for place, node in enumerate(graph.nodes)}
     for products in groups.values():
         cone = sorted(_cone(products), key=places.__getitem__)
-        if any(node.target in REDUCTIONS for node in cone) and all(each.columns <= MOST for each in products):
+        if any(node.target in REDUCTIONS for node in cone) and all(product.columns <= MOST for product in products):
             made: dict[tuple[int, ...], dict[Any, Any]] = {}
             for product in products:
                 shared = made.setdefault((*product.lead, product.columns), {})
-                with graph.inserting_before(min((each.total for each in products), key=places.__getitem__)):
+                with graph.inserting_before(min((product.total for product in products), key=places.__getitem__)):
                     row = _repeated(graph, product, cone, shared)
                 with graph.inserting_before(product.total):
                     _replace(graph, product, row)
@@ -80,7 +80,7 @@ def _cone(products: Sequence[Product]) -> set[Node]:
         node = waiting.pop()
         if node not in found and node not in factors and found.issuperset(node.users) and _allowed(node, products[0]):
             found.add(node)
-            waiting += [each for known in found for each in known.all_input_nodes]
+            waiting += [node for known in found for node in known.all_input_nodes]
     return found - {product.total.args[0] for product in products}
 
 
@@ -97,7 +97,7 @@ def _allowed(node: Node, product: Product) -> bool:
         return _is_rows(node.args[0], product) and _is_rows(node, product)
     if torch.Tag.pointwise not in getattr(node.target, "tags", ()) and node.target is not prims.convert_element_type.default:
         return False
-    return _kind(node, product) in ("row", "statistic") and all(_kind(each, product) for each in node.all_input_nodes)
+    return _kind(node, product) in ("row", "statistic") and all(_kind(operand, product) for operand in node.all_input_nodes)
 
 
 def _kind(node: Node, product: Product) -> str:
@@ -157,7 +157,7 @@ def _repeated(graph: Graph, product: Product, cone: Collection[Node], made: dict
             named = {name: value for name, value in node.kwargs.items() if name != "keepdim"}
             made[node] = call(graph, node.target, operand(first), [-1], True, **named)
         else:
-            made[node] = call(graph, node.target, *[operand(each) for each in node.args], **node.kwargs)
+            made[node] = call(graph, node.target, *[operand(argument) for argument in node.args], **node.kwargs)
     return operand(product.row)
 
 

@@ -50,11 +50,11 @@ def weights_ahead(node: Node) -> tuple[Ahead, ...]:
             (weights if product.rows == 1 else caches).append(memory)
     found = []
     left = BYTES if torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0) else 0
-    for each in dict.fromkeys([*caches, *weights]):
-        value = each.meta["val"]
+    for fromkey in dict.fromkeys([*caches, *weights]):
+        value = fromkey.meta["val"]
         chunks = min(left, value.numel() * value.element_size()) // CHUNK
         if chunks > 0:
-            found.append(Ahead(weight=each, chunks=chunks, step=CHUNK // value.element_size()))
+            found.append(Ahead(weight=fromkey, chunks=chunks, step=CHUNK // value.element_size()))
             left -= chunks * CHUNK
     return tuple(found)
 
@@ -63,10 +63,10 @@ def lines_of(names: Sequence[str], weights: Sequence[Ahead], dtype: str) -> list
     """Python for the programs numbered from 0 by `part`.  The compiler keeps what has a result that is stored; none ever is."""
     lines = []
     text = ASK.format(bytes=CHUNK)
-    for name, each in zip(names, weights, strict=True):
+    for name, weight in zip(names, weights, strict=True):
         lines += [
-            f"for chunk in range(part, {each.chunks}, {PROGRAMS}):",
-            f"    place = {name} + chunk * {each.step}",
+            f"for chunk in range(part, {weight.chunks}, {PROGRAMS}):",
+            f"    place = {name} + chunk * {weight.step}",
             f'    none = tl.inline_asm_elementwise("{text}", "=r,l", [place], tl.int32, is_pure=True, pack=1)',
             f"    tl.store(out_ptr + none, none.to({dtype}), none != 0)",
         ]

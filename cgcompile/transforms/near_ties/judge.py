@@ -150,7 +150,7 @@ def _same(one: Wanted, other: Wanted) -> bool:
 
 
 def _within(differences: Sequence[Difference], bounds: Sequence[ErrorBound]) -> bool:
-    return all(each.error <= bound.bound for each, bound in zip(differences, bounds, strict=True))
+    return all(difference.error <= bound.bound for difference, bound in zip(differences, bounds, strict=True))
 
 
 def _searched(run: Run, got: Seen, bounds: Sequence[ErrorBound], wanted: Wanted, floor: float) -> _Trial | None:
@@ -220,7 +220,7 @@ def indices_text(bounds: Sequence[ErrorBound], indices: Sequence[Sequence[tuple[
     tensors with such indices; "" without any.  `indices`: as verdicts have them."""
     found = []
     for place, bound in enumerate(bounds):
-        total, other = [sum(each[place][at] for each in indices if each) for at in (0, 1)]
+        total, other = [sum(index[place][at] for index in indices if index) for at in (0, 1)]
         if other:
             found.append(
                 f"{bound.title}: {other} of {total} indices differ from eager PyTorch's where the values are equal within tolerance"

@@ -49,7 +49,7 @@ class Origins:
 
     def error_of(self, args: Sequence[Any]) -> float:
         """The largest bound of an operator's operands."""
-        return max([self.error(each) for each in args if isinstance(each, Tensor)], default=0.0)
+        return max([self.error(argument) for argument in args if isinstance(argument, Tensor)], default=0.0)
 
     def of(self, tensor: Tensor) -> Tensor | None:
         """Origins of a tensor's elements, int64 (3, *shape), a view; None without any."""
@@ -72,11 +72,11 @@ class Origins:
 
     def follow(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
         """Notes what an operator gave or wrote."""
-        tensors = [each for each in _leaves((args, kwargs)) if _dense(each)]
-        error = max((self.error(each) for each in tensors), default=0.0)
+        tensors = [leaf for leaf in _leaves((args, kwargs)) if _dense(leaf)]
+        error = max((self.error(tensor) for tensor in tensors), default=0.0)
         written = _written(func, args, kwargs)
-        shared = {each.untyped_storage()._cdata for each in tensors} if written is None else set()
-        made = [each for each in _leaves(result) if _dense(each) and each.untyped_storage()._cdata not in shared]
+        shared = {tensor.untyped_storage()._cdata for tensor in tensors} if written is None else set()
+        made = [leaf for leaf in _leaves(result) if _dense(leaf) and leaf.untyped_storage()._cdata not in shared]
         if written is None and not made:
             return  # views: all that is known is known of the storage
         for each in [written] if written is not None else made:
@@ -84,7 +84,7 @@ class Origins:
             if error or own:
                 known = self._made(each)
                 known.error = max(known.error, error, own)
-        if not any(self.of(each) is not None for each in tensors):
+        if not any(self.of(tensor) is not None for tensor in tensors):
             return
         target = written if written is not None else result
         if isinstance(target, Tensor) and _dense(target):
@@ -160,8 +160,8 @@ def _put_there(rows: Tensor, condition: Tensor) -> Tensor:
 
 def _together(*origins: Tensor) -> tuple[Tensor, ...]:
     """Origins of operands, broadcast to each other as these are."""
-    rank = max(each.dim() for each in origins) - 1
-    return tuple(torch.broadcast_tensors(*[_ranked(each, rank) for each in origins]))
+    rank = max(origin.dim() for origin in origins) - 1
+    return tuple(torch.broadcast_tensors(*[_ranked(origin, rank) for origin in origins]))
 
 
 def _ranked(origins: Tensor, rank: int) -> Tensor:
@@ -171,7 +171,7 @@ def _ranked(origins: Tensor, rank: int) -> Tensor:
 
 def _elementwise(of: Of, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
     """Any operator of one or two operands: what it gives is no index, but stands where a comparison put the operand."""
-    known = [of(each) for each in args[:2] if isinstance(each, Tensor)]
+    known = [of(argument) for argument in args[:2] if isinstance(argument, Tensor)]
     rows = known[0] if len(known) == 1 else _only_one(*known)
     return torch.stack([torch.full_like(rows[0], -1), rows[1], rows[2]])
 

@@ -219,7 +219,7 @@ def selection_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result:
     if func in _BY_ROW:
         place, at, distinct, default = _BY_ROW[func]
         values = args[0]
-        given = dict(zip([each.name for each in func._schema.arguments], args, strict=False)) | kwargs
+        given = dict(zip([argument.name for argument in func._schema.arguments], args, strict=False)) | kwargs
         axis = given.get("dim", default)
         indices = result if place is None else result[place]
         if not values.is_floating_point() or not values.numel() or not indices.numel():
@@ -257,7 +257,7 @@ def counted_below(compared: tuple[Any, Tensor, Tensor], axis: int, result: Tenso
         one, other = other, one
     if not (one.is_floating_point() and other.is_floating_point()):
         return None
-    edges, numbers = [each.movedim(axis, -1) for each in torch.broadcast_tensors(one, other)]
+    edges, numbers = [tensor.movedim(axis, -1) for tensor in torch.broadcast_tensors(one, other)]
     if not edges.numel() or bool((edges[..., 1:] < edges[..., :-1]).any()) or bool((numbers != numbers[..., :1]).any()):
         return None
     edges, numbers = edges.reshape(-1, edges.shape[-1]).double(), numbers[..., 0].reshape(-1, 1).double()

@@ -81,7 +81,7 @@ def _variations(
 def _indexes(call: PaddedCall) -> bool:
     """Whether integers among the arguments may be positions: by the operator's name, or beside numbers or a body of its own."""
     dtypes = [value.short.dtype for value in call.values if isinstance(value.short, torch.Tensor)]
-    integers = [not (each.is_floating_point or each.is_complex or each is torch.bool) for each in dtypes]
+    integers = [not (dtype.is_floating_point or dtype.is_complex or dtype is torch.bool) for dtype in dtypes]
     bodies = any(isinstance(leaf, Body) for leaf in tree_leaves(call.short))
     return any(word in call.name for word in INDEXING) or (any(integers) and (bodies or not all(integers)))
 

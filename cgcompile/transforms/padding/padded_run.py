@@ -83,7 +83,7 @@ class PaddedRun:
     def _higher_order(self, call: PaddedCall) -> Any:
         args = call.short[0]
         if call.name in BLOCKS:
-            at = next(at for at, each in enumerate(args) if isinstance(each, Body))
+            at = next(at for at, argument in enumerate(args) if isinstance(argument, Body))
             return tuple(self.graphs(args[at].short, args[at].long, tree_leaves(args[at + 1 :])))
         if call.name == "cond":
             return self._cond(call, *args)

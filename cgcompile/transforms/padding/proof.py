@@ -141,10 +141,10 @@ def _first(compared: Sequence[TwoSizes], fixed: bool, last: bool = False) -> str
 def _partial(prepared: Prepared, memory: str) -> str:
     """The name of an output that is a view of an input or output, but not the whole of it, or ""."""
     specs = {"inputs": prepared.signature.inputs, "outputs": prepared.signature.outputs}[memory]
-    for each in prepared.aliases:
-        own = prepared.signature.outputs[each.output]
-        moved = any(view.offset or view.strides != view.base for view in each.views.values())
-        if each.memory == memory and (moved or own.shape != specs[each.index].shape):
+    for alias in prepared.aliases:
+        own = prepared.signature.outputs[alias.output]
+        moved = any(view.offset or view.strides != view.base for view in alias.views.values())
+        if alias.memory == memory and (moved or own.shape != specs[alias.index].shape):
             return own.name
     return ""
 

@@ -81,7 +81,9 @@ def kept_rows(node: Node, given: tuple[Sequence[Any], Mapping[str, Any]]) -> tup
     known.  `given`: its arguments, tensors as padded values."""
     known = ROWS.get(_name(node))
     named = (
-        {**dict(zip([each.name for each in node.target._schema.arguments], given[0], strict=False)), **given[1]} if known else {}
+        {**dict(zip([argument.name for argument in node.target._schema.arguments], given[0], strict=False)), **given[1]}
+        if known
+        else {}
     )
     names, axes = known(named) if known else ((), ())
     values = [named[name] for name in names]

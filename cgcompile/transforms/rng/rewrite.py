@@ -122,7 +122,7 @@ def _rewrite(module: GraphModule, shared: Node, numbers: Iterator[int]) -> dict[
         elif _draws_inside(node, module):
             first = insert(node, [shared], lambda s: torch.zeros((), dtype=torch.int64, device=s.device))
             for body in given_to_bodies(node, module, shared, first):
-                begin = next(each for each in body.module.graph.nodes if each.op != "placeholder")
+                begin = next(node for node in body.module.graph.nodes if node.op != "placeholder")
                 own = body.shared if body.turn is None else insert(begin, [body.shared, body.turn], of_turn)
                 _rewrite(body.module, own, numbers)
                 spell_counts(body.module.graph)
@@ -190,29 +190,32 @@ def _expand(graph: Graph) -> None:
         traced = make_fx(partial(block, number=0))(many, shared.meta["val"])
     first, second = traced.graph.find_nodes(op="placeholder")
     (output,) = traced.graph.find_nodes(op="output")
-    operations = [each for each in traced.graph.nodes if each.op == "call_function"]
+    operations = [node for node in traced.graph.nodes if node.op == "call_function"]
     once = {}
     with graph.inserting_before(blocks[0]):
-        for each in operations:
-            if each.args[0] is second:
-                once[each] = graph.node_copy(each, {second: shared}.__getitem__)
-                once[each].meta = {"val": each.meta["val"]}
+        for operation in operations:
+            if operation.args[0] is second:
+                once[operation] = graph.node_copy(operation, {second: shared}.__getitem__)
+                once[operation].meta = {"val": operation.meta["val"]}
     for node in blocks:
         known = {first: node.args[0], **once}
         with graph.inserting_before(node):
-            for each in operations:
-                if each not in once:
-                    known[each] = graph.node_copy(each, known.__getitem__)
-                    known[each].meta = {**node.meta, "val": (each if each.meta["val"].dim() == 0 else node.args[0]).meta["val"]}
-                    if each.target is aten.full.default:
-                        known[each].update_arg(1, node.args[2])
+            for operation in operations:
+                if operation not in once:
+                    known[operation] = graph.node_copy(operation, known.__getitem__)
+                    known[operation].meta = {
+                        **node.meta,
+                        "val": (operation if operation.meta["val"].dim() == 0 else node.args[0]).meta["val"],
+                    }
+                    if operation.target is aten.full.default:
+                        known[operation].update_arg(1, node.args[2])
         for user in list(node.users):
             user.replace_all_uses_with(known[output.args[0][user.args[1]]])
             graph.erase_node(user)
         graph.erase_node(node)
-        for each in reversed(operations):
-            if not known[each].users and each not in once:
-                graph.erase_node(known[each])
+        for operation in reversed(operations):
+            if not known[operation].users and operation not in once:
+                graph.erase_node(known[operation])
 
 
 def _off(node: Node) -> bool:

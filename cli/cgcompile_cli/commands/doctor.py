@@ -31,7 +31,7 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print it as JSO
     found = environment()
     if as_json:
         cache = {"path": str(cache_place())}
-        write_json(_without_targets(found) | {"cache": cache, "targets": [_plain(each) for each in found.targets]})
+        write_json(_without_targets(found) | {"cache": cache, "targets": [_plain(target) for target in found.targets]})
         return
     show(record([
         *[(part.name, _part(part)) for part in found.parts],

@@ -123,7 +123,7 @@ def _field(label: str, said: str) -> list[str]:
 def _list(known: Sequence[Explanation]) -> None:
     findings = [each for each in known if each.kind == "finding"]
     blocks = [[f"{count(len(findings), 'finding')} of `cgcompile check`"]]
-    blocks[0] += _columns([(each.name, "/".join(each.severities), each.headline) for each in findings])
+    blocks[0] += _columns([(finding.name, "/".join(finding.severities), finding.headline) for finding in findings])
     padding = [each for each in known if each.kind == "padding"]
     blocks.append(["what `build` and `inspect` say", *_columns([(each.name, "", each.headline) for each in padding])])
     errors = [each for each in known if each.kind == "error"]

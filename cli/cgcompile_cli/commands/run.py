@@ -113,13 +113,13 @@ def run(
             "inputs": [_row(row.name, value) for row, value in zip(spec.inputs, given, strict=True)],
             "outputs": list(map(_plain, rows[: len(made)])),
             "written": list(map(_plain, rows[len(made) :])),
-            "constants": [each._asdict() for each in constants(spec)],
+            "constants": [constant._asdict() for constant in constants(spec)],
             "seconds": seconds,
         })  # fmt: skip
         return
     more = [", ..." if math.prod(row["shape"]) > len(row["values"]) else "" for row in rows]
     shown = [
-        (row["name"], row["dtype"], row["shape"], listed([_spelled(each) for each in row["values"]]) + dots)
+        (row["name"], row["dtype"], row["shape"], listed([_spelled(value) for value in row["values"]]) + dots)
         for row, dots in zip(rows, more, strict=True)
     ]
     text = sys.stderr if outputs == STDOUT else sys.stdout
@@ -198,7 +198,7 @@ def _spelled(number: complex | float | int | bool) -> str:
 
 def _plain(row: dict[str, Any]) -> dict[str, Any]:
     """A row as JSON: a complex number is a list of its two parts, and text stands for what is no number there."""
-    parts = [(each.real, each.imag) if isinstance(each, complex) else (each,) for each in row["values"]]
+    parts = [(value.real, value.imag) if isinstance(value, complex) else (value,) for value in row["values"]]
     known = [[part if math.isfinite(part) else str(part) for part in each] for each in parts]
     return row | {"values": [each if len(each) > 1 else each[0] for each in known]}
 

@@ -90,7 +90,10 @@ class _Asked:
             "rows": self.chosen.served,
             "smallest": min(self.counts),
             "largest": max(self.counts),
-            "proposals": [{"sizes": each.sizes, "padded": each.padded, "wasted_percent": each.wasted} for each in self.proposals],
+            "proposals": [
+                {"sizes": proposal.sizes, "padded": proposal.padded, "wasted_percent": proposal.wasted}
+                for proposal in self.proposals
+            ],
             "proposed": len(self.chosen.sizes),
             "reason": self.reason,
         }

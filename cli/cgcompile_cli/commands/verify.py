@@ -149,7 +149,7 @@ def _failures(manifest: Manifest, row: dict[str, Any]) -> list[str]:
     from cgbundle.self_test import name_key
 
     key = name_key(entry_named(manifest, row["entry"]), row["key"])
-    return [f"{key}: {each['title']}: {each['text']}" for each in row["tensors"] if not each["passed"]]
+    return [f"{key}: {tensor['title']}: {tensor['text']}" for tensor in row["tensors"] if not tensor["passed"]]
 
 
 def _row(manifest: Manifest, row: dict[str, Any]) -> tuple[str, str, str, str]:

@@ -56,8 +56,8 @@ def _lines(manifest: Manifest, program: Program, steps: Sequence[Sequence[NodeRo
                 yield f"n{index}_{source} -> {_name(node)}{style};"
         for node in nodes:
             for body, word in zip(node.bodies, _words(node), strict=True):
-                heads = [_name(each) for each in nodes if each.body == body and not each.after]
-                yield from [f"{_name(node)} -> {each} [style=dotted, label={word}];" for each in heads]
+                heads = [_name(node) for node in nodes if node.body == body and not node.after]
+                yield from [f"{_name(node)} -> {head} [style=dotted, label={word}];" for head in heads]
         leads = {source for node in nodes for source in node.after}
         last = [_name(node) for node in nodes if node.number not in leads and not node.depth] or last
 

@@ -54,10 +54,10 @@ def places(manifest: Manifest, entry: EntrySpec, program: Program, nodes: Sequen
         if name not in labels.setdefault((memory, begin), []):
             labels[memory, begin].append(name)
     for position, node in enumerate(nodes):
-        for each in node.references:
-            if each.memory in DRAWN:
-                known = uses.setdefault((each.memory, each.offset), {})
-                known[position] = min(known.get(position, READS), each.how, key=list(LETTERS).index)
+        for reference in node.references:
+            if reference.memory in DRAWN:
+                known = uses.setdefault((reference.memory, reference.offset), {})
+                known[position] = min(known.get(position, READS), reference.how, key=list(LETTERS).index)
     sizes = dict(manifest.memories) | {"arena": program.arena, "inputs": program.static}
     made = []
     for memory in DRAWN:

@@ -52,7 +52,7 @@ def all_programs(
 ) -> tuple[RenderableType, ...]:
     """A line per program of `entry`: how much it needs, and how busy each part of the arena is."""
     whole = dict(manifest.memories).get("arena", 0)
-    heads = (" x ".join([each.name for each in entry.dimensions]) or "int_key", ">arena", ">inputs", ">nodes")
+    heads = (" x ".join([dimension.name for dimension in entry.dimensions]) or "int_key", ">arena", ">inputs", ">nodes")
     lines = [
         (spell(program.key), size(program.arena), size(program.static), str(sum(map(len, steps)))) for program, steps, _ in found
     ]
@@ -78,8 +78,8 @@ def uses_strip(uses: dict[int, str], total: int, width: int) -> str:
         for cell in range(min(uses) // step, max(uses) // step + 1):
             cells[cell] = BETWEEN
     for how in reversed(LETTERS):
-        for position, each in uses.items():
-            if each == how:
+        for position, use in uses.items():
+            if use == how:
                 cells[position // step] = LETTERS[how]
     return "".join(cells).rstrip()
 
@@ -131,7 +131,7 @@ def shades(found: Iterable[Place], memory: str, whole: int, own: int, width: int
 
 def weights_line(manifest: Manifest, limit: int = 4) -> str:
     """`30 weights, 59.5 KiB: the largest token.weight 6.0 KiB, ...`."""
-    found = {each.tensor: each for each in reversed(manifest.weights) if each.memory != "state"}
+    found = {weight.tensor: weight for weight in reversed(manifest.weights) if weight.memory != "state"}
     sized = sorted(((span(w), w.name) for w in found.values()), key=lambda row: (-row[0], row[1]))
     if not sized:
         return "no weights"

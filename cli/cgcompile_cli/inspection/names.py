@@ -70,9 +70,9 @@ def roles(entry: EntrySpec, program: Program) -> dict[int, str]:
 def _laid_out(weights: Iterable[Weight], memory: str) -> list[tuple[int, int, str]]:
     """(first byte, byte behind the last, name) of the weights in `memory`, in its order; of tied ones the first."""
     rows: dict[int, tuple[int, int, str]] = {}
-    for each in weights:
-        if each.memory == memory:
-            rows.setdefault(each.offset, (each.offset, each.offset + span(each), each.name))
+    for weight in weights:
+        if weight.memory == memory:
+            rows.setdefault(weight.offset, (weight.offset, weight.offset + span(weight), weight.name))
     return [rows[offset] for offset in sorted(rows)]
 
 

@@ -69,7 +69,7 @@ class NodeRow(NamedTuple):
 
     def plain(self) -> dict[str, Any]:
         """For JSON."""
-        return self._asdict() | {"references": [each._asdict() for each in self.references]}
+        return self._asdict() | {"references": [reference._asdict() for reference in self.references]}
 
 
 _BARE = NodeRow(0, 0, "empty", "(orders other nodes)", "", (), (), (), 0, (), (), ())
@@ -161,11 +161,11 @@ def _kernel(table: Table, row: int, reader: _Reader) -> NodeRow:
     function = table.function[row]
     places = slice(*table.relocation_bounds[row : row + 2])
     addresses = list(dict.fromkeys(zip(table.relocation_memory[places], table.relocation_offset[places], strict=True)))
-    open_ones = [each for each in addresses if not reader.only_read(*each)]
+    open_ones = [address for address in addresses if not reader.only_read(*address)]
     how = WRITES if len(open_ones) == 1 else REFERS
-    references = tuple([reader.reference(how if each in open_ones else READS, *each) for each in addresses])
+    references = tuple([reader.reference(how if address in open_ones else READS, *address) for address in addresses])
     if table.symbols[function] == SET_CONDITION:
-        references = tuple([reader.reference(READS, *each, 1) for each in addresses])
+        references = tuple([reader.reference(READS, *address, 1) for address in addresses])
     cluster: tuple[int, ...] = ()
     for attribute in range(*table.attribute_bounds[row : row + 2]):
         if table.attribute_id[attribute] == CLUSTER:

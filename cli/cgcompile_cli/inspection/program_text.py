@@ -41,7 +41,7 @@ def memory(node: NodeRow) -> str:
     """`reads token.weight, input ids; writes arena+0`."""
     parts = []
     for how in HOWS:
-        found = [each.name for each in node.references if each.how == how]
+        found = [reference.name for reference in node.references if reference.how == how]
         parts += [f"{how} {', '.join(found)}"] if found else []
     return "; ".join(parts)
 
@@ -57,7 +57,7 @@ def heading(manifest: Manifest, program: Program, index: int, nodes: Sequence[No
     step = program.steps[index]
     how = ", each behind the one before" if is_chain(nodes) and len(nodes) > 1 else ""
     lines = [f"step {index}, graph {manifest.regions[step.region].name}: {count(len(nodes), 'node')}{how} ({step.file})"]
-    valued = any(each.name.endswith(")") for node in nodes for each in node.references)
+    valued = any(reference.name.endswith(")") for node in nodes for reference in node.references)
     return [*lines, *(["(in parentheses: what lies at a place when the step begins or ends)"] if valued else [])]
 
 

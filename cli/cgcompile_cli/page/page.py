@@ -103,7 +103,7 @@ def _policy(style: str, script: str) -> str:
 
 def _header(manifest: Manifest, steps: Sequence[Sequence[Sequence[NodeRow]]]) -> Html:
     memories = dict(manifest.memories)
-    most = max([sum(node.kind not in ("copy", "host") for nodes in each for node in nodes) for each in steps], default=0)
+    most = max([sum(node.kind not in ("copy", "host") for nodes in step for node in nodes) for step in steps], default=0)
     found = [finding.severity for entry in manifest.entries for finding in entry.findings]
     facts = [
         ("int_keys", len(all_programs(manifest))),
@@ -165,7 +165,9 @@ def _weights(manifest: Manifest) -> Iterator[Html]:
     state = summary.state(manifest)
     if state:
         yield tag("p", joined(map(text, state), "; "))
-    sized = sorted(((nbytes(each.dtype, each.shape), each) for each in manifest.weights), key=lambda row: (-row[0], row[1].name))
+    sized = sorted(
+        ((nbytes(weight.dtype, weight.shape), weight) for weight in manifest.weights), key=lambda row: (-row[0], row[1].name)
+    )
     shown, hidden = shortened(sized, WEIGHTS)
     rows: list[tuple[object, ...]] = [
         (tag("code", w.name), w.dtype, list(w.shape), size(number), w.memory, w.tensor if w.tensor != w.name else "")

@@ -75,7 +75,7 @@ def _box(manifest: Manifest, entry: EntrySpec, index: int, place: int, nodes: Se
     step = program.steps[place]
     about: list[object] = []
     if step.kind == "graph":
-        numbers = sorted({len(each) for each in nodes})
+        numbers = sorted({len(node) for node in nodes})
         many = count(numbers[0], "node") if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]} nodes"
         about.append(tag("span", tag("a", many, href=f"#{_anchor(entry, index, place)}") if linked else many))
     sides = (("in", step.inputs, program.inputs, entry.inputs), ("out", step.outputs, program.outputs, entry.outputs))
@@ -138,7 +138,7 @@ def _list(manifest: Manifest, entry: EntrySpec, index: int, place: int, found: S
     rows = [] if chain else lanes(found)
     width = max([lane + 1 for row in rows for lane in (row.lane, *row.passing, *row.arriving)], default=0)
     heads = ["", "#", *([] if chain else ["after"]), "kernel", "grid", "block", "shared", "memory"]
-    head = tag("thead", tag("tr", *[tag("th", each, class_="n" if each == "#" else None) for each in heads]))
+    head = tag("thead", tag("tr", *[tag("th", head, class_="n" if head == "#" else None) for head in heads]))
     if chain:
         drawn = [Html('<td class="l"></td>')] * len(found)
     else:
@@ -173,7 +173,7 @@ def _row(node: NodeRow, lane: Html, chain: bool) -> Html:
         cells.append(tag("td", value if node.kind == "kernel" and value != "0 B" else "", class_="s", data_h=name))
     parts = []
     for how in HOWS:
-        names = [tag("i", each.name, class_=CLASSES[how]) for each in node.references if each.how == how]
+        names = [tag("i", reference.name, class_=CLASSES[how]) for reference in node.references if reference.how == how]
         parts += [joined([f"{how} ", joined(names, ", ")])] if names else []
     cells.append(tag("td", joined(parts, "; "), class_="m"))
     return tag("tr", *cells)
@@ -212,7 +212,7 @@ def memory(manifest: Manifest, entry: EntrySpec, steps: Sequence[Steps], maps: S
         ]
         yield tag("h3", "Arena and inputs of every int_key")
         yield tag("p", "All int_keys share one arena, the largest.", class_="soft")
-        names = " x ".join([each.name for each in entry.dimensions]) or "int_key"
+        names = " x ".join([dimension.name for dimension in entry.dimensions]) or "int_key"
         yield table((names, ">arena", ">inputs", ""), bars, "bars")
     yield tag("h3", "What uses which place when")
     legend = [(WRITES, "writes"), (REFERS, "refers to (one or both)"), (READS, "reads")]
@@ -250,11 +250,11 @@ def _path(cells: Iterable[tuple[int, int]], class_: str, top: int = 0, height: i
 def _runs(positions: Iterable[int]) -> list[tuple[int, int]]:
     """The positions as (first, behind the last) of each run without a gap."""
     runs: list[tuple[int, int]] = []
-    for each in sorted(positions):
-        if runs and runs[-1][1] == each:
-            runs[-1] = (runs[-1][0], each + 1)
+    for position in sorted(positions):
+        if runs and runs[-1][1] == position:
+            runs[-1] = (runs[-1][0], position + 1)
         else:
-            runs.append((each, each + 1))
+            runs.append((position, position + 1))
     return runs
 
 
