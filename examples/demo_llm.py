@@ -100,7 +100,7 @@ def main(arguments: list[str]) -> int:
     if arguments[0] == "--reference":
         reference(arguments[1])
         return 0
-    folder, bundle = [Path(each) for each in arguments]
+    folder, bundle = [Path(argument) for argument in arguments]
     served = serve(folder, bundle)
     environment = os.environ | {"DEMO_BEGAN": repr(time.clock_gettime(time.CLOCK_MONOTONIC)), "TRANSFORMERS_VERBOSITY": "error"}
     command = [sys.executable, __file__, "--reference", str(folder)]

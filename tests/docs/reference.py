@@ -85,7 +85,11 @@ def _member(package: str, name: str, value: Any) -> Iterator[str]:
 
 def _aliases(function: Any) -> Iterator[str]:
     """What names in a signature stand for that nobody imports: those of types that its module takes from one of ours, or has."""
-    named = {word for each in inspect.signature(function).parameters.values() for word in re.findall(r"\w+", str(each.annotation))}
+    named = {
+        word
+        for parameter in inspect.signature(function).parameters.values()
+        for word in re.findall(r"\w+", str(parameter.annotation))
+    }
     told = []
     for module in [sys.modules[function.__module__], *_below(function.__module__)]:
         for statement, said in pairwise(ast.parse(inspect.getsource(module)).body):
@@ -217,15 +221,15 @@ def _help(command: Any) -> str:
 
 def _command(name: str, command: Any) -> Iterator[str]:
     yield f"## {name}"
-    arguments = [each for each in command.params if each.param_type_name == "argument"]
-    yield _code_plain(" ".join([name, *[_argument(each) for each in arguments], "[OPTIONS]"]))
+    arguments = [parameter for parameter in command.params if parameter.param_type_name == "argument"]
+    yield _code_plain(" ".join([name, *[_argument(argument) for argument in arguments], "[OPTIONS]"]))
     text, _, example = _help(command).partition("\b\n")  # behind it Typer breaks no lines
     yield _prose(text)
     if example.strip():
         yield _code_plain(textwrap.dedent(example.strip("\n")).strip())
-    rows = [(f"`{_argument(each)}`", each.help or "", _default(each)) for each in arguments]
-    options = [each for each in command.params if each.param_type_name == "option" and not each.hidden]
-    rows += [(_option(each), each.help or "", _default(each)) for each in options]
+    rows = [(f"`{_argument(argument)}`", argument.help or "", _default(argument)) for argument in arguments]
+    options = [parameter for parameter in command.params if parameter.param_type_name == "option" and not parameter.hidden]
+    rows += [(_option(option), option.help or "", _default(option)) for option in options]
     yield "\n".join(["| | | default |", "|---|---|---|", *[f"| {a} | {_escaped(b)} | {c} |" for a, b, c in rows]])
 
 
@@ -262,7 +266,7 @@ FIELDS = {"what": "Looks for", "why": "Why", "effect": "Effect", "fix": "What to
 
 def findings() -> str:
     """Every rule."""
-    known = [each for each in explanations() if each.kind == "finding"]
+    known = [explanation for explanation in explanations() if explanation.kind == "finding"]
     opening = (
         "What `cgcompile check` and `build` may find in a model; `cgcompile explain NAME` shows the same. A finding of severity "
         "`refuse` stops a build, `host` puts operations on the CPU between two graphs, `note` is for information."
@@ -285,7 +289,7 @@ TITLES = {
 
 def errors() -> str:
     """Every code of every catalogue."""
-    known = [each for each in explanations({"cgcompile_cli": UsageError.catalogue}) if each.kind == "error"]
+    known = [explanation for explanation in explanations({"cgcompile_cli": UsageError.catalogue}) if explanation.kind == "error"]
     opening = (
         "An error is one line that says what is wrong, where, what was expected and what came; a `hint:` line says what to do. "
         "`error.code` names the cause, `error.where` the place, `error.hint` the cure; `--json` has the same. The hint "
@@ -300,8 +304,8 @@ def _catalogue(package: str, known: list[Explanation]) -> Iterator[str]:
     rows = [each for each in known if each.package == package]
     yield "\n".join([
         "| code | raised as, exit status | cause | cure |", "|---|---|---|---|",
-        *[f"| `{each.name}` | {each.error}, {each.exit_code} | {_cell(each.headline)} | {_cell(dict(each.fields)['fix'])} |"
-          for each in rows],
+        *[f"| `{row.name}` | {row.error}, {row.exit_code} | {_cell(row.headline)} | {_cell(dict(row.fields)['fix'])} |"
+          for row in rows],
     ])  # fmt: skip
 
 
@@ -311,7 +315,7 @@ def _catalogue(package: str, known: list[Explanation]) -> Iterator[str]:
 def padding() -> str:
     """Every reason not to pad."""
     opening = f"{HEADLINE} `cgcompile explain padding` shows the same.\n\n{ALWAYS[0].upper()}{ALWAYS[1:]}:"
-    rows = "\n".join([f"| {_cell(each.printed)} | {_cell(each.meaning)} | {_cell(each.cure)} |" for each in REASONS])
+    rows = "\n".join([f"| {_cell(reason.printed)} | {_cell(reason.meaning)} | {_cell(reason.cure)} |" for reason in REASONS])
     return _page("Padding", opening, iter([f"| reason | what it means | what to do |\n|---|---|---|\n{rows}"]))
 
 

@@ -82,7 +82,7 @@ def test_the_same_model_is_not_searched_again(built: Any, tmp_path: Path) -> Non
     again = cgcompile.build(network(), inputs, sizes=SIZES, out=tmp_path / "gpt.cgb", autotune=True)
     assert "time" in dict(built.seconds) and "time" not in dict(again.seconds)
     assert [program.lowerings for program in again.manifest.entries[0].programs] == [
-        each.lowerings for each in built.manifest.entries[0].programs
+        program.lowerings for program in built.manifest.entries[0].programs
     ]
 
 

@@ -187,7 +187,7 @@ def test_an_operation_of_the_host_in_a_body_makes_it_a_region_of_the_host(tmp_pa
     model = HostInside()
     built = build(model, lambda: (torch.randn(4, 16),), tmp_path / "made.cgb", "inductor")
     assert types(built.path) == [] and "host" in [region.kind for region in built.manifest.regions]
-    (found,) = [each for each in built.manifest.entries[0].findings if each.rule == "control-flow"]
+    (found,) = [finding for finding in built.manifest.entries[0].findings if finding.rule == "control-flow"]
     assert found.severity == "host" and "test_conditional_captured.py" in found.message
     with cgbundle.load(built.path) as program:
         x = torch.randn(4, 16, device="cuda")

@@ -31,7 +31,7 @@ def bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def test_what_the_bundle_holds(bundle: Path) -> None:
     manifest = archive.read_manifest(str(bundle))
-    assert [each.name for each in manifest.entries] == ["prefill", "decode", "reset_lane"]
+    assert [entry.name for entry in manifest.entries] == ["prefill", "decode", "reset_lane"]
     memories = dict(manifest.memories)
     programs = all_programs(manifest)
     assert memories["arena"] == max(program.arena for program in programs)
@@ -110,7 +110,9 @@ def test_calls_from_the_host(bundle: Path) -> None:
 def test_the_self_test_passes_without_torch(bundle: Path) -> None:
     passed(bundle)
     assert all(
-        proof.method in ("replay", "none") for each in archive.read_manifest(str(bundle)).entries for proof in each.self_test.proofs
+        proof.method in ("replay", "none")
+        for entry in archive.read_manifest(str(bundle)).entries
+        for proof in entry.self_test.proofs
     )
 
 

@@ -23,7 +23,7 @@ def test_the_gpu_is_the_one_that_torch_sees() -> None:
     assert len(found.gpus) == torch.cuda.device_count() and found.gpus_missing == ""
     assert (first.name, first.arch) == (torch.cuda.get_device_name(0), f"sm_{major}{minor}")
     assert abs(first.memory - torch.cuda.get_device_properties(0).total_memory) < 1 << 30
-    targets = {each.name: each for each in found.targets}
+    targets = {target.name: target for target in found.targets}
     assert targets["cuda"].recorder == targets[first.arch].recorder == "capture"
     assert (targets["cuda"].not_built, targets[first.arch].not_run) == ("", "")
 

@@ -63,10 +63,10 @@ def test_threads_with_inputs_of_the_cpu_keep_both_devices_busy(replicas: cgbundl
 
     threads = [threading.Thread(target=serve) for _ in range(6)]
     with replicas.programs[0].profile() as first, replicas.programs[1].profile() as second:
-        for each in threads:
-            each.start()
-        for each in threads:
-            each.join()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
     assert not wrong
     calls = [max(row.times for row in profile.rows()) for profile in (first, second)]
     assert min(calls) > 300, calls

@@ -36,14 +36,14 @@ def batches() -> Batches:
 
 
 def losses(program: cgbundle.Program, batches: Batches) -> list[float]:
-    return [float(program.step(*each)) for each in batches]
+    return [float(program.step(*batch)) for batch in batches]
 
 
 @pytest.mark.parametrize("mode", ["graph", "stream"])
 def test_steps_are_those_of_eager_pytorch(built: cgcompile.Built, batches: Batches, mode: str) -> None:
     eager = train.model().cuda()
     with torch.no_grad():
-        expected = [float(eager.step(*each)) for each in batches]
+        expected = [float(eager.step(*batch)) for batch in batches]
     with cgbundle.load(built.path, mode=mode) as program:
         found = losses(program, batches)
         assert found == pytest.approx(expected, rel=1e-3) and found[-1] < found[0]

@@ -145,20 +145,20 @@ def started(path: Path, rank: int, meeting: Path, calls: int, key: int = 4) -> s
 
 def test_processes_that_call_alike(path: Path, tmp_path: Path) -> None:
     processes = [started(path, rank, tmp_path / "meeting", 500) for rank in range(2)]
-    assert [each.communicate(timeout=60)[0].split() for each in processes] == [["ready", "right"]] * 2
+    assert [process.communicate(timeout=60)[0].split() for process in processes] == [["ready", "right"]] * 2
 
 
 def test_a_call_of_another_size_is_an_error(path: Path, tmp_path: Path) -> None:
     processes = [started(path, rank, tmp_path / "meeting", 3, key) for rank, key in enumerate((4, 8))]
-    told = [each.communicate(timeout=60)[0] for each in processes]
+    told = [process.communicate(timeout=60)[0] for process in processes]
     assert all(each.startswith("ranks-unlike") for each in told), told
 
 
 def kill(path: Path, meeting: Path, killed: int, pause: float) -> None:
     """Two processes that call, one of which is killed after so many seconds; what the other one says is looked at."""
     processes = [started(path, rank, meeting, 1_000_000) for rank in range(2)]
-    for each in processes:
-        assert each.stdout is not None and each.stdout.readline() == "ready\n"
+    for process in processes:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
     time.sleep(pause)  # a call takes 0.1 to 0.3 ms: it dies in one of some hundred
     os.kill(processes[killed].pid, signal.SIGKILL)
     said, _ = processes[1 - killed].communicate(timeout=90)  # the driver may clear the killed process first
@@ -173,7 +173,7 @@ def test_a_rank_that_is_killed(path: Path, tmp_path: Path) -> None:
     for killed, pause in ((1, 0.02), (0, 0.05), (1, 0.1), (0, 0.2)):
         kill(path, tmp_path / f"meeting{pause}", killed, pause)
     processes = [started(path, rank, tmp_path / "again", 100) for rank in range(2)]
-    assert [each.communicate(timeout=60)[0].split() for each in processes] == [["ready", "right"]] * 2
+    assert [process.communicate(timeout=60)[0].split() for process in processes] == [["ready", "right"]] * 2
 
 
 @pytest.mark.alone

@@ -71,7 +71,7 @@ class Code:
         return made
 
     def __call__(self, name: str, *arguments: Any) -> int:
-        handles = [self.handle(each) if isinstance(each, torch.Tensor) else each for each in arguments]
+        handles = [self.handle(argument) if isinstance(argument, torch.Tensor) else argument for argument in arguments]
         code = int(self.library[f"aoti_torch_cpu_{name}"](*handles))
         for handle, argument in zip(handles, arguments, strict=True):
             if isinstance(argument, torch.Tensor):

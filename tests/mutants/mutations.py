@@ -101,7 +101,7 @@ def _nodes(node: ast.AST, within: str) -> Iterator[tuple[ast.expr | ast.stmt | a
         within = f"{within}.{node.name}".removeprefix(".")
         children: list[ast.AST] = list(node.body)
         if isinstance(node, ast.FunctionDef):
-            children = [each for each in (*node.args.defaults, *node.args.kw_defaults) if each is not None] + children
+            children = [default for default in (*node.args.defaults, *node.args.kw_defaults) if default is not None] + children
     elif isinstance(node, (ast.JoinedStr, ast.Import, ast.ImportFrom)) or (
         isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
     ):
@@ -131,7 +131,7 @@ def _edits(node: ast.expr | ast.stmt | ast.Slice) -> Iterator[tuple[str, ast.exp
         yield kind, node, new
     conditions = [node.test] if isinstance(node, (ast.If, ast.IfExp, ast.While, ast.Assert)) else []
     if isinstance(node, (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)):
-        conditions = [condition for each in node.generators for condition in each.ifs]
+        conditions = [condition for generator in node.generators for condition in generator.ifs]
     for condition in conditions:
         yield "condition negated", condition, _not(condition)
 
@@ -178,7 +178,9 @@ def _replacements(node: ast.expr | ast.stmt | ast.Slice) -> Iterator[tuple[str, 
         case ast.Call(args=arguments) if _called(node) not in (*ERRORS, *SYMMETRIC):
             places = range(1) if _called(node) == "require" else range(len(arguments) - 1)
             for index in places:
-                if len(arguments) > index + 1 and not any(isinstance(each, ast.Starred) for each in arguments[index : index + 2]):
+                if len(arguments) > index + 1 and not any(
+                    isinstance(argument, ast.Starred) for argument in arguments[index : index + 2]
+                ):
                     swapped = [*arguments[:index], arguments[index + 1], arguments[index], *arguments[index + 2 :]]
                     yield "arguments swapped", _changed(node, args=swapped)
 

@@ -52,7 +52,7 @@ def main() -> int:
         return 0
     lines = given.results.read_text().splitlines() if given.results.exists() else []
     done = {text for line in lines for text in json.loads(line)["samples"]}
-    left = [each for each in samples(dtype) if str(each) not in done and re.search(given.only, each.name)]
+    left = [sample for sample in samples(dtype) if str(sample) not in done and re.search(given.only, sample.name)]
     count = -(-len(left) // given.together)
     with ThreadPoolExecutor(given.jobs) as pool, open(given.results, "a") as file:
 

@@ -121,8 +121,10 @@ def judged(form: Form) -> str:
 
 def _described(name: str, *arguments: Any) -> str:
     told = [
-        f"{str(each.dtype).removeprefix('torch.')}{list(each.shape)}{each.stride()}" if isinstance(each, Tensor) else str(each)
-        for each in arguments
+        f"{str(argument.dtype).removeprefix('torch.')}{list(argument.shape)}{argument.stride()}"
+        if isinstance(argument, Tensor)
+        else str(argument)
+        for argument in arguments
     ]
     return f"{name}({', '.join(told)})"
 
@@ -215,7 +217,7 @@ def _convolution(code: Code, draw: Draw) -> Form:
     handle = None if bias is None else code.handle(bias)
 
     def run() -> Sequence[Tensor] | None:
-        given = [word for each in numbers for word in (each, c_int64(2))]
+        given = [word for number in numbers for word in (number, c_int64(2))]
         options = (handle and byref(handle), *given, c_int32(0), none, c_int64(2), c_int64(groups), byref(made))
         return None if code("convolution", x, weight, *options) else [apart(code.result(made))]
 

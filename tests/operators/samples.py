@@ -46,7 +46,7 @@ def samples(dtype: torch.dtype) -> list[Sample]:
     for number, operator in enumerate(op_db):
         if dtype not in operator.dtypes:
             continue
-        full = [place for place, given in enumerate(drawn(number, dtype)) if any(each.numel() for each in _tensors(given))]
+        full = [place for place, given in enumerate(drawn(number, dtype)) if any(tensor.numel() for tensor in _tensors(given))]
         made += [Sample(operator=number, place=place) for place in dict.fromkeys([*full[:1], *full[len(full) // 2 :][:1]])]
     return made
 

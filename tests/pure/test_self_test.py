@@ -195,7 +195,7 @@ def test_a_result_passes_by_bits_or_by_tolerance(compare: str, exact: bool, foun
     tensor = Compared(title="output b (float32)", error=found, bound=0.1, exact=exact, text="")
     result = Result(entry="forward", key=(1,), tensors=(fine, tensor))
     assert result.passed(compare) is passed and result.exact is exact
-    assert [each["passed"] for each in result.plain(compare)["tensors"]] == [True, passed]
+    assert [tensor["passed"] for tensor in result.plain(compare)["tensors"]] == [True, passed]
 
 
 # --- sitting ---------------------------------------------------------------------------------------------------------
@@ -234,10 +234,10 @@ def token_and_logits(base: Manifest) -> Manifest:
     value = base.entries[0].programs[0].values[1]
     programs = [
         replace(
-            each, values=(*each.values, replace(value, dtype="int64", shape=each.key, strides=(1,))), outputs=(1, 2),
-            steps=(replace(each.steps[0], outputs=(1, 2)),),
+            program, values=(*program.values, replace(value, dtype="int64", shape=program.key, strides=(1,))), outputs=(1, 2),
+            steps=(replace(program.steps[0], outputs=(1, 2)),),
         )
-        for each in base.entries[0].programs
+        for program in base.entries[0].programs
     ]  # fmt: skip
     made = replace(
         base.entries[0].self_test,
@@ -251,7 +251,7 @@ def token_and_logits(base: Manifest) -> Manifest:
 def test_an_integer_is_not_judged_by_the_bound_of_the_floats_beside_it(tmp_path: Path) -> None:
     """17 for 1000 of a vocabulary is within 4 % of the largest."""
     made = token_and_logits(manifest())
-    tokens = {size: [1000 + row for row in range(size)] for (size,) in [each.key for each in made.entries[0].programs]}
+    tokens = {size: [1000 + row for row in range(size)] for (size,) in [program.key for program in made.entries[0].programs]}
     tensors = self_test_tensors_of(tokens)
     with open(tmp_path / file_names.SELF_TEST, "wb") as file:
         safetensors_writer.write(file, tensors)
@@ -264,9 +264,9 @@ def test_an_integer_is_not_judged_by_the_bound_of_the_floats_beside_it(tmp_path:
     one, four = self_test.replay_self_test(program)
     assert one.passed("tolerance") and 0 < one.error < 4e-2
     assert not four.passed("tolerance")
-    assert [each.title for each in four.tensors] == ["output y (float32)", "output token (int64)"]
-    assert [each.text for each in four.tensors] == ["", "1 of 4 values differ, first at [2]: 1019, expected 1002"]
-    assert [each.passed("tolerance") for each in four.tensors] == [True, False]
+    assert [tensor.title for tensor in four.tensors] == ["output y (float32)", "output token (int64)"]
+    assert [tensor.text for tensor in four.tensors] == ["", "1 of 4 values differ, first at [2]: 1019, expected 1002"]
+    assert [tensor.passed("tolerance") for tensor in four.tensors] == [True, False]
 
 
 def self_test_tensors_of(tokens: dict[int, list[int]]) -> dict[str, safetensors_writer.Tensor]:

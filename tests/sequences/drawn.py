@@ -144,7 +144,7 @@ def draw(seed: int, unfaithful: float) -> Drawn:
 
 
 def _module(name: str, features: list[Feature], more: str) -> str:
-    parts = [(each, {"a": f"{'abcdef'[place]}_{name.lower()}"}) for place, each in enumerate(features)]
+    parts = [(feature, {"a": f"{'abcdef'[place]}_{name.lower()}"}) for place, feature in enumerate(features)]
     init = more + "\n".join([_named(each.init, names) for each, names in parts])
     body = ("y = self.inner(y)\n" if more else "") + "\n".join([_named(each.forward, names) for each, names in parts])
     return MODULE.format(name=name, init=indent(init, " " * 8), body=indent(body, " " * 8))

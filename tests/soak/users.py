@@ -69,7 +69,7 @@ class Caller:
             outputs = made if isinstance(made, tuple) else (made,)
             for view in self._last:
                 self._stale(view)
-            self._last = [each for each in outputs if isinstance(each, View)]
+            self._last = [output for output in outputs if isinstance(output, View)]
             for got, want in zip(outputs, answer.outputs, strict=True):
                 near(got, want, self.case.name)
             for got, want in zip(given, answer.after, strict=True):

@@ -279,7 +279,9 @@ def compare(network: torch.nn.Module, inputs: Any, sizes: list[int], built: cgco
             print(f"  no {level}: {refusal}")
             continue
         paths[level], manifests[level] = made.path, made.manifest
-    timed = time_graphs(paths, {name: needs(each) for name, each in manifests.items()}, torch.cuda.mem_get_info()[0], folder)
+    timed = time_graphs(
+        paths, {name: needs(manifest) for name, manifest in manifests.items()}, torch.cuda.mem_get_info()[0], folder
+    )
     fine = True
     for program in built.manifest.entries[0].programs:
         times = {name: sum(own["forward", program.key]) for name, own in timed.times.items()}

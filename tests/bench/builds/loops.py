@@ -193,7 +193,7 @@ def timed(*calls: Callable[[], list[int]]) -> list[tuple[float, list[int]]]:
             begun = time.perf_counter()
             found[number] = call()
             seconds[number].append(time.perf_counter() - begun)
-    return [(statistics.median(each), tokens) for each, tokens in zip(seconds, found, strict=True)]
+    return [(statistics.median(second), tokens) for second, tokens in zip(seconds, found, strict=True)]
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ class Bare:
     def __init__(self, watch: library_times.Watch, value: Any) -> None:
         (stopwatch,) = watch.stopwatches
         self.run, self.container = stopwatch.function, stopwatch.arguments[0]
-        self.torch = next(each for each in watch.handles.values() if hasattr(each, CREATE))  # libtorch's, or the object's own
+        self.torch = next(handle for handle in watch.handles.values() if hasattr(handle, CREATE))  # libtorch's, or the object's own
         self.value = value
         self.shape = (c_int64 * value.ndim)(*value.shape)
         self.strides = (c_int64 * value.ndim)(*[stride // value.itemsize for stride in value.strides])

@@ -56,7 +56,7 @@ def folder(name: str, out: str) -> None:
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = AutoModelForCausalLM.from_config(configuration(name), dtype=torch.bfloat16)
     model.save_pretrained(out, max_shard_size="4GB")
-    say(folder=out, parameters=sum(each.numel() for each in model.parameters()))
+    say(folder=out, parameters=sum(parameter.numel() for parameter in model.parameters()))
 
 
 def compare(bundle: str, model: str, cache: str, ways: list[str]) -> None:

@@ -175,7 +175,7 @@ def zeros(program: Any, key: tuple[int, ...]) -> list[Any]:
 
     row = program.spec.programs[program.int_keys.index(key)]
     rows = [row.values[index] for index in row.inputs]
-    return [tensor.from_bytes(bytes(len(tensor.empty(each.dtype, each.shape).tobytes())), each.dtype, each.shape) for each in rows]
+    return [tensor.from_bytes(bytes(len(tensor.empty(row.dtype, row.shape).tobytes())), row.dtype, row.shape) for row in rows]
 
 
 CHILDREN: dict[str, Callable[..., Any]] = {"serve": serve, "driver": driver, "use": use}

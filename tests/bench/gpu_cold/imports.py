@@ -36,7 +36,7 @@ def main() -> None:
     parser.add_argument("checkouts", nargs="*", type=Path, help="others to compare with")
     parser.add_argument("--runs", type=int, default=20, help="processes of each kind (default: %(default)s)")
     options = parser.parse_args()
-    checkouts = [ROOT, *[each.resolve() for each in options.checkouts]]
+    checkouts = [ROOT, *[checkout.resolve() for checkout in options.checkouts]]
     with tempfile.TemporaryDirectory() as scratch:
         bundle = Path(scratch, "plain.cgb")
         import_module("tests.helpers.drivers.failing_gpu").write(bundle)

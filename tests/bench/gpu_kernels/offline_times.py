@@ -28,7 +28,7 @@ def main(paths: list[str]) -> None:
     backends = [CudaBackend(archive.Archive(path)) for path in paths]
     rows = []
     for program in entries[0].programs:
-        numbers = [[each.key for each in entry.programs].index(program.key) for entry in entries]
+        numbers = [[program.key for program in entry.programs].index(program.key) for entry in entries]
         for path, entry, backend, number in zip(paths, entries, backends, numbers, strict=True):
             fill(path, entry, backend, program.key, number)
         times: list[list[float]] = [[] for _ in paths]
@@ -38,8 +38,8 @@ def main(paths: list[str]) -> None:
         rows.append(
             {
                 "key": list(program.key),
-                "microseconds": [statistics.median(each) for each in times],
-                "spread": [[min(each), max(each)] for each in times],
+                "microseconds": [statistics.median(time) for time in times],
+                "spread": [[min(time), max(time)] for time in times],
             }
         )
     print(json.dumps(rows))

@@ -91,7 +91,7 @@ def main(name: str, out: str, part: str, seconds: float, models: Sequence[str]) 
         print(f"{len(mine)} of {len(graphs)} operations", flush=True)
         path = table_file(name)
         table = read_table(path) if path else {}
-        traced = sorted([each for graph in mine for each in candidates(graph, target, table)], key=lambda each: each[0])
+        traced = sorted([candidate for graph in mine for candidate in candidates(graph, target, table)], key=lambda each: each[0])
     print(f"{len(traced)} pieces after {time.monotonic() - start:.0f} s", flush=True)
     variants = list(dict.fromkeys(variant for _, _, _, each in traced for variant in each.variants))
     made: dict[Any, Any] = {}
@@ -132,12 +132,12 @@ def operations(retraced: Retraced) -> Any:
             made.meta["val"] = each.meta["val"]
             copies[each] = made
         results = [each for each in together if any(user not in together for user in each.users)]
-        graph.output(tuple([copies[each] for each in results]))
+        graph.output(tuple([copies[result] for result in results]))
         plain = [[a for a in each.args if not isinstance(a, torch.fx.Node)] for each in together]
         text = " ".join([f"{each.target} {args}" for each, args in zip(together, plain, strict=True)])
         yield f"{text} {[(tuple(v.shape), v.stride(), v.dtype) for v in values]}", alone(graph, values, retraced)
         if node.target in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
-            left, right = [each.meta["val"] for each in node.args[-2:] if isinstance(each, torch.fx.Node)]
+            left, right = [argument.meta["val"] for argument in node.args[-2:] if isinstance(argument, torch.fx.Node)]
             yield from split(left, right, retraced)
 
 
@@ -205,7 +205,7 @@ def candidates(graph: Retraced, target: Arch, table: Table) -> list[tuple[int, P
         offers = dict.fromkeys(
             [*known, *given, *(each for each in more if each.block_m <= 2 * problem.m and each.block_n <= 2 * problem.n)]
         )
-        fitting = [each for each in offers if cost_model.fits(problem, each, target)]
+        fitting = [offer for offer in offers if cost_model.fits(problem, offer, target)]
         fitting.sort(key=lambda each: cost_model.cost(problem, each, target))
         likely = [each for each in fitting if (each.block_m, each.block_n, each.block_k, each.stages, each.warps) in LIKELY]
         others = [each for each in fitting if each not in likely and each not in known]
@@ -254,7 +254,10 @@ def piece(problem: Problem, candidate: Candidate, traced: Lowered, made: dict[An
         if not isinstance(event, Launch):
             continue
         compiled = made[traced.variants[event.variant]]
-        arguments = [("ptr", traced.buffers[each.buffer].nbytes) if isinstance(each, Pointer) else each for each in event.arguments]
+        arguments = [
+            ("ptr", traced.buffers[argument.buffer].nbytes) if isinstance(argument, Pointer) else argument
+            for argument in event.arguments
+        ]
         how = (event.grid, compiled.threads, compiled.shared, compiled.layout, compiled.params, arguments)
         launches.append((compiled.image, compiled.symbol, *how))
     return Piece(

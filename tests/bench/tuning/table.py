@@ -19,8 +19,8 @@ KEPT = 4
 def main(arch: str, *measured: str) -> None:
     """Replaces cgcompile/offline/tuning/ARCH.json: rows of later files replace those of earlier ones for the same problem."""
     files = [json.loads(Path(each).read_text()) for each in measured]
-    found, gpus = files[-1], dict.fromkeys([name for each in files for name in each["gpu"].split(", ")])
-    problems = {json.dumps(row["problem"]): row["measured"][:KEPT] for each in files for row in each["problems"]}
+    found, gpus = files[-1], dict.fromkeys([name for file in files for name in file["gpu"].split(", ")])
+    problems = {json.dumps(row["problem"]): row["measured"][:KEPT] for file in files for row in file["problems"]}
     lines = [f'{{"problem": {problem}, "measured": {json.dumps(rows)}}}' for problem, rows in problems.items()]
     about = {
         "arch": arch, "gpu": ", ".join(gpus), "driver": found["driver"], "date": found["date"],

@@ -54,5 +54,5 @@ def calls(name: str) -> Iterator[tuple[torch.export.ExportedProgram, tuple[torch
     finally:
         os.environ.clear()
         os.environ.update(before)
-    for each in tensors:
-        yield exported.programs.first, each
+    for tensor in tensors:
+        yield exported.programs.first, tensor

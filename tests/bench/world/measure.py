@@ -171,10 +171,10 @@ def compare(shape: str, found: dict[str, Path]) -> None:
         return
     like = "torch, one GPU" if "torch, one GPU" in scores else next(iter(scores))
     want = scores[like]
-    for name, each in scores.items():
+    for name, score in scores.items():
         if name != like:
-            error = float(((each - want).norm(dim=-1) / want.norm(dim=-1)).max())
-            share = float((each.argmax(-1) == want.argmax(-1)).float().mean())
+            error = float(((score - want).norm(dim=-1) / want.norm(dim=-1)).max())
+            share = float((score.argmax(-1) == want.argmax(-1)).float().mean())
             print(f"{shape}: {name} beside {like}: largest relative error {error:.1e}, the same token in {share:.1%}", flush=True)
 
 

@@ -171,7 +171,9 @@ def test_what_cannot_be_written_is_refused(decoder: Path) -> None:
 
 def test_inspect_and_run_show_what_is_written(decoder: Path, tmp_path: Path) -> None:
     def call(*arguments: object) -> str:
-        result = CliRunner().invoke(main.app, [str(each) for each in arguments], prog_name="cgcompile", env={"COLUMNS": "120"})
+        result = CliRunner().invoke(
+            main.app, [str(argument) for argument in arguments], prog_name="cgcompile", env={"COLUMNS": "120"}
+        )
         assert result.exit_code == 0, result.output
         return result.stdout
 

@@ -27,7 +27,7 @@ def test_files_come_back_for_the_int_keys_that_were_lowered(tmp_path: Path) -> N
     assert recall_compiled(path, second) == frozenset()
     keep_compiled(path, ["(1,)"], first)
     assert recall_compiled(path, second) == {"(1,)"}
-    assert [each.relative_to(second).as_posix() for each in second.rglob("*") if each.is_file()] == ["triton/x/k.cubin"]
+    assert [path.relative_to(second).as_posix() for path in second.rglob("*") if path.is_file()] == ["triton/x/k.cubin"]
     (second / "triton/x/k.cubin").write_bytes(b"other")
     keep_compiled(path, ["(8,)", "(1,)"], second)
     assert recall_compiled(path, first) == {"(1,)", "(8,)"}

@@ -67,7 +67,7 @@ class Captured:
             if isinstance(static, Tensor):
                 static.copy_(value)
         steps.replay(self.steps)
-        return [each.clone() if isinstance(each, Tensor) else each for each in self.results]
+        return [result.clone() if isinstance(result, Tensor) else result for result in self.results]
 
 
 @pytest.fixture(autouse=True)

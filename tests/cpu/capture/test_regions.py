@@ -191,7 +191,7 @@ def test_branches_and_loops_beside_a_region_of_the_host(key: tuple[int, ...], tm
     assert [region.kind for region in split.partitions[key].regions] == ["graph", "host", "graph"]
     regions.warm_up_regions(loaded, key, lambda text: None)
     captured = regions.capture_regions(loaded, key, lambda text: None)
-    assert [[each.type for each in item.steps if isinstance(each, steps.Conditional)] for item in captured] == [["if"], ["while"]]
+    assert [[step.type for step in item.steps if isinstance(step, steps.Conditional)] for item in captured] == [["if"], ["while"]]
     assert pools[0] is None and set(pools[1:]) == {(0, 1)}, "one pool for all"
     opened = regions.open_regions(loaded, key)
     for shift in (-2, 2, 0.1):

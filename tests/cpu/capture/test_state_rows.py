@@ -27,7 +27,7 @@ def test_a_saved_program_takes_more_rows_of_state(tmp_path: Path, more: int) -> 
     source = with_rows(load_sources(Paged(), ENTRIES), STATE)[0]
     program = with_counted_rows(export(source, {"batch": (1, 3)}, alone=False).programs.first, source.rows, CUDA)
     save_program(without_weights(program), tmp_path / "put.pt2")
-    varying = {PREFIX + name for each in source.rows for name in each.buffers}
+    varying = {PREFIX + name for row in source.rows for name in row.buffers}
     tensors = {}
     for name, value in {**program.state_dict, **program.constants}.items():
         tensors[name] = value.new_zeros((len(value) + more, *value.shape[1:])) if name in varying else value.detach().clone()

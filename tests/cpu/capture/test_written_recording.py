@@ -100,7 +100,7 @@ def test_the_self_test_holds_what_the_replay_leaves_in_the_inputs(case: tuple[An
     found = examined(loaded, monkeypatch)
     fresh = loaded.calls[KEY][1][0]
     outputs, after = eager(network, fresh)
-    assert all(each.error == 0 for each in found.differences) and found.written == tuple(
+    assert all(difference.error == 0 for difference in found.differences) and found.written == tuple(
         [row_major(after[index]) for index in loaded.request.written[KEY]]
     )
     assert found.outputs == tuple([row_major(output) for output in outputs])
@@ -110,7 +110,7 @@ def test_a_replay_that_leaves_something_else_there_is_an_error(case: tuple[Any, 
     loaded, _ = case
     index = loaded.request.written[KEY][-1]
     wrong = examined(loaded, monkeypatch, lambda static: static[index].copy_(static[index].flip(0).logical_not()))
-    assert any(each.error > 0 and each.text for each in wrong.differences)
+    assert any(difference.error > 0 and difference.text for difference in wrong.differences)
 
 
 def test_a_write_that_nobody_announced_is_refused(case: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:

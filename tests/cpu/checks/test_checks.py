@@ -291,9 +291,9 @@ of_numpy.register_fake(lambda x: torch.empty_like(x))
 
 def test_an_operator_that_needs_python_is_refused_where_the_host_runs_it() -> None:
     made = exported(lambda self, x: plain(of_numpy(x)))
-    assert not [each for each in check(made).findings if each.severity == "refuse"], "a capture records what it launches"
+    assert not [finding for finding in check(made).findings if finding.severity == "refuse"], "a capture records what it launches"
     for checked in (check(made, "cpu"), check(made, fallback_ops=["cgchecks::of_numpy", "cgchecks::plain"])):
-        (found,) = [each for each in checked.findings if each.severity == "refuse"]
+        (found,) = [finding for finding in checked.findings if finding.severity == "refuse"]
         assert found.rule == "operator-without-code" and found.message.startswith(
             "cgchecks.of_numpy runs on the host without Python"
         )
@@ -307,8 +307,10 @@ def test_every_rule_has_a_case_or_a_test_of_its_own() -> None:
         "operator-without-code", "operator-without-kernel", "unknown-collective", "widened-bound", "earlier-calls",
         "moved-to-gpu", "wrapped-module", "tensor-assertion", "quantized-weights",
     }  # fmt: skip
-    assert {case[0].split()[1] for case in CASES} | own == {each.name for each in explanations() if each.kind == "finding"}
-    assert {name(rule) for rule in RULES} <= {each.name for each in explanations()}, "what --allow and explain know"
+    assert {case[0].split()[1] for case in CASES} | own == {
+        explanation.name for explanation in explanations() if explanation.kind == "finding"
+    }
+    assert {name(rule) for rule in RULES} <= {explanation.name for explanation in explanations()}, "what --allow and explain know"
 
 
 @pytest.mark.parametrize("rule", [*RULES, too_many_keys], ids=name)
@@ -425,7 +427,7 @@ def test_branches_and_loops_become_conditional_nodes() -> None:
         return loop(m, torch.cond(x.sum() > 0, lambda x: x + 1, lambda x: x - 1, (x,)))
 
     checked = check(exported(both), conditionals=True)
-    found = [(each.severity, each.message) for each in checked.findings if each.rule == "control-flow"]
+    found = [(finding.severity, finding.message) for finding in checked.findings if finding.rule == "control-flow"]
     assert found == [("note", "cond decides on the GPU what runs"), ("note", "while_loop decides on the GPU what runs")]
     assert not placed(checked)
 
@@ -440,7 +442,7 @@ def test_branches_and_loops_become_conditional_nodes() -> None:
 )
 def test_a_branch_of_the_hosts_takes_all_there(inside: Any, reason: str) -> None:
     checked = check(exported(lambda m, x: torch.cond(x.sum() > 0, inside, lambda x: x - 1, (x,))), conditionals=True)
-    (found,) = [each for each in checked.findings if each.rule == "control-flow"]
+    (found,) = [finding for finding in checked.findings if finding.rule == "control-flow"]
     assert found.severity == "host"
     assert re.fullmatch(f"cond decides on the CPU what runs, and both branches run there, since {reason}", found.message)
     assert "cond" in placed(checked)
@@ -452,7 +454,7 @@ def test_a_loop_with_something_of_the_hosts_turns_there() -> None:
         return torch.while_loop(lambda i, x: i < 3, lambda i, x: (i + 1, x + x[x > 0].sum()), (start, x.sin()))[1]
 
     checked = check(exported(counted), conditionals=True)
-    (found,) = [each for each in checked.findings if each.rule == "control-flow"]
+    (found,) = [finding for finding in checked.findings if finding.rule == "control-flow"]
     assert found.severity == "host" and found.message.startswith(
         "while_loop decides on the CPU what runs, and every turn runs there"
     )
@@ -465,7 +467,7 @@ def test_writes_to_a_buffer_of_two_names_are_refused() -> None:
 
 
 def test_buffers_that_one_line_writes_to_are_one_note() -> None:
-    found = [each.message for each in check(exported(Averages())).findings]
+    found = [finding.message for finding in check(exported(Averages())).findings]
     assert found == [
         "forward() writes to the buffer 'calls'",
         "forward() writes to 6 buffers: 'mean0', 'mean1', 'mean2' and 3 more",
@@ -536,7 +538,7 @@ class Turning(nn.Module):
 
 def test_a_report_says_what_becomes_of_a_loop_with_the_host_inside() -> None:
     report = cgcompile.check(Turning().eval(), rows, sizes=[1, 8], target="cuda")
-    (found,) = [each for each in report.findings if each.rule == "control-flow"]
+    (found,) = [finding for finding in report.findings if finding.rule == "control-flow"]
     assert "and every turn runs there, since a value inside it depends on data (index, " in found.message
     assert found.effect == "this operation and the 1 before it run on the host between two graphs"
     assert [(region.kind, region.reason) for region in report.regions] == [("graph", ""), ("host", "control-flow"), ("graph", "")]

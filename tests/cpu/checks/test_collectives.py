@@ -25,7 +25,7 @@ def group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def found(forward: Callable[..., Any], target: str = "cuda") -> list[Finding]:
-    return [each for each in check(exported(forward), target).findings if each.rule == "unknown-collective"]
+    return [finding for finding in check(exported(forward), target).findings if finding.rule == "unknown-collective"]
 
 
 def test_collectives_over_all_ranks_are_fine(group: Any) -> None:

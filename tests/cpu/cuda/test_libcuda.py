@@ -175,7 +175,7 @@ def told(double: Path, cu: libcuda.Driver) -> Callable[[], str]:
     return lambda: take().decode()
 
 
-@pytest.mark.parametrize(("name", "given", "arrives", "answer"), CALLS, ids=[each[0] for each in CALLS])
+@pytest.mark.parametrize(("name", "given", "arrives", "answer"), CALLS, ids=[call[0] for call in CALLS])
 def test_every_call_arrives(
     name: str, given: tuple[Any, ...], arrives: str, answer: Any, cu: libcuda.Driver, told: Callable[[], str]
 ) -> None:
@@ -186,12 +186,12 @@ def test_every_call_arrives(
 
 def test_every_function_is_called_here() -> None:
     own = {name for name in vars(libcuda.Driver) if name.startswith("cu")}
-    assert {*libcuda.FUNCTIONS, *own} == {each[0] for each in CALLS} | BY_RECORD
+    assert {*libcuda.FUNCTIONS, *own} == {call[0] for call in CALLS} | BY_RECORD
 
 
 def test_the_records_are_as_long_as_the_drivers(double: Path) -> None:
     sizes = (ctypes.c_size_t * len(RECORDS)).in_dll(ctypes.CDLL(str(double)), "sizes")
-    assert list(sizes) == [ctypes.sizeof(each) for each in RECORDS]
+    assert list(sizes) == [ctypes.sizeof(record) for record in RECORDS]
 
 
 def test_an_error_has_its_name(cu: libcuda.Driver) -> None:

@@ -283,7 +283,7 @@ def as_program(model: Any) -> Any:
                 return getattr(model, name)(*map(tensors, given))
 
         call.int_keys = tuple(itertools.product(*sizes.values()))
-        call.spec = SimpleNamespace(dimensions=[SimpleNamespace(name=each) for each in sizes])
+        call.spec = SimpleNamespace(dimensions=[SimpleNamespace(name=size) for size in sizes])
         call.inputs = [SimpleNamespace(name="length")] * (name == "prefill" and model.by_length)
         call.outputs = [
             SimpleNamespace(name="count", shape=("batch",)),
@@ -395,7 +395,7 @@ def test_weights_of_a_folder(llama: Any, tmp_path: Any) -> None:
 @pytest.mark.parametrize("family", ["llama", "gpt2", "qwen2"])
 def test_weights_of_eight_bits(family: str) -> None:
     small, twin = made(family), made(family)
-    before = sum(each.numel() * each.element_size() for each in twin.network.parameters())
+    before = sum(parameter.numel() * parameter.element_size() for parameter in twin.network.parameters())
     int8_weights(small.network)
     layers = {name: each for name, each in small.network.named_modules() if hasattr(each, "scale")}
     tied = twin.network.get_output_embeddings().weight is twin.network.get_input_embeddings().weight

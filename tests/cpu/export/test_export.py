@@ -515,7 +515,7 @@ def test_parameters_have_the_models_defaults_and_are_by_name_only_where_the_mode
             ["power", {"value": 2.0}],
         ]
     }
-    assert [(each.keyword, each.default) for each in found.parameters] == [
+    assert [(parameter.keyword, parameter.default) for parameter in found.parameters] == [
         (False, None), (False, {"value": "a"}), (False, times), (True, {"value": None}), (True, {"value": 1.0}),
     ]  # fmt: skip
 
@@ -533,7 +533,11 @@ def test_a_default_that_is_no_constant_cannot_be_passed() -> None:
     assert by_position.call == {"call": [["x", {"tensor": 0}], ["more_0", {"tensor": 1}]]}
     by_name = sample(load_source(Odd(), lambda: {"x": one, "limit": 1.0, "last": one}), {})
     assert by_name.call == {"call": [["x", {"tensor": 0}], ["limit", {"value": 1.0}], ["last", {"tensor": 1}]]}
-    assert [(each.keyword, each.default) for each in by_name.parameters] == [(False, None), (True, None), (True, None)]
+    assert [(parameter.keyword, parameter.default) for parameter in by_name.parameters] == [
+        (False, None),
+        (True, None),
+        (True, None),
+    ]
 
 
 def test_a_number_that_a_manifest_cannot_hold_is_refused_by_name() -> None:

@@ -245,7 +245,7 @@ def test_an_output_whose_axes_change_is_refused() -> None:
 def test_a_branch_on_data_is_no_matter_of_sizes() -> None:
     made = exported(lambda m, x: x * 2 if x.sum() > 0 else x)
     assert made.programs.dynamic
-    assert [each.rule for each in made.obstacles] == ["path"]
+    assert [obstacle.rule for obstacle in made.obstacles] == ["path"]
 
 
 def test_sizes_without_a_rule_are_listed_up_to_a_limit() -> None:
@@ -321,7 +321,7 @@ def test_what_eager_pytorch_asks_before_it_fails_is_asserted() -> None:
 
 def test_what_eager_pytorch_decides_by_data_is_named_as_that() -> None:
     made = export(load_source(Holding(masked).eval(), lambda batch: (*rows(batch), torch.ones(batch, 7))), {"batch": (1, 3)})
-    assert [(each.rule, "mask.all()" in each.source) for each in made.obstacles] == [("path", True)]
+    assert [(obstacle.rule, "mask.all()" in obstacle.source) for obstacle in made.obstacles] == [("path", True)]
 
 
 def by_the_stack(m: Holding, x: torch.Tensor) -> torch.Tensor:

@@ -95,7 +95,7 @@ def exported(model: nn.Module, **sizes: tuple[int, ...]) -> Exported:
 
 
 def severities(made: Exported) -> list[tuple[str, str]]:
-    return [(each.rule, each.severity) for each in check(made).findings]
+    return [(finding.rule, finding.severity) for finding in check(made).findings]
 
 
 @pytest.mark.parametrize("model", [Levels(), Inner(Levels())])
@@ -104,7 +104,7 @@ def test_an_attribute_that_is_assigned_before_it_is_read_is_a_note(model: nn.Mod
     before = levels.levels
     made = exported(model)
     assert severities(made) == [("mutated-attribute", "note")]
-    assert levels.levels is not before and not any(type(each) is not torch.Tensor for each in levels.levels)
+    assert levels.levels is not before and not any(type(level) is not torch.Tensor for level in levels.levels)
     assert "__getattribute__" not in vars(Levels)
     tensors = sample(made.source, {"batch": 2}).tensors
     torch.testing.assert_close(made.programs.first.module()(*tensors), run_eager(made.flat, tensors).outputs)
@@ -288,7 +288,7 @@ class Policy(nn.Module):
 )  # fmt: skip
 def test_parts_of_an_object_are_attributes(way: str, severity: str, name: str) -> None:
     exported = export(load_source(Policy(way), lambda batch: torch.rand(batch, 4)), {"batch": (1, 4)})
-    found = [each for each in check(exported).findings if each.rule == "mutated-attribute"]
+    found = [finding for finding in check(exported).findings if finding.rule == "mutated-attribute"]
     assert (found[0].severity, found[0].message.split("'")[1]) == (severity, name)
     assert found[0].where.startswith("tests/cpu/model/test_attributes.py:")
 
@@ -322,5 +322,5 @@ class Listed(nn.Module):
 )
 def test_what_modules_in_a_list_keep_is_refused_with_its_line(cells: Any, name: str) -> None:
     exported = export(load_source(Listed(cells), lambda batch: torch.rand(batch, 4)), {"batch": (1, 4)})
-    (found,) = [each for each in check(exported).findings if each.rule == "mutated-attribute"]
+    (found,) = [finding for finding in check(exported).findings if finding.rule == "mutated-attribute"]
     assert (found.severity, found.message.split("'")[1]) == ("refuse", name) and found.source.startswith("self.kept = torch.tanh")

@@ -44,7 +44,7 @@ def exports(model: nn.Module, entries: Any, sizes: Any) -> list[Exported]:
 def made() -> list[tuple[Exported, Prepared]]:
     model, entries = traced_entries()
     exported = exports(model, entries, SIZES)
-    prepared = [prepare(each, describe_signature(each), check(each).functionalized, markers=False) for each in exported]
+    prepared = [prepare(entry, describe_signature(entry), check(entry).functionalized, markers=False) for entry in exported]
     return list(zip(exported, together(prepared), strict=True))
 
 
@@ -115,7 +115,7 @@ def file(folder: Path, more: str) -> str:
 
 def test_a_file_with_entries(tmp_path: Path) -> None:
     sources = load_sources(file(tmp_path, "def entries(): return {'prefill': rows, 'decode': lambda: (torch.zeros(1),)}"))
-    assert [(each.entry, each.dimensions) for each in sources] == [("prefill", ("batch",)), ("decode", ())]
+    assert [(source.entry, source.dimensions) for source in sources] == [("prefill", ("batch",)), ("decode", ())]
     assert sources[0].model is sources[1].model
 
 

@@ -69,7 +69,7 @@ def test_an_exception_of_the_models_own_is_told_with_its_line(error: BaseExcepti
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda each: type(each).__name__)
 def test_one_that_is_raised_while_the_model_is_probed_is_an_assertion(error: BaseException) -> None:
-    assert [each.rule for each in check(Raising(error, lambda x: x.max() > 2)).findings] == ["asserted-value"]
+    assert [finding.rule for finding in check(Raising(error, lambda x: x.max() > 2)).findings] == ["asserted-value"]
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda each: type(each).__name__)
@@ -125,7 +125,7 @@ def test_an_object_that_cannot_be_looked_at(method: str) -> None:
     vars(model)["odd"] = odd(method)
     vars(model)["inside"] = {"one": [odd(method)]}
     vars(model)["table"] = [torch.ones(2)]
-    assert [each.path for each in held_tensors(model)] == ["table.0"]
+    assert [tensor.path for tensor in held_tensors(model)] == ["table.0"]
     assert {"odd", "inside", "table"} <= marks(model).keys() and marks(model) == marks(model)
     with raises("structure-unsupported", match=r"inputs\(\) gives"):
         check(Holding(), lambda batch: (torch.rand(batch, 3), odd(method)))
@@ -173,7 +173,7 @@ class Listed(nn.Module):
 
 
 def test_a_list_of_numbers_that_python_sorts_is_refused_by_name() -> None:
-    assert "data-dependent-branch" in [each.rule for each in check(Listed(), max_paths=8).findings]
+    assert "data-dependent-branch" in [finding.rule for finding in check(Listed(), max_paths=8).findings]
 
 
 PRINTS = """

@@ -151,16 +151,16 @@ def check_exported(model: nn.Module) -> dict[str, torch.Tensor]:
     with torch.no_grad():
         assert torch.allclose(model(given), program.module()(given)[0], rtol=0, atol=1e-6)
     operators = {node.target for node in program.graph.nodes if isinstance(node.target, torch._ops.OpOverload)}
-    assert {each.namespace for each in operators} <= {"aten"}
+    assert {operator.namespace for operator in operators} <= {"aten"}
     weights = weight_tensors(program)
-    assert {type(each) for each in weights.values()} <= {torch.Tensor, nn.Parameter}
-    return {name.removeprefix("model."): each for name, each in weights.items()}
+    assert {type(weight) for weight in weights.values()} <= {torch.Tensor, nn.Parameter}
+    return {name.removeprefix("model."): weight for name, weight in weights.items()}
 
 
 def test_a_subclass_is_stored_as_its_inner_tensors() -> None:
     model = scaled()
     weights = check_exported(model)
-    assert {name: each.dtype for name, each in weights.items() if name.startswith("0.")} == {
+    assert {name: weight.dtype for name, weight in weights.items() if name.startswith("0.")} == {
         "0.bias": torch.float32, "0.weight_tensors.data8": torch.int8, "0.weight_tensors.scale": torch.float32,
     }  # fmt: skip
     assert isinstance(model[0].weight, Scaled)  # type: ignore[index]

@@ -53,7 +53,9 @@ def test_a_line_in_a_library_comes_with_the_line_that_called_it(tmp_path: Path) 
 
     report = cgcompile.check(Caller(), lambda batch: torch.rand(batch, 4), sizes=[2, 4], target="sm_90")
     found = {
-        (each.rule, each.where, each.message.partition(", called from ")[2]) for each in report.findings if "copy" not in each.rule
+        (finding.rule, finding.where, finding.message.partition(", called from ")[2])
+        for finding in report.findings
+        if "copy" not in finding.rule
     }
     assert found == {
         ("several-devices", "strangers/parts.py:8", "tests/cpu/model/test_user_lines.py:52"),

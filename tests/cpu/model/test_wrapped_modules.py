@@ -44,7 +44,7 @@ def rows(batch: int) -> torch.Tensor:
 def test_wrappers_inside_of_a_model_are_taken_off_a_copy() -> None:
     model = Holder()
     report = cgcompile.check(model, rows, sizes=[1, 4], target="cpu")
-    assert [(each.rule, each.message) for each in report.findings] == [
+    assert [(finding.rule, finding.message) for finding in report.findings] == [
         ("wrapped-module", "compiled is wrapped by torch.compile"),
         ("wrapped-module", "parallel is wrapped by DataParallel"),
     ]
@@ -89,7 +89,7 @@ class Hiding(nn.Module):
 def test_a_child_that_a_method_hides_gets_another_name() -> None:
     model = Hiding()
     report = cgcompile.check(model, rows, sizes=[1, 4], target="cpu")
-    assert [each.message for each in report.findings] == [
+    assert [finding.message for finding in report.findings] == [
         "parameters is hidden by the method of that name, and is called parameters_"
     ]
     assert sorted(dict(load_source(model, rows).model.named_parameters())) == ["parameters_.0", "parameters_.1"]

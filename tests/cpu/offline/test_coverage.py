@@ -161,7 +161,7 @@ def test_the_hint_names_all_operators_at_once() -> None:
         return torch.fft.irfft(spectrum, n=8)
 
     report = cgcompile.check(Of(parts).eval(), inputs, sizes=[4], target="sm_90")
-    assert {each.rule for each in report.findings} == {"operator-without-kernel"}
+    assert {finding.rule for finding in report.findings} == {"operator-without-kernel"}
     hints = hinted(report.findings[0].fix)
     assert {"aten.tan", "aten.fft_rfft"} <= {*hints}
     assert not cgcompile.check(Of(parts).eval(), inputs, sizes=[4], target="sm_90", fallback_ops=hints).refused
@@ -192,7 +192,7 @@ def test_the_report_of_a_target_has_the_rules_of_its_recorder() -> None:
     check = model_of("median")
     assert not check(target="cpu").refused and not check(target="cuda").refused
     report = check(target="sm_90")
-    (found,) = [each for each in report.findings if each.severity == "refuse"]
+    (found,) = [finding for finding in report.findings if finding.severity == "refuse"]
     assert (found.rule, found.message) == ("operator-without-kernel", "median has no Triton kernel")
     assert found.fix.endswith("--fallback-op aten.median.dim")
     assert not check(target="sm_90", fallback_ops=hinted(found.fix)).refused, "what the hint says works when pasted"

@@ -104,7 +104,7 @@ def launches(traced: Lowered) -> list[Launch]:
 
 def consistent(traced: Lowered, weights: set[str]) -> None:
     """What holds for every Lowered: typed arguments inside their buffers, lives without gaps, complete kernels."""
-    assert {b.name for b in traced.buffers if b.kind == WEIGHT} <= weights | {each.name for each in traced.constants}
+    assert {b.name for b in traced.buffers if b.kind == WEIGHT} <= weights | {constant.name for constant in traced.constants}
     assert [b.name for b in traced.buffers if b.kind == INPUT] == [str(i) for i in range(len(traced.inputs))]
     alive: set[int] = set()
     kept = {tensor.pointer.buffer for tensor in traced.outputs}
@@ -178,7 +178,7 @@ def test_scan_brings_its_helper() -> None:
 def test_parts_of_a_half_precision_product_are_summed_in_float32() -> None:
     """torch 2.11 offers no template for results of another dtype than the factors'."""
     traced = lowered(nn.Linear(64, 48).half(), floats(64, dtype=torch.float16), split_factor=lambda problem: 2)
-    (product,) = [each for each in traced.variants if "tl.dot(" in each.source]
+    (product,) = [variant for variant in traced.variants if "tl.dot(" in variant.source]
     assert "*fp32" in {kind for _, kind in product.signature}
 
 
@@ -252,7 +252,7 @@ def test_a_configuration_that_inductor_does_not_offer_can_be_taken(kind: str) ->
     inputs = floats(100, 64) if kind == "addmm" else lambda batch: (torch.randn(batch, 16, 16, 16, dtype=torch.float16),)
     traced = lowered(model, inputs, choose=choose, more=lambda problem: [wanted])
     assert offers.count(wanted) == 1 and offers.index(wanted) == len(offers) - 1
-    (variant,) = [each for each in traced.variants if "tl.dot(" in each.source]
+    (variant,) = [variant for variant in traced.variants if "tl.dot(" in variant.source]
     sizes = {name: int(size) for name, size in BLOCKS.findall(variant.source)}
     assert (sizes["BLOCK_M"], sizes["BLOCK_N"], sizes["BLOCK_K"]) == (32, 16, 32)
     assert (variant.stages, variant.warps, variant.selected_by) == (6, 1, "table")
@@ -560,7 +560,7 @@ def test_products_as_sums(dtype: torch.dtype, shape: tuple[int, int, int]) -> No
 def test_the_vector_of_a_product_is_computed_once() -> None:
     """And not for every element of the result."""
     traced = lowered(nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 16)), floats(32), batch=1)
-    first, second = [traced.variants[each.variant].source for each in launches(traced)]
+    first, second = [traced.variants[launch.variant].source for launch in launches(traced)]
     assert "erf(" in first and "erf(" not in second and "tl.sum(" in second
 
 

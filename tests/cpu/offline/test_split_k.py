@@ -79,7 +79,7 @@ class OnCpu(torch.fx.Interpreter):
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if target is aten.bmm.dtype:
-            assert {each.dtype for each in args[:2]} < {torch.float16, torch.bfloat16} and args[2] is torch.float32
+            assert {argument.dtype for argument in args[:2]} < {torch.float16, torch.bfloat16} and args[2] is torch.float32
             return torch.bmm(args[0].float(), args[1].float())
         return super().call_function(target, args, kwargs)
 

@@ -63,7 +63,7 @@ def test_state_is_written_where_its_new_value_is_made(tmp_path: Path, monkeypatc
 
 
 def pointers(launch: Launch) -> list[Pointer]:
-    return [each for each in launch.arguments if isinstance(each, Pointer)]
+    return [argument for argument in launch.arguments if isinstance(argument, Pointer)]
 
 
 def name(lowered: Lowered, place: Pointer) -> str:

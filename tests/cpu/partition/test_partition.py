@@ -564,7 +564,10 @@ def test_what_only_the_host_reads_and_nothing_computes_does_not_cross() -> None:
 def test_crossings_count_every_copy_once() -> None:
     program, parts = cut_of(number_twice)
     modules = region_modules(program, parts, inputs(2, 5))
-    found = {(each.value, each.source, each.target): (each.nbytes, each.copied) for each in crossings(parts, modules)}
+    found = {
+        (crossing.value, crossing.source, crossing.target): (crossing.nbytes, crossing.copied)
+        for crossing in crossings(parts, modules)
+    }
     assert found["x", "call", "graph-1"] == (2 * 5 * 8 * 4, False)
     assert found["sum_1", "graph-1", "host-1"] == (4, True)
     assert found["sum_1", "graph-1", "host-2"] == (4, False)

@@ -28,7 +28,7 @@ BY_NAME = MODEL.replace("batch: int", "batch: int, seq: int").replace("(batch, 6
 
 def call(*arguments: object) -> Result:
     """A command as the shell would run it."""
-    return CliRunner().invoke(app, [str(each) for each in arguments], prog_name="cgcompile", env={"COLUMNS": "80"})
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], prog_name="cgcompile", env={"COLUMNS": "80"})
 
 
 def refused(result: Result, code: int) -> str:

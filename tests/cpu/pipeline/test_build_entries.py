@@ -56,14 +56,14 @@ def check_shared(manifest: Manifest) -> None:
     assert len({weight.name for weight in manifest.weights}) == len(manifest.weights)
     files = [file.path for file in manifest.files]
     assert len(files) == len(set(files)) and {step.file for program in programs for step in program.steps} - {""} <= set(files)
-    assert {proof.method for each in manifest.entries for proof in each.self_test.proofs} == {"interpret"}
+    assert {proof.method for entry in manifest.entries for proof in entry.self_test.proofs} == {"interpret"}
 
 
 def test_traced_entries_share_what_they_have(tmp_path: Path) -> None:
     model, entries = traced_entries()
     built = cgcompile.build(model, entries, sizes=["batch=4", "fill:rows=2"], out=tmp_path / "lanes.cgb", target="sm_90")
     check_shared(built.manifest)
-    assert [each.name for each in built.manifest.entries] == ["forward", "fill", "empty"]
+    assert [entry.name for entry in built.manifest.entries] == ["forward", "fill", "empty"]
     assert [file.path for file in built.manifest.files if file.path.endswith(".pt2")] == [
         "program.pt2", "programs/empty.pt2", "programs/fill.pt2",
     ]  # fmt: skip
@@ -79,7 +79,7 @@ def test_an_entry_beside_the_host_and_one_without(tmp_path: Path, monkeypatch: p
     donations = [("scaled", "plain.x"), ("scaled", "scaled.x")]
     built = cgcompile.build(Hosted(), entries, donations=donations, sizes=[4], out=tmp_path / "hosted.cgb", target="sm_90")
     check_shared(built.manifest)
-    kinds = {each.name: [step.kind for step in each.programs[0].steps] for each in built.manifest.entries}
+    kinds = {entry.name: [step.kind for step in entry.programs[0].steps] for entry in built.manifest.entries}
     assert kinds["plain"] == ["graph"]
     assert "host" in kinds["scaled"] and kinds["scaled"].count("graph") == 2
     assert dict(built.manifest.memories)["host"] > 0

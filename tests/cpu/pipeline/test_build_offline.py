@@ -153,7 +153,7 @@ def bundle(request: pytest.FixtureRequest) -> tuple[Path, str]:
 
 def call(*arguments: object) -> Result:
     """A command as the shell would run it."""
-    return CliRunner().invoke(main.app, [str(each) for each in arguments], prog_name="cgcompile", env={"COLUMNS": "80"})
+    return CliRunner().invoke(main.app, [str(argument) for argument in arguments], prog_name="cgcompile", env={"COLUMNS": "80"})
 
 
 def read(path: Path) -> Manifest:

@@ -70,7 +70,7 @@ def test_a_build_tells_which_indices_differ_and_its_self_test_holds_them(built: 
         and built.manifest.entries[0].self_test.bounds[0] == 0.5
         and built.manifest.entries[0].self_test.proofs[0].errors[0] == 0
     )
-    (found,) = [each for each in built.manifest.entries[0].findings if each.rule == NEAR_TIES]
+    (found,) = [finding for finding in built.manifest.entries[0].findings if finding.rule == NEAR_TIES]
     assert found.message == "output token (int64): up to 50.0% of the indices have another one that is as good"
     with cgbundle.load(built.path) as program:
         assert all(result.exact for result in self_test.replay_self_test(program))

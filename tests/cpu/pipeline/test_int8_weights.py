@@ -40,7 +40,7 @@ def test_a_bundle_of_int8_weights(folder: Path, tmp_path: Path) -> None:
     large = {row.tensor: row.dtype for row in rows.values() if len(row.shape) == 2 and row.memory == "weights"}
     assert set(large.values()) == {"int8"} and len(large) == 8
     assert rows["network.lm_head.weight"].tensor == rows["network.model.embed_tokens.weight"].tensor
-    findings = [each for entry in built.manifest.entries for each in entry.findings if each.rule == "quantized-weights"]
+    findings = [finding for entry in built.manifest.entries for finding in entry.findings if finding.rule == "quantized-weights"]
     assert (
         findings
         and "weights are stored as int8: " in findings[0].message

@@ -242,7 +242,7 @@ def test_counters_are_state_that_begins_as_in_a_new_model() -> None:
     model = Counting().eval()
     made = export(load_source(model, rows), {"batch": (2, 4)})
     assert sorted(functional(made.programs.first).buffers_to_mutate.values()) == ["model.before", "model.calls", "model.decay"]
-    assert [each.rule for each in made.obstacles] == ["unread-attribute"]
+    assert [obstacle.rule for obstacle in made.obstacles] == ["unread-attribute"]
     program, eager = made.programs.first.module(), Counting()
     for seed in range(3):
         (x,) = sample(made.source, {"batch": 2 + seed % 2}, seed).tensors
@@ -323,7 +323,7 @@ def test_a_program_that_keeps_nothing_is_called_once_for_the_same_inputs(
         return call_eager(reference, given, seed)
 
     monkeypatch.setattr(sequences, "call_eager", counted)
-    assert not [each for each in with_sequences([made], models)[0].obstacles if each.rule == "earlier-calls"]
+    assert not [obstacle for obstacle in with_sequences([made], models)[0].obstacles if obstacle.rule == "earlier-calls"]
     assert len([size for size in sizes if size in (2, 4)]) == calls
 
 
@@ -359,7 +359,7 @@ def test_models_that_are_copied_are_new_too() -> None:
         models = copies(Lazy())
         models.begin(Place(device=CPU, told=CPU, capability=(8, 0)))
         (found,) = with_sequences([made], models)
-        assert [each.rule for each in found.obstacles] == ["earlier-calls"]
+        assert [obstacle.rule for obstacle in found.obstacles] == ["earlier-calls"]
 
 
 def test_tensors_with_gradients_are_copied() -> None:

@@ -72,7 +72,7 @@ def test_a_build_that_is_told_to_end(tmp_path: Path) -> None:
     )  # fmt: skip
     try:
         wait_for("sleep 600", tmp_path)
-        assert [each.suffix for each in sorted((tmp_path / "out").iterdir())] == [".building", ".lock"]
+        assert [path.suffix for path in sorted((tmp_path / "out").iterdir())] == [".building", ".lock"]
         process.send_signal(signal.SIGTERM)
         told = process.communicate(timeout=300)[1]
     finally:

@@ -39,7 +39,7 @@ def manifest(path: Path) -> Manifest:
 
 
 def call(*arguments: object) -> str:
-    result = CliRunner().invoke(main.app, [str(each) for each in arguments], prog_name="cgcompile", env={"COLUMNS": "140"})
+    result = CliRunner().invoke(main.app, [str(argument) for argument in arguments], prog_name="cgcompile", env={"COLUMNS": "140"})
     assert result.exit_code == 0, result.output
     return result.stdout
 
@@ -60,10 +60,10 @@ def test_what_is_allowed_stands_in_the_manifest_and_bounds_the_replay(path: Path
     assert manifest.entries[0].self_test.bounds == (4e-2, share, 0.0) and 0 < share <= 1 and manifest.allowed == (WAIVER,)
     (proof,) = manifest.entries[0].self_test.proofs
     assert proof.errors[1] == share and 0 < proof.errors[0] < 4e-2 and proof.errors[2] == proof.distance == 0
-    (finding,) = [each for each in manifest.entries[0].findings if each.rule == WAIVER]
+    (finding,) = [finding for finding in manifest.entries[0].findings if finding.rule == WAIVER]
     assert finding.message == f"output token (int64): up to {share:.1%} of the values differ from eager PyTorch's"
     (row,) = self_test.fresh(str(path))["results"]
-    assert row["passed"] and [each["error"] for each in row["tensors"]] == list(proof.errors)
+    assert row["passed"] and [tensor["error"] for tensor in row["tensors"]] == list(proof.errors)
     shown = call("inspect", path)
     assert WAIVER in shown and f"output token (int64)      {share:.1e}" in shown
 
@@ -103,4 +103,8 @@ def test_inspect_and_run_tell_the_constants(path: Path) -> None:
     assert "result = program(x, mode='b', temperature=2.0)" in shown
     plain = json.loads(call("inspect", path, "--json"))
     assert plain["constants"][2] == {"name": "temperature", "value": 2.0, "default": [1.0], "keyword": True, "required": True}
-    assert [each["name"] for each in json.loads(call("run", path, "--json"))["constants"]] == ["mode", "scale", "temperature"]
+    assert [constant["name"] for constant in json.loads(call("run", path, "--json"))["constants"]] == [
+        "mode",
+        "scale",
+        "temperature",
+    ]

@@ -79,7 +79,7 @@ def test_one_copy_of_the_weights_and_the_memory_that_is_told(program: cgbundle.P
 def test_only_who_changes_the_state_says_so(program: cgbundle.Program) -> None:
     with program:
         names = [weight.name for weight in program.manifest.weights]
-        changes = {each.name: [names[index] for index in each.mutated_buffers] for each in program.manifest.entries}
+        changes = {entry.name: [names[index] for index in entry.mutated_buffers] for entry in program.manifest.entries}
         assert changes == {"forward": [], "fill": ["cache"]}
         with raises("key-missing", match="fill\\(\\) writes to its buffer 'cache'"):
             program.fill(torch.zeros(1, 16), torch.tensor([0]))
@@ -111,7 +111,7 @@ def decoder() -> cgbundle.Program:
 
 
 def test_a_thousand_calls_of_prefill_decode_and_reset_lane(decoder: cgbundle.Program) -> None:
-    keys = {each.name: [program.key for program in each.programs] for each in decoder.manifest.entries}
+    keys = {entry.name: [program.key for program in entry.programs] for entry in decoder.manifest.entries}
     assert keys == {"prefill": [(64,), (256,)], "decode": [(1,), (8,)], "reset_lane": [()]}
     with decoder:
         assert check_calls(decoder, lanes(), "cpu", 1000) <= 1e-4

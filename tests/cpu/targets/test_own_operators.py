@@ -142,7 +142,7 @@ def test_a_bundle_calls_them(tmp_path: Path, standalone: bool | None) -> None:
     built = cgcompile.build(model, both_inputs, sizes=[5], out=tmp_path / "both.cgb", target="cpu", standalone=standalone)
     (file,) = (tmp_path / "both.cgb/host").iterdir()
     assert all(f"aoti_torch_cpu_{name}".encode() in file.read_bytes() for name in ("int8_linear", "paged_attention"))
-    assert "custom-operator" not in {each.rule for entry in built.manifest.entries for each in entry.findings}
+    assert "custom-operator" not in {finding.rule for entry in built.manifest.entries for finding in entry.findings}
     given = both_inputs(5)
     with cgbundle.load(tmp_path / "both.cgb") as program:
         torch.testing.assert_close(program(*given), model(*given), atol=1e-5, rtol=1e-5)

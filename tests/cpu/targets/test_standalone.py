@@ -179,7 +179,7 @@ def test_convolutions_are_torchs(
     bias, found = torch.randn(made) if data.draw(st.booleans()) else None, c_void_p()
     numbers = [byref((c_int64 * 2)(*each)) for each in (stride, padding, dilation)]
     given_bias = byref(code.handle(bias)) if bias is not None else None
-    sized = [word for each in numbers for word in (each, c_int64(2))]
+    sized = [word for number in numbers for word in (number, c_int64(2))]
     none = byref((c_int64 * 2)(0, 0)), c_int64(2)
     assert code("convolution", x, weight, given_bias, *sized, c_int32(0), *none, c_int64(1), byref(found)) == 0
     # torch 2.13's convolution by oneDNN ends the process for some inputs that it has to pad: they are padded for it

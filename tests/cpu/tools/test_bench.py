@@ -48,12 +48,12 @@ def test_a_bundle_beside_eager(bundle: Path, tmp_path: Path) -> None:
     for way in (ours, theirs):
         (start,) = way["starts"]
         assert list(start) == list(PHASES) and all(start[phase] > 0 for phase in PHASES)
-        assert [(each["what"], each["key"], len(each["seconds"])) for each in way["timings"]] == [
+        assert [(timing["what"], timing["key"], len(timing["seconds"])) for timing in way["timings"]] == [
             ("call", [1], 1),
             ("call", [4], 1),
         ]
-        assert all(each["seconds"][0] > 0 for each in way["timings"])
-        assert [each["key"] for each in way["errors"]] == [[1], [4]] and way["memory"]["resident"] > way["memory"]["own"] > 0
+        assert all(timing["seconds"][0] > 0 for timing in way["timings"])
+        assert [error["key"] for error in way["errors"]] == [[1], [4]] and way["memory"]["resident"] > way["memory"]["own"] > 0
     assert theirs["starts"][0]["import"] > ours["starts"][0]["import"]
     assert result.stderr.startswith("measure           ...  tiny beside eager, 1 round\n")
     assert found["wrong"] == [] and not found["interrupted"] and found["machine"]["gpu"] == ""

@@ -18,7 +18,7 @@ from cgcompile.tools.operators import KINDS, operators
 from cgcompile_cli.main import app
 from tests.helpers.raising import raises
 
-TABLES = {target: {each.name: each for each in operators(target)} for target in ("sm_90", "cuda", "cpu")}
+TABLES = {target: {operator.name: operator for operator in operators(target)} for target in ("sm_90", "cuda", "cpu")}
 
 
 def call(*arguments: str) -> Result:

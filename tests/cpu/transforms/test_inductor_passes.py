@@ -91,7 +91,7 @@ def test_only_values_of_what_is_written_before_are_made_first() -> None:
 
 
 def test_caches_know_the_pass_by_its_text() -> None:
-    assert [each.uuid() for each in passes().values()] == [each.uuid() for each in passes().values()]
+    assert [pass_.uuid() for pass_ in passes().values()] == [pass_.uuid() for pass_ in passes().values()]
 
 
 class Scattered(torch.nn.Module):

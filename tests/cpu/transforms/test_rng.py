@@ -527,7 +527,7 @@ def test_branches_and_loops_draw_anew_in_every_turn() -> None:
     module = with_generator(program).module(check_guards=False)
     made = export(load_source(Wandering(), lambda: (x,)), {})
     for conditionals, severities in ((True, {"note"}), (False, {"note", "refuse"})):
-        found = [each for each in check(made, conditionals=conditionals).findings if each.rule == "random-operation"]
+        found = [finding for finding in check(made, conditionals=conditionals).findings if finding.rule == "random-operation"]
         assert {each.severity for each in found} == severities, "the host's compiled code cannot draw in a body"
     state = dict(module.named_buffers())[RNG]
     state.copy_(torch.tensor([7, 0]))
@@ -537,7 +537,7 @@ def test_branches_and_loops_draw_anew_in_every_turn() -> None:
     for one, two in zip(first, module(x), strict=True):
         assert torch.equal(one, two)
     turns = [*first[0].T, *again[0].T, first[2], again[2]]
-    assert len({tuple(each.tolist()) for each in turns}) == 18, "every turn of every loop, and every call, has its own numbers"
+    assert len({tuple(turn.tolist()) for turn in turns}) == 18, "every turn of every loop, and every call, has its own numbers"
     assert set(first[1].unique().tolist()) <= {0.0, 4.0}
     assert not torch.equal(module(-x)[1], module(-x)[1])
 

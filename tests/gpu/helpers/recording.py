@@ -88,7 +88,10 @@ def check_recording(name: str, folder: Path, level: str) -> Recorded:
     assert replay(folder) == "exact"
     bound = max(TF32, coarsest(export(name)[0]))
     for key, replayed in recorded.replays.items():
-        assert replayed.deterministic and all(each.error <= bound for each in replayed.differences), (key, replayed.differences)
+        assert replayed.deterministic and all(difference.error <= bound for difference in replayed.differences), (
+            key,
+            replayed.differences,
+        )
         census = plain["census"][key]
         assert census.shifted == census.relocations, "the two recordings had the same addresses: nothing was proved"
     return recorded

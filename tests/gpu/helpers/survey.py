@@ -40,7 +40,7 @@ def survey(name: str, level: str, folder: Path) -> str:
             f"  {key} {kinds} {'chain' if chain else 'BRANCHES'} edges {sorted(edges)} "
             f"words {census.words} reloc {census.relocations} const {census.constants} undef {census.undefined} "
             f"one-sided {census.one_sided} shifted {census.shifted} arena {graph.arena / 2**20:.1f}M "
-            f"errors {[f'{each.error:.1e}' for each in replayed.differences]} det {replayed.deterministic} "
+            f"errors {[f'{difference.error:.1e}' for difference in replayed.differences]} det {replayed.deterministic} "
             f"attributes {dict(attributes)} {dict(functions)}"
         )
     images = sum(map(len, recorded.images.values()))

@@ -129,4 +129,4 @@ def arena(choices: Sequence[int], flag: int) -> bytearray:
 
 def expected(choices: Sequence[int], flag: int) -> tuple[bytes, int]:
     """The output and the result after it."""
-    return bytes([5 if each else 3 for each in reversed(choices)]).ljust(ROW, b"\0"), 1 if flag else 2
+    return bytes([5 if choice else 3 for choice in reversed(choices)]).ljust(ROW, b"\0"), 1 if flag else 2

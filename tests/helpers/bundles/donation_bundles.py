@@ -100,7 +100,7 @@ def write(folder: Path) -> Manifest:
         names = ["a", "b"] if name == "take" else ["x"]
         return replace(
             bare.entries[0], name=name, inputs=tuple(map(spec, names)), outputs=(spec("output"),), result={"tensor": 0},
-            call={"call": [[each, {"tensor": index}] for index, each in enumerate(names)]}, parameters=(POSITIONAL,) * len(names),
+            call={"call": [[name, {"tensor": index}] for index, name in enumerate(names)]}, parameters=(POSITIONAL,) * len(names),
             programs=(program(name, number),), self_test=replace(bare.entries[0].self_test, bounds=(0.0,)),
         )  # fmt: skip
 

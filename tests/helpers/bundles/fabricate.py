@@ -63,7 +63,7 @@ def signature(
 
     `output_orders` are the orders in which the backend lays the outputs out (default: row-major).
     """
-    orders = output_orders or [range(len(each.shape)) for each in outputs]
+    orders = output_orders or [range(len(output.shape)) for output in outputs]
 
     def program(key: tuple[int, ...]) -> Program:
         sizes = {each.name: size for each, size in zip(dimensions, key, strict=True)}
@@ -89,7 +89,7 @@ def signature(
         programs=tuple(map(program, keys)),
         self_test=replace(
             base.entries[0].self_test,
-            bounds=tiny_bundle.bounds(*[each.dtype for each in outputs]),
+            bounds=tiny_bundle.bounds(*[output.dtype for output in outputs]),
             proofs=tuple([tiny_bundle.proof(*key) for key in keys]),
         ),
     )

@@ -54,8 +54,8 @@ def write(folder: Path, most: int | None = None) -> Manifest:
     names = [row.name for row in rows]
     entry = made.entries[0]
     kept = [index for index in range(6) if index != 1]
-    aliases = [replace(each, output=kept.index(each.output)) for each in entry.aliases if each.output in kept]
-    aliases = [replace(each, index=names.index("offsets")) if each.memory == "weights" else each for each in aliases]
+    aliases = [replace(alias, output=kept.index(alias.output)) for alias in entry.aliases if alias.output in kept]
+    aliases = [replace(alias, index=names.index("offsets")) if alias.memory == "weights" else alias for alias in aliases]
     return edited(
         made,
         outputs=tuple([entry.outputs[index] for index in kept]),

@@ -350,7 +350,7 @@ class FakeDriver:
     def do_cuGraphDestroyNode(self, node: Any) -> None:
         drawn = self._drawn(node.graph)
         drawn.nodes = [each for each in drawn.nodes if each is not node]
-        drawn.edges = [ends for ends in drawn.edges if not any(each is node for each in ends)]
+        drawn.edges = [ends for ends in drawn.edges if not any(end is node for end in ends)]
 
     # --- conditional nodes ------------------------------------------------------------------------------------
 

@@ -280,7 +280,7 @@ def _compare(parts: list[str], target: str, first: str, second: str, third: str,
 
 
 def _assign(compute: Callable[..., int], target: str, operands: Sequence[str], thread: Thread) -> None:
-    thread.registers[target] = compute(*[_value(thread, each) for each in operands])
+    thread.registers[target] = compute(*[_value(thread, operand) for operand in operands])
 
 
 # --- arithmetic -----------------------------------------------------------------------------------------------------

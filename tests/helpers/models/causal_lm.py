@@ -81,7 +81,7 @@ class Engine:
         """A chunk of each text, which is at its end where the next token is appended."""
         chunks = [self.texts[name]["tokens"][self.texts[name]["read"] :][: self.chunk] for name in names]
         ids = [each + [9] * (self.chunk - len(each)) for each in chunks] + [[9] * self.chunk] * (self.lanes - len(names))
-        count = torch.tensor([len(each) for each in chunks] + [0] * (self.lanes - len(names)))
+        count = torch.tensor([len(chunk) for chunk in chunks] + [0] * (self.lanes - len(names)))
         with torch.no_grad():
             given = self.entries.prefill(torch.tensor(ids), count, *self._lanes(names))
         for name, chunk, token in zip(names, chunks, given["token"].tolist(), strict=False):

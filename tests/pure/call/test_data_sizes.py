@@ -28,7 +28,7 @@ SIZES = (DataSize(output=0, axis=0, count=3), DataSize(output=1, axis=1, count=3
 
 def made(**changes: Any) -> Manifest:
     """The rows of the input, [n, 2], whose first element is positive; the same as columns; and how many there are."""
-    tree = {"dict": [[each.name, {"tensor": index}] for index, each in enumerate(OUTPUTS[:3])]}
+    tree = {"dict": [[output.name, {"tensor": index}] for index, output in enumerate(OUTPUTS[:3])]}
     own = signature([dimension("n", 3, pad="no", chunk=False)], [spec("x", "n", 2)], OUTPUTS, result=tree)
     return edited(own, data_sizes=SIZES, **changes)
 

@@ -80,7 +80,7 @@ def test_pad_cuts_a_larger_call_into_the_largest_size_and_pads_the_rest(sizes: t
         assert [cut.size for cut in made[:-1]] == [largest] * (len(made) - 1)
         assert len(made) == -(-size // largest)
         rest = size - largest * (len(made) - 1)
-        assert made[-1] == Chunk(size - rest, rest, min(each for each in sizes if each >= rest))
+        assert made[-1] == Chunk(size - rest, rest, min(size for size in sizes if size >= rest))
 
 
 @settings(max_examples=150, deadline=None)

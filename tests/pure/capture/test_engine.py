@@ -241,7 +241,7 @@ def test_a_recording_is_read_as_it_was_written(tmp_path: Path) -> None:
     path = tmp_path / "engine.cgb.recording"
     write_recording(path, take)
     assert read_recording(path) == take
-    assert [each.name for each in tmp_path.iterdir()] == [path.name]
+    assert [path.name for path in tmp_path.iterdir()] == [path.name]
 
 
 class Evil:

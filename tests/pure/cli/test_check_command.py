@@ -116,8 +116,8 @@ def test_only_a_refusal_is_a_failure(call: Any, findings: tuple[Finding, ...], c
     assert result.exit_code == code
     told = json.loads(result.stdout)
     assert told["refused"] is bool(code)
-    assert [(each["rule"], each["where"], each["fix"], each["node"]) for each in told["findings"]] == [
-        (each.rule, each.where, each.fix, each.node) for each in findings
+    assert [(finding["rule"], finding["where"], finding["fix"], finding["node"]) for finding in told["findings"]] == [
+        (finding.rule, finding.where, finding.fix, finding.node) for finding in findings
     ]
     assert told["regions"][0]["operations"] == [["linear", 6], ["max", 1]]
 

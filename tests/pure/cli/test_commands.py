@@ -48,7 +48,7 @@ ON_A_BUNDLE = ("inspect", "verify", "run", "bench")
 
 def call(*arguments: object) -> Result:
     """A command as the shell would run it, 80 columns wide."""
-    return CliRunner().invoke(main.app, [str(each) for each in arguments], prog_name="cgcompile", env={"COLUMNS": "80"})
+    return CliRunner().invoke(main.app, [str(argument) for argument in arguments], prog_name="cgcompile", env={"COLUMNS": "80"})
 
 
 def refused(result: Result, code: int) -> str:
@@ -319,7 +319,7 @@ def test_verify_run_names_the_output_that_failed(bundle: Path, monkeypatch: pyte
     assert f"batch=4: output 1 (int64): {text}" in result.stdout and "batch=4: state cache (float32): 1 of 1" in result.stdout
     assert "output 0" not in result.stdout and "equal" in result.stdout
     told = json.loads(call("verify", bundle, "--run", "--json").stdout)["self_test"]["results"]
-    assert [each["passed"] for each in told[1]["tensors"]] == [True, False, False]
+    assert [tensor["passed"] for tensor in told[1]["tensors"]] == [True, False, False]
     assert told[1]["tensors"][2]["error"] == "inf"
 
 

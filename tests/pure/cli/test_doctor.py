@@ -26,7 +26,7 @@ H200 = Gpu(name="NVIDIA H200", arch="sm_90", memory=141 << 30)
 
 
 def call(*arguments: object) -> Result:
-    return CliRunner().invoke(main.app, [str(each) for each in arguments], prog_name="cgcompile", env={"COLUMNS": "80"})
+    return CliRunner().invoke(main.app, [str(argument) for argument in arguments], prog_name="cgcompile", env={"COLUMNS": "80"})
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(tools, "find_spec", present)
         monkeypatch.setattr("cgcompile.targets.requirements.compiler", lambda: "c++" if "c++" in lacking else "sh")
         monkeypatch.setattr(tools.libtorch, "find", lambda needed: ("", ""))
-        return {each.name: each for each in environment().targets}
+        return {target.name: target for target in environment().targets}
 
     return make
 
@@ -78,7 +78,7 @@ def test_without_torchs_libraries_standalone_bundles_run_where_the_processor_doe
         raise MachineError("library-missing", "libtorch_cpu.so not found")
 
     monkeypatch.setattr(tools.libtorch, "find", missing)
-    found = {each.name: each for each in environment().targets}
+    found = {target.name: target for target in environment().targets}
     assert (found["cpu"].standalone, found["cpu"].not_run) == (True, "libtorch_cpu.so not found")
     foreign = found["x86-64-v3" if os.uname().machine == "aarch64" else "armv8-a"]
     assert not foreign.standalone and "its code is for" in foreign.not_run and "proved" not in foreign.not_run
@@ -182,7 +182,7 @@ def test_the_folder_is_told_and_how_much_is_in_it(cache: Path) -> None:
     assert (told.exit_code, told.stdout) == (0, f"{cache}\n") and told.stderr.startswith("4 files, ")
     plain = json.loads(call("cache", "dir", "--json").stdout)
     assert (plain["path"], plain["files"], list(plain["stages"])) == (str(cache), 4, ["kernels", "lowered"])
-    assert plain["bytes"] == sum(each["bytes"] for each in plain["stages"].values()) > 300
+    assert plain["bytes"] == sum(stage["bytes"] for stage in plain["stages"].values()) > 300
 
 
 def test_our_own_files_are_removed_and_no_others(cache: Path) -> None:

@@ -20,7 +20,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def told(*arguments: object) -> tuple[int, str]:
-    done = CliRunner().invoke(app, [str(each) for each in arguments])
+    done = CliRunner().invoke(app, [str(argument) for argument in arguments])
     return done.exit_code, done.output + (str(done.exception) if done.exit_code and not done.output else "")
 
 

@@ -17,7 +17,7 @@ BUNDLE = GOLDEN / "v1/traced_entries.cgb"
 
 
 def call(*arguments: object) -> tuple[int, str]:
-    result = CliRunner().invoke(main.app, [str(each) for each in arguments], prog_name="cgcompile", env={"COLUMNS": "120"})
+    result = CliRunner().invoke(main.app, [str(argument) for argument in arguments], prog_name="cgcompile", env={"COLUMNS": "120"})
     return result.exit_code, result.stdout
 
 

@@ -43,7 +43,7 @@ def test_without_a_name_all_are_listed() -> None:
     text = explain()
     known = explanations()
     assert len(known) > 150 and all(f"\n{each.name} " in text for each in known)
-    assert {each["name"] for each in json.loads(explain("--json"))} >= {each.name for each in known}
+    assert {load["name"] for load in json.loads(explain("--json"))} >= {each.name for each in known}
 
 
 @pytest.mark.parametrize("each", explanations(), ids=lambda each: f"{each.kind} {each.name}")
@@ -59,14 +59,14 @@ def test_padding_is_explained_reason_by_reason() -> None:
     """As `build` tells people to ask, who may have no page of the source tree."""
     text = explain("padding")
     assert text.startswith("padding  what `build` and `inspect` say under that word\n")
-    for each in REASONS:
-        assert f"\n  {each.printed}\n" in text and each.meaning in text and each.cure in text
+    for reason in REASONS:
+        assert f"\n  {reason.printed}\n" in text and reason.meaning in text and reason.cure in text
     (told,) = json.loads(explain("padding", "--json"))
-    assert told["fields"].keys() == {"fix", *[each.printed for each in REASONS]}
+    assert told["fields"].keys() == {"fix", *[reason.printed for reason in REASONS]}
 
 
 def test_every_error_of_the_catalogues_is_there() -> None:
-    told = {each.name for each in explanations() if each.kind == "error"}
+    told = {explanation.name for explanation in explanations() if explanation.kind == "error"}
     assert told == cgbundle.errors.CATALOGUE.keys() | cgcompile.errors.CATALOGUE.keys()
 
 
@@ -88,7 +88,9 @@ def test_errors_are_listed_by_where_people_meet_them() -> None:
     text = explain()
     order = [text.index(f"\n{name} ") for name in ("input-dtype", "not-a-bundle", "source-invalid", "image-unseen")]
     assert order == sorted(order)
-    assert {each.name for each in explanations()} >= RECORDERS, "names in the list of the recorders' that no error has"
+    assert {explanation.name for explanation in explanations()} >= RECORDERS, (
+        "names in the list of the recorders' that no error has"
+    )
 
 
 def test_names_are_completed() -> None:

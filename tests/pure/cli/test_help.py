@@ -26,7 +26,7 @@ COMMANDS = sorted(GROUP.commands)  # type: ignore[attr-defined]
 def call(*arguments: object, columns: int = 80) -> Result:
     """A command as the shell would run it."""
     environment = {"COLUMNS": str(columns)}
-    return CliRunner().invoke(main.app, [str(each) for each in arguments], prog_name="cgcompile", env=environment)
+    return CliRunner().invoke(main.app, [str(argument) for argument in arguments], prog_name="cgcompile", env=environment)
 
 
 def environment(**more: str) -> dict[str, str]:

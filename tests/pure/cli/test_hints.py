@@ -35,7 +35,7 @@ def known() -> set[str]:
     commands, found = [get_command(app)], set()
     for command in commands:  # grows by the commands of groups
         commands += getattr(command, "commands", {}).values()
-        found |= {option for each in command.params for option in (*each.opts, *each.secondary_opts)}
+        found |= {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
     return found
 
 
@@ -50,11 +50,11 @@ TREE = re.compile(r"(?<![\w/.])(?:cli|bundles|examples|tests)/[\w/]+\.(?:md|py)|
 
 
 def test_nothing_that_is_printed_names_a_path_of_the_source_tree() -> None:
-    printed = [str(each) for each in explanations()]
+    printed = [str(explanation) for explanation in explanations()]
     commands = [get_command(app)]
     for command in commands:
         commands += getattr(command, "commands", {}).values()
-        printed += [command.help or "", *[getattr(each, "help", None) or "" for each in command.params]]
+        printed += [command.help or "", *[getattr(parameter, "help", None) or "" for parameter in command.params]]
     for folder in ("cgcompile", "cli/cgcompile_cli", "bundles/cgbundle"):
         for path in sorted((ROOT / folder).rglob("*.py")):
             tree = ast.parse(path.read_bytes())
@@ -68,7 +68,7 @@ def test_nothing_that_is_printed_names_a_path_of_the_source_tree() -> None:
 @pytest.mark.parametrize("option", ["--fallback-op", "--lower", "--max-keys", "--force", "--allow", "--record"])
 def test_a_build_takes_what_its_hints_name(option: str) -> None:
     build = get_command(app).commands["build"]  # type: ignore[attr-defined]
-    assert option in {each for parameter in build.params for each in parameter.opts}
+    assert option in {opt for parameter in build.params for opt in parameter.opts}
 
 
 def test_what_is_to_be_installed_is_what_the_package_asks_for() -> None:

@@ -49,7 +49,7 @@ HOSTILE = "[red]<script>;\"'\\`${-->%s{}"
 
 def call(*arguments: object, columns: int = 80) -> Result:
     environment = {"COLUMNS": str(columns)}
-    return CliRunner().invoke(main.app, [str(each) for each in arguments], prog_name="cgcompile", env=environment)
+    return CliRunner().invoke(main.app, [str(argument) for argument in arguments], prog_name="cgcompile", env=environment)
 
 
 def refused(result: Result) -> str:
@@ -117,7 +117,7 @@ def test_what_nodes_use_has_a_name_and_a_direction_where_it_is_known(bundle: Pat
     assert program_text.memory(combine) == "refers to arena+1536 (v1), arena+512, arena+1024"
     assert program_text.memory(empty) == ""
     assert program_text.memory(copy) == "reads arena+1536 (v1); writes arena+2048 (output y)"
-    assert [each.bytes for each in (*memset.references, *memcpy.references, *copy.references)] == [256] * 5
+    assert [reference.bytes for reference in (*memset.references, *memcpy.references, *copy.references)] == [256] * 5
 
 
 def test_a_kernel_that_can_write_one_place_alone_writes_it(tmp_path: Path) -> None:
@@ -273,7 +273,7 @@ def test_the_map_of_32_int_keys_is_a_line_each(tmp_path: Path) -> None:
 
 def test_the_map_as_json(bundle: Path) -> None:
     told = json.loads(call("inspect", bundle, "--memory", "--json").stdout)
-    assert [each["key"] for each in told["programs"]] == [[4, 2], [8, 2]] and told["memories"]["arena"] == 4096
+    assert [program["key"] for program in told["programs"]] == [[4, 2], [8, 2]] and told["memories"]["arena"] == 4096
     assert told["programs"][0]["places"][2] | {"uses": 0} == {"memory": "arena", "begin": 0, "end": 512, "name": "", "uses": 0}
 
 

@@ -36,7 +36,7 @@ def copy(tmp_path: Path) -> Path:
 
 
 def call(*arguments: object) -> Result:
-    return CliRunner().invoke(main.app, [str(each) for each in arguments], prog_name="cgcompile", env={"COLUMNS": "80"})
+    return CliRunner().invoke(main.app, [str(argument) for argument in arguments], prog_name="cgcompile", env={"COLUMNS": "80"})
 
 
 def listed(path: Path) -> list[KernelLaunches]:

@@ -48,7 +48,7 @@ ATTRIBUTES = {
 
 
 def call(*arguments: object) -> Result:
-    return CliRunner().invoke(main.app, [str(each) for each in arguments], prog_name="cgcompile", env={"COLUMNS": "80"})
+    return CliRunner().invoke(main.app, [str(argument) for argument in arguments], prog_name="cgcompile", env={"COLUMNS": "80"})
 
 
 def refused(result: Result) -> str:

@@ -151,7 +151,7 @@ def test_a_file_that_cannot_be_written_is_told_before_the_bundle_is_loaded(tmp_p
 def test_complex_numbers_are_shown_as_such() -> None:
     value = from_bytes(struct.pack("<6f", 1.5, -2, 0, 0.1, float("nan"), float("inf")), "complex64", (1, 3))
     values = run.preview(value)
-    assert [run._spelled(each) for each in values] == ["1.5-2j", "0.1j", "nan+infj"]
+    assert [run._spelled(value) for value in values] == ["1.5-2j", "0.1j", "nan+infj"]
     plain = run._plain({"name": "z", "values": values})
     assert plain["values"] == [[1.5, -2.0], [0.0, 0.1], ["nan", "inf"]] and json.dumps(plain, allow_nan=False)
 

@@ -43,7 +43,7 @@ def test_the_list_has_bodies_behind_their_nodes(bundle: Path) -> None:
     numbers = [node["number"] for node in nodes if node["step"] == 0]
     assert numbers == [0, 1, 2, 5, 6, 7, 8, 16, 17, 9, 10, 11, 12, 13, 3, 4, 14, 15]
     (setter,) = [node for node in nodes if node["number"] == 3 and node["step"] == 0]
-    assert [(each["how"], each["bytes"]) for each in setter["references"]] == [("reads", 1)]
+    assert [(reference["how"], reference["bytes"]) for reference in setter["references"]] == [("reads", 1)]
 
 
 def test_dot_says_where_bodies_begin(bundle: Path) -> None:

@@ -52,12 +52,12 @@ def two_outputs(*aliases: Alias, **changes: Any) -> Manifest:
     second = Value(dtype="float32", shape=(2,), strides=(1,), memory="host", offset=0)
     programs = [
         replace(
-            each,
-            values=(*each.values, replace(second, **changes)),
+            program,
+            values=(*program.values, replace(second, **changes)),
             outputs=(1, 2),
-            steps=(replace(each.steps[0], outputs=(1, 2)),),
+            steps=(replace(program.steps[0], outputs=(1, 2)),),
         )
-        for each in made.entries[0].programs
+        for program in made.entries[0].programs
     ]
     outputs = (*made.entries[0].outputs, replace(made.entries[0].outputs[0], name="z", shape=(2,), order=(0,)))
     return edited(made, outputs=outputs, programs=tuple(programs), aliases=aliases)

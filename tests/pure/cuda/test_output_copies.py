@@ -171,7 +171,7 @@ def test_a_capture_copies_to_what_the_caller_keeps(caller: Caller) -> None:
 
 def test_several_outputs(fake: FakeDriver, bundle: tuple[Manifest, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     manifest, folder = bundle
-    twice = edited(manifest, programs=tuple(replace(each, outputs=(1, 1)) for each in manifest.entries[0].programs))
+    twice = edited(manifest, programs=tuple(replace(program, outputs=(1, 1)) for program in manifest.entries[0].programs))
     caller = Caller(fake, opened(twice, folder), outputs=2)
     caller(0)
     assert caller(1) == [AIM, AIM, LAUNCH]
@@ -212,9 +212,9 @@ def test_a_copy_waits_for_the_last_nodes(fake: FakeDriver, bundle: tuple[Manifes
     """All of them; and none that another one follows, early or not: 86 edges to a copy cost a GPT 4 to 13 us of the GPU."""
     manifest, folder = bundle
     file = manifest.entries[0].programs[0].steps[0].file
-    image = next(each.sha256 for each in manifest.files if each.path.startswith("kernels/"))
+    image = next(file.sha256 for file in manifest.files if file.path.startswith("kernels/"))
     recording = cuda_bundles.recording(image, KEYS[0])
-    early = [replace(each, type=1, from_port=1) if (each.source, each.target) == (1, 0) else each for each in recording.edges]
+    early = [replace(edge, type=1, from_port=1) if (edge.source, edge.target) == (1, 0) else edge for edge in recording.edges]
     nodes = (*recording.nodes, replace(recording.nodes[3], value=7))
     (folder / file).write_bytes(tables.encode(replace(recording, edges=tuple(early), nodes=nodes)))
     backend = opened(replace(manifest, files=describe_files(str(folder))), folder)

@@ -68,12 +68,12 @@ def test_every_session_has_the_new_weights(
         monkeypatch.setattr(fake, "do_cuMemAlloc", limited(fake.do_cuMemAlloc))
     backend = opened(*bundle)
     sessions = [backend, backend.session()]
-    assert all(answers(each, None, number) for each in sessions for number in range(2))
+    assert all(answers(session, None, number) for session in sessions for number in range(2))
     for first in (5.0, -40.0):
         before = len(fake.live)
         update(bundle[0], [sessions], given(first) if kind == "tensors" else stored(tmp_path, first), partial=False)
         assert len(fake.live) == before and backend.updated
-        assert all(answers(each, first, number) for each in sessions for number in range(2))
+        assert all(answers(session, first, number) for session in sessions for number in range(2))
     later = backend.session()
     assert answers(later, -40.0) and ctypes.string_at(later.address(0), 3) == b"xyz"
     for each in (later, *reversed(sessions)):
@@ -155,7 +155,7 @@ def test_whichever_call_fails_nothing_is_left_and_nothing_changed(
         fake.fail_at = -1
         last = calls[fail] if fail >= 0 else ""
         if failed and "cuMemcpyDtoDAsync" not in calls:
-            assert all(answers(each, None) for each in sessions)
+            assert all(answers(session, None) for session in sessions)
         for each in reversed(sessions):
             each.close()
         left = [item for item in fake.live.values() if item not in ("stream", "event")]

@@ -17,7 +17,7 @@ WHEEL = f"cgbundle-{PROJECT['version']}-py3-none-any.whl"
 
 def steps() -> list[tuple[str, str]]:
     """(instruction, what stands behind it)."""
-    (found,) = [each.text for each in blocks(PAGE.read_text(encoding="utf-8")) if each.language == "dockerfile"]
+    (found,) = [block.text for block in blocks(PAGE.read_text(encoding="utf-8")) if block.language == "dockerfile"]
     return [(line.partition(" ")[0], line.partition(" ")[2]) for line in found.splitlines()]
 
 
@@ -49,7 +49,7 @@ def test_what_is_installed_is_there() -> None:
 
 def test_the_command_serves_the_tutorials_server_where_its_health_is_asked() -> None:
     command, check = json.loads(behind("CMD")[0]), json.loads(behind("HEALTHCHECK")[0].removeprefix("CMD "))
-    server = next(each.text for each in blocks(TUTORIAL.read_text(encoding="utf-8")) if each.text.startswith("# server.py"))
+    server = next(block.text for block in blocks(TUTORIAL.read_text(encoding="utf-8")) if block.text.startswith("# server.py"))
     assert command[:2] == ["uvicorn", "server:app"] and command[command.index("--port") + 1] == behind("EXPOSE")[0]
     assert command[command.index("--host") + 1] == "0.0.0.0", "localhost is the container's own"
     ast.parse(check[2])

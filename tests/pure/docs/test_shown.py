@@ -56,7 +56,7 @@ def test_blocks_are_found_with_their_words_and_lines() -> None:
 
 
 def test_commands_are_split_from_what_they_print() -> None:
-    assert [(each.line, each.shown) for each in commands("$ a\nb\n\nc\n$ d\n")] == [("a", "b\n\nc"), ("d", "")]
+    assert [(command.line, command.shown) for command in commands("$ a\nb\n\nc\n$ d\n")] == [("a", "b\n\nc"), ("d", "")]
     assert words("A_B=1 cgcompile build 'x y'  # z") == ({"A_B": "1"}, ["cgcompile", "build", "x y"])
     assert is_simple("cgcompile sizes x --max 3") and not is_simple("cgcompile sizes x | head") and not is_simple("ls")
 

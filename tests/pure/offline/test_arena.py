@@ -63,7 +63,7 @@ def intervals(rows: Sequence[tuple[int, int, int]], outputs: Sequence[int] = ())
     """A program from (bytes, first launch, last launch) of each buffer."""
     moments = range(max(last for _, _, last in rows) + 1)
     uses = [[i for i, (_, first, last) in enumerate(rows) if moment in (first, last)] for moment in moments]
-    return traced([size for size, _, _ in rows], [launch(*each) for each in uses], outputs)
+    return traced([size for size, _, _ in rows], [launch(*use) for use in uses], outputs)
 
 
 def at(offsets: Mapping[int, int], arena: int = 1 << 20) -> Plan:

@@ -165,7 +165,7 @@ def test_two_share_a_place_where_no_turn_needs_both(statements: list[Statement],
 @settings(max_examples=100, deadline=None)
 def test_the_check_comes_to_the_plans_lifetimes_by_a_way_of_its_own(statements: list[Statement]) -> None:
     program = lowered(statements)
-    lives = {each.buffer: each for each in lifetimes(program)}
+    lives = {lifetime.buffer: lifetime for lifetime in lifetimes(program)}
     for one, other in combinations(sorted(lives), 2):
         offsets = {buffer: buffer * SIZE for buffer in range(BUFFERS)} | {other: one * SIZE}
         planned = Plan(offsets=offsets, arena=BUFFERS * SIZE + PAD, bound=0)
@@ -178,7 +178,7 @@ def test_the_check_comes_to_the_plans_lifetimes_by_a_way_of_its_own(statements: 
 
 def test_an_inner_loops_reader_lives_through_the_outer_one() -> None:
     program = lowered([("write", 0), ("loop", [("write", 1), ("loop", [("read", 0)]), ("write", 2)]), ("write", 3)])
-    (first,) = [each for each in lifetimes(program) if each.buffer == 0]
+    (first,) = [lifetime for lifetime in lifetimes(program) if lifetime.buffer == 0]
     assert (first.first, first.last) == (0, 7)
 
 
@@ -225,6 +225,6 @@ def test_the_plan_knows_every_event(event: Event) -> None:
     """A condition's byte is needed until it is read."""
     program = lowered([("write", 0), ("write", 1)])
     program = replace(program, events=(*program.events, event))
-    found = {each.buffer: each.last for each in lifetimes(program)}
+    found = {lifetime.buffer: lifetime.last for lifetime in lifetimes(program)}
     assert found[0] == (2 if isinstance(event, SetCondition) else 0)
     check_plan(program, plan(program))

@@ -230,7 +230,7 @@ def test_large_copies_are_cut_into_rows_that_a_driver_takes() -> None:
     total = (2 << 30) + 5
     program = replace(
         traced(Copy(source=place(FIRST), target=place(SECOND), nbytes=total)),
-        buffers=(*BUFFERS[:2], *(replace(each, nbytes=total) for each in BUFFERS[2:])),
+        buffers=(*BUFFERS[:2], *(replace(buffer, nbytes=total) for buffer in BUFFERS[2:])),
     )
     graph = rows(program)
     pieces = [node for node in graph.recording.nodes if isinstance(node, MemcpyNode)]

@@ -73,7 +73,7 @@ problems = st.builds(
 def test_a_cut_divides_the_inner_axis_and_pays(whole: Problem, target: Arch) -> None:
     cut = split_factor(whole, target)
     times = {1: estimated(whole, 1, target)} | {
-        each: estimated(whole, each, target) for each in SPLIT_FACTORS if allowed(whole, each)
+        factor: estimated(whole, factor, target) for factor in SPLIT_FACTORS if allowed(whole, factor)
     }
     assert cut == 1 or allowed(whole, cut)
     assert times[cut] <= times[1]

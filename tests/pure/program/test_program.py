@@ -547,6 +547,6 @@ def test_plans_are_remembered_and_bounded(monkeypatch: pytest.MonkeyPatch) -> No
 def test_what_a_program_tells_of_itself() -> None:
     run, _ = program(GRID, turn_and_add)
     assert run.int_keys == ((1, 2), (1, 8), (4, 2), (4, 8))
-    assert [each.name for each in run.outputs] == ["y", "sum"]
+    assert [output.name for output in run.outputs] == ["y", "sum"]
     assert run.memory == dict(GRID.memories)
     assert "tiny" in repr(run) and "(1, 2)" in repr(run)

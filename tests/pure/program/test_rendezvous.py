@@ -43,7 +43,7 @@ def all_meet(where: Path, ranks: Sequence[tuple[int, str]], size: int, timeout: 
             os.close(own)
 
     with ThreadPoolExecutor(len(ranks)) as pool:
-        waiting: list[Future[Met]] = [pool.submit(one, *each) for each in ranks]
+        waiting: list[Future[Met]] = [pool.submit(one, *rank) for rank in ranks]
     found: list[Met | CgbundleError] = []
     for each in waiting:
         error = each.exception()

@@ -150,12 +150,12 @@ def dimension(manifest: Manifest, **changes: Any) -> Manifest:
 
 def row(name: str, **changes: Any) -> Callable[[Manifest], Manifest]:
     return lambda made: replace(
-        made, weights=tuple([replace(each, **changes) if each.name == name else each for each in made.weights])
+        made, weights=tuple([replace(weight, **changes) if weight.name == name else weight for weight in made.weights])
     )
 
 
 def number(made: Manifest, name: str) -> int:
-    return [each.name for each in made.weights].index(name)
+    return [weight.name for weight in made.weights].index(name)
 
 
 @pytest.mark.parametrize(
@@ -216,7 +216,7 @@ def test_kernels_alone_touch_such_state(bundle: tuple[Manifest, Path]) -> None:
     for inside, past in ((TOTAL + 63, TOTAL + 64), (LINES + 31, LINES + 32)):
         moved = [
             replace(kernel, relocations=tuple([
-                replace(each, target=address(STATE_AT, at)) if each.target.offset == TOTAL else each for each in kernel.relocations
+                replace(word, target=address(STATE_AT, at)) if word.target.offset == TOTAL else word for word in kernel.relocations
             ]))
             for at in (inside, past)
         ]  # fmt: skip

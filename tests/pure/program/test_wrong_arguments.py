@@ -226,7 +226,7 @@ class Capsules:
     def made(self, name: bytes | None = b"dltensor", shape: Any = (2, 3), strides: Any = None, **fields: Any) -> Any:
         memory, managed = (ctypes.c_float * 16)(), Managed()
         axes = [None if each is None else (ctypes.c_int64 * len(each))(*each) for each in (shape, strides)]
-        pointers = [ctypes.cast(each, ctypes.POINTER(ctypes.c_int64)) if each else None for each in axes]
+        pointers = [ctypes.cast(axis, ctypes.POINTER(ctypes.c_int64)) if axis else None for axis in axes]
         plain = {
             "data": ctypes.addressof(memory), "device_type": 1, "ndim": 2, "code": 2, "bits": 32, "lanes": 1,
             "shape": pointers[0], "strides": pointers[1],

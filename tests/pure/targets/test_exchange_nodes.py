@@ -101,8 +101,8 @@ def test_ranks_side_by_side(data: st.DataObject, world: int) -> None:
         elif dtype in kinds:
             numbers = [np.frombuffer(each, kinds[dtype]).astype(np.float32) for each in own]
             total = numbers[0]
-            for each in numbers[1:]:
-                total = total + each
+            for number in numbers[1:]:
+                total = total + number
             assert got[:part] == total.astype(kinds[dtype]).tobytes()
     assert (memories[0].span(ARENA, TARGET + sent.output(world), 64) == 0xFF).all(), "and nothing behind it"
 
@@ -151,7 +151,10 @@ def test_tables_that_are_refused() -> None:
 
     refused(made, "for one device", None)
     refused(made, "of rank 1, the bundle is rank 0's", replace(world, rank=0))
-    swapped = (*node.relocations[:2], *[replace(each, at=48 - each.at) for each in reversed(node.relocations[2:])])
+    swapped = (
+        *node.relocations[:2],
+        *[replace(relocation, at=48 - relocation.at) for relocation in reversed(node.relocations[2:])],
+    )
     moved = (*node.relocations[:3], replace(node.relocations[3], target=Address(memory=5, offset=0)))
     for relocations in (
         node.relocations[:3],

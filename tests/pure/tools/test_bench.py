@@ -270,7 +270,7 @@ def test_a_report_in_full_fits_80_columns(call: Any) -> None:
 
 def gpu(scale: float, name: str) -> Way:
     made = way(name, scale)
-    timings = [replace(each, what=what) for each in made.timings for what in ("device", "dispatch")]
+    timings = [replace(timing, what=what) for timing in made.timings for what in ("device", "dispatch")]
     return replace(made, timings=tuple(timings), memory=Memory(resident=2**20, own=2**19, device=int(scale * 2**20)))
 
 

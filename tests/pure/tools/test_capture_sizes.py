@@ -25,7 +25,7 @@ CSV = 'time,user,tokens\n1.5,"a,\n""b""",8\n2.5,c,3\n\n3.5,d, 8\n'
 def call(*arguments: object, given: str | bytes = "") -> Result:
     """A command as the shell would run it, `given` on its standard input."""
     return CliRunner().invoke(
-        main.app, [str(each) for each in arguments], input=given, prog_name="cgcompile", env={"COLUMNS": "80"}
+        main.app, [str(argument) for argument in arguments], input=given, prog_name="cgcompile", env={"COLUMNS": "80"}
     )
 
 
@@ -247,7 +247,7 @@ def test_several_columns_are_several_dimensions() -> None:
         "3 requests, column 'batch' adds up to 10, 2 distinct sizes from 1 to 8",
     ]
     told = json.loads(call("sizes", "-", "--column", "seq", "--column", "batch", "--json", given=SEVERAL).stdout)
-    assert [(name, each["rows"], each["proposals"][-1]["sizes"]) for name, each in told["columns"].items()] == [
+    assert [(name, column["rows"], column["proposals"][-1]["sizes"]) for name, column in told["columns"].items()] == [
         ("seq", 72, [12, 30]),
         ("batch", 10, [1, 8]),
     ]

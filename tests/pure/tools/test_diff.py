@@ -444,10 +444,15 @@ def test_a_kernel_from_another_image(gpu: Path) -> None:
     for key in (1, 4):
 
         def change(recording: Recording) -> Recording:
-            symbols.update(each.symbol for each in recording.functions if each.image == image.name)
+            symbols.update(function.symbol for function in recording.functions if function.image == image.name)
             return replace(
                 recording,
-                functions=tuple([replace(each, image=name) if each.image == image.name else each for each in recording.functions]),
+                functions=tuple(
+                    [
+                        replace(function, image=name) if function.image == image.name else function
+                        for function in recording.functions
+                    ]
+                ),
             )
 
         record(gpu, change, key)
@@ -494,7 +499,7 @@ def node(number: int, **changes: Any) -> Recording:
 
 def _moved(number: int, at: int) -> tuple[Relocation, ...]:
     places = BEFORE.nodes[number].relocations  # type: ignore[union-attr]
-    return tuple([replace(each, target=Address(memory=3, offset=64)) if each.at == at else each for each in places])
+    return tuple([replace(place, target=Address(memory=3, offset=64)) if place.at == at else place for place in places])
 
 
 @pytest.mark.parametrize(
@@ -638,7 +643,9 @@ def proofs(**other: Any) -> tiny_bundle.Change:
     """Every proof with other fields."""
     return lambda m: edited(
         m,
-        self_test=replace(m.entries[0].self_test, proofs=tuple([replace(each, **other) for each in m.entries[0].self_test.proofs])),
+        self_test=replace(
+            m.entries[0].self_test, proofs=tuple([replace(proof, **other) for proof in m.entries[0].self_test.proofs])
+        ),
     )
 
 
@@ -665,13 +672,13 @@ def test_errors_that_were_measured_are_told_once(
 ) -> None:
     a, b = open_bundle(str(tiny)), open_bundle(str(changed(proofs(**other))))
     rows = compare(a, b)
-    assert {each.part for each in rows} == {"self-test"}
+    assert {row.part for row in rows} == {"self-test"}
     assert [f"{each.name}  {diff._text(each)}" for each in diff._once(rows)] == told
 
 
 def test_json_has_every_error_that_was_measured(tiny: Path, changed: Callable[[tiny_bundle.Change], Path]) -> None:
     rows = json.loads(call(tiny, changed(proofs(error=2e-07)), "--json").stdout)["differences"]
-    assert [(each["name"], each["field"], each["b"], each["measured"]) for each in rows] == [
+    assert [(row["name"], row["field"], row["b"], row["measured"]) for row in rows] == [
         ("proof batch=1", "error", "2e-07", True),
         ("proof batch=4", "error", "2e-07", True),
     ]

@@ -210,8 +210,8 @@ def test_a_rebuild_drops_the_signature(signed: Path) -> None:
 
     with staged(signed, replace=True) as stage:
         tiny_bundle.write_bundle(stage / "made")
-        for each in (stage / "made").iterdir():
-            each.rename(stage / each.name)
+        for path in (stage / "made").iterdir():
+            path.rename(stage / path.name)
         (stage / "made").rmdir()
     assert not (signed / file_names.SIGNATURE).exists()
 

@@ -28,7 +28,7 @@ from tests.helpers.raising import raises
 
 def call(*arguments: object) -> Result:
     """A command as the shell would run it."""
-    return CliRunner().invoke(main.app, [str(each) for each in arguments], prog_name="cgcompile", env={"COLUMNS": "200"})
+    return CliRunner().invoke(main.app, [str(argument) for argument in arguments], prog_name="cgcompile", env={"COLUMNS": "200"})
 
 
 # --- sign ---------------------------------------------------------------------------------------------------------
@@ -41,7 +41,7 @@ def test_sign_says_what_it_did(unsigned: Path, pairs: tuple[Pair, Pair]) -> None
     assert f"signed  {unsigned}: 5 files" in result.stdout and "in the place of" not in result.stdout
     assert f"cgcompile verify {quote(str(unsigned))} --key {ours.digits}" in result.stdout
     assert f"cgbundle.load({str(unsigned)!r}, key={ours.digits!r})" in result.stdout
-    assert sorted(each.name for each in unsigned.iterdir() if "sig" in each.name) == [file_names.SIGNATURE]
+    assert sorted(path.name for path in unsigned.iterdir() if "sig" in path.name) == [file_names.SIGNATURE]
     assert "in the place of an earlier signature" in call("sign", unsigned, "--key", theirs.private).stdout
     assert json.loads(call("sign", unsigned, "--key", ours.private, "--json").stdout) == {
         "path": str(unsigned), "key": ours.digits, "replaced": True,
@@ -97,7 +97,7 @@ def test_a_failed_write_leaves_the_earlier_signature(
     with pytest.raises(OSError):
         sign(signed, pairs[1].private)
     assert (signed / file_names.SIGNATURE).read_bytes() == before
-    assert [each.name for each in signed.iterdir() if each.name.startswith(file_names.SIGNATURE)] == [file_names.SIGNATURE]
+    assert [path.name for path in signed.iterdir() if path.name.startswith(file_names.SIGNATURE)] == [file_names.SIGNATURE]
 
 
 def test_the_missing_extra_is_named(unsigned: Path, pairs: tuple[Pair, Pair], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,7 +41,7 @@ def kept(folder: Path) -> Path:
 
 
 def names(folder: Path) -> list[str]:
-    return [each.name for each in folder.iterdir()]
+    return [path.name for path in folder.iterdir()]
 
 
 def test_what_is_kept_comes_back(tmp_path: Path) -> None:

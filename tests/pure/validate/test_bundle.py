@@ -387,8 +387,8 @@ def two_inputs(offset: int, inputs: tuple[int, int] = (0, 6)) -> Manifest:
     """The CUDA manifest with a second input at `offset` of memory inputs."""
     made = cuda()
     programs = [
-        replace(each, values=(*each.values, replace(each.values[0], offset=offset)), inputs=inputs, static=256)
-        for each in made.entries[0].programs
+        replace(program, values=(*program.values, replace(program.values[0], offset=offset)), inputs=inputs, static=256)
+        for program in made.entries[0].programs
     ]
     specs = (*made.entries[0].inputs, replace(made.entries[0].inputs[0], name="z"))
     call = {"call": [["x", {"tensor": 0}], ["z", {"tensor": 1}]]}
@@ -407,7 +407,8 @@ def test_an_input_without_elements_may_lie_anywhere_and_others_in_memory_inputs(
 
     def second(spec: Any, **changes: Any) -> Manifest:
         programs = [
-            replace(each, values=(*each.values[:6], replace(each.values[6], **changes))) for each in made.entries[0].programs
+            replace(program, values=(*program.values[:6], replace(program.values[6], **changes)))
+            for program in made.entries[0].programs
         ]
         return edited(made, inputs=(made.entries[0].inputs[0], spec), programs=tuple(programs))
 
@@ -714,7 +715,7 @@ def test_only_an_allowed_rule_or_near_ties_let_integers_differ() -> None:
         tuple([replace(value, dtype="bool") if index else value for index, value in enumerate(p.values)])
         for p in made.entries[0].programs
     ]
-    programs = tuple([replace(program, values=each) for program, each in zip(made.entries[0].programs, values, strict=True)])
+    programs = tuple([replace(program, values=value) for program, value in zip(made.entries[0].programs, values, strict=True)])
     whole = edited(made, outputs=(mask,), programs=programs)
     equal = edited(whole, self_test=replace(made.entries[0].self_test, bounds=(0.0,)))
     reject(whole, "self_test.bounds[0]", "output y (bool) has to be equal, got 1e-05")

@@ -93,7 +93,7 @@ DEFECTS: dict[str, tuple[Callable[[], Recording], str]] = {
     "a handle of another body": (lambda: with_node(12, setter(1, TURNS)), r"nodes\[12\].handles: sets the condition of node 4"),
     "no next turn": (lambda: with_node(13, EmptyNode()), "0 kernels set its condition in its body"),
     "no edge": (
-        lambda: replace(ROWS, edges=tuple([each for each in ROWS.edges if each.target != BRANCH])),
+        lambda: replace(ROWS, edges=tuple([edge for edge in ROWS.edges if edge.target != BRANCH])),
         r"nodes\[4\]: no edge from node 3",
     ),
     "an edge between graphs": (

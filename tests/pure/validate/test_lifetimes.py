@@ -54,7 +54,7 @@ def is_sound(program: Program) -> bool:
     last = {index: number for number, step in enumerate(program.steps) for index in step.inputs}
     last |= dict.fromkeys(program.outputs, len(program.steps))
     for number, step in enumerate(program.steps):
-        earlier = [index for each in program.steps[:number] for index in each.outputs if last.get(index, -1) > number]
+        earlier = [index for step in program.steps[:number] for index in step.outputs if last.get(index, -1) > number]
         own = [] if step.kind == "graph" else [*step.inputs, *step.outputs]
         for index in step.outputs:
             if any(other != index and overlap(values[index], values[other]) for other in (*earlier, *own)):

@@ -96,7 +96,7 @@ def outputs(model: Callable[..., Any], x: torch.Tensor) -> list[torch.Tensor] | 
 )
 def test_a_program_goes_every_way_as_eager_pytorch_does(kind: Callable[[], nn.Module]) -> None:
     model, made = kind().eval(), exported_once(kind)
-    assert any(each.rule == "path" for each in made.obstacles) or kind is Scaled
+    assert any(obstacle.rule == "path" for obstacle in made.obstacles) or kind is Scaled
     program = made.programs.first.module(check_guards=False)
     for x in calls(CALLS):
         wanted, found = outputs(model, x.clone()), outputs(program, x.clone())
@@ -106,7 +106,7 @@ def test_a_program_goes_every_way_as_eager_pytorch_does(kind: Callable[[], nn.Mo
 
 
 def test_the_tree_is_told_as_pytorch_tells_it() -> None:
-    (note,) = [each for each in exported_once(Foo).obstacles if each.rule == "path"]
+    (note,) = [obstacle for obstacle in exported_once(Foo).obstacles if obstacle.rule == "path"]
     assert note.message.startswith("Graph[0] -> Graph[1] if (y.sum() > 0), Graph[2] if not, then Graph[3]; example inputs took ")
     assert note.source.startswith("if y.sum() > 0:") and "path_models.py:" in note.where
 
@@ -192,7 +192,7 @@ def test_too_many_paths_are_refused_with_their_lines() -> None:
 
 def test_an_attribute_that_only_another_way_changes_is_refused() -> None:
     made = exported(Function(counted))
-    assert "mutated-attribute" in [each.rule for each in made.obstacles]
+    assert "mutated-attribute" in [obstacle.rule for obstacle in made.obstacles]
 
 
 def test_a_program_that_differs_on_one_path_is_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,7 +240,7 @@ def test_a_model_without_branches_is_exported_once(monkeypatch: pytest.MonkeyPat
 
 def test_independent_questions_are_joined() -> None:
     for kind, count in ((Nested, 3), (Twelve, 12)):
-        assert [each.rule for each in exported_once(kind).obstacles].count("path") == count
+        assert [obstacle.rule for obstacle in exported_once(kind).obstacles].count("path") == count
 
 
 def test_sizes_are_no_questions() -> None:
@@ -252,7 +252,7 @@ def test_sizes_are_no_questions() -> None:
     model.register_buffer("calls_like", torch.zeros(3, 4), persistent=False)
     made = export(load_source(model, lambda batch: torch.randn(batch, 4)), {"batch": (3, 5)})
     refuse_branches(made)
-    assert {each.source for each in made.obstacles if each.rule == "path"} == {
+    assert {obstacle.source for obstacle in made.obstacles if obstacle.rule == "path"} == {
         "return wide + 1 if wide.max().item() > x.shape[0] else wide"
     }
     for _, program in made.programs.each:

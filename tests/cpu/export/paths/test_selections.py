@@ -73,5 +73,5 @@ def test_no_size_of_such_a_program_depends_on_data() -> None:
 
 
 def test_our_look_at_an_object_is_no_read_of_the_model() -> None:
-    rules = [each.rule for each in exported(Remembers().eval()).obstacles]
+    rules = [obstacle.rule for obstacle in exported(Remembers().eval()).obstacles]
     assert "mutated-attribute" not in rules

@@ -144,7 +144,7 @@ def under_a_view(m: Asking, x: torch.Tensor) -> bool:
 )  # fmt: skip
 def test_what_an_input_or_chance_decides_has_none(condition: Callable[..., bool]) -> None:
     made = exported(lambda m, x: x * 2 if condition(m, x) else x, 1, 3)
-    (asked,) = [each for each in made.obstacles if each.rule == "path"]
+    (asked,) = [obstacle for obstacle in made.obstacles if obstacle.rule == "path"]
     assert "test_known_values.py" in asked.where
 
 
@@ -180,7 +180,7 @@ def test_integers_that_are_buffers_and_never_change_have_values() -> None:
 
 def test_integers_that_a_call_writes_to_have_none() -> None:
     made = export(load_source(Strided(lambda m, x: x * 2 if m.calls > 1 else x), rows), {"batch": (1, 3)})
-    assert "path" in [each.rule for each in made.obstacles] and not made.baked and made.written == {"calls"}
+    assert "path" in [obstacle.rule for obstacle in made.obstacles] and not made.baked and made.written == {"calls"}
 
 
 def test_sizes_by_integers_that_another_entry_writes_to_are_refused() -> None:

@@ -130,7 +130,7 @@ KNOWN: list[Function] = [
 @pytest.mark.parametrize("function", KNOWN)
 def test_what_no_input_reaches_is_known(function: Function) -> None:
     made = exported(function)
-    assert made.programs.dynamic and made.baked and {each.rule for each in made.obstacles} == {"baked-weight"}
+    assert made.programs.dynamic and made.baked and {obstacle.rule for obstacle in made.obstacles} == {"baked-weight"}
     assert all("test_known_weights.py:" in where for where in made.baked.values())
     check(made, function)
 
@@ -205,7 +205,7 @@ def from_an_input(m: Asking, x: torch.Tensor) -> torch.Tensor:
 )
 def test_what_a_call_writes_to_is_not_known(function: Function, name: str) -> None:
     made = exported(function)
-    assert "path" in [each.rule for each in made.obstacles] and not made.baked and name in made.written
+    assert "path" in [obstacle.rule for obstacle in made.obstacles] and not made.baked and name in made.written
     check(made, function)
 
 
@@ -217,7 +217,7 @@ def statistics(m: Asking, x: torch.Tensor) -> torch.Tensor:
 
 def test_statistics_that_a_normalization_writes_are_not_known() -> None:
     made = exported(statistics)
-    assert "path" in [each.rule for each in made.obstacles]
+    assert "path" in [obstacle.rule for obstacle in made.obstacles]
     check(made, statistics)
 
 
@@ -229,7 +229,7 @@ def autocast(m: Asking, x: torch.Tensor) -> torch.Tensor:
 
 def test_a_value_that_autocast_rounds_is_not_computed_without_it() -> None:
     made = exported(autocast)
-    assert "path" in [each.rule for each in made.obstacles]
+    assert "path" in [obstacle.rule for obstacle in made.obstacles]
     check(made, autocast)
 
 
@@ -274,7 +274,7 @@ def test_what_another_entry_writes_to_is_not_known() -> None:
     alone = [export(source, {"batch": (2, 5)}, alone=False) for source in sources]
     assert set(alone[0].baked) == {"flag"} and alone[1].written == {"flag"}
     forward, turn = with_unwritten(alone)
-    assert set(forward.baked) == {"other"} and [each.rule for each in forward.obstacles] == ["path", "baked-weight"]
+    assert set(forward.baked) == {"other"} and [obstacle.rule for obstacle in forward.obstacles] == ["path", "baked-weight"]
     assert turn is alone[1]
 
 

@@ -101,7 +101,7 @@ def test_the_memory_of_an_owned_model_goes_while_it_is_moved() -> None:
     model = Tied()
     storages = [StorageWeakRef(tensor.untyped_storage()) for tensor in (model.one.weight, model.low)]
     with placed(source(model, owned=True), OTHER):
-        assert all(each.expired() for each in storages)
+        assert all(storage.expired() for storage in storages)
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -166,7 +166,7 @@ def test_where_the_bundle_runs_on_the_cpu_tensors_are_there() -> None:
         assert x.device == CPU and x.is_cpu and not x.is_cuda and x.get_device() == -1
         made = x.cuda() + torch.ones(3, device=x.device) + x.cpu() + x.to("cuda:0")
         assert made.device == CPU
-    assert {each.rule for each in effects.obstacles} == {"moved-to-gpu"}
+    assert {obstacle.rule for obstacle in effects.obstacles} == {"moved-to-gpu"}
 
 
 def test_integers_are_counted_where_the_cpu_stands_for_a_gpu() -> None:

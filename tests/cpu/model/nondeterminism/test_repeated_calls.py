@@ -50,7 +50,7 @@ def rows(batch: int) -> tuple[torch.Tensor]:
 
 def findings(function: Callable[..., Any], sizes: tuple[int, ...] = (1, 8)) -> list[Finding]:
     report = cgcompile.check(Model(function).eval(), rows, sizes=sizes, target="cpu")
-    return [each for each in report.findings if each.rule != "aliased-output"]
+    return [finding for finding in report.findings if finding.rule != "aliased-output"]
 
 
 def layerdrop(model: Model, x: torch.Tensor, *seen: Any) -> torch.Tensor:
@@ -129,7 +129,7 @@ def test_what_no_bundle_can_repeat_is_refused_at_its_line(rule: str, said: str, 
     ],
 )
 def test_what_changes_no_result_is_noted_at_most(function: Callable[..., Any], rules: list[str]) -> None:
-    assert [(each.rule, each.severity) for each in findings(function)] == [(rule, "note") for rule in rules]
+    assert [(finding.rule, finding.severity) for finding in findings(function)] == [(rule, "note") for rule in rules]
 
 
 def test_a_number_that_the_first_call_draws_is_refused_by_name() -> None:

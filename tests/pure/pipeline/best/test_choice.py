@@ -28,7 +28,7 @@ def test_nothing_is_slower_than_the_fastest_by_more_than_the_noise(times: dict[t
 
 @given(tried())
 def test_the_order_in_which_they_were_tried_does_not_matter(times: dict[tuple[int, ...], Times]) -> None:
-    turned = {key: dict(reversed(each.items())) for key, each in times.items()}
+    turned = {key: dict(reversed(time.items())) for key, time in times.items()}
     assert choose(turned) == choose(times)
 
 
@@ -47,7 +47,7 @@ def test_a_pair_that_cannot_be_in_one_bundle_is_not_and_costs_least(
         assert chosen == free
     taken = sum(sum(times[key][name]) for key, name in chosen.items())
     for gone in pair:
-        least = sum(min(sum(own) for name, own in each.items() if name != gone) for each in times.values())
+        least = sum(min(sum(own) for name, own in time.items() if name != gone) for time in times.values())
         assert taken <= (1 + ALIKE) * least * 1.0001
 
 

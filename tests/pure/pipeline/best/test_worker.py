@@ -66,7 +66,7 @@ def test_calls_from_the_first_state_are_timed_graph_by_graph(
     manifest = state_bundles.write(tmp_path)
     found = timed(monkeypatch, tmp_path, manifest, 2)
     assert [sorted(times) for times in found] == [[("forward", (key,)) for key in KEYS]] * 2
-    assert all(len(each) == 1 and each[0] > 0 for times in found for each in times.values()), "the copy is no graph"
+    assert all(len(time) == 1 and time[0] > 0 for times in found for time in times.values()), "the copy is no graph"
     calls = worker.WARMUPS + worker.ROUNDS
     assert fake.calls.count("cuGraphLaunch") == 2 * len(KEYS) * calls
 
@@ -77,9 +77,9 @@ def test_a_graph_alone_is_launched_again_and_again(fake: FakeDriver, monkeypatch
     monkeypatch.setattr(fake, "do_cuEventElapsedTime", lambda start, end: float(next(times)), raising=False)
     monkeypatch.setattr(worker, "BURST", 2_000_000.0)
     found = timed(monkeypatch, tmp_path, manifest, 2)
-    assert [len(each) for times in found for each in times.values()] == [1] * 4
+    assert [len(time) for times in found for time in times.values()] == [1] * 4
     assert fake.calls.count("cuGraphLaunch") > 2 * len(KEYS) * worker.ROUNDS * 10, "bursts, and not single launches"
-    assert all(each[0] < 1e4 for times in found for each in times.values()), "microseconds of one launch"
+    assert all(time[0] < 1e4 for times in found for time in times.values()), "microseconds of one launch"
 
 
 def test_a_bundle_that_cannot_be_loaded_says_so(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
