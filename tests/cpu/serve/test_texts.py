@@ -214,7 +214,7 @@ def test_models_are_listed(served: SimpleNamespace) -> None:
 
 
 def test_openai_embeddings(served: SimpleNamespace) -> None:
-    openai = pytest.importorskip("openai", reason="pip install '.[openai]'")
+    openai = pytest.importorskip("openai", reason="pip install '.[dev]'")
     client = openai.OpenAI(base_url=f"http://127.0.0.1:{served.port}/v1", api_key="none", max_retries=0)
     made = client.embeddings.create(model="embed", input=["the cat", "a"])
     assert [each.embedding for each in made.data] == [[3.0, 2.0], [5.0, 1.0]] and made.usage.total_tokens == 3

@@ -38,7 +38,7 @@ def two_requests(tracing: ModuleType) -> list[Any]:
 
 
 def test_each_request_has_its_wait_and_its_replay(tracing: ModuleType) -> None:
-    sdk = pytest.importorskip("opentelemetry.sdk.trace", reason="pip install opentelemetry-sdk")
+    sdk = pytest.importorskip("opentelemetry.sdk.trace", reason="pip install '.[dev]'")
     export = pytest.importorskip("opentelemetry.sdk.trace.export")
     memory = pytest.importorskip("opentelemetry.sdk.trace.export.in_memory_span_exporter")
     exporter, provider = memory.InMemorySpanExporter(), sdk.TracerProvider()
