@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, suppress
 from itertools import chain
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from prometheus_client import CollectorRegistry
 
 import cgbundle
 from cgbundle.format.archive import read_manifest
-from cgbundle.format.schema import Manifest
+from cgbundle.format.schema import IntKey, Manifest
 from cgbundle.self_test import replay_self_test
 
 from ..batching.request_queue import Batch
@@ -70,8 +71,8 @@ class Version:
         self._cleanup = AsyncExitStack()
 
     async def open(self, path: Path, options: Options, watch: Watch, *, first: bool) -> None:
-        """Loads the bundle, replays its self-test, and takes requests.  The `first` version of a language model is not examined:
-        its self-test takes longer than all else before the first token.  Raises Refused."""
+        """Loads the bundle, replays its self-test, and takes requests.  Nothing answers before the `first` version does, so its
+        self-test is short: see `first_keys`.  That of a language model is left out.  Raises Refused."""
         self._options, self._first = options, first
         copies = max(1, len(options.devices))
         self._thread = ThreadPoolExecutor(copies, f"version-{self.number}")
@@ -193,7 +194,8 @@ class Version:
             return ports
         compare = {entry.name: entry.self_test.compare for entry in manifest.entries}
         copies = program.programs if isinstance(program, cgbundle.Replicas) else (program,)
-        for result in chain.from_iterable(map(replay_self_test, copies)):
+        keys = first_keys(manifest) if self._first else None
+        for result in chain.from_iterable([replay_self_test(copy, keys) for copy in copies]):
             if not result.passed(compare[result.entry]):
                 text = f"the self-test fails at int_key {result.key}: error {result.error:.1e}, allowed {result.tolerance:.1e}"
                 raise Refused(text)
@@ -223,6 +225,17 @@ class Version:
             return Language(folder)
         except Exception as error:  # noqa: BLE001  tokenizers raises nothing else
             raise Refused(f"{folder}: {one_line(error)}") from None
+
+
+def first_keys(manifest: Manifest) -> list[IntKey]:
+    """The smallest and the largest int_key of all that run the same code.  One lowering for a processor may have a hundred of them;
+    a graph belongs to one."""
+    found: dict[tuple[str, ...], list[IntKey]] = {}
+    for entry in manifest.entries:
+        for program in entry.programs:
+            code = tuple([step.file or manifest.regions[step.region].file for step in program.steps if step.kind != "copy"])
+            found.setdefault((entry.name, *code), []).append(program.key)
+    return [key for keys in found.values() for key in {min(keys, key=prod), max(keys, key=prod)}]
 
 
 def rounded(seconds: Mapping[str, float]) -> dict[str, float]:
