@@ -86,7 +86,7 @@ class Application:
         self._settings, self._tell, self._essential, self._keys = settings, tell, essential, keys
         self.repository = Repository(look, settings.options, settings.poll, self.counters, self._heard)
         self._openai = openai.OpenAI(self._languages, self._text_models, lambda: self.repository.models, self._unread)
-        self._texts = texts_routes.Texts(self._text_models, lambda: list(self.repository.models), self._openai.reader, self._heard)
+        self._texts = texts_routes.Texts(self._text_models, self._which_serve, self._openai.reader, self._heard)
         self._inference = inference.Inference(
             self.repository, self.counters.tensors, self._heard, self._broken, self._why_not_ready
         )
@@ -154,6 +154,9 @@ class Application:
 
     def _text_models(self) -> dict[str, TextModel]:
         return {version.model: version.text for version in self.repository.serving() if version.text is not None}
+
+    def _which_serve(self) -> dict[str, bool]:
+        return {name: model.current is not None for name, model in list(self.repository.models.items())}
 
     def _unread(self, path: str, code: int) -> None:
         self.counters.languages.requests.labels("", path, str(code)).inc()

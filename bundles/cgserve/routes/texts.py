@@ -37,10 +37,11 @@ Read = tuple[TextModel, dict[str, Any], list[Encoded]]
 
 
 class Texts:
-    """The routes; `serving`: the models of texts that serve, by name; `known`: the names of all models."""
+    """The routes; `serving`: the models of texts that serve, by name; `known`: all models, and whether a version of each serves."""
 
     def __init__(
-        self, serving: Callable[[], Mapping[str, TextModel]], known: Callable[[], Sequence[str]], reader: PromptReader, tell: Tell
+        self, serving: Callable[[], Mapping[str, TextModel]], known: Callable[[], Mapping[str, bool]], reader: PromptReader,
+        tell: Tell,
     ) -> None:  # fmt: skip
         self._serving, self._known, self._reader, self._tell = serving, known, reader, tell
         self.routes: list[Route] = []
@@ -123,13 +124,17 @@ class Texts:
             fitting = [model for model in serving.values() if model.task == task]
             if len(fitting) == 1:
                 return fitting[0]
+            if not any(self._known().values()):
+                raise Refusal(503, "no model serves", "model", again=1)
             raise Refusal(400, f"model: expected one of {there}", "model")
         if name in serving:
             model = serving[name]
             if model.task != task:
                 raise Refusal(400, f"model: {name!r} answers at /v1{PATHS[model.task]}", "model")
             return model
-        if name in self._known():
+        if (serves := self._known().get(name)) is not None:
+            if not serves:
+                raise Refusal(503, f"no version of {name!r} serves", "model", again=1)
             raise Refusal(400, f"model: {name!r} takes no texts here, or has no tokenizer; there is {there}", "model")
         raise Refusal(404, f"no model {name!r}; there is {there}", "model", "model_not_found")
 

@@ -94,6 +94,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace
         versions[name] = SimpleNamespace(**version, entries={name: entry}, memory={}, seconds={})
     application = Application(dict, Settings(), lambda event: None)
     current = {name: SimpleNamespace(current=version, refused={}) for name, version in versions.items()}
+    current["loading"] = SimpleNamespace(current=None, refused={})
 
     class Loaded:
         models, looked = current, True
@@ -179,6 +180,7 @@ def test_a_classifier(served: SimpleNamespace) -> None:
         ("embeddings", {"input": "a", "encoding_format": "x"}, 400, "encoding_format", "encoding_format: expected float or base64"),
         ("embeddings", {"input": "a", "model": "rerank"}, 400, "model", "model: 'rerank' answers at /v1/rerank"),
         ("embeddings", {"input": "a", "model": "other"}, 404, "model", "no model 'other'; there is embed"),
+        ("embeddings", {"input": "a", "model": "loading"}, 503, "model", "no version of 'loading' serves"),
         ("rerank", {"documents": ["a"]}, 400, "query", "query: expected a string"),
         (
             "rerank",
