@@ -105,7 +105,9 @@ class Version:
             entry = TensorEntry(program[name], each_ports, self._thread, copies, options.wait / 1000, options.limit, told)
             self.entries[shown] = await self._cleanup.enter_async_context(entry)
         if language is not None and self.language is None:
-            self.text = TextModel(self.model, language, self.entries[self.model].ports, self.answer, options.seconds)
+            entry = self.entries[self.model]
+            more = (options.seconds, options.limit, entry.pause)
+            self.text = TextModel(self.model, language, entry.ports, self.answer, *more)
 
     async def answer(self, tensors: Sequence[Given], seconds: float, entry: str = "") -> list[Given]:
         """The outputs of an entry, by default the only one, for one request's tensors, within `seconds` (0: the options').  Raises
@@ -133,6 +135,8 @@ class Version:
         """Answers what was taken, then gives the memory back."""
         if self.language is not None:
             await self.language.engine.drain()
+        if self.text is not None:
+            await self.text.drain()
         await self._cleanup.aclose()
         try:
             await asyncio.get_running_loop().run_in_executor(self._thread, self._program.close)

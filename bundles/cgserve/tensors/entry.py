@@ -97,6 +97,10 @@ class TensorEntry:
         """Requests that wait for their call."""
         return self._queue.waiting
 
+    def pause(self, calls: int) -> int:
+        """The seconds that so many calls take, about, and those that wait; at least 1."""
+        return self._queue.pause(calls)
+
     async def answer(self, tensors: Sequence[Given], seconds: float) -> list[Given]:
         """The outputs for one request's tensors, within `seconds`.  Raises as RequestQueue, and a CgbundleError."""
         batches = self.ports.batches
