@@ -56,7 +56,7 @@ class Version:
     copy.
 
     `entries`: those that the Open Inference Protocol serves, by name, and `not_served` why others are not; `language`: the language
-    model, where the bundle is one; `text`: a model of texts, where it has a tokenizer.
+    model, where the bundle is one; `text`: a model of texts, where it has a tokenizer; `words`: the tokenizer of either.
     """
 
     def __init__(self, model: str, number: int, identity: Identity) -> None:
@@ -65,15 +65,18 @@ class Version:
         self.not_served: dict[str, str] = {}
         self.language: ServedModel | None = None
         self.text: TextModel | None = None
+        self.words: Language | None = None
         self.memory: Mapping[str, int] = {}
         self.seconds: dict[str, float] = {}
         self._failure: cgbundle.CgbundleError | None = None
         self._cleanup = AsyncExitStack()
 
-    async def open(self, path: Path, options: Options, watch: Watch, *, first: bool) -> None:
-        """Loads the bundle, replays its self-test, and takes requests.  Nothing answers before the `first` version does, so its
-        self-test is short: see `first_keys`.  That of a language model is left out.  Raises Refused."""
-        self._options, self._first = options, first
+    async def open(self, path: Path, options: Options, watch: Watch, before: Version | None) -> None:
+        """Loads the bundle, replays its self-test, and takes requests.  `before`: the version that serves, None where this is the
+        first: nothing answers before it, so its self-test is short (see `first_keys`), and left out for a language model.  Raises
+        Refused."""
+        self._options, self._first = options, before is None
+        self._words = before.words if before is not None else None
         copies = max(1, len(options.devices))
         self._thread = ThreadPoolExecutor(copies, f"version-{self.number}")
         try:
@@ -153,7 +156,8 @@ class Version:
         began, devices = time.perf_counter(), self._options.devices
         try:
             manifest = read_manifest(str(path))
-            language = self._language(path, manifest)
+            self.words = language = self._language(path, manifest, self._words)
+            self._words = None  # else every version would keep the one before
             self._size = sum(dict(manifest.memories).values()) * max(1, len(devices))
             self._options.memory.take(self._size)
         except cgbundle.CgbundleError as error:
@@ -205,7 +209,7 @@ class Version:
                 raise Refused(text)
         return ports
 
-    def _language(self, path: Path, manifest: Manifest) -> Language | None:
+    def _language(self, path: Path, manifest: Manifest, before: Language | None) -> Language | None:
         """The tokenizer of a language model, or of a model whose inputs are tokens and their mask; None of others.  Raises
         Refused."""
         folder = self._options.tokenizer or tokenizer_beside(path, manifest.name)
@@ -213,7 +217,7 @@ class Version:
             with suppress(NotServable):
                 alone = len(manifest.entries) == 1
                 if folder is not None and alone and takes_texts(describe(manifest.entries[0], manifest.random)):
-                    return self._read_tokenizer(folder)
+                    return read_tokenizer(folder, before)
             if self._options.tokenizer is not None:
                 text = "--tokenizer: the bundle is not one of tokens and their mask, int64 (batch, length), and one output"
                 raise Refused(text, "leave --tokenizer out: the Open Inference Protocol asks for none")
@@ -221,14 +225,15 @@ class Version:
         if folder is None:
             remedy = "give --tokenizer FOLDER, the one that the bundle was built from, or put its files beside the bundle"
             raise Refused(f"{path}: a language model, and there is no tokenizer.json beside it", remedy)
-        return self._read_tokenizer(folder)
+        return read_tokenizer(folder, before)
 
-    def _read_tokenizer(self, folder: Path) -> Language:
-        """Raises Refused."""
-        try:
-            return Language(folder)
-        except Exception as error:  # noqa: BLE001  tokenizers raises nothing else
-            raise Refused(f"{folder}: {one_line(error)}") from None
+
+def read_tokenizer(folder: Path, before: Language | None) -> Language:
+    """Raises Refused."""
+    try:
+        return Language(folder, before)
+    except Exception as error:  # noqa: BLE001  tokenizers raises nothing else
+        raise Refused(f"{folder}: {one_line(error)}") from None
 
 
 def first_keys(manifest: Manifest) -> list[IntKey]:
