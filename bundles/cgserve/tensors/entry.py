@@ -119,7 +119,7 @@ def _caller(entry: Any, ports: Ports) -> Callable[[Sequence[Sequence[Given]]], l
         rows = [request[0].shape[0] for request in requests] if ports.batches else [1]
         columns = [[request[index] for request in requests] for index in range(len(dtypes))]
         tensors = [
-            from_bytes(b"".join([each.data for each in column]), dtype, _stacked(column))
+            from_bytes(column[0].data if len(column) == 1 else b"".join([each.data for each in column]), dtype, _stacked(column))
             for column, dtype in zip(columns, dtypes, strict=True)
         ]
         answers: list[list[Given]] = [[] for _ in requests]

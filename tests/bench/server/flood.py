@@ -2,6 +2,7 @@
 
     models      five bodies of 60 MB of JSON, thirty of 60 MB that never end, twenty of 3 MB of JSON, two of 30 MB of binary data
     language    twenty prompts of 4 MB, twenty lists of a million tokens, thirty bodies of 4 MB that never end
+    grpc        thirty messages of 60 MB (needs grpcio)
     texts       forty requests of 2048 texts, a hundred that leave, and texts and lists that are too long (--minilm BUNDLE)
 
 All of them at once, over loopback.  Health is asked for every 50 ms, on a new connection.
@@ -126,6 +127,25 @@ class Flooded:
             thread.start()
             self._threads.append(thread)
 
+    def call(self, times: int, name: str, port: int, method: str, message: bytes) -> None:
+        """Sends a message of gRPC from so many clients."""
+        import grpc
+
+        def send() -> None:
+            status = "OK"
+            own = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", -1)]
+            try:
+                with grpc.insecure_channel(f"127.0.0.1:{port}", options=own) as channel:
+                    channel.unary_unary(method, request_serializer=bytes, response_deserializer=bytes)(message, timeout=LONG)
+            except grpc.RpcError as error:
+                status = error.code().name
+            self.statuses[f"{name}: {status}"] += 1
+
+        for _ in range(times):
+            thread = threading.Thread(target=send, daemon=True)
+            thread.start()
+            self._threads.append(thread)
+
     def _send(self, name: str, data: bytes, seconds: float) -> None:
         status = "closed"
         try:
@@ -215,7 +235,23 @@ def texts(folder: Path, seconds: float, size: int) -> dict[str, Any]:
     return server.end()
 
 
-SCENES = {"models": models, "language": language, "texts": texts}
+def grpc(folder: Path, seconds: float, size: int) -> dict[str, Any]:
+    """The Open Inference server over gRPC."""
+    from cgserve.tensors.grpc_messages import CLASSES, SERVICE
+
+    shutil.copytree(GOLDEN / "v1/cpu_mlp.cgb", folder / "models/tiny/1/model.cgb")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [*COMMAND, "serve", str(folder / "models"), "--grpc-port", str(port), "--port"]
+    server = Flooded(command, "/v2/health/live", "/v2/health/ready")
+    message = CLASSES["ModelInferRequest"](model_name="tiny", raw_input_contents=[bytes(size // 64 * 64)])
+    message.inputs.add(name="input", datatype="FP32", shape=[size // 64, 16])
+    server.call(30, "message of 60 MB", port, f"/{SERVICE}/ModelInfer", message.SerializeToString())
+    server.watch(seconds)
+    return server.end()
+
+
+SCENES = {"models": models, "language": language, "grpc": grpc, "texts": texts}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
