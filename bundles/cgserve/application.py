@@ -19,7 +19,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from .batching.request_queue import Batch
-from .batching.tracing import batch_spans
+from .batching.tracing import Traced, batch_spans
 from .language.completions import Refusal as OpenAIRefusal
 from .language.metrics import LanguageFamilies, LanguageMetrics
 from .language.served_model import ServedModel
@@ -96,7 +96,8 @@ class Application:
         """The applications of texts, of tensors, and of the server itself."""
         speaking = {OpenAIRefusal: openai.refused, HTTPException: openai.refused}
         bounded = Middleware(BoundedBodies, largest=openai.BYTES, form=openai.body_of, together=openai.TOGETHER)
-        texts = Starlette(routes=[*self._texts.routes, *self._openai.routes], middleware=[bounded], exception_handlers=speaking)
+        routes = [*self._texts.routes, *self._openai.routes]
+        texts = Starlette(routes=routes, middleware=[Middleware(Traced), bounded], exception_handlers=speaking)
         largest = self._settings.largest
         bounded = Middleware(BoundedBodies, largest=largest, form=inference.body_of, together=largest)
         handlers = {inference.Refusal: inference.refused, HTTPException: inference.refused}
