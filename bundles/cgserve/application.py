@@ -19,7 +19,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from .batching.request_queue import Batch
-from .batching.tracing import batch_spans
+from .batching.tracing import Traced, batch_spans
 from .language.completions import Refusal as OpenAIRefusal
 from .language.metrics import LanguageFamilies, LanguageMetrics
 from .language.served_model import ServedModel
@@ -86,7 +86,7 @@ class Application:
         self._settings, self._tell, self._essential, self._keys = settings, tell, essential, keys
         self.repository = Repository(look, settings.options, settings.poll, self.counters, self._heard)
         self._openai = openai.OpenAI(self._languages, self._text_models, lambda: self.repository.models, self._unread)
-        self._texts = texts_routes.Texts(self._text_models, lambda: list(self.repository.models), self._openai.reader, self._heard)
+        self._texts = texts_routes.Texts(self._text_models, self._which_serve, self._openai.reader, self._heard)
         self._inference = inference.Inference(
             self.repository, self.counters.tensors, self._heard, self._broken, self._why_not_ready
         )
@@ -96,7 +96,8 @@ class Application:
         """The applications of texts, of tensors, and of the server itself."""
         speaking = {OpenAIRefusal: openai.refused, HTTPException: openai.refused}
         bounded = Middleware(BoundedBodies, largest=openai.BYTES, form=openai.body_of, together=openai.TOGETHER)
-        texts = Starlette(routes=[*self._texts.routes, *self._openai.routes], middleware=[bounded], exception_handlers=speaking)
+        routes = [*self._texts.routes, *self._openai.routes]
+        texts = Starlette(routes=routes, middleware=[Middleware(Traced), bounded], exception_handlers=speaking)
         largest = self._settings.largest
         bounded = Middleware(BoundedBodies, largest=largest, form=inference.body_of, together=largest)
         handlers = {inference.Refusal: inference.refused, HTTPException: inference.refused}
@@ -154,6 +155,9 @@ class Application:
 
     def _text_models(self) -> dict[str, TextModel]:
         return {version.model: version.text for version in self.repository.serving() if version.text is not None}
+
+    def _which_serve(self) -> dict[str, bool]:
+        return {name: model.current is not None for name, model in list(self.repository.models.items())}
 
     def _unread(self, path: str, code: int) -> None:
         self.counters.languages.requests.labels("", path, str(code)).inc()

@@ -79,12 +79,18 @@ class RequestQueue:
         self._queues: dict[Hashable, deque[Waiting]] = {}
         self._arrived = asyncio.Event()
         self._open = False
+        self._count = self._rows = 0  # of what waits
         self._pace = 0.0  # seconds that a call takes, about
 
     @property
     def waiting(self) -> int:
         """Requests that wait for their call."""
-        return sum(map(len, self._queues.values()))
+        return self._count
+
+    def pause(self, calls: int) -> int:
+        """The seconds that so many calls take, about, and those that wait; at least 1."""
+        before = max(len(self._queues), math.ceil(self._rows / self._largest))
+        return max(1, math.ceil((before + calls) * self._pace / self._calls))
 
     async def __aenter__(self) -> RequestQueue:
         self._open = True
@@ -100,14 +106,14 @@ class RequestQueue:
         """The answer for an item of `rows` rows, within `seconds`.  Raises Busy, Stopping, Late, and what the call raises."""
         if not self._open:
             raise Stopping("the model is being closed")
-        if self.waiting >= self._limit:
-            calls = sum(math.ceil(sum(each.rows for each in queue) / self._largest) for queue in self._queues.values())
-            raise Busy(f"{self._limit} requests wait already", max(1, math.ceil(calls * self._pace / self._calls)))
+        if self._count >= self._limit:
+            raise Busy(f"{self._limit} requests wait already", self.pause(0))
         loop = asyncio.get_running_loop()
         now = loop.time()
         waiting = Waiting(item, rows, now, now + seconds, loop.create_future(), copy_context())
         queue = self._queues.setdefault(group, deque())
         queue.append(waiting)
+        self._count, self._rows = self._count + 1, self._rows + rows
         self._arrived.set()
         try:
             async with asyncio.timeout_at(waiting.until):
@@ -123,6 +129,7 @@ class RequestQueue:
         queue = self._queues.get(group, deque())
         with suppress(ValueError):  # it is being computed
             queue.remove(waiting)
+            self._count, self._rows = self._count - 1, self._rows - waiting.rows
         if not queue:
             self._queues.pop(group, None)
 
@@ -151,6 +158,7 @@ class RequestQueue:
             rows += batch[-1].rows
         if not queue:
             del self._queues[group]
+        self._count, self._rows = self._count - len(batch), self._rows - rows
         return batch
 
     async def _answers(self, batch: Sequence[Waiting]) -> list[Any]:

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
 from .request_queue import Batch
 
 try:
@@ -27,6 +29,30 @@ def request_span(model: str, version: int, headers: Mapping[str, str]) -> Abstra
     tracer = trace.get_tracer("cgbundle")
     kind = trace.SpanKind.SERVER
     return tracer.start_as_current_span("infer", propagate.extract(headers), kind=kind, attributes=attributes)
+
+
+class Traced:
+    """ASGI middleware: a POST is a span of the trace that its headers name, until the last byte of its answer."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if trace is None or scope.get("method") != "POST":
+            await self.app(scope, receive, send)
+            return
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        attributes = {"http.request.method": "POST", "url.path": scope["path"]}
+        tracer, kind = trace.get_tracer("cgbundle"), trace.SpanKind.SERVER
+        name = f"POST {scope['path']}"
+        with tracer.start_as_current_span(name, propagate.extract(headers), kind=kind, attributes=attributes) as span:
+
+            async def sent(message: Message) -> None:
+                if message["type"] == "http.response.start":
+                    span.set_attribute("http.response.status_code", message["status"])
+                await send(message)
+
+            await self.app(scope, receive, sent)
 
 
 def batch_spans(batch: Batch, recorded: int) -> None:

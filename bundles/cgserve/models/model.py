@@ -38,7 +38,7 @@ class Model:
                 continue
             version = Version(self.name, number, identity)
             try:
-                await version.open(path, self._options, self._watch, first=self.current is None)
+                await version.open(path, self._options, self._watch, self.current)
             except Refused as error:
                 self.refused[number], self.short = (identity, error), error.memory
                 hint = {"hint": error.hint} if error.hint else {}

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, suppress
 from itertools import chain
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from prometheus_client import CollectorRegistry
 
 import cgbundle
 from cgbundle.format.archive import read_manifest
-from cgbundle.format.schema import Manifest
+from cgbundle.format.schema import IntKey, Manifest
 from cgbundle.self_test import replay_self_test
 
 from ..batching.request_queue import Batch
@@ -55,7 +56,7 @@ class Version:
     copy.
 
     `entries`: those that the Open Inference Protocol serves, by name, and `not_served` why others are not; `language`: the language
-    model, where the bundle is one; `text`: a model of texts, where it has a tokenizer.
+    model, where the bundle is one; `text`: a model of texts, where it has a tokenizer; `words`: the tokenizer of either.
     """
 
     def __init__(self, model: str, number: int, identity: Identity) -> None:
@@ -64,15 +65,18 @@ class Version:
         self.not_served: dict[str, str] = {}
         self.language: ServedModel | None = None
         self.text: TextModel | None = None
+        self.words: Language | None = None
         self.memory: Mapping[str, int] = {}
         self.seconds: dict[str, float] = {}
         self._failure: cgbundle.CgbundleError | None = None
         self._cleanup = AsyncExitStack()
 
-    async def open(self, path: Path, options: Options, watch: Watch, *, first: bool) -> None:
-        """Loads the bundle, replays its self-test, and takes requests.  The `first` version of a language model is not examined:
-        its self-test takes longer than all else before the first token.  Raises Refused."""
-        self._options, self._first = options, first
+    async def open(self, path: Path, options: Options, watch: Watch, before: Version | None) -> None:
+        """Loads the bundle, replays its self-test, and takes requests.  `before`: the version that serves, None where this is the
+        first: nothing answers before it, so its self-test is short (see `first_keys`), and left out for a language model.  Raises
+        Refused."""
+        self._options, self._first = options, before is None
+        self._words = before.words if before is not None else None
         copies = max(1, len(options.devices))
         self._thread = ThreadPoolExecutor(copies, f"version-{self.number}")
         try:
@@ -104,7 +108,9 @@ class Version:
             entry = TensorEntry(program[name], each_ports, self._thread, copies, options.wait / 1000, options.limit, told)
             self.entries[shown] = await self._cleanup.enter_async_context(entry)
         if language is not None and self.language is None:
-            self.text = TextModel(self.model, language, self.entries[self.model].ports, self.answer, options.seconds)
+            entry = self.entries[self.model]
+            more = (options.seconds, options.limit, entry.pause)
+            self.text = TextModel(self.model, language, entry.ports, self.answer, *more)
 
     async def answer(self, tensors: Sequence[Given], seconds: float, entry: str = "") -> list[Given]:
         """The outputs of an entry, by default the only one, for one request's tensors, within `seconds` (0: the options').  Raises
@@ -132,6 +138,8 @@ class Version:
         """Answers what was taken, then gives the memory back."""
         if self.language is not None:
             await self.language.engine.drain()
+        if self.text is not None:
+            await self.text.drain()
         await self._cleanup.aclose()
         try:
             await asyncio.get_running_loop().run_in_executor(self._thread, self._program.close)
@@ -148,7 +156,8 @@ class Version:
         began, devices = time.perf_counter(), self._options.devices
         try:
             manifest = read_manifest(str(path))
-            language = self._language(path, manifest)
+            self.words = language = self._language(path, manifest, self._words)
+            self._words = None  # else every version would keep the one before
             self._size = sum(dict(manifest.memories).values()) * max(1, len(devices))
             self._options.memory.take(self._size)
         except cgbundle.CgbundleError as error:
@@ -193,13 +202,14 @@ class Version:
             return ports
         compare = {entry.name: entry.self_test.compare for entry in manifest.entries}
         copies = program.programs if isinstance(program, cgbundle.Replicas) else (program,)
-        for result in chain.from_iterable(map(replay_self_test, copies)):
+        keys = first_keys(manifest) if self._first else None
+        for result in chain.from_iterable([replay_self_test(copy, keys) for copy in copies]):
             if not result.passed(compare[result.entry]):
                 text = f"the self-test fails at int_key {result.key}: error {result.error:.1e}, allowed {result.tolerance:.1e}"
                 raise Refused(text)
         return ports
 
-    def _language(self, path: Path, manifest: Manifest) -> Language | None:
+    def _language(self, path: Path, manifest: Manifest, before: Language | None) -> Language | None:
         """The tokenizer of a language model, or of a model whose inputs are tokens and their mask; None of others.  Raises
         Refused."""
         folder = self._options.tokenizer or tokenizer_beside(path, manifest.name)
@@ -207,7 +217,7 @@ class Version:
             with suppress(NotServable):
                 alone = len(manifest.entries) == 1
                 if folder is not None and alone and takes_texts(describe(manifest.entries[0], manifest.random)):
-                    return self._read_tokenizer(folder)
+                    return read_tokenizer(folder, before)
             if self._options.tokenizer is not None:
                 text = "--tokenizer: the bundle is not one of tokens and their mask, int64 (batch, length), and one output"
                 raise Refused(text, "leave --tokenizer out: the Open Inference Protocol asks for none")
@@ -215,14 +225,26 @@ class Version:
         if folder is None:
             remedy = "give --tokenizer FOLDER, the one that the bundle was built from, or put its files beside the bundle"
             raise Refused(f"{path}: a language model, and there is no tokenizer.json beside it", remedy)
-        return self._read_tokenizer(folder)
+        return read_tokenizer(folder, before)
 
-    def _read_tokenizer(self, folder: Path) -> Language:
-        """Raises Refused."""
-        try:
-            return Language(folder)
-        except Exception as error:  # noqa: BLE001  tokenizers raises nothing else
-            raise Refused(f"{folder}: {one_line(error)}") from None
+
+def read_tokenizer(folder: Path, before: Language | None) -> Language:
+    """Raises Refused."""
+    try:
+        return Language(folder, before)
+    except Exception as error:  # noqa: BLE001  tokenizers raises nothing else
+        raise Refused(f"{folder}: {one_line(error)}") from None
+
+
+def first_keys(manifest: Manifest) -> list[IntKey]:
+    """The smallest and the largest int_key of all that run the same code.  One lowering for a processor may have a hundred of them;
+    a graph belongs to one."""
+    found: dict[tuple[str, ...], list[IntKey]] = {}
+    for entry in manifest.entries:
+        for program in entry.programs:
+            code = tuple([step.file or manifest.regions[step.region].file for step in program.steps if step.kind != "copy"])
+            found.setdefault((entry.name, *code), []).append(program.key)
+    return [key for keys in found.values() for key in {min(keys, key=prod), max(keys, key=prod)}]
 
 
 def rounded(seconds: Mapping[str, float]) -> dict[str, float]:

@@ -13,12 +13,14 @@ from functools import partial
 from typing import Any
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from ..log import Tell
 from ..tensors.entry import Ports
 from ..tensors.grpc_messages import CLASSES, SERVICE, read_infer, write_infer, write_metadata
 from ..tensors.inference_protocol import Request
 from ..transport.access import has_key
+from ..transport.receptions import Crowded, Receptions
 from .inference import EXTENSIONS, Inference, Refusal, Served, Serving, answered, beside
 
 CODES = {
@@ -32,7 +34,7 @@ TOGETHER = 1024
 """Calls that are answered at a time: more are RESOURCE_EXHAUSTED."""
 
 OPEN = {"ServerLive", "ServerReady"}
-"""What is answered without a key, as over HTTP."""
+"""What is answered without a key, as over HTTP, and before its message is read: it is empty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,34 +55,50 @@ class GrpcInference:
 
     def __init__(self, inference: Inference, largest: int, keys: Sequence[bytes]) -> None:
         self._inference, self._largest, self._keys, self._held = inference, largest, keys, 0
+        self._receptions = Receptions()
 
     def handler(self) -> grpc.GenericRpcHandler:
-        """What a server adds."""
+        """What a server adds.  To a client, a method of a stream with one message is the same as one of a message.  Here the call
+        begins before the message is read, so that few are read at once."""
         methods = {
             "ServerLive": self._live, "ServerReady": self._ready, "ServerMetadata": self._about, "ModelReady": self._model_ready,
             "ModelMetadata": self._model, "ModelInfer": self._infer, "RepositoryIndex": self._index,
             "RepositoryModelLoad": self._load,
         }  # fmt: skip
         handlers = {
-            name: grpc.unary_unary_rpc_method_handler(
+            name: grpc.stream_unary_rpc_method_handler(
                 partial(self._answer, name, method),
-                request_deserializer=CLASSES[f"{name}Request"].FromString,
                 response_serializer=CLASSES[f"{name}Response"].SerializeToString,
             )
             for name, method in methods.items()
         }
         return grpc.method_handlers_generic_handler(SERVICE, handlers)
 
-    async def _answer(self, name: str, method: Callable[[Any, Any], Awaitable[Any]], message: Any, context: Any) -> Any:
+    async def _answer(
+        self, name: str, method: Callable[[Any, Any], Awaitable[Any]], _messages: AsyncIterator[bytes], context: Any
+    ) -> Any:  # fmt: skip
         headers = {key: value for key, value in context.invocation_metadata() if isinstance(value, str)}
         if self._keys and name not in OPEN and not has_key(headers.get("authorization", "").encode(), self._keys):
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "no valid key: send authorization: Bearer KEY")
-        size = message.ByteSize()
+        if name in OPEN:
+            return await method(None, headers)
+        try:
+            data = await self._receptions.receive(context.read)  # the iterator would keep the message
+        except Crowded as crowded:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, str(crowded))
+        if data is grpc.aio.EOF:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a message is missing")
+        size = len(data)
         if self._held + size > self._largest:
+            del data  # the error that ends the call keeps this frame
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the server holds as many bytes of requests as it may: ask again")
         self._held += size
         try:
+            message = CLASSES[f"{name}Request"].FromString(data)
+            del data
             return await method(message, headers)
+        except DecodeError:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"the message is no {name}Request")
         except Refusal as refusal:
             await context.abort(CODES.get(refusal.status, grpc.StatusCode.UNKNOWN), str(refusal))
         finally:
@@ -136,7 +154,7 @@ async def grpc_server(inference: Inference, listening: Listening, stopping: floa
     """Serves while the block runs, and gives its URL.  At its end no more is taken, and what was taken has `stopping` seconds.
     Raises OSError where nothing can listen there."""
     service = GrpcInference(inference, listening.largest, listening.keys)
-    options = [("grpc.max_receive_message_length", listening.largest), ("grpc.so_reuseport", 0)]
+    options = [("grpc.max_receive_message_length", listening.largest), ("grpc.so_reuseport", 0), ("grpc.http2.bdp_probe", 0)]
     server = grpc.aio.server(options=options, maximum_concurrent_rpcs=TOGETHER)
     server.add_generic_rpc_handlers((service.handler(),))
     host = f"[{listening.host}]" if ":" in listening.host else listening.host

@@ -8,7 +8,7 @@ import time
 import uuid
 from array import array
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic_core import to_json
 from starlette.requests import Request
@@ -33,14 +33,16 @@ PATHS: dict[Task, str] = {"embed": "/embeddings", "rerank": "/rerank", "classify
 OUTSIDE = ("/rerank", "/classify")
 """What is answered outside /v1, too, as other servers do."""
 
+T = TypeVar("T")
 Read = tuple[TextModel, dict[str, Any], list[Encoded]]
 
 
 class Texts:
-    """The routes; `serving`: the models of texts that serve, by name; `known`: the names of all models."""
+    """The routes; `serving`: the models of texts that serve, by name; `known`: all models, and whether a version of each serves."""
 
     def __init__(
-        self, serving: Callable[[], Mapping[str, TextModel]], known: Callable[[], Sequence[str]], reader: PromptReader, tell: Tell
+        self, serving: Callable[[], Mapping[str, TextModel]], known: Callable[[], Mapping[str, bool]], reader: PromptReader,
+        tell: Tell,
     ) -> None:  # fmt: skip
         self._serving, self._known, self._reader, self._tell = serving, known, reader, tell
         self.routes: list[Route] = []
@@ -56,17 +58,17 @@ class Texts:
         form = body.get("encoding_format", "float")
         if form not in ("float", "base64"):
             raise Refusal(400, "encoding_format: expected float or base64", "encoding_format")
-        rows = await self._answer(model, texts)
-        told: list[Any] = [base64.b64encode(array("f", row)).decode() for row in rows] if form == "base64" else rows
-        data = [{"object": "embedding", "index": index, "embedding": each} for index, each in enumerate(told)]
-        return answered({"object": "list", "data": data, "model": model.name, "usage": usage(texts)})
+        rows = await self._answer(model, texts, numbers_of if form == "float" else base64_of)
+        data = [b'{"object":"embedding","index":%d,"embedding":%b}' % each for each in enumerate(rows)]
+        rest = to_json({"object": "list", "model": model.name, "usage": usage(texts)})
+        return Response(b'%b,"data":[%b]}' % (rest[:-1], b",".join(data)), media_type="application/json")
 
     async def _rerank(self, request: Request) -> Response:
         model, body, texts = await self._read(request, "rerank")
         top = whole(body, "top_n", 1, TEXTS, len(texts))
         raw = of_kind(body, "raw_scores", bool, False, "true or false")
         shown = of_kind(body, "return_documents", bool, False, "true or false")
-        scores = [number if raw else sigmoid(number) for (number,) in await self._answer(model, texts)]
+        scores = await self._answer(model, texts, lambda row: row[0] if raw else sigmoid(row[0]))
         order = sorted(range(len(scores)), key=lambda index: -scores[index])[:top]
         documents = [{"document": {"text": text}} if shown else {} for text in documents_of(body)]
         results = [{"index": index, "relevance_score": scores[index], **documents[index]} for index in order]
@@ -75,8 +77,7 @@ class Texts:
     async def _classify(self, request: Request) -> Response:
         model, _, texts = await self._read(request, "classify")
         data = []
-        for index, row in enumerate(await self._answer(model, texts)):
-            shares = softmax(row)
+        for index, shares in enumerate(await self._answer(model, texts, softmax)):
             label = model.labels[shares.index(max(shares))]
             data.append({"index": index, "label": label, "probs": shares, "num_classes": len(shares)})
         head = {"id": f"classify-{uuid.uuid4().hex}", "object": "list", "created": int(time.time()), "model": model.name}
@@ -99,17 +100,21 @@ class Texts:
                 if not isinstance(query, str):
                     raise Refusal(400, "query: expected a string", "query")
                 pairs = [(query, document) for document in documents_of(body)]
+                model.check_room(len(pairs))
                 return model, body, model.encoded(pairs, field="documents", truncate=truncate)
             texts = inputs_of(body.get("input"))
+            model.check_room(len(texts))
             if isinstance(texts[0], str):
                 return model, body, model.encoded(texts, field="input", truncate=truncate)
-            tokens = [Encoded(each, [0] * len(each)) for each in texts]
-            if not all(0 <= token < model.language.size for each in tokens for token in each.ids):
+            if not all(0 <= token < model.language.size for each in texts for token in each):
                 raise Refusal(400, f"input: expected tokens from 0 to {model.language.size - 1}", "input")
-            return model, body, [model.fitting(each, field="input", truncate=truncate) for each in tokens]
+            return model, body, [model.fitting(Encoded.of(each), field="input", truncate=truncate) for each in texts]
 
         while True:
-            model, body, texts = await self._reader.run(work)
+            try:
+                model, body, texts = await self._reader.run(work)
+            except Busy as busy:
+                raise refusal_of(busy) from None
             if (
                 self._choose(body.get("model"), task) is model
             ):  # a switch of versions comes before this, or after the texts are taken
@@ -123,25 +128,31 @@ class Texts:
             fitting = [model for model in serving.values() if model.task == task]
             if len(fitting) == 1:
                 return fitting[0]
+            if not any(self._known().values()):
+                raise Refusal(503, "no model serves", "model", again=1)
             raise Refusal(400, f"model: expected one of {there}", "model")
         if name in serving:
             model = serving[name]
             if model.task != task:
                 raise Refusal(400, f"model: {name!r} answers at /v1{PATHS[model.task]}", "model")
             return model
-        if name in self._known():
+        if (serves := self._known().get(name)) is not None:
+            if not serves:
+                raise Refusal(503, f"no version of {name!r} serves", "model", again=1)
             raise Refusal(400, f"model: {name!r} takes no texts here, or has no tokenizer; there is {there}", "model")
         raise Refusal(404, f"no model {name!r}; there is {there}", "model", "model_not_found")
 
-    async def _answer(self, model: TextModel, texts: Sequence[Encoded]) -> list[list[float]]:
-        """The output's row of each text.  Raises Refusal."""
+    async def _answer(self, model: TextModel, texts: Sequence[Encoded], made: Callable[[list[float]], T]) -> list[T]:
+        """What `made` makes of the output's row of each text, as it comes.  Raises Refusal."""
         try:
-            return await model.answer(texts)
+            return await model.answer(texts, made)
         except ExceptionGroup as group:
             error = group.exceptions[0]
+        except Busy as busy:
+            error = busy
         match error:
             case Busy():
-                raise Refusal(429, str(error), code="too_many_requests", again=error.seconds)
+                raise refusal_of(error)
             case Stopping():
                 raise Refusal(503, str(error), again=1)
             case Late():
@@ -152,6 +163,19 @@ class Texts:
                 self._tell({"event": "failed", "model": model.name, "why": one_line(error)})
                 raise Refusal(500, "the model failed; the server's log says why")
         raise error
+
+
+def refusal_of(busy: Busy) -> Refusal:
+    return Refusal(429, str(busy), code="too_many_requests", again=busy.seconds)
+
+
+def numbers_of(row: list[float]) -> bytes:
+    """A row in JSON, which has no infinity."""
+    return to_json(row, inf_nan_mode="null")
+
+
+def base64_of(row: list[float]) -> bytes:
+    return b'"%b"' % base64.b64encode(array("f", row))
 
 
 def inputs_of(given: Any) -> list[Any]:
@@ -178,7 +202,7 @@ def documents_of(body: Mapping[str, Any]) -> list[str]:
 
 def usage(texts: Sequence[Encoded]) -> dict[str, int]:
     """Counts of tokens."""
-    count = sum(len(text.ids) for text in texts)
+    count = sum(text.tokens for text in texts)
     return {"prompt_tokens": count, "total_tokens": count}
 
 

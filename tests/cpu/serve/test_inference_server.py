@@ -297,7 +297,7 @@ def counted(client: Client) -> dict[str, float]:
 
 @pytest.fixture(scope="module")
 def triton() -> ModuleType:
-    return pytest.importorskip("tritonclient.http", reason="pip install 'tritonclient[http]'")
+    return pytest.importorskip("tritonclient.http", reason="pip install '.[dev]'")
 
 
 def test_tritons_client_talks_to_it(server: Server, triton: ModuleType, eager: Any) -> None:

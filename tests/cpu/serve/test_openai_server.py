@@ -650,7 +650,7 @@ def test_a_bundle_of_another_model() -> None:
 
 @pytest.fixture(scope="module")
 def client(server: Running) -> Any:
-    openai = pytest.importorskip("openai", reason="pip install '.[openai]'")
+    openai = pytest.importorskip("openai", reason="pip install '.[dev]'")
     return openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="none", max_retries=0)
 
 

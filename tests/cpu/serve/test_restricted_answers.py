@@ -41,7 +41,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 @pytest.fixture(scope="module")
 def client(server: Running) -> Any:
-    openai = pytest.importorskip("openai", reason="pip install '.[openai]'")
+    openai = pytest.importorskip("openai", reason="pip install '.[dev]'")
     return openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="none", max_retries=0)
 
 

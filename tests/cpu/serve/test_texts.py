@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import http.client
 import json
@@ -32,7 +33,7 @@ from cgserve.language.text import Language  # noqa: E402
 from cgserve.settings import Settings  # noqa: E402
 from cgserve.tensors.entry import Ports  # noqa: E402
 from cgserve.tensors.inference_protocol import Given, Port  # noqa: E402
-from cgserve.text.text_model import TextModel, takes_texts  # noqa: E402
+from cgserve.text.text_model import AT_ONCE, TextModel, takes_texts  # noqa: E402
 from cgserve.transport.running import listen, make_server  # noqa: E402
 
 WORDS = ("the", "cat", "sleeps", "on", "a", "mat", "while", "rain", "falls")
@@ -94,6 +95,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace
         versions[name] = SimpleNamespace(**version, entries={name: entry}, memory={}, seconds={})
     application = Application(dict, Settings(), lambda event: None)
     current = {name: SimpleNamespace(current=version, refused={}) for name, version in versions.items()}
+    current["loading"] = SimpleNamespace(current=None, refused={})
 
     class Loaded:
         models, looked = current, True
@@ -157,6 +159,60 @@ def test_the_second_text_of_a_pair_is_marked(tmp_path: Path) -> None:
     assert struct.unpack("<8q", tensors[1].data) == (1, 1, 1, 1, 0, 0, 0, 0)
 
 
+class Gated(Summing):
+    """Calls go on when `open` is set."""
+
+    def __init__(self) -> None:
+        super().__init__(ports(2))
+        self.open, self.most = asyncio.Event(), 0
+
+    async def answer(self, tensors: Sequence[Given], seconds: float) -> list[Given]:
+        self.waiting += 1
+        self.most = max(self.most, self.waiting)
+        try:
+            await asyncio.wait_for(self.open.wait(), seconds)
+            await asyncio.sleep(0)
+            return await super().answer(tensors, seconds)
+        finally:
+            self.waiting -= 1
+
+
+def test_few_calls_of_a_request_wait_at_once(tmp_path: Path) -> None:
+    """2048 texts are 513 calls, more than the queue takes.  The request is answered; another one has to come back meanwhile."""
+    entry = Gated()
+    model = TextModel("m", Language(write_words(tmp_path)), ports(2), entry.answer, 60.0, 100, lambda calls: calls)
+
+    async def run() -> None:
+        texts = model.encoded(["the cat"] * 2047 + ["rain falls on a mat"], field="input", truncate=False)
+        large = asyncio.create_task(model.answer(texts, tuple))
+        await asyncio.sleep(0.01)
+        assert entry.most == AT_ONCE and not large.done()
+        with pytest.raises(Busy, match="requests wait for 513 calls already") as caught:
+            model.check_room(1)
+        assert caught.value.seconds == 513
+        with pytest.raises(Busy):
+            await model.answer(texts[:1], tuple)
+        draining = asyncio.create_task(model.drain())
+        await asyncio.sleep(0.01)
+        assert not draining.done()
+        entry.open.set()
+        assert await large == [(3.0, 2.0)] * 2047 + [(8.0 + 9.0 + 4.0 + 5.0 + 6.0, 5.0)]
+        await draining
+        assert (entry.most, len(entry.calls)) == (AT_ONCE, 513)
+        assert await model.answer(texts[:1], tuple) == [(3.0, 2.0)]
+
+    asyncio.run(run())
+
+
+def test_a_request_ends_at_its_deadline(tmp_path: Path) -> None:
+    entry = Gated()
+    model = TextModel("m", Language(write_words(tmp_path)), ports(2), entry.answer, 0.05)
+    texts = model.encoded(["the cat"] * 400, field="input", truncate=False)
+    with pytest.raises(ExceptionGroup) as caught:
+        asyncio.run(model.answer(texts, tuple))
+    assert isinstance(caught.value.exceptions[0], TimeoutError) and entry.calls == []
+
+
 def test_a_classifier(served: SimpleNamespace) -> None:
     status, told = ask(served.port, "/classify", {"model": "classify", "input": ["cat"]})
     (row,) = told["data"]
@@ -179,6 +235,7 @@ def test_a_classifier(served: SimpleNamespace) -> None:
         ("embeddings", {"input": "a", "encoding_format": "x"}, 400, "encoding_format", "encoding_format: expected float or base64"),
         ("embeddings", {"input": "a", "model": "rerank"}, 400, "model", "model: 'rerank' answers at /v1/rerank"),
         ("embeddings", {"input": "a", "model": "other"}, 404, "model", "no model 'other'; there is embed"),
+        ("embeddings", {"input": "a", "model": "loading"}, 503, "model", "no version of 'loading' serves"),
         ("rerank", {"documents": ["a"]}, 400, "query", "query: expected a string"),
         (
             "rerank",
@@ -214,7 +271,7 @@ def test_models_are_listed(served: SimpleNamespace) -> None:
 
 
 def test_openai_embeddings(served: SimpleNamespace) -> None:
-    openai = pytest.importorskip("openai", reason="pip install '.[openai]'")
+    openai = pytest.importorskip("openai", reason="pip install '.[dev]'")
     client = openai.OpenAI(base_url=f"http://127.0.0.1:{served.port}/v1", api_key="none", max_retries=0)
     made = client.embeddings.create(model="embed", input=["the cat", "a"])
     assert [each.embedding for each in made.data] == [[3.0, 2.0], [5.0, 1.0]] and made.usage.total_tokens == 3

@@ -37,13 +37,56 @@ def two_requests(tracing: ModuleType) -> list[Any]:
     return asyncio.run(run())
 
 
-def test_each_request_has_its_wait_and_its_replay(tracing: ModuleType) -> None:
-    sdk = pytest.importorskip("opentelemetry.sdk.trace", reason="pip install opentelemetry-sdk")
-    export = pytest.importorskip("opentelemetry.sdk.trace.export")
-    memory = pytest.importorskip("opentelemetry.sdk.trace.export.in_memory_span_exporter")
+@pytest.fixture(scope="module")
+def provided() -> Any:
+    """What keeps the spans of this process; a provider is set once."""
+    sdk = pytest.importorskip("opentelemetry.sdk.trace", reason="pip install '.[dev]'")
+    export = importlib.import_module("opentelemetry.sdk.trace.export")
+    memory = importlib.import_module("opentelemetry.sdk.trace.export.in_memory_span_exporter")
     exporter, provider = memory.InMemorySpanExporter(), sdk.TracerProvider()
     provider.add_span_processor(export.SimpleSpanProcessor(exporter))
-    tracing.trace.set_tracer_provider(provider)
+    importlib.import_module("opentelemetry.trace").set_tracer_provider(provider)
+    return exporter
+
+
+@pytest.fixture
+def exporter(provided: Any) -> Any:
+    provided.clear()
+    return provided
+
+
+def posted(tracing: ModuleType, path: str, method: str = "POST") -> list[int]:
+    """The statuses of an application that answers in two parts, within the middleware."""
+    sent = list[Any]()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 429, "headers": []})
+        if tracing.trace is not None:
+            tracing.trace.get_tracer("test").start_span("inside").end()
+        await send({"type": "http.response.body", "body": b"x"})
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    headers = [(name.encode(), value.encode()) for name, value in PARENT.items()]
+    scope = {"type": "http", "method": method, "path": path, "headers": headers}
+    asyncio.run(tracing.Traced(app)(scope, None, send))
+    return [message["status"] for message in sent if "status" in message]
+
+
+def test_a_request_of_texts_is_a_span(tracing: ModuleType, exporter: Any) -> None:
+    assert posted(tracing, "/v1/embeddings") == [429]
+    inside, request = exporter.get_finished_spans()
+    assert (inside.name, request.name) == ("inside", "POST /v1/embeddings")
+    assert inside.parent.span_id == request.context.span_id and f"{request.parent.span_id:016x}" == "b7ad6b7169203331"
+    attributes = {"http.request.method": "POST", "url.path": "/v1/embeddings", "http.response.status_code": 429}
+    assert dict(request.attributes) == attributes
+    exporter.clear()
+    assert posted(tracing, "/v1/models", "GET") == [429]
+    assert [span.name for span in exporter.get_finished_spans()] == ["inside"]
+
+
+def test_each_request_has_its_wait_and_its_replay(tracing: ModuleType, exporter: Any) -> None:
     assert two_requests(tracing) == [2, 4]
     spans = exporter.get_finished_spans()
     requests = [span for span in spans if span.name == "infer"]
@@ -61,4 +104,5 @@ def test_each_request_has_its_wait_and_its_replay(tracing: ModuleType) -> None:
 
 def test_without_the_package_nothing_is_done(tracing: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tracing, "trace", None)
+    assert posted(tracing, "/v1/embeddings") == [429]
     assert two_requests(tracing) == [2, 4]

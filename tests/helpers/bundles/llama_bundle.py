@@ -13,8 +13,8 @@ def llama_bundle() -> Path:
     return shared_build("causal_lm", build)
 
 
-def build(folder: Path) -> None:
-    """Fills the folder; needs torch and transformers."""
+def build(folder: Path, seed: int = 0) -> None:
+    """Fills the folder, with random weights; needs torch and transformers."""
     import torch
     import transformers
 
@@ -25,7 +25,7 @@ def build(folder: Path) -> None:
 
     options = {**CONFIGURATIONS["llama"], "num_hidden_layers": 1, "initializer_range": 0.2}
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         config = transformers.AutoConfig.for_model(**options)
         transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder / "llama")
     sizes = {"decode": {"batch": [2], "blocks": [4]}, "choose": {"batch": [2]}}

@@ -72,8 +72,8 @@ class Engine:
         off = self.lanes - len(texts)
         pages = [text["pages"] + [0] * (self.blocks - len(text["pages"])) for text in texts] + [[0] * self.blocks] * off
         plain = dict.fromkeys(Sampling._fields, 0) | {"temperature": 0.0, "top_p": 1.0, "penalty": 1.0, "min_p": 0.0}
-        sampling = [{**plain, **text["sampling"]} for text in texts] + [plain] * off
-        sampling = Sampling(*[torch.tensor([each[field] for each in sampling]) for field in Sampling._fields])
+        lanes = [{**plain, **text["sampling"]} for text in texts] + [plain] * off
+        sampling = Sampling(*[torch.tensor([lane[field] for lane in lanes]) for field in Sampling._fields])
         start, slot = [[text[field] for text in texts] + [0] * off for field in ("read", "slot")]
         return torch.tensor(start), torch.tensor(pages), torch.tensor(slot), sampling
 

@@ -164,6 +164,19 @@ def test_what_a_folder_says(modules: SimpleNamespace, tmp_path: Path) -> None:
     assert modules.text.Language(tmp_path).stop == (8, 7)
 
 
+def test_versions_share_a_tokenizer_that_is_the_same(modules: SimpleNamespace, tmp_path: Path) -> None:
+    """Of one that is dropped tokenizers keeps the tokens of words for ever."""
+    folders = [tmp_path / name for name in ("first", "second", "third")]
+    for folder, letters in zip(folders, (120, 120, 100), strict=True):
+        folder.mkdir()
+        write_tokenizer(folder, letters=letters)
+    (folders[1] / "config.json").write_text(json.dumps({"max_position_embeddings": 77}))
+    first = modules.text.Language(folders[0])
+    second, third = [modules.text.Language(folder, first) for folder in folders[1:]]
+    assert second._tokenizer is first._tokenizer and (first.positions, second.positions) == (None, 77)
+    assert third._tokenizer is not first._tokenizer and (second.size, third.size) == (122, 102)
+
+
 def test_a_folder_without_a_tokenizer(modules: SimpleNamespace, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no tokenizer\.json"):
         modules.text.Language(tmp_path)

@@ -1,0 +1,66 @@
+"""How many messages of gRPC are received at once: it holds a message until it is whole, and does not say how long it will be."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+from collections.abc import Awaitable, Callable
+
+QUICK, SLOW = 1, 4
+"""Messages that are received at once, and those beside them that take longer than `PATIENCE`."""
+
+PATIENCE, LONGEST = 1.0, 30.0
+"""Seconds until a message counts as slow, and until it is given up."""
+
+
+LARGE, SOON = 1 << 20, 0.2
+"""Bytes of a message behind which memory is given back, and the seconds until then."""
+
+
+class Crowded(Exception):
+    """A message that is not received; the text says why."""
+
+
+class Receptions:
+    """Takes turns: the bytes of a message that nobody reads yet stay at the client, but for what HTTP/2 sends ahead."""
+
+    def __init__(self, quick: int = QUICK, slow: int = SLOW, patience: float = PATIENCE) -> None:
+        self._turns, self._places, self._patience = asyncio.Semaphore(quick), slow, patience
+        self._giving_back: asyncio.Task[None] | None = None
+
+    async def receive(self, read: Callable[[], Awaitable[bytes]]) -> bytes:
+        """What `read` gives.  Raises Crowded."""
+        data = await self._receive(read)
+        if isinstance(data, bytes) and len(data) >= LARGE and (self._giving_back is None or self._giving_back.done()):
+            self._giving_back = asyncio.create_task(give_back_memory())
+        return data
+
+    async def _receive(self, read: Callable[[], Awaitable[bytes]]) -> bytes:
+        reading: asyncio.Future[bytes] | None = None
+        try:
+            async with self._turns:
+                reading = asyncio.ensure_future(read())
+                await asyncio.wait([reading], timeout=self._patience)
+            if reading.done():
+                return reading.result()
+            if not self._places:
+                raise Crowded("too many messages arrive slowly: ask again")
+            self._places -= 1
+            try:
+                async with asyncio.timeout(LONGEST):
+                    return await reading
+            except TimeoutError:
+                raise Crowded(f"the message did not arrive within {LONGEST:g} s") from None
+            finally:
+                self._places += 1
+        finally:
+            if reading is not None:
+                reading.cancel()
+
+
+async def give_back_memory() -> None:
+    """gRPC receives a message in pieces of some KiB.  The C library keeps those that were freed: 30 MB of a message of 60 MB."""
+    await asyncio.sleep(SOON)
+    library = ctypes.CDLL(None)
+    if hasattr(library, "malloc_trim"):  # glibc's
+        await asyncio.to_thread(library.malloc_trim, 0)

@@ -1,0 +1,14 @@
+# cgcompile serve for processors: `make wheel && docker build -f deploy/cpu.Dockerfile -t cgserve:cpu .`
+FROM python:3.12-slim
+# OpenMP's library, which slim images lack; code for the CPU calls it.
+RUN apt-get update && apt-get install -y --no-install-recommends libgomp1 && rm -rf /var/lib/apt/lists/*
+COPY dist/*.whl /tmp/
+RUN pip install --no-cache-dir --no-compile /tmp/cgbundle-*.whl "$(echo /tmp/cgcompile-*.whl)[serve,grammar,grpc]" && rm /tmp/*.whl
+RUN useradd --system --uid 10001 cgserve
+USER 10001
+# A model's folder is <name>/<version>/model.cgb: mount it, or COPY it into an image of your own.
+VOLUME /models
+EXPOSE 8000 8001
+HEALTHCHECK CMD ["python", "-c", "import urllib.request as r; r.urlopen('http://localhost:8000/v2/health/live', timeout=3)"]
+ENTRYPOINT ["cgcompile", "serve", "--host", "0.0.0.0", "--port", "8000", "--grpc-port", "8001", "--log", "json"]
+CMD ["/models"]
