@@ -2,7 +2,7 @@
 
     models      five bodies of 60 MB of JSON, thirty of 60 MB that never end, twenty of 3 MB of JSON, two of 30 MB of binary data
     language    twenty prompts of 4 MB, twenty lists of a million tokens, thirty bodies of 4 MB that never end
-    grpc        thirty messages of 60 MB (needs grpcio)
+    grpc        thirty messages of 30 MB (needs grpcio)
     texts       forty requests of 2048 texts, a hundred that leave, and texts and lists that are too long (--minilm BUNDLE)
 
 All of them at once, over loopback.  Health is asked for every 50 ms, on a new connection.
@@ -244,9 +244,9 @@ def grpc(folder: Path, seconds: float, size: int) -> dict[str, Any]:
         port = free.getsockname()[1]
     command = [*COMMAND, "serve", str(folder / "models"), "--grpc-port", str(port), "--port"]
     server = Flooded(command, "/v2/health/live", "/v2/health/ready")
-    message = CLASSES["ModelInferRequest"](model_name="tiny", raw_input_contents=[bytes(size // 64 * 64)])
-    message.inputs.add(name="input", datatype="FP32", shape=[size // 64, 16])
-    server.call(30, "message of 60 MB", port, f"/{SERVICE}/ModelInfer", message.SerializeToString())
+    message = CLASSES["ModelInferRequest"](model_name="tiny", raw_input_contents=[bytes(size // 2 // 64 * 64)])
+    message.inputs.add(name="input", datatype="FP32", shape=[size // 2 // 64, 16])
+    server.call(30, "message of 30 MB", port, f"/{SERVICE}/ModelInfer", message.SerializeToString())
     server.watch(seconds)
     return server.end()
 

@@ -1,4 +1,4 @@
-"""deploy/: images and manifests name options, routes, ports and metrics that there are.  No engine and no cluster is needed."""
+"""examples/deploy: images and manifests name options, routes, ports and metrics that there are.  Needs no engine and no cluster."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from tests.helpers.places import ROOT
 
-DEPLOY = ROOT / "deploy"
+DEPLOY = ROOT / "examples/deploy"
 IMAGES = ("cpu.Dockerfile", "gpu.Dockerfile")
 yaml = pytest.importorskip("yaml", reason="pip install '.[examples]'")
 

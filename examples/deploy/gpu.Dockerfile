@@ -1,7 +1,7 @@
-# cgcompile serve for processors: `make wheel && docker build -f deploy/cpu.Dockerfile -t cgserve:cpu .`
+# cgcompile serve for NVIDIA GPUs: `make wheel && docker build -f examples/deploy/gpu.Dockerfile -t cgserve:gpu .`
+# No CUDA toolkit and no torch: the container engine's NVIDIA runtime brings the driver's library (`docker run --gpus all`).
 FROM python:3.12-slim
-# OpenMP's library, which slim images lack; code for the CPU calls it.
-RUN apt-get update && apt-get install -y --no-install-recommends libgomp1 && rm -rf /var/lib/apt/lists/*
+ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute
 COPY dist/*.whl /tmp/
 RUN pip install --no-cache-dir --no-compile /tmp/cgbundle-*.whl "$(echo /tmp/cgcompile-*.whl)[serve,grammar,grpc]" && rm /tmp/*.whl
 RUN useradd --system --uid 10001 cgserve
