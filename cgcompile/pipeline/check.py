@@ -22,6 +22,7 @@ from ..checks.sizes import small_region, too_many_keys
 from ..errors import BuildError, ModelError
 from ..export.export import export, with_unwritten
 from ..export.exported import Exported
+from ..export.paths.explore import PathsRefused
 from ..export.paths.program import WayStopped
 from ..export.signature.signature import describe_signature
 from ..export.weights import weight_placeholders
@@ -187,7 +188,12 @@ def _stopped(error: ModelError) -> Finding:
     cause = error.__cause__.__cause__ if isinstance(error.__cause__, WayStopped) else error.__cause__
     where, line = user_place(cause) if cause is not None else ("", "")
     caller = called_by(cause) if cause is not None else ""
-    if error.code == "data-dependent-branch":
+    if (
+        isinstance(cause, PathsRefused) and error.code == cause.obstacle.rule == "data-dependent-branch"
+    ):  # torch.export was not asked: the ways through the model's Python are too many
+        where, line = cause.obstacle.where, cause.obstacle.source
+        rule, message, fix = cause.obstacle.rule, cause.obstacle.message, error.hint
+    elif error.code == "data-dependent-branch":
         rule, message, fix = "data-dependent-branch", BRANCH + caller, error.hint
     elif error.code == "data-dependent-shape":
         rule, message, fix = "data-dependent-shape", f"torch.export cannot follow a size that depends on data{caller}", error.hint

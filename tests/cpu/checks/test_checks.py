@@ -20,9 +20,12 @@ from cgcompile.checks.findings import Checked
 from cgcompile.checks.operators import DETERMINISTIC_SCATTER, INCOMPATIBLE
 from cgcompile.checks.rules import RULES, name
 from cgcompile.checks.sizes import too_many_keys
+from cgcompile.errors import ModelError
 from cgcompile.export.export import export
 from cgcompile.export.exported import Exported
+from cgcompile.export.paths.explore import PathsRefused
 from cgcompile.model.load import load_source
+from cgcompile.model.tracing.way import TooManyTurns
 from cgcompile.util.explanations import explanations
 from tests.cpu.models import rows
 from tests.helpers.raising import raises
@@ -623,3 +626,17 @@ def test_other_failures_stay_errors() -> None:
         cgcompile.check(Model(lambda m, x: 3), rows, target="cuda")
     with raises("target-unavailable"):
         cgcompile.check(nn.Linear(4, 4), rows, target="sm_1")
+
+
+def test_a_loop_without_bound_is_told_with_its_line_where_torch_export_stops_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torchdiffeq's dopri5: no program shows the obstacle, and the error is all that there is."""
+
+    def stopped(*_args: Any, **_options: Any) -> Any:
+        turns = TooManyTurns("solver.py:7", "while t < end:", ", called from model.py:3")
+        refused = PathsRefused("data-dependent-branch", turns, "nothing bounds the turns of this loop", "take fixed steps")
+        raise ModelError("data-dependent-branch", "solver.py:7: nothing bounds the turns of this loop", refused.hint) from refused
+
+    monkeypatch.setattr("cgcompile.pipeline.check.export", stopped)
+    (finding,) = cgcompile.check(nn.Identity(), lambda: torch.ones(4)).findings
+    assert (finding.where, finding.source, finding.fix) == ("solver.py:7", "while t < end:", "take fixed steps")
+    assert finding.message == "nothing bounds the turns of this loop, called from model.py:3"
