@@ -169,7 +169,7 @@ def kill(path: Path, meeting: Path, killed: int, pause: float) -> None:
 
 
 def test_a_rank_that_is_killed(path: Path, tmp_path: Path) -> None:
-    """In the middle of many calls: the other one raises within its time, ends, and both load again."""
+    """In the middle of many calls: the other one raises and ends, and both load again."""
     for killed, pause in ((1, 0.02), (0, 0.05), (1, 0.1), (0, 0.2)):
         kill(path, tmp_path / f"meeting{pause}", killed, pause)
     processes = [started(path, rank, tmp_path / "again", 100) for rank in range(2)]

@@ -56,9 +56,9 @@ def save_graphs(
       kept: `torch.cuda.CUDAGraph(keep_graph=True)`.
     - `tensors`: by name, all dense tensors that the graphs read or write and that they did not allocate: weights, caches, inputs;
       and outputs, which lie in the captures' own memory.  Names that no graph uses are left out.
-    - `verify`: the second process replays every graph once, and then the bundle's in a fresh process without torch, over the same
-      contents: the tensors must hold the same bits.  It puts the tensors back.  The GPU must hold them twice.  False writes a
-      bundle that `attach` takes only with unverified=True.
+    - `verify`: the second process replays every graph three times: twice for equal bits, and once over poisoned outputs.  Then a
+      fresh process without torch replays the bundle over the same contents: the tensors must hold the same bits.  The tensors
+      are put back.  The GPU must hold them twice.  False writes a bundle that `attach` takes only with unverified=True.
 
     Synchronizes the device.  Memory that no tensor names, and what a bundle cannot hold, is refused with the kernel's name and the
     line of Python that launched it, where that is known.  Raises a BuildError.

@@ -1,5 +1,5 @@
-"""The verification of a staged bundle of an engine's graphs: the engine's own graphs are replayed once here, and the bundle's in a
-fresh process over the same contents, where the tensors must then hold the same bits.  The engine's tensors are put back.
+"""The verification of a staged bundle of an engine's graphs: the engine's own graphs are replayed here, and the bundle's in a fresh
+process over the same contents, where the tensors must then hold the same bits.  The engine's tensors are put back.
 """
 
 from __future__ import annotations

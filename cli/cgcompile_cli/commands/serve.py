@@ -48,7 +48,9 @@ def serve(
     turns: Annotated[
         int, typer.Option("--turns", min=1, metavar="N", help="Tokens that one call may make for each text where none waits.")
     ] = 8,
-    largest: Annotated[int, typer.Option("--largest", min=1, metavar="MIB", help="A longer body of tensors is refused.")] = 64,
+    largest: Annotated[
+        int, typer.Option("--largest", min=1, metavar="MIB", help="A longer body of tensors is refused. gRPC: half.")
+    ] = 64,
     poll: Annotated[float, typer.Option("--poll", min=0.01, metavar="S", help="Seconds between looks for new versions.")] = 1.0,
     ready: Annotated[
         Literal["all", "any"], typer.Option("--ready", metavar="all|any", help="Which models serve before the server is ready.")
