@@ -74,6 +74,7 @@ FUNCTIONS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "cuMemExportToShareableHandle": ("cuMemExportToShareableHandle", (_NUMBER, _Address, _Int, ctypes.c_ulonglong)),
     "cuMemImportFromShareableHandle": ("cuMemImportFromShareableHandle", (_HANDLE, _Pointer, _Int)),
     "cuMemcpyPeerAsync": ("cuMemcpyPeerAsync", (_Address, _Pointer, _Address, _Pointer, _Size, _Pointer)),
+    "cuIpcCloseMemHandle": ("cuIpcCloseMemHandle", (_Pointer,)),
     "cuPointerGetAttribute": ("cuPointerGetAttribute", (_NUMBER, _Int, _Address)),
     "cuCtxEnablePeerAccess": ("cuCtxEnablePeerAccess", (_Pointer, _Unsigned)),
     "cuMemHostAlloc": ("cuMemHostAlloc", (_HANDLE, _Size, _Unsigned)),
@@ -132,7 +133,13 @@ FUNCTIONS: dict[str, tuple[str, tuple[Any, ...]]] = {
 }
 """Of every function that is called as cuda.h declares it: its symbol, and its parameters; a structure by its name, as a pointer."""
 
-ANSWERING = ("cuDeviceGetName", "cuThreadExchangeStreamCaptureMode", "cuStreamGetCaptureInfo", "cuGraphAddChildGraphNode")
+ANSWERING = (
+    "cuDeviceGetName",
+    "cuIpcOpenMemHandle",
+    "cuThreadExchangeStreamCaptureMode",
+    "cuStreamGetCaptureInfo",
+    "cuGraphAddChildGraphNode",
+)
 """Of the others those that give more than their error."""
 
 
@@ -179,6 +186,14 @@ class Driver:
         """At most `size` bytes, with zeros behind the name."""
         text = ctypes.create_string_buffer(size)
         return self._function("cuDeviceGetName", (_Pointer, _Int, _Int))(text, size, device), text.raw
+
+    def cuIpcOpenMemHandle(self, handle: bytes, flags: int) -> tuple[int, int]:
+        """Where memory of another process, whose handle has 64 bytes, lies in this one."""
+        from .structures import IpcMemHandle
+
+        address = _Address()
+        function = self._function("cuIpcOpenMemHandle_v2", (_Pointer, IpcMemHandle, _Unsigned))
+        return function(byref(address), IpcMemHandle.from_buffer_copy(handle), flags), address.value
 
     def cuThreadExchangeStreamCaptureMode(self, mode: int) -> tuple[int, int]:
         """The mode that was before."""

@@ -9,6 +9,12 @@ _Pointer, _Size, _Int, _Unsigned, _Byte = ctypes.c_void_p, ctypes.c_size_t, ctyp
 _Address = ctypes.c_uint64
 
 
+class IpcMemHandle(ctypes.Structure):
+    """CUipcMemHandle: how another process finds an allocation."""
+
+    _fields_ = (("reserved", ctypes.c_byte * 64),)
+
+
 class KernelNodeParams(ctypes.Structure):
     """CUDA_KERNEL_NODE_PARAMS_v2."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from bisect import bisect_right
 from itertools import pairwise
 from typing import Any
 
@@ -65,11 +66,11 @@ def _check_tensors(engine: Engine, arena: int) -> None:
 
 def span_of_tensor(engine: Engine, tensor: EngineTensor) -> int | None:
     """The position of the span that holds all of a tensor of memory inputs."""
-    end = tensor.offset + span_of(tensor.dtype, tensor.shape, tensor.strides)
-    for position, row in enumerate(engine.spans):
-        if row.offset <= tensor.offset and end <= row.offset + row.bytes:
-            return position
-    return None
+    position = bisect_right(engine.spans, tensor.offset, key=lambda row: row.offset) - 1
+    if position < 0:
+        return None
+    row, end = engine.spans[position], tensor.offset + span_of(tensor.dtype, tensor.shape, tensor.strides)
+    return position if end <= row.offset + row.bytes else None
 
 
 def check_engine_tables(bundle: Archive) -> None:

@@ -56,9 +56,9 @@ def save_graphs(
       kept: `torch.cuda.CUDAGraph(keep_graph=True)`.
     - `tensors`: by name, all dense tensors that the graphs read or write and that they did not allocate: weights, caches, inputs;
       and outputs, which lie in the captures' own memory.  Names that no graph uses are left out.
-    - `verify`: the second process replays every graph three times: twice for equal bits, and once over poisoned outputs.  Then a
-      fresh process without torch replays the bundle over the same contents: the tensors must hold the same bits.  The tensors
-      are put back.  The GPU must hold them twice.  False writes a bundle that `attach` takes only with unverified=True.
+    - `verify`: the second process replays every graph three times, one of them over poisoned outputs.  Then a fresh process without
+      torch replays the bundle over the same memory at other addresses: the tensors must hold the same bits.  They are put back.
+      False writes a bundle that `attach` takes only with unverified=True.
 
     Synchronizes the device.  Memory that no tensor names, and what a bundle cannot hold, is refused with the kernel's name and the
     line of Python that launched it, where that is known.  Raises a BuildError.
@@ -170,10 +170,9 @@ def _engine(keys: Sequence[Key], assembled: AssembledEngine) -> Engine:
 
 def _here(mine: EngineTake, engine: Engine, tensors: Mapping[str, torch.Tensor]) -> Here:
     """Where what the bundle names lies in this process."""
-    from ...targets.cuda.tensors import tensor_place
     from .verify import Here
 
     starts = {piece.offset: piece for piece in mine.take.ranges if piece.kind == "inputs"}
-    spans = [(starts[row.offset].start, row.bytes) for row in engine.spans]
-    pooled = {row.name: tensor_place(tensors[row.name]) for row in engine.tensors if row.memory == "arena"}
+    spans = [starts[row.offset].start for row in engine.spans]
+    pooled = {row.name: tensors[row.name].data_ptr() for row in engine.tensors if row.memory == "arena"}
     return Here(spans=tuple(spans), pooled=pooled)

@@ -1,165 +1,280 @@
-"""The verification of a staged bundle of an engine's graphs: the engine's own graphs are replayed here, and the bundle's in a fresh
-process over the same contents, where the tensors must then hold the same bits.  The engine's tensors are put back.
+"""The verification of a staged bundle of an engine's graphs: the engine's own graphs are replayed here, then the bundle's in a
+fresh process, over the same memory at other addresses, which must then hold the same bits.  The engine's tensors are put back.
+
+Nothing but the graphs' own memory is taken twice, so that an engine may fill its GPU.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
-from typing import BinaryIO
 
 import torch
 
 from cgbundle.format.schema import Engine
 from cgbundle.format.spans import span_of
-from cgbundle.gpu.engine_replay import CHUNK, POISON, Plan
+from cgbundle.gpu.engine_replay import POISON, Place, Plan
 from cgbundle.self_test import run_fresh
-from cgbundle.validate.engine import Key
+from cgbundle.validate.engine import Key, span_of_tensor
 
 from ...errors import BuildError
-from ...targets.cuda.tensors import TensorPlace, device_bytes
-from ...util.raw_bytes import raw
+from ...targets.cuda.tensors import device_bytes
 from ...util.scratch import scratch_folder
-from ..worker.weights import digest
+from .digests import CHUNK, digests
 
 SPARE = 1 << 30
-"""Bytes that a fresh process takes on the GPU beside memory of ours: its context and the kernels."""
+"""Bytes that a fresh process takes on the GPU beside the graphs' own memory: its context and the kernels."""
+
+Chunks = Mapping[int, Sequence[int]]
+"""Numbers of chunks by the number of their region."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Here:
-    """The memory of this process: address and bytes of every span of the engine, and its tensors in the graphs' own memory."""
+    """Addresses in this process: of every span of the engine, and of its tensors in the graphs' own memory by name."""
 
-    spans: tuple[tuple[int, int], ...]
-    pooled: Mapping[str, TensorPlace]
+    spans: tuple[int, ...]
+    pooled: Mapping[str, int]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Region:
+    """Memory that is compared: `size` bytes from `address` on, which begin `at` bytes from the tensor `name`.  `begin` is where the
+    file of contents has them.  The address is a multiple of 8."""
+
+    name: str
+    at: int
+    address: int
+    size: int
+    begin: int
+    span: bool
+
+    def chunk(self, number: int) -> tuple[int, int]:
+        """Where a chunk begins in the region, and its bytes."""
+        return CHUNK * number, min(CHUNK, self.size - CHUNK * number)
+
+    def place(self, number: int) -> Place:
+        """A chunk as the fresh process finds it."""
+        begin, size = self.chunk(number)
+        return self.name, self.at + begin, size
+
+    def memory(self, number: int) -> torch.Tensor:
+        """A chunk's bytes."""
+        begin, size = self.chunk(number)
+        return device_bytes(self.address + begin, size)
 
 
 def verify(stage: Path, engine: Engine, arena: int, graphs: Mapping[Key, torch.cuda.CUDAGraph], here: Here) -> None:
     """Raises proof-failed where the fresh process gets other bits, or the engine's own graphs do when they are replayed again;
-    not-verifiable where the GPU's free memory does not hold the tensors and the arena again."""
-    _check_memory(sum(size for _, size in here.spans) + arena)
-    with scratch_folder() as scratch:
-        contents, plan = scratch / "contents", scratch / "plan.json"
-        with open(contents, "wb") as file:
-            for address, size in here.spans:
-                for begin in range(0, size, CHUNK):
-                    file.write(_part(address + begin, min(CHUNK, size - begin)))
-            for place in here.pooled.values():
-                file.write(_row_major(place))
-        try:
-            rows, poisoned = _replayed(graphs, here, contents)
-        finally:
-            _put_back(here, contents)
-        asked = Plan(device=torch.cuda.current_device(), contents=str(contents), graphs=rows, poisoned=poisoned)
-        plan.write_text(json.dumps(asked._asdict()))
-        torch.cuda.empty_cache()
-        answer = run_fresh("cgbundle.gpu.engine_replay", [str(stage), str(plan)], str(stage))
-    if "error" in answer:
-        raise BuildError("proof-failed", f"the fresh process that replays the graphs: {answer['error']}", answer["hint"])
-    if answer["differs"] or answer["torch_imported"]:
-        reason = answer["differs"] or "it imported torch: it proves nothing about replays without it"
-        raise BuildError("proof-failed", f"the fresh process that replays the graphs: {reason}", "please report the kernels")
-
-
-def _check_memory(need: int) -> None:
+    not-verifiable where no other process can open the engine's memory, or the GPU has no room for the graphs' own memory."""
     torch.cuda.empty_cache()
     free = torch.cuda.mem_get_info()[0]
-    if free < need + SPARE:
-        text = f"a replay in a fresh process needs {need + SPARE:,} bytes of the GPU, which has {free:,} free"
+    if free < arena + SPARE:
+        text = f"a replay in a fresh process needs {arena + SPARE:,} bytes of the GPU, which has {free:,} free"
         raise BuildError("not-verifiable", text)
+    regions = _regions(engine, here)
+    spans = [_handle(address, number, engine) for number, address in enumerate(here.spans)]
+    with scratch_folder() as scratch:
+        contents, plan = scratch / "contents", scratch / "plan.json"
+        _save(regions, contents)
+        before = _digests(regions)
+        try:
+            after, poisoned = _replayed(graphs, regions, before, contents)
+            rows = _noted(graphs, regions, _changed(before, after), after)
+            _put_back(regions, before, contents)
+            asked = Plan(
+                device=torch.cuda.current_device(),
+                spans=spans,
+                file=str(contents),
+                contents=[] if poisoned else list(_pool_contents(regions)),
+                graphs=rows,
+            )
+            plan.write_text(json.dumps(asked._asdict()))
+            torch.cuda.empty_cache()
+            answer = run_fresh("cgbundle.gpu.engine_replay", [str(stage), str(plan)], str(stage))
+            differs = _answered(answer) or _differs_here(regions, after)
+        finally:
+            _put_back(regions, before, contents)
+    if differs:
+        raise BuildError("proof-failed", f"the fresh process that replays the graphs: {differs}", "please report the kernels")
+
+
+def _answered(answer: Mapping[str, str]) -> str:
+    """What the fresh process says."""
+    if "error" in answer:
+        raise BuildError("proof-failed", f"the fresh process that replays the graphs: {answer['error']}", answer["hint"])
+    if answer["torch_imported"]:
+        return "it imported torch: it proves nothing about replays without it"
+    return answer["differs"]
+
+
+def _differs_here(regions: Sequence[Region], after: Sequence[Sequence[int]]) -> str:
+    """Whether the fresh process left the engine's tensors as the engine's own graphs did."""
+    for region, expected, now in zip(regions, after, _digests(regions), strict=True):
+        if region.span and now != expected:
+            return f"tensor {region.name!r} holds other bits than the engine's own graphs leave in it"
+    return ""
+
+
+def _regions(engine: Engine, here: Here) -> list[Region]:
+    """The engine's spans, then its tensors in the graphs' own memory, those that overlap together."""
+    first = {span_of_tensor(engine, row): row for row in reversed(engine.tensors) if row.memory == "inputs"}
+    rows = [
+        (first[number].name, span.offset - first[number].offset, address, span.bytes, True)
+        for number, (span, address) in enumerate(zip(engine.spans, here.spans, strict=True))
+    ]
+    own = [row for row in engine.tensors if row.memory == "arena"]
+    pooled = sorted((row.offset, row.offset + span_of(row.dtype, row.shape, row.strides), row.name) for row in own)
+    merged: list[tuple[int, int, str]] = []
+    for begin, end, name in pooled:
+        if merged and begin < merged[-1][1]:
+            first_begin, last_end, first_name = merged.pop()
+            begin, end, name = first_begin, max(end, last_end), first_name
+        merged.append((begin, end, name))
+    rows += [(name, 0, here.pooled[name], end - begin, False) for begin, end, name in merged]
+    regions: list[Region] = []
+    total = 0
+    for name, at, address, size, span in rows:
+        less = address % 8  # bytes before it, in the same allocation
+        regions.append(Region(name=name, at=at - less, address=address - less, size=size + less, begin=total, span=span))
+        total += size + less
+    return regions
+
+
+def _handle(address: int, number: int, engine: Engine) -> tuple[str, int, int]:
+    """How another process opens a span's allocation.  Raises not-verifiable."""
+    from ..worker.driver import allocation, driver, succeeded
+
+    block = allocation(address)
+    result = driver.cuIpcGetMemHandle(driver.CUdeviceptr(block[0])) if block is not None else None
+    if block is None or result is None or not succeeded(result):
+        row = next(row for row in engine.tensors if row.memory == "inputs" and span_of_tensor(engine, row) == number)
+        text = f"tensor {row.name!r} lies in memory that no other process can open"
+        raise BuildError(
+            "not-verifiable", text, "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False, and tensors of torch's on the GPU"
+        )
+    return bytes(result[1].reserved).hex(), address - block[0], address
+
+
+def _save(regions: Sequence[Region], contents: Path) -> None:
+    """Writes what the regions hold; zeros stay holes of the file."""
+    with open(contents, "wb") as file:
+        for region in regions:
+            for number in range(_count(region)):
+                memory = region.memory(number)
+                if bool(memory.any()):
+                    file.seek(region.begin + CHUNK * number)
+                    file.write(memoryview(memory.cpu().numpy()))
+        file.truncate(sum(region.size for region in regions))
+
+
+def _count(region: Region) -> int:
+    return -(-region.size // CHUNK)
+
+
+def _digests(regions: Sequence[Region]) -> list[list[int]]:
+    """Of every chunk of every region."""
+    torch.cuda.synchronize()
+    return [digests(region.address, region.size).tolist() for region in regions]
+
+
+def _changed(before: Sequence[Sequence[int]], after: Sequence[Sequence[int]]) -> dict[int, list[int]]:
+    """The chunks that differ, of regions with any."""
+    rows = {
+        position: [number for number, pair in enumerate(zip(one, two, strict=True)) if pair[0] != pair[1]]
+        for position, (one, two) in enumerate(zip(before, after, strict=True))
+    }
+    return {position: numbers for position, numbers in rows.items() if numbers}
 
 
 def _replayed(
-    graphs: Mapping[Key, torch.cuda.CUDAGraph], here: Here, contents: Path
-) -> tuple[list[dict[str, dict[str, str]]], bool]:
-    """What tensors hold after each graph; and whether those in the graphs' own memory may begin as POISON: they are what graphs
-    write, where that changes nothing in the end.  Raises proof-failed where two replays give other bits."""
-    first = _run(graphs, here)
-    _put_back(here, contents)
-    again = _run(graphs, here)
-    if first != again:
-        differs = next(key for key, one, two in zip(graphs, first, again, strict=True) if one != two)
-        text = f"graph {differs!r}: two replays of the engine's own graph from the same contents give other bits"
-        raise BuildError("proof-failed", text, "leave out what is not deterministic, or save with verify=False")
-    _put_back(here, contents)
-    for place in here.pooled.values():
-        if span_of(place.dtype, place.shape, place.strides) != raw_bytes(place):
-            return first, False
-        device_bytes(place.address, raw_bytes(place)).fill_(POISON)
-    poisoned = _run(graphs, here)
-    return (poisoned, True) if _last(poisoned) == _last(first) else (first, False)
+    graphs: Mapping[Key, torch.cuda.CUDAGraph], regions: Sequence[Region], before: Sequence[Sequence[int]], contents: Path
+) -> tuple[list[list[int]], bool]:
+    """The digests that the graphs leave; and whether the tensors in their own memory may begin as POISON, which holds where they
+    are what graphs write.  The regions are as they may begin."""
+    _run(graphs)
+    after = _digests(regions)
+    _put_back(regions, before, contents)
+    _poison(regions)
+    _run(graphs)
+    poisoned = _digests(regions) == after
+    _put_back(regions, before, contents)
+    if poisoned:
+        _poison(regions)
+    return after, poisoned
 
 
-def _run(graphs: Mapping[Key, torch.cuda.CUDAGraph], here: Here) -> list[dict[str, dict[str, str]]]:
-    known = [_digest(address, size) for address, size in here.spans]
-    rows: list[dict[str, dict[str, str]]] = []
+def _run(graphs: Mapping[Key, torch.cuda.CUDAGraph]) -> None:
     for graph in graphs.values():
         graph.replay()
-        torch.cuda.synchronize()
-        spans: dict[str, str] = {}
-        for number, (address, size) in enumerate(here.spans):
-            now = _digest(address, size)
-            if now is None or now != known[number]:
-                known[number] = now
-                spans[str(number)] = _hash(address, size)
-        tensors = {name: hashlib.sha256(_row_major(place)).hexdigest() for name, place in here.pooled.items()}
-        rows.append({"spans": spans, "tensors": tensors})
+
+
+def _poison(regions: Sequence[Region]) -> None:
+    for region in regions:
+        if not region.span:
+            device_bytes(region.address, region.size).fill_(POISON)
+
+
+def _noted(
+    graphs: Mapping[Key, torch.cuda.CUDAGraph], regions: Sequence[Region], candidates: Chunks, after: Sequence[Sequence[int]]
+) -> list[list[tuple[Place, str]]]:
+    """What every graph changes, and the hashes of what is there then.  `candidates` are the chunks of spans that may change; those
+    of the graphs' own memory all may.  Raises proof-failed where the end is not `after`."""
+    wanted = {position: candidates.get(position, []) if row.span else range(_count(row)) for position, row in enumerate(regions)}
+    runs = list(_runs(wanted))
+    known = _digests_of(regions, runs)
+    rows: list[list[tuple[Place, str]]] = []
+    for graph in graphs.values():
+        graph.replay()
+        now = _digests_of(regions, runs)
+        changed = [(position, number) for position, number in now if known[position, number] != now[position, number]]
+        rows.append([(regions[p].place(n), _hash(regions[p].memory(n))) for p, n in changed])
+        known = now
+    if _digests(regions) != after:
+        text = "two replays of the engine's own graphs from the same contents give other bits"
+        raise BuildError("proof-failed", text, "leave out what is not deterministic, or save with verify=False")
     return rows
 
 
-def _last(rows: Sequence[Mapping[str, Mapping[str, str]]]) -> dict[str, dict[str, str]]:
-    """What tensors hold in the end."""
-    last: dict[str, dict[str, str]] = {"spans": {}, "tensors": {}}
-    for row in rows:
-        last["spans"].update(row["spans"])
-        last["tensors"].update(row["tensors"])
-    return last
+def _runs(chunks: Chunks) -> Iterator[tuple[int, int, int]]:
+    """(region, first chunk, chunks) of those that follow each other."""
+    for position, numbers in chunks.items():
+        for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
+            members = [number for _, number in run]
+            yield position, members[0], len(members)
 
 
-def _put_back(here: Here, contents: Path) -> None:
+def _digests_of(regions: Sequence[Region], runs: Sequence[tuple[int, int, int]]) -> dict[tuple[int, int], int]:
+    parts = []
+    for position, first, count in runs:
+        region = regions[position]
+        begin = CHUNK * first
+        parts.append(digests(region.address + begin, min(CHUNK * count, region.size - begin)))
+    values = iter(torch.cat(parts).tolist() if parts else [])
+    return {(position, first + i): next(values) for position, first, count in runs for i in range(count)}
+
+
+def _hash(memory: torch.Tensor) -> str:
+    return hashlib.sha256(memoryview(memory.cpu().numpy())).hexdigest()
+
+
+def _put_back(regions: Sequence[Region], before: Sequence[Sequence[int]], contents: Path) -> None:
+    """Writes the contents of every chunk that is no longer as it was."""
     with open(contents, "rb") as file:
-        for address, size in here.spans:
-            for begin in range(0, size, CHUNK):
-                _upload(file, address + begin, min(CHUNK, size - begin))
-        for place in here.pooled.values():
-            flat = torch.frombuffer(bytearray(file.read(raw_bytes(place))), dtype=getattr(torch, place.dtype))
-            _strided(place).copy_(flat.view(place.shape))
+        for position, numbers in _changed(before, _digests(regions)).items():
+            region = regions[position]
+            for number in numbers:
+                begin, size = region.chunk(number)
+                file.seek(region.begin + begin)
+                region.memory(number).copy_(torch.frombuffer(bytearray(file.read(size)), dtype=torch.uint8))
     torch.cuda.synchronize()
 
 
-def _upload(file: BinaryIO, address: int, size: int) -> None:
-    device_bytes(address, size).copy_(torch.frombuffer(bytearray(file.read(size)), dtype=torch.uint8))
-
-
-def _part(address: int, size: int) -> memoryview:
-    return memoryview(device_bytes(address, size).cpu().numpy())
-
-
-def _hash(address: int, size: int) -> str:
-    sha256 = hashlib.sha256()
-    for begin in range(0, size, CHUNK):
-        sha256.update(_part(address + begin, min(CHUNK, size - begin)))
-    return sha256.hexdigest()
-
-
-def _digest(address: int, size: int) -> int | None:
-    """64 bits of memory's contents, computed on the GPU; None where it lies at no multiple of 8."""
-    return int(digest(device_bytes(address, size)).item()) if address % 8 == 0 else None
-
-
-def raw_bytes(place: TensorPlace) -> int:
-    """Bytes of a tensor's elements."""
-    return int(torch.Size(place.shape).numel()) * getattr(torch, place.dtype).itemsize
-
-
-def _strided(place: TensorPlace) -> torch.Tensor:
-    """The tensor again, whatever its strides."""
-    flat = device_bytes(place.address, span_of(place.dtype, place.shape, place.strides))
-    return flat.view(getattr(torch, place.dtype)).as_strided(place.shape, place.strides)
-
-
-def _row_major(place: TensorPlace) -> memoryview:
-    return memoryview(raw(_strided(place)).cpu().numpy())
+def _pool_contents(regions: Sequence[Region]) -> Iterator[tuple[Place, int]]:
+    for region in regions:
+        for number in range(0 if region.span else _count(region)):
+            yield region.place(number), region.begin + region.chunk(number)[0]

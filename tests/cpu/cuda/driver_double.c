@@ -62,6 +62,11 @@ CUresult cuMemExportToShareableHandle(void *out, CUmemGenericAllocationHandle h,
     *(int *)out = 33;
     return say("%llx %d %llu", P(h), type == CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, flags);
 }
+CUresult cuIpcOpenMemHandle_v2(CUdeviceptr *out, CUipcMemHandle handle, unsigned flags) {
+    HANDLE(out, CUdeviceptr);
+    return say("%s %u", handle.reserved, flags);
+}
+CUresult cuIpcCloseMemHandle(CUdeviceptr a) { return say("%llx", a); }
 CUresult cuMemImportFromShareableHandle(CUmemGenericAllocationHandle *out, void *file, CUmemAllocationHandleType type) {
     HANDLE(out, CUmemGenericAllocationHandle);
     return say("%llx %d", P(file), type == CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR);
@@ -221,4 +226,5 @@ CUresult cuGraphLaunch(CUgraphExec e, CUstream s) { return say("%llx %llx", P(e)
 extern const size_t sizes[];
 const size_t sizes[] = {sizeof(CUDA_KERNEL_NODE_PARAMS_v2), sizeof(CUDA_MEMSET_NODE_PARAMS), sizeof(CUDA_MEMCPY3D), sizeof(CUlaunchAttributeValue),
                         sizeof(CUlaunchAttribute), sizeof(CUlaunchConfig), sizeof(CUgraphEdgeData), sizeof(CUgraphNodeParams),
-                        sizeof(CUmemAllocationProp), sizeof(CUmemAccessDesc)};
+                        sizeof(CUmemAllocationProp), sizeof(CUmemAccessDesc),
+                        sizeof(CUipcMemHandle)};

@@ -32,7 +32,7 @@ SIZE, NEW = 5 << 33, 0xABCD << 32
 RECORDS = (
     structures.KernelNodeParams, structures.MemsetNodeParams, structures.Memcpy3D, structures.LaunchAttributeValue,
     structures.LaunchAttribute, structures.LaunchConfig, structures.EdgeData, structures.ConditionalNodeParams,
-    structures.AllocationProp, structures.AccessDesc,
+    structures.AllocationProp, structures.AccessDesc, structures.IpcMemHandle,
 )  # fmt: skip
 
 NODES = [0x10D << 36, 0x10E << 36]
@@ -71,6 +71,8 @@ CALLS: tuple[tuple[str, tuple[Any, ...], str, Any], ...] = (
     ("cuMemSetAccess", (A, SIZE, ACCESS, 1), "a0000000000 a00000000 1 2 1 1", 0),
     ("cuMemExportToShareableHandle", (A, 1, 0), "a0000000000 1 0", (0, 33)),
     ("cuMemImportFromShareableHandle", (33, 1), "21 1", (0, NEW)),
+    ("cuIpcOpenMemHandle", (b"a handle" + bytes(56), 1), "a handle 1", (0, NEW)),
+    ("cuIpcCloseMemHandle", (A,), "a0000000000", 0),
     ("cuMemcpyPeerAsync", (A, B, C, D, SIZE, 0), "a0000000000 b0000000000 c0000000000 d0000000000 a00000000 0", 0),
     ("cuCtxEnablePeerAccess", (A, 0), "a0000000000 0", 0),
     ("cuPointerGetAttribute", (libcuda.POINTER_MEMORY_TYPE, A), "1 a0000000000", (0, libcuda.MEMORY_TYPE_HOST)),

@@ -168,6 +168,16 @@ class FakeDriver:
         assert address not in self.pinned
         self._drop(address)
 
+    def do_cuIpcOpenMemHandle(self, handle: bytes, flags: int) -> int:
+        """The handle says where the other process's memory lies, and how many bytes it has."""
+        assert len(handle) == 64 and flags == 1
+        address, size = unpack("<QQ", handle[:16])
+        self.live[address] = (ctypes.c_char * size).from_address(address)
+        return int(address)
+
+    def do_cuIpcCloseMemHandle(self, address: int) -> None:
+        self._drop(address)
+
     def do_cuMemFreeHost(self, address: int) -> None:
         del self.pinned[address]
         self._drop(address)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
+import struct
 from array import array
 from collections.abc import Callable
 from pathlib import Path
@@ -19,22 +21,30 @@ from tests.helpers.drivers.fake_driver import FakeDriver
 
 ROWS = 8 * FLOATS
 
+ENGINES: list[Any] = []
+"""Memory of the process that waits, which lives as long as these tests."""
+
 
 def digest(values: array[float]) -> str:
     return hashlib.sha256(values.tobytes()).hexdigest()
 
 
-def plan(folder: Path, **changes: Any) -> Plan:
+def plan(folder: Path, *, poisoned: bool = True) -> Plan:
     """That of the bundle in `engine_bundle` over whole numbers: graph "small" leaves `result`, the other writes to `out`."""
-    given, before = inputs(8, 3), array("f", [1.0] * ROWS)
-    contents = folder / "contents"
-    contents.write_bytes(given.tobytes() + before.tobytes() + bytes(4 * 4 * FLOATS))
-    result = digest(expected(given[: 4 * FLOATS]))
+    values, before = inputs(8, 3), array("f", [1.0] * ROWS)
+    spans = []
+    for data in (values.tobytes(), before.tobytes()):
+        ENGINES.append(ctypes.create_string_buffer(bytes(64) + data))
+        handle = struct.pack("<QQ48x", ctypes.addressof(ENGINES[-1]), len(ENGINES[-1]))
+        spans.append((handle.hex(), 64, 0x1234))
+    file = folder / "contents"
+    file.write_bytes(bytes(8 + 4 * 4 * FLOATS))
+    contents = [] if poisoned else [(("result", 0, 4 * 4 * FLOATS), 8)]
     graphs = [
-        {"spans": {}, "tensors": {"result": result}},
-        {"spans": {"1": digest(expected(given))}, "tensors": {}},
+        [(("result", 0, 4 * 4 * FLOATS), digest(expected(values[: 4 * FLOATS])))],
+        [(("out", 0, 4 * ROWS), digest(expected(values)))],
     ]
-    return Plan(device=0, contents=str(contents), graphs=graphs, poisoned=True)._replace(**changes)
+    return Plan(device=0, spans=spans, file=str(file), contents=contents, graphs=graphs)
 
 
 @pytest.fixture
@@ -47,50 +57,56 @@ def test_the_same_bits_are_no_difference(fake: FakeDriver, path: str, tmp_path: 
     assert engine_replay.replay(path, plan(tmp_path, poisoned=poisoned)) == ""
 
 
-def other(place: int, **changes: Any) -> Callable[[Plan], Plan]:
-    return lambda old: old._replace(graphs=[row | changes if at == place else row for at, row in enumerate(old.graphs)])
+def other(place: int, tensor: str, at: int = 0) -> Callable[[Plan], Plan]:
+    """The plan, where a tensor holds other bits after a graph."""
+    wrong = [((tensor, at, 16), "ab" * 32)]
+    return lambda plan: plan._replace(graphs=[wrong if at == place else row for at, row in enumerate(plan.graphs)])
 
 
 DIFFERENT = [
-    (other(1, spans={"1": "ab" * 32}), "graph (8, 'rows'): tensor 'out' holds other bits than in the engine's process"),
-    (other(0, tensors={"result": "ab" * 32}), "graph 'small': tensor 'result' holds other bits than in the engine's process"),
-    (other(1, spans={}), "tensor 'out' was changed, and was not in the engine's process"),
-    (other(0, spans={"0": "ab" * 32}), "graph 'small': tensor 'small' holds other bits than in the engine's process"),
+    (other(1, "out"), "graph (8, 'rows'): tensor 'out' holds other bits than in the engine's process"),
+    (other(0, "result"), "graph 'small': tensor 'result' holds other bits than in the engine's process"),
+    (other(0, "small", 64), "graph 'small': tensor 'small' holds other bits than in the engine's process"),
 ]
 
 
 @pytest.mark.parametrize(("change", "differs"), DIFFERENT)
-def test_what_differs_is_told_by_its_tensor(
+def test_what_differs_is_named_by_its_tensor(
     fake: FakeDriver, path: str, tmp_path: Path, change: Callable[[Plan], Plan], differs: str
 ) -> None:
     assert engine_replay.replay(path, change(plan(tmp_path))) == differs
 
 
-def test_tensors_lie_at_no_better_alignment_than_they_must(
+def test_memory_at_the_engines_address_proves_nothing(fake: FakeDriver, path: str, tmp_path: Path) -> None:
+    there = plan(tmp_path)
+    handle, offset, _ = there.spans[1]
+    address = int.from_bytes(bytes.fromhex(handle)[:8], "little") + offset
+    assert "which proves nothing" in engine_replay.replay(path, there._replace(spans=[there.spans[0], (handle, offset, address)]))
+
+
+def test_what_the_graphs_own_memory_held_is_put_there(
     fake: FakeDriver, path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: dict[str, Any] = {}
-    bases: list[int] = []
-    allocate, attach = engine_replay.allocate, engine_replay.attach_poisoned
-
-    def noted(size: int, what: str) -> int:
-        bases.append(allocate(size, what))
-        return bases[-1]
+    seen: list[bytes] = []
+    attach = engine_replay.attach_poisoned
 
     def attached(path: str, tensors: dict[str, Any], **options: Any) -> Any:
-        seen.update({name: tensor.address for name, tensor in tensors.items()}, **options)
-        return attach(path, tensors, **options)
+        graphs = attach(path, tensors, **options)
+        result = graphs.tensors["result"]
+        first = graphs["small"]
+        monkeypatch.setattr(type(first), "replay", lambda self: seen.append(ctypes.string_at(result.address, 4)))
+        return graphs
 
-    monkeypatch.setattr(engine_replay, "allocate", noted)
     monkeypatch.setattr(engine_replay, "attach_poisoned", attached)
-    engine_replay.replay(path, plan(tmp_path))
-    assert seen["x"] - bases[0] == 16 and seen["out"] - bases[1] == 4 and seen["poison"] == POISON
+    for poisoned in (True, False):
+        engine_replay.replay(path, plan(tmp_path, poisoned=poisoned))
+    assert [seen[0], seen[1]] == [bytes([POISON] * 4), bytes(4)]
 
 
 def test_the_program_prints_one_line(fake: FakeDriver, path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "plan.json"
-    for made, status, key in ((plan(tmp_path), 0, "differs"), (other(1, spans={})(plan(tmp_path)), 1, "differs")):
-        file.write_text(json.dumps(made._asdict()))
+    for change, status, key in ((lambda plan: plan, 0, "differs"), (other(1, "out"), 1, "differs")):
+        file.write_text(json.dumps(change(plan(tmp_path))._asdict()))
         assert engine_replay.main([path, str(file)]) == status
         answer = json.loads(capsys.readouterr().out)
         assert bool(answer[key]) == bool(status)

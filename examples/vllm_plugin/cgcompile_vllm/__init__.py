@@ -1,0 +1,46 @@
+"""A plugin of vLLM: an engine starts with the CUDA graphs that an earlier start captured.
+
+    CGCOMPILE_GRAPHS=FOLDER vllm serve MODEL
+
+The first two starts capture as ever, and save.  Later ones attach.  Without CGCOMPILE_GRAPHS the plugin does nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+FOLDER = "CGCOMPILE_GRAPHS"
+"""The environment variable that names the folder of the graphs."""
+
+VERSION = "0.24."
+"""How the versions of vLLM begin whose attributes are known here."""
+
+WORKER = "cgcompile_vllm.worker.GraphWorker"
+
+logger = logging.getLogger("vllm.cgcompile")
+
+
+def register() -> None:
+    """Called by vLLM in each of its processes, before it reads its configuration."""
+    if not os.environ.get(FOLDER):
+        return
+    import vllm
+    from vllm.platforms import current_platform
+
+    if not vllm.__version__.startswith(VERSION):
+        logger.warning("cgcompile: vLLM %s is not known, only %s*: graphs are captured as ever", vllm.__version__, VERSION)
+        return
+    if not current_platform.is_cuda():
+        return
+    platform = type(current_platform)
+    stock = platform.check_and_update_config
+
+    def check_and_update_config(vllm_config: Any) -> None:
+        """Names our worker where the user left the choice to vLLM."""
+        if vllm_config.parallel_config.worker_cls == "auto":
+            vllm_config.parallel_config.worker_cls = WORKER
+        stock(vllm_config)
+
+    platform.check_and_update_config = staticmethod(check_and_update_config)  # type: ignore[method-assign]

@@ -1,0 +1,173 @@
+"""vLLM's worker, which saves its CUDA graphs in the first two starts and attaches them in later ones.
+
+What is replaced at run time, and why:
+
+- `parallel_config.worker_cls`, where it is "auto" (`register`): this class has to be the worker.
+- `model_runner.capture_model`, of this worker's runner: to save behind it, or to attach in its place.
+- `torch.cuda.CUDAGraph`, while `capture_model` runs in a start that saves: vLLM does not ask torch to keep a graph's nodes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import torch
+import vllm
+import vllm.envs
+from vllm.v1.worker.gpu_worker import Worker
+
+import cgbundle
+import cgcompile
+
+from . import FOLDER, engine, logger
+from .record import GRAPHS, Record, read_record, write_record
+
+SLACK = 256 << 20
+"""Bytes of the GPU that may be taken beyond those that were when the memory was measured."""
+
+
+class GraphWorker(Worker):
+    """A worker of one GPU.  Whatever does not fit is said in one line of the log, and vLLM starts as ever."""
+
+    def init_device(self) -> None:
+        """Decides what this start does, before anything uses CUDA."""
+        self._folder = Path(os.environ[FOLDER])
+        self._config = self._configuration()
+        self._record: Record | None = None
+        self._role = self._decided()
+        super().init_device()
+        if self._role:
+            self._capture = self.model_runner.capture_model
+            self.model_runner.capture_model = self._captured  # type: ignore[method-assign]
+
+    def _decided(self) -> str:
+        """ "save", "attach", or "" for neither."""
+        config = self.vllm_config
+        if config.parallel_config.world_size_across_dp > 1:
+            return self._as_ever("graphs of one GPU alone are saved")
+        if config.lora_config is not None or config.speculative_config is not None or not self.use_v2_model_runner:
+            return self._as_ever("adapters, drafts and the first model runner are not known here")
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._record = read_record(self._folder)
+        if (self._folder / GRAPHS).exists():
+            if self._record is None or self._record.config != self._config:
+                return self._as_ever(f"{self._folder} was saved with another configuration")
+            return "attach"
+        if self._record is not None and self._record.config != self._config:
+            self._record = None
+            (self._folder / f"{GRAPHS}.recording").unlink(missing_ok=True)
+        try:
+            cgcompile.observe()
+        except cgbundle.CgbundleError as error:
+            return self._as_ever(str(error))
+        return "save"
+
+    def _configuration(self) -> str:
+        """What a start has to have in common with the one that saved."""
+        model, scheduler, cache = self.model_config, self.vllm_config.scheduler_config, self.cache_config
+        compilation = self.vllm_config.compilation_config
+        parts = {
+            "vllm": vllm.__version__,
+            "torch": torch.__version__,
+            "model": (model.model, str(model.dtype), model.quantization, model.max_model_len),
+            "lanes": (scheduler.max_num_seqs, scheduler.max_num_batched_tokens),
+            "cache": (cache.block_size, cache.cache_dtype, cache.gpu_memory_utilization),
+            "graphs": (compilation.cudagraph_mode.name, compilation.cudagraph_capture_sizes),
+        }
+        return json.dumps(parts)
+
+    def _compiled(self) -> str:
+        """The name of the compiled model in vLLM's cache: a hash of everything that its kernels depend on."""
+        return os.path.relpath(self.vllm_config.compilation_config.local_cache_dir or ".", vllm.envs.VLLM_CACHE_ROOT)
+
+    def _as_ever(self, reason: str) -> str:
+        logger.warning("cgcompile: %s: graphs are captured as ever", reason)
+        return ""
+
+    @torch.inference_mode()
+    def determine_available_memory(self) -> int:
+        """Bytes for the KV cache: those of the first start, where that much memory is free."""
+        free = torch.cuda.mem_get_info()[0]
+        record = self._record
+        if record is None or not self._role or free < record.free - SLACK:
+            cache = super().determine_available_memory()
+            if self._role == "attach":
+                self._role = self._as_ever("less memory is free than when the graphs were saved")
+            self._record = Record(config=self._config, compiled=self._compiled(), cache=cache, free=free, hidden=None, pieces=())
+            return cache
+        began = time.perf_counter()
+        if self._role == "save":
+            super().determine_available_memory()
+        else:
+            self.model_runner._dummy_run(64, skip_attn=True, is_profile=True)  # loads the compiled model
+            logger.info("cgcompile: no profiling run, the compiled model in %.2f s", time.perf_counter() - began)
+        self.available_kv_cache_memory_bytes = record.cache
+        return record.cache
+
+    def _captured(self) -> int:
+        """In place of `capture_model`: the bytes that the graphs take."""
+        if self._role == "attach":
+            try:
+                return self._attached()
+            except (cgbundle.CgbundleError, ValueError, KeyError) as error:
+                self._as_ever(str(error))
+                return int(self._capture())
+        with mock.patch.object(torch.cuda, "CUDAGraph", engine.KeptGraph):
+            size = int(self._capture())
+        try:
+            self._save()
+        except (cgbundle.CgbundleError, OSError, ValueError) as error:
+            (self._folder / f"{GRAPHS}.recording").unlink(missing_ok=True)
+            logger.warning("cgcompile: the graphs were not saved, the next start records anew: %s", error)
+        return size
+
+    def _save(self) -> None:
+        began = time.perf_counter()
+        runner, manager = self.model_runner, self.model_runner.cudagraph_manager
+        pieces, graphs, returned = engine.captured_pieces(engine.wrappers())
+        graphs |= {engine.full_key(descriptor): graph for descriptor, graph in manager.graphs.items()}
+        tensors = engine.engine_tensors(runner) | returned
+        hidden = manager.hidden_states
+        if hidden is not None:
+            tensors["hidden"] = hidden
+        with engine.distinct_inputs(runner):
+            saved = cgcompile.save_graphs(graphs, tensors, self._folder / GRAPHS)
+        assert self._record is not None
+        shape = None if hidden is None else (tuple(hidden.shape), str(hidden.dtype).removeprefix("torch."))
+        write_record(self._folder, replace(self._record, hidden=shape, pieces=tuple(pieces)))
+        logger.info("cgcompile: %d graphs, a %s in %.2f s", len(graphs), saved.kind, time.perf_counter() - began)
+
+    def _attached(self) -> int:
+        began = time.perf_counter()
+        runner, manager, record = self.model_runner, self.model_runner.cudagraph_manager, self._record
+        assert record is not None
+        if record.compiled != self._compiled():
+            raise ValueError("the model is compiled otherwise than when the graphs were saved")
+        tensors = engine.engine_tensors(runner)
+        if record.hidden is not None:
+            shape, dtype = record.hidden
+            tensors["hidden"] = torch.zeros(shape, dtype=getattr(torch, dtype), device=self.device)
+        named = time.perf_counter()
+        graphs = cgbundle.attach(self._folder / GRAPHS, tensors)
+        attached = time.perf_counter()
+        whole = {
+            descriptor: graphs[engine.full_key(descriptor)]
+            for mode, descriptors in manager._capture_descs.items()
+            for descriptor in descriptors
+            if mode.name == "FULL"
+        }
+        engine.give_pieces(record.pieces, engine.wrappers(), graphs, graphs.tensors)
+        manager.graphs, manager.hidden_states = whole, tensors.get("hidden")
+        manager._graphs_captured = True
+        self._graphs = graphs
+        size = sum(graphs.memory.values())
+        logger.info(
+            "cgcompile: %d graphs attached, nothing captured: tensors %.2f s, graphs %.2f s, the engine %.2f s; %.2f GiB",
+            len(graphs), named - began, attached - named, time.perf_counter() - attached, size / 2**30,
+        )  # fmt: skip
+        return size

@@ -1,0 +1,133 @@
+"""How an engine's graphs are verified: what is compared, noted for the fresh process, and put back.  The GPU is host memory."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from cgbundle.gpu.engine_replay import POISON  # noqa: E402
+from cgcompile.capture.engine import digests as digests_module  # noqa: E402
+from cgcompile.capture.engine import verify as verify_module  # noqa: E402
+from cgcompile.capture.engine.digests import CHUNK, digests  # noqa: E402
+from cgcompile.capture.engine.verify import Here, verify  # noqa: E402
+from cgcompile.errors import BuildError  # noqa: E402
+from tests.helpers.bundles import engine_bundle  # noqa: E402
+from tests.helpers.bundles.cuda_bundles import FLOATS  # noqa: E402
+
+ROW = 4 * FLOATS
+
+
+class Graph:
+    """A graph that is a function."""
+
+    def __init__(self, run: Callable[[], object]) -> None:
+        self.replay = run
+
+
+class Engine:
+    """The memory of the engine in `engine_bundle`: x of 8 rows, out of 8 rows, and 4 rows of the graphs' own."""
+
+    def __init__(self) -> None:
+        self.memory = {name: ctypes.create_string_buffer(rows * ROW + 64) for name, rows in (("x", 8), ("out", 8), ("result", 4))}
+        for name, buffer in self.memory.items():
+            self.view(name).copy_(
+                torch.frombuffer(bytearray(hashlib.sha512(name.encode()).digest() * 64), dtype=torch.uint8)[: len(buffer) - 64]
+            )
+        here = {name: -(-ctypes.addressof(buffer) // 16) * 16 for name, buffer in self.memory.items()}
+        self.here = Here(spans=(here["x"], here["out"]), pooled={"result": here["result"]})
+
+    def view(self, name: str) -> torch.Tensor:
+        address = -(-ctypes.addressof(self.memory[name]) // 16) * 16
+        return host_bytes(address, len(self.memory[name]) - 64)
+
+    def small(self) -> None:
+        self.view("result").copy_(self.view("x")[: 4 * ROW] ^ 1)
+
+    def rows(self) -> None:
+        self.view("out").copy_(self.view("x") ^ 2)
+
+
+def host_bytes(address: int, size: int) -> torch.Tensor:
+    return torch.frombuffer((ctypes.c_char * size).from_address(address), dtype=torch.uint8)
+
+
+@pytest.fixture
+def plans(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What fresh processes were asked; none runs."""
+    seen: list[dict[str, Any]] = []
+
+    def fresh(module: str, arguments: list[str], path: str) -> dict[str, Any]:
+        plan = json.loads(Path(arguments[1]).read_text())
+        seen.append(plan | {"held": Path(plan["file"]).read_bytes()})
+        return {"differs": "", "torch_imported": False}
+
+    for module in (verify_module, digests_module):
+        monkeypatch.setattr(module, "device_bytes", host_bytes)
+    monkeypatch.setattr(verify_module, "run_fresh", fresh)
+    monkeypatch.setattr(verify_module, "_handle", lambda address, number, engine: ("00" * 64, 0, address))
+    for name, value in (("empty_cache", None), ("synchronize", None), ("current_device", 0), ("mem_get_info", (1 << 40, 0))):
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    return seen
+
+
+def run(graphs: dict[Any, Graph], engine: Engine) -> None:
+    verify(Path("stage"), engine_bundle.engine(), 1024, graphs, engine.here)  # type: ignore[arg-type]
+
+
+def test_what_graphs_change_is_noted_and_put_back(plans: list[dict[str, Any]]) -> None:
+    engine = Engine()
+    before = {name: bytes(engine.view(name).numpy()) for name in engine.memory}
+    with pytest.raises(BuildError, match="tensor 'out' holds other bits than the engine's own graphs leave in it"):
+        run({"small": Graph(engine.small), (8, "rows"): Graph(engine.rows)}, engine)  # the fresh process does nothing here
+    assert {name: bytes(engine.view(name).numpy()) for name in engine.memory} == before
+    (plan,) = plans
+    (((name, at, size), digest),), (other,) = plan["graphs"]
+    assert (name, at, size) == ("result", 0, 4 * ROW) and other[0][0] == "out"
+    assert digest == hashlib.sha256(bytes([byte ^ 1 for byte in before["x"][: 4 * ROW]])).hexdigest()
+    assert plan["contents"] == [], "what a graph writes whole may begin as anything"
+
+
+def test_memory_that_a_graph_does_not_write_whole_keeps_its_contents(plans: list[dict[str, Any]]) -> None:
+    engine = Engine()
+    held = bytes(engine.view("result").numpy())
+    run({"small": Graph(lambda: engine.view("result")[:8].fill_(7)), (8, "rows"): Graph(lambda: None)}, engine)
+    (((name, at, size), begin),) = plans[0]["contents"]
+    assert (name, at) == ("result", 0) and plans[0]["held"][begin : begin + size] == held
+
+
+def test_poison_is_not_what_a_graph_may_read(plans: list[dict[str, Any]]) -> None:
+    engine, seen = Engine(), []
+    run({"small": Graph(lambda: seen.append(int(engine.view("result")[0]))), (8, "rows"): Graph(lambda: None)}, engine)
+    assert POISON in seen and seen[-1] != POISON
+
+
+def test_graphs_that_are_not_deterministic_are_refused(plans: list[dict[str, Any]]) -> None:
+    engine = Engine()
+    calls: list[int] = []
+
+    def count() -> None:
+        calls.append(0)
+        engine.view("out")[0] = len(calls)
+
+    with pytest.raises(BuildError, match="two replays of the engine's own graphs"):
+        run({"small": Graph(count), (8, "rows"): Graph(lambda: None)}, engine)
+    assert not plans
+
+
+@pytest.mark.parametrize("size", [8, 4096, CHUNK, CHUNK + 12, 3 * CHUNK + 5])
+def test_a_chunk_has_a_digest_of_its_own(plans: list[dict[str, Any]], size: int) -> None:
+    buffer = ctypes.create_string_buffer(size)
+    address = ctypes.addressof(buffer)
+    before = digests(address, size).tolist()
+    assert len(before) == -(-size // CHUNK)
+    ctypes.memset(address + size - 1, 1, 1)
+    after = digests(address, size).tolist()
+    assert [number for number in range(len(before)) if before[number] != after[number]] == [len(before) - 1]
