@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import logging
 import os
+from pathlib import Path
 from typing import Any
 
 FOLDER = "CGCOMPILE_GRAPHS"
 """The environment variable that names the folder of the graphs."""
+
+GRAPHS = "graphs.cgb"
 
 VERSION = "0.24."
 """How the versions of vLLM begin whose attributes are known here."""
@@ -34,6 +37,8 @@ def register() -> None:
         return
     if not current_platform.is_cuda():
         return
+    if not (Path(os.environ[FOLDER]) / GRAPHS).exists():
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # a fork of this process cannot be observed
     platform = type(current_platform)
     stock = platform.check_and_update_config
 

@@ -115,25 +115,26 @@ def wrappers() -> dict[int, CUDAGraphWrapper]:
 
 
 def captured_pieces(parts: Mapping[int, CUDAGraphWrapper]) -> tuple[list[Piece], dict[Key, Any], dict[str, torch.Tensor]]:
-    """The graphs of the parts, in the order in which a forward pass replays them; by key, and the tensors that they return."""
+    """The graphs of the parts, in the order in which a forward pass replays them; by key, and the tensors that they return.
+
+    Tensors are named by their place in what a part returns: which of them share memory differs from process to process.
+    """
     pieces: list[Piece] = []
     graphs: dict[Key, Any] = {}
     tensors: dict[str, torch.Tensor] = {}
-    names: dict[tuple[Any, ...], str] = {}
-
-    def named(value: Any) -> tuple[str, Any]:
-        if not isinstance(value, torch.Tensor):
-            return "value", value
-        place = (value.data_ptr(), value.dtype, tuple(value.shape), value.stride())
-        name = names.setdefault(place, f"piece.{len(names)}")
-        tensors[name] = value
-        return "name", name
-
     rows = [(entry.batch_descriptor.num_tokens, index, entry) for index, entry in _entries(parts)]
     for tokens, index, entry in sorted(rows, key=lambda row: (-row[0], row[1])):
         output = entry.output
-        kind, values = (type(output).__name__, output) if isinstance(output, (list, tuple)) else ("tensor", [output])
-        piece = Piece(index=index, tokens=tokens, kind=kind, values=tuple([named(value) for value in values]))
+        kind, held = (type(output).__name__, output) if isinstance(output, (list, tuple)) else ("tensor", [output])
+        values: list[tuple[str, Any]] = []
+        for position, value in enumerate(held):
+            name = f"piece.{tokens}.{index}.{position}"
+            if isinstance(value, torch.Tensor):
+                tensors[name] = value
+                values.append(("name", name))
+            else:
+                values.append(("value", value))
+        piece = Piece(index=index, tokens=tokens, kind=kind, values=tuple(values))
         pieces.append(piece)
         graphs[piece.key] = entry.cudagraph
     return pieces, graphs, tensors

@@ -10,7 +10,6 @@ from typing import Any
 
 from .engine import Piece
 
-GRAPHS = "graphs.cgb"
 NAME = "engine.json"
 
 

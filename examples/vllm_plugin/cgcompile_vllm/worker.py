@@ -24,8 +24,8 @@ from vllm.v1.worker.gpu_worker import Worker
 import cgbundle
 import cgcompile
 
-from . import FOLDER, engine, logger
-from .record import GRAPHS, Record, read_record, write_record
+from . import FOLDER, GRAPHS, engine, logger
+from .record import Record, read_record, write_record
 
 SLACK = 256 << 20
 """Bytes of the GPU that may be taken beyond those that were when the memory was measured."""
@@ -117,21 +117,22 @@ class GraphWorker(Worker):
             except (cgbundle.CgbundleError, ValueError, KeyError) as error:
                 self._as_ever(str(error))
                 return int(self._capture())
+        tensors = engine.engine_tensors(self.model_runner)  # those that there are when later starts attach
         with mock.patch.object(torch.cuda, "CUDAGraph", engine.KeptGraph):
             size = int(self._capture())
         try:
-            self._save()
+            self._save(tensors)
         except (cgbundle.CgbundleError, OSError, ValueError) as error:
             (self._folder / f"{GRAPHS}.recording").unlink(missing_ok=True)
             logger.warning("cgcompile: the graphs were not saved, the next start records anew: %s", error)
         return size
 
-    def _save(self) -> None:
+    def _save(self, tensors: dict[str, torch.Tensor]) -> None:
         began = time.perf_counter()
         runner, manager = self.model_runner, self.model_runner.cudagraph_manager
         pieces, graphs, returned = engine.captured_pieces(engine.wrappers())
         graphs |= {engine.full_key(descriptor): graph for descriptor, graph in manager.graphs.items()}
-        tensors = engine.engine_tensors(runner) | returned
+        tensors |= returned
         hidden = manager.hidden_states
         if hidden is not None:
             tensors["hidden"] = hidden
