@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 SUFFIX = ".recording"
 """What the name of the first process's recording ends with, behind that of the bundle."""
 
+DIFFER = ("engine-differs", "recordings-differ")
+"""Codes of errors that two later processes may not have."""
+
 STATES_FILE = "graphs/modules.bin"
 
 
@@ -50,7 +53,7 @@ def save_graphs(
 
     Two processes of the engine call it alike, one after the other.  The first writes a recording to `out` + ".recording".  The
     second compares it with its own graphs, where every address is another one, writes the bundle to `out` and removes the
-    recording.  `cgcompile.observe()` comes before CUDA starts in both.
+    recording; where kernels or layouts differ, it leaves a recording of its own instead, and raises.  `cgcompile.observe()` comes before CUDA starts in both.
 
     - `graphs`: by key (a whole number, a text, or a tuple of these), graphs that were captured on the current device and that torch
       kept: `torch.cuda.CUDAGraph(keep_graph=True)`.
@@ -78,7 +81,15 @@ def save_graphs(
         if not recording.exists():
             write_recording(recording, mine)
             return SavedGraphs(kind="recording", path=recording)
-        saved = _complete(read_recording(recording), mine, graphs, tensors, destination, verify=verify)
+        first = read_recording(recording)
+        try:
+            saved = _complete(first, mine, graphs, tensors, destination, verify=verify)
+        except BuildError as error:
+            if error.code in DIFFER and first.process != mine.process:
+                write_recording(recording, mine)  # a process that compiles may differ from those that load what it compiled
+                text = f"{error}; the recording is now of this process, and the next one is compared with it"
+                raise type(error)(error.code, text, error.hint) from error
+            raise
         recording.unlink()
     except OSError as error:
         raise BuildError("output-unwritable", f"{error.filename or destination}: {error.strerror or error}") from error

@@ -123,8 +123,7 @@ class GraphWorker(Worker):
         try:
             self._save(tensors)
         except (cgbundle.CgbundleError, OSError, ValueError) as error:
-            (self._folder / f"{GRAPHS}.recording").unlink(missing_ok=True)
-            logger.warning("cgcompile: the graphs were not saved, the next start records anew: %s", error)
+            logger.warning("cgcompile: the graphs were not saved: %s", error)
         return size
 
     def _save(self, tensors: dict[str, torch.Tensor]) -> None:

@@ -6,6 +6,7 @@ import ctypes
 import hashlib
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from cgcompile.capture.engine.verify import Here, verify  # noqa: E402
 from cgcompile.errors import BuildError  # noqa: E402
 from tests.helpers.bundles import engine_bundle  # noqa: E402
 from tests.helpers.bundles.cuda_bundles import FLOATS  # noqa: E402
+from tests.pure.capture.test_engine import ONE, TWO, Process  # noqa: E402
 
 ROW = 4 * FLOATS
 
@@ -131,3 +133,17 @@ def test_a_chunk_has_a_digest_of_its_own(plans: list[dict[str, Any]], size: int)
     ctypes.memset(address + size - 1, 1, 1)
     after = digests(address, size).tolist()
     assert [number for number in range(len(before)) if before[number] != after[number]] == [len(before) - 1]
+
+
+def test_a_process_that_differs_takes_the_place_of_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from cgcompile.capture.engine import read, save
+    from cgcompile.capture.engine.engine_take import read_recording
+
+    one, two = [Process(base).take([Process(base).kernel(Process(base).x)]) for base in (ONE, TWO)]
+    takes = iter([one, replace(two, keys=(8,))])
+    monkeypatch.setattr(save, "observed", lambda: None)
+    monkeypatch.setattr(read, "read_engine", lambda log, graphs, tensors: next(takes))
+    assert save.save_graphs({}, {}, tmp_path / "engine.cgb").kind == "recording"
+    with pytest.raises(BuildError, match="other keys: 0 and 8; the recording is now of this process"):
+        save.save_graphs({}, {}, tmp_path / "engine.cgb")
+    assert read_recording(tmp_path / "engine.cgb.recording").keys == (8,)
