@@ -11,9 +11,9 @@ import ctypes
 import hashlib
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 from ..cuda.driver import Context, call
 from ..errors import CgbundleError
@@ -36,13 +36,14 @@ Place = tuple[str, int, int]
 class Plan(NamedTuple):
     """`spans`: of the engine's spans, in order, the handle of their allocation in hexadecimal, bytes into it, and the address in
     the engine's process.  `contents`: what the graphs' own memory holds before: places, and where their bytes begin in `file`.
-    `graphs`: of every graph, in order, places that it changes, and the SHA-256 of what they hold then."""
+    `graphs`: of every graph, in order, what is written before it, alike; and places that it changes, with the SHA-256 of what they
+    hold then."""
 
     device: int
     spans: list[tuple[str, int, int]]
     file: str
     contents: list[tuple[Place, int]]
-    graphs: list[list[tuple[Place, str]]]
+    graphs: list[tuple[list[tuple[Place, int]], list[tuple[Place, str]]]]
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -79,18 +80,22 @@ def replay(path: str, plan: Plan) -> str:
         tensors = {row.name: _tensor(engine, row, addresses, plan.device) for row in engine.tensors if row.memory == "inputs"}
         graphs = stack.enter_context(attach_poisoned(path, tensors, device=plan.device, unverified=True, poison=POISON))
         places = {name: tensor.address for name, tensor in (*tensors.items(), *graphs.tensors.items())}
-        if plan.contents:
-            with open(plan.file, "rb") as file:
-                for (name, at, size), begin in plan.contents:
-                    file.seek(begin)
-                    call("cuMemcpyHtoD", places[name] + at, file.read(size), size)
-        for graph, expected in zip(graphs.values(), plan.graphs, strict=True):
-            graph.replay()
-            call("cuCtxSynchronize")
-            for (name, at, size), digest in expected:
-                if hashlib.sha256(_bytes_at(places[name] + at, size)).hexdigest() != digest:
-                    return f"graph {graph.key!r}: tensor {name!r} holds other bits than in the engine's process"
+        with open(plan.file, "rb") as file:
+            _write(file, plan.contents, places)
+            for graph, (inputs, results) in zip(graphs.values(), plan.graphs, strict=True):
+                _write(file, inputs, places)
+                graph.replay()
+                call("cuCtxSynchronize")
+                for (name, at, size), digest in results:
+                    if hashlib.sha256(_bytes_at(places[name] + at, size)).hexdigest() != digest:
+                        return f"graph {graph.key!r}: tensor {name!r} holds other bits than in the engine's process"
     return ""
+
+
+def _write(file: BinaryIO, rows: Sequence[tuple[Place, int]], places: Mapping[str, int]) -> None:
+    for (name, at, size), begin in rows:
+        file.seek(begin)
+        call("cuMemcpyHtoD", places[name] + at, file.read(size), size)
 
 
 def _bytes_at(address: int, size: int) -> bytearray:

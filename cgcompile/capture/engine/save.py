@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -48,12 +48,14 @@ def save_graphs(
     out: str | os.PathLike[str],
     *,
     verify: bool = True,
+    prepare: Callable[[Key], None] | None = None,
 ) -> SavedGraphs:
     """Saves captured CUDA graphs for `cgbundle.attach`, which replays them in later processes over other tensors.
 
     Two processes of the engine call it alike, one after the other.  The first writes a recording to `out` + ".recording".  The
     second compares it with its own graphs, where every address is another one, writes the bundle to `out` and removes the
-    recording; where kernels or layouts differ, it leaves a recording of its own instead, and raises.  `cgcompile.observe()` comes before CUDA starts in both.
+    recording; where kernels or layouts differ, it leaves a recording of its own instead, and raises.  `cgcompile.observe()` comes
+    before CUDA starts in both.
 
     - `graphs`: by key (a whole number, a text, or a tuple of these), graphs that were captured on the current device and that torch
       kept: `torch.cuda.CUDAGraph(keep_graph=True)`.
@@ -62,6 +64,8 @@ def save_graphs(
     - `verify`: the second process replays every graph three times, one of them over poisoned outputs.  Then a fresh process without
       torch replays the bundle over the same memory at other addresses: the tensors must hold the same bits.  They are put back.
       False writes a bundle that `attach` takes only with unverified=True.
+    - `prepare`: called with a graph's key before every such replay, to write inputs into `tensors`.  Without it, graphs find what
+      those before them left.  Kernels that count in a tensor need it.
 
     Synchronizes the device.  Memory that no tensor names, and what a bundle cannot hold, is refused with the kernel's name and the
     line of Python that launched it, where that is known.  Raises a BuildError.
@@ -83,7 +87,7 @@ def save_graphs(
             return SavedGraphs(kind="recording", path=recording)
         first = read_recording(recording)
         try:
-            saved = _complete(first, mine, graphs, tensors, destination, verify=verify)
+            saved = _complete(first, mine, graphs, tensors, destination, verify=verify, prepare=prepare)
         except BuildError as error:
             if error.code in DIFFER and first.process != mine.process:
                 write_recording(recording, mine)  # a process that compiles may differ from those that load what it compiled
@@ -104,6 +108,7 @@ def _complete(
     destination: Path,
     *,
     verify: bool,
+    prepare: Callable[[Key], None] | None,
 ) -> SavedGraphs:
     """Writes the bundle.  Raises what `assemble_engine` and `verify` do."""
     from ...bundle.emit import seal
@@ -118,7 +123,8 @@ def _complete(
                 from .verify import verify as replay_afresh
 
                 assert manifest.engine is not None
-                replay_afresh(stage, manifest.engine, assembled.arena, graphs, _here(mine, manifest.engine, tensors))
+                here = _here(mine, manifest.engine, tensors)
+                replay_afresh(stage, manifest.engine, assembled.arena, graphs, here, prepare or (lambda key: None))
                 seal(stage, replace(manifest, engine=replace(manifest.engine, verified=True)))
     except FileExistsError:
         raise BuildError("output-exists", f"{destination}: came meanwhile", "remove it first, or choose another path") from None

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -24,13 +23,17 @@ from cgbundle.validate.engine import Key, span_of_tensor
 from ...errors import BuildError
 from ...targets.cuda.tensors import device_bytes
 from ...util.scratch import scratch_folder
-from .digests import CHUNK, digests
+from .digests import CHUNK, digests, digests_of
 
 SPARE = 1 << 30
 """Bytes that a fresh process takes on the GPU beside the graphs' own memory: its context and the kernels."""
 
-Chunks = Mapping[int, Sequence[int]]
-"""Numbers of chunks by the number of their region."""
+Steps = Sequence[tuple[Callable[[], None], Callable[[], None]]]
+"""Of every graph: what writes its inputs, and its replay."""
+
+Noted = tuple[list[tuple[Place, int]], list[tuple[Place, str]]]
+"""Of a graph: places that are written before it, and where the file of contents has their bytes; places that it changes, and the
+SHA-256 of what they hold then."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,7 +47,7 @@ class Here:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Region:
     """Memory that is compared: `size` bytes from `address` on, which begin `at` bytes from the tensor `name`.  `begin` is where the
-    file of contents has them.  The address is a multiple of 8."""
+    file of contents has them.  Address and size are multiples of 8."""
 
     name: str
     at: int
@@ -52,6 +55,11 @@ class Region:
     size: int
     begin: int
     span: bool
+
+    @property
+    def chunks(self) -> int:
+        """How many there are."""
+        return -(-self.size // CHUNK)
 
     def chunk(self, number: int) -> tuple[int, int]:
         """Where a chunk begins in the region, and its bytes."""
@@ -68,9 +76,17 @@ class Region:
         return device_bytes(self.address + begin, size)
 
 
-def verify(stage: Path, engine: Engine, arena: int, graphs: Mapping[Key, torch.cuda.CUDAGraph], here: Here) -> None:
-    """Raises proof-failed where the fresh process gets other bits, or the engine's own graphs do when they are replayed again;
-    not-verifiable where no other process can open the engine's memory, or the GPU has no room for the graphs' own memory."""
+def verify(
+    stage: Path,
+    engine: Engine,
+    arena: int,
+    graphs: Mapping[Key, torch.cuda.CUDAGraph],
+    here: Here,
+    prepare: Callable[[Key], None],
+) -> None:
+    """`prepare` writes a graph's inputs.  Raises proof-failed where the fresh process gets other bits, or the engine's own graphs
+    do when they are replayed again; not-verifiable where no other process can open the engine's memory, or the GPU has no room for
+    the graphs' own memory."""
     torch.cuda.empty_cache()
     free = torch.cuda.mem_get_info()[0]
     if free < arena + SPARE:
@@ -78,13 +94,21 @@ def verify(stage: Path, engine: Engine, arena: int, graphs: Mapping[Key, torch.c
         raise BuildError("not-verifiable", text)
     regions = _regions(engine, here)
     spans = [_handle(address, number, engine) for number, address in enumerate(here.spans)]
+    steps = [(lambda key=key: prepare(key), graph.replay) for key, graph in graphs.items()]
     with scratch_folder() as scratch:
         contents, plan = scratch / "contents", scratch / "plan.json"
         _save(regions, contents)
         before = _digests(regions)
         try:
-            after, poisoned = _replayed(graphs, regions, before, contents)
-            rows = _noted(graphs, regions, _changed(before, after), after)
+            after, poisoned = _replayed(steps, regions, before, contents)
+            rows = _noted(steps, regions, _changed(before, after), contents)
+            other = _changed(after, _digests(regions))
+            if other:
+                names = ", ".join(repr(regions[position].name) for position in list(other)[:4])
+                text = f"two replays of the engine's own graphs from the same contents leave other bits in {names}"
+                raise BuildError(
+                    "proof-failed", text, "give prepare=, leave out what is not deterministic, or save with verify=False"
+                )
             _put_back(regions, before, contents)
             asked = Plan(
                 device=torch.cuda.current_device(),
@@ -139,9 +163,10 @@ def _regions(engine: Engine, here: Here) -> list[Region]:
     regions: list[Region] = []
     total = 0
     for name, at, address, size, span in rows:
-        less = address % 8  # bytes before it, in the same allocation
-        regions.append(Region(name=name, at=at - less, address=address - less, size=size + less, begin=total, span=span))
-        total += size + less
+        less = address % 8  # bytes before it and behind it are of the same allocation
+        size = -(-(size + less) // 8) * 8
+        regions.append(Region(name=name, at=at - less, address=address - less, size=size, begin=total, span=span))
+        total += size
     return regions
 
 
@@ -164,16 +189,12 @@ def _save(regions: Sequence[Region], contents: Path) -> None:
     """Writes what the regions hold; zeros stay holes of the file."""
     with open(contents, "wb") as file:
         for region in regions:
-            for number in range(_count(region)):
+            for number in range(region.chunks):
                 memory = region.memory(number)
                 if bool(memory.any()):
                     file.seek(region.begin + CHUNK * number)
                     file.write(memoryview(memory.cpu().numpy()))
         file.truncate(sum(region.size for region in regions))
-
-
-def _count(region: Region) -> int:
-    return -(-region.size // CHUNK)
 
 
 def _digests(regions: Sequence[Region]) -> list[list[int]]:
@@ -184,23 +205,20 @@ def _digests(regions: Sequence[Region]) -> list[list[int]]:
 
 def _changed(before: Sequence[Sequence[int]], after: Sequence[Sequence[int]]) -> dict[int, list[int]]:
     """The chunks that differ, of regions with any."""
-    rows = {
-        position: [number for number, pair in enumerate(zip(one, two, strict=True)) if pair[0] != pair[1]]
-        for position, (one, two) in enumerate(zip(before, after, strict=True))
-    }
+    rows = {position: _differing(one, two) for position, (one, two) in enumerate(zip(before, after, strict=True))}
     return {position: numbers for position, numbers in rows.items() if numbers}
 
 
 def _replayed(
-    graphs: Mapping[Key, torch.cuda.CUDAGraph], regions: Sequence[Region], before: Sequence[Sequence[int]], contents: Path
+    steps: Steps, regions: Sequence[Region], before: Sequence[Sequence[int]], contents: Path
 ) -> tuple[list[list[int]], bool]:
     """The digests that the graphs leave; and whether the tensors in their own memory may begin as POISON, which holds where they
     are what graphs write.  The regions are as they may begin."""
-    _run(graphs)
+    _run(steps)
     after = _digests(regions)
     _put_back(regions, before, contents)
     _poison(regions)
-    _run(graphs)
+    _run(steps)
     poisoned = _digests(regions) == after
     _put_back(regions, before, contents)
     if poisoned:
@@ -208,9 +226,10 @@ def _replayed(
     return after, poisoned
 
 
-def _run(graphs: Mapping[Key, torch.cuda.CUDAGraph]) -> None:
-    for graph in graphs.values():
-        graph.replay()
+def _run(steps: Steps) -> None:
+    for prepare, replay in steps:
+        prepare()
+        replay()
 
 
 def _poison(regions: Sequence[Region]) -> None:
@@ -219,43 +238,35 @@ def _poison(regions: Sequence[Region]) -> None:
             device_bytes(region.address, region.size).fill_(POISON)
 
 
-def _noted(
-    graphs: Mapping[Key, torch.cuda.CUDAGraph], regions: Sequence[Region], candidates: Chunks, after: Sequence[Sequence[int]]
-) -> list[list[tuple[Place, str]]]:
-    """What every graph changes, and the hashes of what is there then.  `candidates` are the chunks of spans that may change; those
-    of the graphs' own memory all may.  Raises proof-failed where the end is not `after`."""
-    wanted = {position: candidates.get(position, []) if row.span else range(_count(row)) for position, row in enumerate(regions)}
-    runs = list(_runs(wanted))
-    known = _digests_of(regions, runs)
-    rows: list[list[tuple[Place, str]]] = []
-    for graph in graphs.values():
-        graph.replay()
-        now = _digests_of(regions, runs)
-        changed = [(position, number) for position, number in now if known[position, number] != now[position, number]]
-        rows.append([(regions[p].place(n), _hash(regions[p].memory(n))) for p, n in changed])
-        known = now
-    if _digests(regions) != after:
-        text = "two replays of the engine's own graphs from the same contents give other bits"
-        raise BuildError("proof-failed", text, "leave out what is not deterministic, or save with verify=False")
+def _noted(steps: Steps, regions: Sequence[Region], changed: Mapping[int, Sequence[int]], contents: Path) -> list[Noted]:
+    """What is written before every graph, and what it changes.  Watched are the graphs' own memory, `changed` of larger tensors,
+    and all of smaller ones: a later graph may undo what an earlier one did."""
+    watched = [
+        (position, number)
+        for position, region in enumerate(regions)
+        for number in (changed.get(position, ()) if region.span and region.size > CHUNK else range(region.chunks))
+    ]
+    views = [regions[position].memory(number) for position, number in watched]
+    places = [regions[position].place(number) for position, number in watched]
+    known = digests_of(views)
+    rows: list[Noted] = []
+    with open(contents, "ab") as file:
+        for prepare, replay in steps:
+            prepare()
+            ready = digests_of(views)
+            inputs: list[tuple[Place, int]] = []
+            for at in _differing(known, ready):
+                inputs.append((places[at], file.tell()))
+                file.write(memoryview(views[at].cpu().numpy()))
+            replay()
+            known = digests_of(views)
+            results = [(places[at], _hash(views[at])) for at in _differing(ready, known)]
+            rows.append((inputs, results))
     return rows
 
 
-def _runs(chunks: Chunks) -> Iterator[tuple[int, int, int]]:
-    """(region, first chunk, chunks) of those that follow each other."""
-    for position, numbers in chunks.items():
-        for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
-            members = [number for _, number in run]
-            yield position, members[0], len(members)
-
-
-def _digests_of(regions: Sequence[Region], runs: Sequence[tuple[int, int, int]]) -> dict[tuple[int, int], int]:
-    parts = []
-    for position, first, count in runs:
-        region = regions[position]
-        begin = CHUNK * first
-        parts.append(digests(region.address + begin, min(CHUNK * count, region.size - begin)))
-    values = iter(torch.cat(parts).tolist() if parts else [])
-    return {(position, first + i): next(values) for position, first, count in runs for i in range(count)}
+def _differing(one: Sequence[int], other: Sequence[int]) -> list[int]:
+    return [at for at, (x, y) in enumerate(zip(one, other, strict=True)) if x != y]
 
 
 def _hash(memory: torch.Tensor) -> str:
@@ -276,5 +287,5 @@ def _put_back(regions: Sequence[Region], before: Sequence[Sequence[int]], conten
 
 def _pool_contents(regions: Sequence[Region]) -> Iterator[tuple[Place, int]]:
     for region in regions:
-        for number in range(0 if region.span else _count(region)):
+        for number in range(0 if region.span else region.chunks):
             yield region.place(number), region.begin + region.chunk(number)[0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,10 +10,9 @@ import torch
 from torch import nn
 from vllm.compilation.cuda_graph import CUDAGraphEntry, CUDAGraphWrapper
 from vllm.forward_context import BatchDescriptor
+from vllm.v1.worker.gpu.cudagraph_utils import prepare_inputs_to_capture
 
 Key = tuple[int | str, ...]
-
-PLAIN = (dict, list, tuple)
 
 DTYPES = {
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32,
@@ -91,16 +89,18 @@ def _parts(value: Any) -> Iterable[tuple[Any, Any]]:
     return ()
 
 
-@contextmanager
-def distinct_inputs(runner: Any) -> Iterator[None]:
-    """Lets every token differ, and be written to a place of its own in the KV cache: a capture leaves inputs that write none."""
+def write_inputs(runner: Any, key: Key) -> None:
+    """Inputs for a replay, as a step of the engine would write them: of every token another one, which is written to a place of its
+    own in the KV cache.  A capture leaves inputs that write none, and the attention's schedule of the last graph alone."""
+    kind, tokens = key[0], int(key[1])
+    if kind == "full":
+        prepare_inputs_to_capture(
+            int(key[2]) or tokens, tokens, runner.model_state, runner.input_buffers, runner.block_tables, runner.attn_groups,
+            runner.kv_cache_config,
+        )  # fmt: skip
     buffers = (runner.input_buffers.input_ids, runner.input_buffers.positions, runner.block_tables.slot_mappings)
-    before = [buffer.clone() for buffer in buffers]
     for buffer, most in zip(buffers, (1000, 1000, 1 << 62), strict=True):
         buffer.copy_(torch.arange(buffer.shape[-1], device=buffer.device) % most)
-    yield
-    for buffer, held in zip(buffers, before, strict=True):
-        buffer.copy_(held)
 
 
 def wrappers() -> dict[int, CUDAGraphWrapper]:

@@ -13,6 +13,7 @@ import json
 import os
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -109,6 +110,7 @@ class GraphWorker(Worker):
         self.available_kv_cache_memory_bytes = record.cache
         return record.cache
 
+    @torch.inference_mode()
     def _captured(self) -> int:
         """In place of `capture_model`: the bytes that the graphs take."""
         if self._role == "attach":
@@ -131,12 +133,12 @@ class GraphWorker(Worker):
         runner, manager = self.model_runner, self.model_runner.cudagraph_manager
         pieces, graphs, returned = engine.captured_pieces(engine.wrappers())
         graphs |= {engine.full_key(descriptor): graph for descriptor, graph in manager.graphs.items()}
-        tensors |= returned
+        tensors = tensors | returned
         hidden = manager.hidden_states
         if hidden is not None:
             tensors["hidden"] = hidden
-        with engine.distinct_inputs(runner):
-            saved = cgcompile.save_graphs(graphs, tensors, self._folder / GRAPHS)
+        write_inputs = partial(engine.write_inputs, runner)
+        saved = cgcompile.save_graphs(graphs, tensors, self._folder / GRAPHS, prepare=write_inputs)
         assert self._record is not None
         shape = None if hidden is None else (tuple(hidden.shape), str(hidden.dtype).removeprefix("torch."))
         write_record(self._folder, replace(self._record, hidden=shape, pieces=tuple(pieces)))

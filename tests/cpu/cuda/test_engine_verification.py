@@ -17,7 +17,7 @@ torch = pytest.importorskip("torch")
 from cgbundle.gpu.engine_replay import POISON  # noqa: E402
 from cgcompile.capture.engine import digests as digests_module  # noqa: E402
 from cgcompile.capture.engine import verify as verify_module  # noqa: E402
-from cgcompile.capture.engine.digests import CHUNK, digests  # noqa: E402
+from cgcompile.capture.engine.digests import CHUNK, digests, digests_of  # noqa: E402
 from cgcompile.capture.engine.verify import Here, verify  # noqa: E402
 from cgcompile.errors import BuildError  # noqa: E402
 from tests.helpers.bundles import engine_bundle  # noqa: E402
@@ -80,8 +80,8 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return seen
 
 
-def run(graphs: dict[Any, Graph], engine: Engine) -> None:
-    verify(Path("stage"), engine_bundle.engine(), 1024, graphs, engine.here)  # type: ignore[arg-type]
+def run(graphs: dict[Any, Graph], engine: Engine, prepare: Callable[[Any], None] = lambda key: None) -> None:
+    verify(Path("stage"), engine_bundle.engine(), 1024, graphs, engine.here, prepare)  # type: ignore[arg-type]
 
 
 def test_what_graphs_change_is_noted_and_put_back(plans: list[dict[str, Any]]) -> None:
@@ -91,8 +91,8 @@ def test_what_graphs_change_is_noted_and_put_back(plans: list[dict[str, Any]]) -
         run({"small": Graph(engine.small), (8, "rows"): Graph(engine.rows)}, engine)  # the fresh process does nothing here
     assert {name: bytes(engine.view(name).numpy()) for name in engine.memory} == before
     (plan,) = plans
-    (((name, at, size), digest),), (other,) = plan["graphs"]
-    assert (name, at, size) == ("result", 0, 4 * ROW) and other[0][0] == "out"
+    (given, (((name, at, size), digest),)), (_, (other,)) = plan["graphs"]
+    assert not given and (name, at, size) == ("result", 0, 4 * ROW) and other[0][0] == "out"
     assert digest == hashlib.sha256(bytes([byte ^ 1 for byte in before["x"][: 4 * ROW]])).hexdigest()
     assert plan["contents"] == [], "what a graph writes whole may begin as anything"
 
@@ -111,6 +111,24 @@ def test_poison_is_not_what_a_graph_may_read(plans: list[dict[str, Any]]) -> Non
     assert POISON in seen and seen[-1] != POISON
 
 
+def test_inputs_that_a_graph_needs_are_noted_before_it(plans: list[dict[str, Any]]) -> None:
+    engine = Engine()
+
+    def count() -> None:
+        engine.view("out")[0] += 1
+
+    def prepare(key: Any) -> None:
+        engine.view("out")[0] = 0 if key == "small" else 100
+
+    before = bytes(engine.view("out").numpy())
+    with pytest.raises(BuildError, match="tensor 'out' holds other bits than the engine's own graphs leave in it"):
+        run({"small": Graph(count), (8, "rows"): Graph(count)}, engine, prepare)
+    rows = plans[0]["graphs"]
+    held = [plans[0]["held"][begin] for given, _ in rows for (_, begin) in given]
+    assert held == [0, 100] and [[place[0] for place, _ in results] for _, results in rows] == [["out"], ["out"]]
+    assert bytes(engine.view("out").numpy()) == before
+
+
 def test_graphs_that_are_not_deterministic_are_refused(plans: list[dict[str, Any]]) -> None:
     engine = Engine()
     calls: list[int] = []
@@ -124,15 +142,16 @@ def test_graphs_that_are_not_deterministic_are_refused(plans: list[dict[str, Any
     assert not plans
 
 
-@pytest.mark.parametrize("size", [8, 4096, CHUNK, CHUNK + 12, 3 * CHUNK + 5])
+@pytest.mark.parametrize("size", [8, 4096, CHUNK, CHUNK + 16, 65 * CHUNK + 8])
 def test_a_chunk_has_a_digest_of_its_own(plans: list[dict[str, Any]], size: int) -> None:
     buffer = ctypes.create_string_buffer(size)
     address = ctypes.addressof(buffer)
-    before = digests(address, size).tolist()
-    assert len(before) == -(-size // CHUNK)
+    parts = [host_bytes(address + at, min(CHUNK, size - at)) for at in range(0, size, CHUNK)]
+    before, pieces = digests(address, size).tolist(), digests_of(parts)
+    assert len(before) == len(pieces) == -(-size // CHUNK)
     ctypes.memset(address + size - 1, 1, 1)
-    after = digests(address, size).tolist()
-    assert [number for number in range(len(before)) if before[number] != after[number]] == [len(before) - 1]
+    for one, other in ((before, digests(address, size).tolist()), (pieces, digests_of(parts))):
+        assert [number for number in range(len(before)) if one[number] != other[number]] == [len(before) - 1]
 
 
 def test_a_process_that_differs_takes_the_place_of_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,11 +40,9 @@ def plan(folder: Path, *, poisoned: bool = True) -> Plan:
     file = folder / "contents"
     file.write_bytes(bytes(8 + 4 * 4 * FLOATS))
     contents = [] if poisoned else [(("result", 0, 4 * 4 * FLOATS), 8)]
-    graphs = [
-        [(("result", 0, 4 * 4 * FLOATS), digest(expected(values[: 4 * FLOATS])))],
-        [(("out", 0, 4 * ROWS), digest(expected(values)))],
-    ]
-    return Plan(device=0, spans=spans, file=str(file), contents=contents, graphs=graphs)
+    result, out = digest(expected(values[: 4 * FLOATS])), digest(expected(values))
+    graphs = [([], [(("result", 0, 4 * 4 * FLOATS), result)]), ([], [(("out", 0, 4 * ROWS), out)])]
+    return Plan(device=0, spans=spans, file=str(file), contents=contents, graphs=graphs)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -60,7 +58,7 @@ def test_the_same_bits_are_no_difference(fake: FakeDriver, path: str, tmp_path: 
 def other(place: int, tensor: str, at: int = 0) -> Callable[[Plan], Plan]:
     """The plan, where a tensor holds other bits after a graph."""
     wrong = [((tensor, at, 16), "ab" * 32)]
-    return lambda plan: plan._replace(graphs=[wrong if at == place else row for at, row in enumerate(plan.graphs)])
+    return lambda plan: plan._replace(graphs=[(row[0], wrong) if at == place else row for at, row in enumerate(plan.graphs)])
 
 
 DIFFERENT = [
@@ -75,6 +73,15 @@ def test_what_differs_is_named_by_its_tensor(
     fake: FakeDriver, path: str, tmp_path: Path, change: Callable[[Plan], Plan], differs: str
 ) -> None:
     assert engine_replay.replay(path, change(plan(tmp_path))) == differs
+
+
+def test_inputs_are_written_before_a_graph(fake: FakeDriver, path: str, tmp_path: Path) -> None:
+    other_inputs, old = inputs(8, 5), plan(tmp_path)
+    Path(old.file).write_bytes(other_inputs.tobytes())
+    out = (("out", 0, 4 * ROWS), digest(expected(other_inputs)))
+    assert "tensor 'out' holds other bits" in engine_replay.replay(path, old._replace(graphs=[old.graphs[0], ([], [out])]))
+    before = [(("x", 0, 4 * ROWS), 0)]
+    assert engine_replay.replay(path, old._replace(graphs=[old.graphs[0], (before, [out])])) == ""
 
 
 def test_memory_at_the_engines_address_proves_nothing(fake: FakeDriver, path: str, tmp_path: Path) -> None:
