@@ -85,7 +85,9 @@ class Application:
         self.counters = Counters()
         self._settings, self._tell, self._essential, self._keys = settings, tell, essential, keys
         self.repository = Repository(look, settings.options, settings.poll, self.counters, self._heard)
-        self._openai = openai.OpenAI(self._languages, self._text_models, lambda: self.repository.models, self._unread)
+        self._openai = openai.OpenAI(
+            self._languages, self._text_models, lambda: self.repository.models, self._unread, settings.adapter_root
+        )
         self._texts = texts_routes.Texts(self._text_models, self._which_serve, self._openai.reader, self._heard)
         self._inference = inference.Inference(
             self.repository, self.counters.tensors, self._heard, self._broken, self._why_not_ready

@@ -48,6 +48,8 @@ def looker(path: Path, settings: Settings) -> tuple[Callable[[], Found], bool]:
             raise ServeError("--name is for a bundle; the models of a folder have the names of their folders", "leave --name out")
         if settings.options.tokenizer is not None:
             raise ServeError("--tokenizer is for a bundle", "in a folder put tokenizer.json and its like beside each bundle")
+        if settings.options.adapters or settings.adapter_root is not None:
+            raise ServeError("--adapter and --adapter-root are for a bundle", "serve the bundle of the model by itself")
         return partial(scan, path), False
     manifest = checked_manifest(str(path))
     found: Found = {}

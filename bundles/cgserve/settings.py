@@ -22,7 +22,8 @@ class Settings:
     """`grpc_port`: where the Open Inference Protocol is served over gRPC, too, None for nowhere; `poll`: seconds between two looks
     at the files; `largest`: bytes of a body of tensors; `ready`: whether all models, or any of them, have to serve before the
     server is ready; `keys`: a file with a key in each line, one of which a request has to bring; `origins`: of pages of a browser
-    that may ask, `*` for all."""
+    that may ask, `*` for all; `adapter_root`: a folder below which are the adapters that clients may load, None where they may load
+    none."""
 
     host: str = "127.0.0.1"
     port: int = 8000
@@ -35,5 +36,6 @@ class Settings:
     certificate: Path | None = None
     private_key: Path | None = None
     origins: tuple[str, ...] = ()
+    adapter_root: Path | None = None
     log: Literal["text", "json"] = "text"
     options: Options = field(default_factory=Options)

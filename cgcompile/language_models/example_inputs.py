@@ -24,12 +24,14 @@ Behind hundreds of zeros rounding grows a hundredfold (SmolLM2: 5e-4 of the log-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExampleInputs:
-    """Makes inputs for a CausalLM of this configuration and of these `pages`, `slots` and `turns`."""
+    """Makes inputs for a CausalLM of this configuration and of these `pages`, `slots` and `turns`; of an AdaptedLM where there are
+    `adapters`."""
 
     config: PretrainedConfig
     pages: int
     slots: int
     turns: int
+    adapters: int = 0
 
     def entries(self) -> dict[str, Callable[..., tuple[object, ...]]]:
         """The methods of a CausalLM that are called, and what makes their inputs; without `generate` where `turns` is 0."""
@@ -50,10 +52,10 @@ class ExampleInputs:
 
     def generate(self, batch: int, blocks: int) -> tuple[object, ...]:
         """A token for each lane to go on from."""
-        ids, _, start, pages, slot, sampling = self._chunks(batch, 1, blocks)
+        ids, _, start, pages, *others = self._chunks(batch, 1, blocks)
         capacity = (pages > 0).sum(1) * PAGE
         limit = torch.minimum(capacity - start, torch.randint(1, min(self.turns, EXAMPLE_TURNS) + 1, (batch,))).clamp(min=0)
-        return ids, start, pages, slot, sampling, torch.full((batch, STOPS), -1), limit
+        return ids, start, pages, *others, torch.full((batch, STOPS), -1), limit
 
     def choose(self, batch: int) -> tuple[object, ...]:
         """A token for each lane, half of all allowed."""
@@ -64,10 +66,13 @@ class ExampleInputs:
         restriction = Restriction(mask=mask, token=token, bias=token.sin(), fresh=torch.arange(batch) % 2)
         return slot, torch.randint(0, 1 << 20, (batch,)), sampling_of(batch), restriction
 
-    def _chunks(self, batch: int, seq: int, blocks: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Sampling]:
-        """What `prefill` and `decode` take of every model."""
+    def _chunks(self, batch: int, seq: int, blocks: int) -> tuple[Tensor, Tensor, Tensor, Tensor, *tuple[object, ...]]:
+        """What `prefill` and `decode` take of every model: ids, count, start, pages, slot, the adapter where there are any, and
+        sampling."""
         vocabulary = self.config.get_text_config().vocab_size
-        return torch.randint(0, vocabulary, (batch, seq)), *self._lanes(batch, blocks, seq), sampling_of(batch)
+        ids, (count, start, pages, slot) = torch.randint(0, vocabulary, (batch, seq)), self._lanes(batch, blocks, seq)
+        adapter = [torch.randint(0, self.adapters + 1, (batch,))] if self.adapters else []
+        return ids, count, start, pages, slot, *adapter, sampling_of(batch)
 
     def _lanes(self, batch: int, blocks: int, seq: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """(count, start, pages, slot) of lanes that share no page, with tokens before and up to `seq` new ones.  Where pages or

@@ -8,6 +8,7 @@ import torch
 
 from ..model.quantization.stored_weights import Quantization
 from ..model.source import Recipe
+from .architectures.adapters import AdaptedLM, Alike, adapter_inputs
 from .causal_lm import CausalLM
 from .comparison.probe import takes_paged
 from .comparison.texts import PAGES, SLOTS, TURNS, compare_small, compare_weights
@@ -20,20 +21,27 @@ from .settings import Settings, settings_for
 
 def language_model(
     folder: str, *, context: int | None, lanes: Sequence[int] | str, dtype: str | None, gpu: int | None, recorded: bool,
-    weights: str | None = None, chunk: Sequence[int] | str = (),
+    weights: str | None = None, chunk: Sequence[int] | str = (), adapters: int = 0, adapter_rank: int | None = None,
 ) -> tuple[Recipe, Settings]:  # fmt: skip
-    """`weights`: int8, None for those of the folder.
+    """`weights`: int8, None for those of the folder.  `adapters`: how many LoRA adapters a loaded bundle holds, of a rank of up to
+    `adapter_rank`.
 
     `gpu`, `recorded` and what is raised: see `settings_for`.  Making the model raises folder-invalid, language-model-refused.
     """
     read = read_folder(folder)
     config = folder_configuration(folder)
-    settings = settings_for(read, context, lanes, dtype, gpu, recorded=recorded, chunk=chunk, pieces=takes_paged(config))
-    examples = ExampleInputs(config=config, pages=settings.pages, slots=settings.slots, turns=settings.turns)
-    recipe = Recipe(
-        name=read.name, label=folder, code=CausalLM.__module__, model=ComparedModel(folder, settings, weights),
-        entries=examples.entries(), state=settings.state,
+    settings = settings_for(
+        read, context, lanes, dtype, gpu, recorded=recorded, chunk=chunk, pieces=takes_paged(config), adapters=adapters,
+        adapter_rank=adapter_rank,
     )  # fmt: skip
+    model = ComparedModel(folder, settings, weights)
+    entries = ExampleInputs(
+        config=config, pages=settings.pages, slots=settings.slots, turns=settings.turns, adapters=settings.adapters
+    ).entries()
+    code = CausalLM.__module__
+    if settings.adapters:
+        code, entries = AdaptedLM.__module__, entries | {"load_adapter": model.adapter_inputs}
+    recipe = Recipe(name=read.name, label=folder, code=code, model=model, entries=entries, state=settings.state)
     return recipe, settings
 
 
@@ -44,6 +52,7 @@ class ComparedModel:
     def __init__(self, folder: str, settings: Settings, weights: str | None) -> None:
         self._folder, self._settings, self._weights, self._compared = folder, settings, weights, False
         self._quantization: Quantization | None = None
+        self._alike: list[Alike] = []
 
     def __call__(self) -> CausalLM:
         """Raises language-model-refused unless the model gives transformers' text, folder-invalid as `folder_network`."""
@@ -59,9 +68,19 @@ class ComparedModel:
                 network, self._quantization = quantized(network)
             else:
                 network = int8_network(network)
-        model = CausalLM(network, settings.pages, settings.slots, settings.turns).eval()
+        sizes = settings.pages, settings.slots, settings.turns
+        model: CausalLM
+        if settings.adapters:
+            model = AdaptedLM(network, *sizes, settings.adapters, settings.rank)
+            self._alike = model.alike
+        else:
+            model = CausalLM(network, *sizes)
         model.quantization = self._quantization
-        return model
+        return model.eval()
+
+    def adapter_inputs(self) -> tuple[object, ...]:
+        """Example inputs of `load_adapter`, once the model is there."""
+        return adapter_inputs(self._alike, self._settings.adapters, self._settings.rank)
 
 
 def small(network: torch.nn.Module) -> CausalLM:

@@ -28,6 +28,9 @@ CHUNKS_GPU, CHUNKS_CPU = (128, 512), (64,)
 PIECE = 64
 """Tokens of a prompt in a lane of such a call, as many as a program of kernels/prefill.py takes.  Several prompts share a call."""
 
+RANK, LARGEST_RANK = 16, 512
+"""Of adapters: the largest rank that a bank takes unless the user says more, and the most that may be said."""
+
 OF_A_LANE = 2
 """Pages that each lane has at least where the build runs the model; one text of full length fits besides."""
 
@@ -48,7 +51,8 @@ UNKNOWN_GPU = 32 << 30
 class Settings:
     """`context`: tokens of the longest text; `lanes`: texts in one call; `chunks`: tokens of prompts that a call reads, in lanes of
     `piece`, 0 for one lane; `turns`: of `generate`, 0 for none; `pages` and `slots` as CausalLM takes them, the fewest that a load
-    may ask for; `most_pages`: as many as all lanes fill; `page_bytes`: what a page takes, about."""
+    may ask for; `most_pages`: as many as all lanes fill; `page_bytes`: what a page takes, about; `adapters` of up to `rank`: how
+    many a bank holds, 0 for no bank."""
 
     context: int
     lanes: tuple[int, ...]
@@ -60,6 +64,8 @@ class Settings:
     slots: int
     most_pages: int
     page_bytes: int
+    adapters: int
+    rank: int
 
     @property
     def state(self) -> dict[str, tuple[str, int]]:
@@ -78,12 +84,14 @@ class Settings:
             reads = {"batch": [chunk // self.piece for chunk in self.chunks], "seq": [self.piece]}
         made = {"prefill": reads | {"blocks": blocks}, "decode": steps, "choose": {"batch": list(self.lanes)}}
         looped = [number for number in self.lanes if number <= LOOPED]
-        return made | ({"generate": steps | {"batch": looped}} if self.turns else {})
+        made |= {"generate": steps | {"batch": looped}} if self.turns else {}
+        return made | ({"load_adapter": {}} if self.adapters else {})
 
 
 def check_settings(
-    folder: ModelFolder, context: int | None, lanes: Sequence[int] | str, dtype: str | None, chunk: Sequence[int] | str = ()
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    folder: ModelFolder, context: int | None, lanes: Sequence[int] | str, dtype: str | None, chunk: Sequence[int] | str = (),
+    adapters: int = 0, adapter_rank: int | None = None,
+) -> tuple[tuple[int, ...], tuple[int, ...]]:  # fmt: skip
     """The lanes and the chunks as numbers, none where the user gives none.  Raises option-invalid."""
     if dtype is not None and dtype not in DTYPES:
         raise BuildError("option-invalid", f"dtype {dtype!r}: expected one of {', '.join(DTYPES)}")
@@ -98,6 +106,13 @@ def check_settings(
     if any(number < PIECE or number % PIECE for number in chunks) or len(set(chunks)) < len(chunks):
         what = f"chunk {chunk!r}: expected distinct multiples of {PIECE} tokens"
         raise BuildError("option-invalid", what, "for example --chunk 128,512,2048")
+    if adapters < 0:
+        raise BuildError("option-invalid", f"adapters {adapters}: expected 1 or more, or 0 for none")
+    if adapter_rank is not None and not adapters:
+        what = "adapter_rank is the largest rank of adapters, and the bundle is to have none"
+        raise BuildError("option-invalid", what, "give --adapters, too: how many there may be")
+    if adapter_rank is not None and not 1 <= adapter_rank <= LARGEST_RANK:
+        raise BuildError("option-invalid", f"adapter_rank {adapter_rank}: expected 1 to {LARGEST_RANK}")
     return tuple(sorted(numbers)), tuple(sorted(chunks))
 
 
@@ -111,18 +126,20 @@ def numbers_of(text: Sequence[int] | str) -> tuple[int, ...]:
 
 def settings_for(
     folder: ModelFolder, context: int | None, lanes: Sequence[int] | str, dtype: str | None, gpu: int | None, *,
-    recorded: bool = False, chunk: Sequence[int] | str = (), pieces: bool = False,
+    recorded: bool = False, chunk: Sequence[int] | str = (), pieces: bool = False, adapters: int = 0,
+    adapter_rank: int | None = None,
 ) -> Settings:  # fmt: skip
     """`pieces`: whether a prefill call may have several lanes of one text.  `gpu`: the bytes that the GPU has, 0 where it is not
     here and nobody knows, None for a processor.  `recorded`: the model is captured on that GPU, which has to hold the cache several
     times meanwhile.  Raises option-invalid."""
-    numbers, chunks = check_settings(folder, context, lanes, dtype, chunk)
+    numbers, chunks = check_settings(folder, context, lanes, dtype, chunk, adapters, adapter_rank)
+    rank = (adapter_rank or RANK) if adapters else 0
     numbers = numbers or (LANES_CPU if gpu is None else LANES_GPU)
     wanted = context or min(longest_text(folder), LONGEST_CPU if gpu is None else LONGEST_GPU)
     blocks = max(1, wanted // PAGE)
     kind = dtype or ("float32" if gpu is None else configured_dtype(folder))
     page = PAGE * token_bytes(folder) * DTYPES[kind]
-    room = cache_room(gpu, folder.weights * DTYPES[kind], recorded)
+    room = cache_room(gpu, (folder.weights + adapters * adapter_numbers(folder, rank)) * DTYPES[kind], recorded)
     pages = max(blocks, min(blocks, OF_A_LANE) * numbers[-1])
     if pages > room // page:
         need, has = -(-pages * page >> 20), max(0, room >> 20)
@@ -134,7 +151,7 @@ def settings_for(
     turns = 0 if gpu is None or numbers[0] > LOOPED else TURNS_GPU
     return Settings(
         context=blocks * PAGE, lanes=numbers, dtype=kind, chunks=chunks, piece=piece, turns=turns, pages=pages + 1,
-        slots=numbers[-1] + 1, most_pages=numbers[-1] * blocks + 1, page_bytes=page,
+        slots=numbers[-1] + 1, most_pages=numbers[-1] * blocks + 1, page_bytes=page, adapters=adapters, rank=rank,
     )  # fmt: skip
 
 
@@ -153,19 +170,32 @@ def configured_dtype(folder: ModelFolder) -> str:
     return "bfloat16"
 
 
+def number_in(folder: ModelFolder, *names: str, other: int) -> int:
+    """A positive number of the configuration, by the first of `names` that it has."""
+    return next((value for name in names if type(value := folder.text.get(name)) is int and value > 0), other)
+
+
+def layers_and_width(folder: ModelFolder) -> tuple[int, int]:
+    """How many layers the decoder has, and how many numbers a token has between them."""
+    layers = number_in(folder, "num_hidden_layers", "n_layer", "n_layers", "num_layers", other=32)
+    return layers, number_in(folder, "hidden_size", "n_embd", "d_model", other=4096)
+
+
 def token_bytes(folder: ModelFolder) -> int:
     """About how many numbers a token has in the cache of all layers: a little more where key heads are not named."""
-
-    def number(*names: str, other: int) -> int:
-        return next((value for name in names if type(value := folder.text.get(name)) is int and value > 0), other)
-
-    layers = number("num_hidden_layers", "n_layer", "n_layers", "num_layers", other=32)
-    width = number("hidden_size", "n_embd", "d_model", other=4096)
-    heads = number("num_attention_heads", "n_head", "n_heads", other=32)
-    key_heads = number("num_key_value_heads", "num_kv_heads", other=heads)
-    dim = number("head_dim", "v_head_dim", other=-(-width // heads))
-    dim = max(dim, number("qk_nope_head_dim", other=0) + number("qk_rope_head_dim", other=0))
+    layers, width = layers_and_width(folder)
+    heads = number_in(folder, "num_attention_heads", "n_head", "n_heads", other=32)
+    key_heads = number_in(folder, "num_key_value_heads", "num_kv_heads", other=heads)
+    dim = number_in(folder, "head_dim", "v_head_dim", other=-(-width // heads))
+    dim = max(dim, number_in(folder, "qk_nope_head_dim", other=0) + number_in(folder, "qk_rope_head_dim", other=0))
     return 2 * layers * key_heads * dim
+
+
+def adapter_numbers(folder: ModelFolder, rank: int) -> int:
+    """About how many numbers an adapter of a rank has, of four projections of attention and three of the MLP."""
+    layers, width = layers_and_width(folder)
+    inner = number_in(folder, "intermediate_size", "n_inner", "ffn_dim", other=4 * width)
+    return layers * rank * (4 * 2 * width + 3 * (width + inner))
 
 
 def cache_room(gpu: int | None, weights: int, recorded: bool) -> int:

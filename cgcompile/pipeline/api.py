@@ -102,6 +102,8 @@ def build(
     chunk: Sequence[int] | str = (),
     dtype: str | None = None,
     weights: str | None = None,
+    adapters: int = 0,
+    adapter_rank: int | None = None,
     progress: Progress = None,
 ) -> Built:
     """Builds a bundle and publishes it at `out` (default: the model's name + `.cgb` in the current folder).
@@ -154,6 +156,8 @@ def build(
       only keys and values.  Default: 128 and 512, on a CPU 64.
     - `dtype`: bfloat16, float16 or float32.  Default: that of config.json, on a CPU float32.
     - `weights`: "int8" stores weights in 8 bits with a scale for every row, for a CPU.  Calls compute in float32.
+    - `adapters`: how many LoRA adapters a loaded bundle holds; each text of a call names its own.  Default: none.
+      `adapter_rank`: their largest rank.  Default: 16.
 
     `progress`: a function of an `Event`, "bar" (on stderr), "silent", or None: shown where stderr is a terminal or a notebook.
 
@@ -172,7 +176,10 @@ def build(
             train=train, fallback_ops=tuple(fallback_ops), standalone=standalone, force=force, max_keys=max_keys,
             max_paths=max_paths, donations=donations, state=dict(state), world=world, split=split,
             progress=tell,
-            language=LanguageOptions(context=context, lanes=lanes, chunk=chunk, dtype=dtype, weights=weights),
+            language=LanguageOptions(
+                context=context, lanes=lanes, chunk=chunk, dtype=dtype, weights=weights, adapters=adapters,
+                adapter_rank=adapter_rank,
+            ),
         )  # fmt: skip
         check_build(model, inputs, options)
         if is_folder(model):
@@ -221,6 +228,8 @@ def check(
     chunk: Sequence[int] | str = (),
     dtype: str | None = None,
     weights: str | None = None,
+    adapters: int = 0,
+    adapter_rank: int | None = None,
     progress: Progress = None,
 ) -> Report:
     """Every obstacle between a model and a bundle, and the regions that a build would make.  Nothing is built, no GPU is needed.
@@ -229,12 +238,14 @@ def check(
     `build`, auto too; cuda is checked without a GPU as well.
 
     `strict`: findings that put operations on the host refuse.  `fallback_ops`: operators that are kept on
-    the host, e.g. "mylib::op".  `train`, `max_paths`, `context`, `lanes`, `chunk`, `dtype`, `weights` and `progress` as for
-    `build`: what takes long is torch's import.
+    the host, e.g. "mylib::op".  `train`, `max_paths`, `context`, `lanes`, `chunk`, `dtype`, `weights`, `adapters`,
+    `adapter_rank` and `progress` as for `build`: what takes long is torch's import.
 
     Raises a BuildError where the model cannot even be exported for another reason than a rule's, and for wrong arguments.
     """
-    language = LanguageOptions(context=context, lanes=lanes, chunk=chunk, dtype=dtype, weights=weights)
+    language = LanguageOptions(
+        context=context, lanes=lanes, chunk=chunk, dtype=dtype, weights=weights, adapters=adapters, adapter_rank=adapter_rank
+    )
     with ExitStack() as stack:
         tell = stack.enter_context(watcher(progress))
         if is_gguf(model):

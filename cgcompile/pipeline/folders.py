@@ -82,7 +82,7 @@ def check_folder_options(model: Any, options: LanguageOptions, others: dict[str,
     extra-missing, and folder-invalid for what the folder's files say by themselves."""
     if not is_folder(model):
         named = {"--context": options.context, "--lanes": options.lanes, "--dtype": options.dtype, "--weights": options.weights}
-        named |= {"--chunk": options.chunk}
+        named |= {"--chunk": options.chunk, "--adapters": options.adapters, "--adapter-rank": options.adapter_rank}
         for name, value in named.items():
             if value:
                 what = f"{name} is for the folder of a language model, and this model is none"
@@ -100,7 +100,10 @@ def check_folder_options(model: Any, options: LanguageOptions, others: dict[str,
     from ..language_models.folder import read_folder  # late: other models need nothing of it
     from ..language_models.settings import check_settings
 
-    check_settings(read_folder(os.fspath(model)), options.context, options.lanes, options.dtype, options.chunk)
+    check_settings(
+        read_folder(os.fspath(model)), options.context, options.lanes, options.dtype, options.chunk, options.adapters,
+        options.adapter_rank,
+    )  # fmt: skip
 
 
 def folder_model(model: Any, language: LanguageOptions, target: str, record: str, stages: Stages) -> tuple[Any, Any]:
@@ -111,12 +114,14 @@ def folder_model(model: Any, language: LanguageOptions, target: str, record: str
 
         recipe, settings = language_model(
             os.fspath(model), context=language.context, lanes=language.lanes, dtype=language.dtype, gpu=gpu_memory(target, record),
-            recorded=record != "cross-compile", weights=language.weights, chunk=language.chunk,
+            recorded=record != "cross-compile", weights=language.weights, chunk=language.chunk, adapters=language.adapters,
+            adapter_rank=language.adapter_rank,
         )  # fmt: skip
         lanes = ", ".join(map(str, settings.lanes))
         cache = f"a load takes {settings.pages} to {settings.most_pages} pages of cache ({size(settings.page_bytes)} each)"
         stored = f", weights {language.weights}" if language.weights else ""
-        tell.result(f"{settings.dtype}{stored}, texts of up to {settings.context} tokens, {lanes} lanes; {cache}")
+        bank = f", {settings.adapters} adapters of rank {settings.rank}" if settings.adapters else ""
+        tell.result(f"{settings.dtype}{stored}, texts of up to {settings.context} tokens, {lanes} lanes{bank}; {cache}")
     return recipe, settings.sizes
 
 

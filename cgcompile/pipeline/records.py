@@ -22,14 +22,16 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LanguageOptions:
     """What `build` and `check` take for the folder of a language model: tokens of the longest text, how many texts share a call,
-    how many tokens of prompts one reads, the dtype of weights and cache, and int8 for weights of 8 bits; None and () where the user
-    leaves them open."""
+    how many tokens of prompts one reads, the dtype of weights and cache, int8 for weights of 8 bits, how many LoRA adapters there
+    may be, and their largest rank; None, 0 and () where the user leaves them open."""
 
     context: int | None = None
     lanes: Sequence[int] | str = ()
     dtype: str | None = None
     weights: str | None = None
     chunk: Sequence[int] | str = ()
+    adapters: int = 0
+    adapter_rank: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

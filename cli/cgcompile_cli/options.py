@@ -102,6 +102,16 @@ Dtype = Annotated[
     typer.Option("--dtype", metavar="DTYPE", help="Of a folder: bfloat16, float16 or float32. Default: its own; CPU: float32."),
 ]
 
+Adapters = Annotated[
+    int | None,
+    typer.Option("--adapters", min=1, metavar="N", help="Of a folder: how many LoRA adapters it can hold. Default: none."),
+]
+
+AdapterRank = Annotated[
+    int | None,
+    typer.Option("--adapter-rank", min=1, metavar="N", help="With --adapters: their largest rank. Default: 16."),
+]
+
 Threads = Annotated[
     int | None,
     typer.Option("--threads", min=1, metavar="N", help="Threads of a call on the CPU. Default: OpenMP's own number."),

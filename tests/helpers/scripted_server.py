@@ -32,6 +32,7 @@ class Scripted:
 
         sizes = {"page": 4, "pages": PAGES + 1, "slots": 9, "blocks": 30, "chunk": 16, "lanes": 6, "loop_lanes": 4, "turns": 4}
         self.limits = Limits(**sizes, readers=(2, 4), several=True, shared=True, vocabulary=258)
+        self.bank = None
         self.made, self.token, self.ids = Made, Token, byte_tokenizer().encode(SCRIPT).ids
         self.gate, self.fails = threading.Event(), 1000
         self.gate.set()

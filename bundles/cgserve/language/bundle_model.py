@@ -9,10 +9,12 @@ from typing import Any, NamedTuple
 
 import cgbundle
 from cgbundle.call.entry import Entry
+from cgbundle.tensors.tensor import from_bytes
 
 from ..scheduling.requests import Call, Limits, Made, Step, Token
+from .adapters import ENTRY, AdapterError, AdapterWeights, bank_of
 from .chooser import Chooser, Following, tokens_of
-from .lane_tables import LaneTables
+from .lane_tables import Column, LaneTables
 
 
 class Cache(NamedTuple):
@@ -42,7 +44,8 @@ def cache_of(manifest: Any) -> Cache:
 
 
 class BundleModel:
-    """A loaded bundle.  `limits` say what it was built for; `vocabulary` how many tokens there are."""
+    """A loaded bundle.  `limits` say what it was built for; `vocabulary` how many tokens there are; `bank` which adapters it can
+    hold, None for none."""
 
     def __init__(self, program: cgbundle.Program, turns: int) -> None:
         """`turns`: tokens that a call may make for each request in a loop on the device, at most as many as were built; 1 makes
@@ -50,6 +53,7 @@ class BundleModel:
         self._entries = program.entries
         cache = cache_of(program.manifest)
         self.vocabulary = cache.vocabulary
+        self.bank = bank_of(program.manifest)
         self._takes_length = any(spec.name == "length" for spec in self._entries["prefill"].inputs)
         self._tables: dict[tuple[str, int, int, int], list[LaneTables]] = {}
         self._sizes = {name: [sizes_of(entry, key) for key in entry.int_keys] for name, entry in self._entries.items()}
@@ -96,7 +100,7 @@ class BundleModel:
             ids, tokens = tables.ids.numbers, before.tokens
             for row, place in behind:
                 ids[row] = tokens[place]
-        columns = [tables.ids, tables.count, tables.start, tables.pages, tables.slot]
+        columns = [tables.ids, tables.count, tables.start, tables.pages, *self._of_lanes(tables)]
         lengths = [tables.length.tensor] if step.entry == "prefill" and self._takes_length else []
         deferred = [row for row, lane in enumerate(step.lanes) if lane.rules is not None]
         following = self._follow(step, tables, deferred) if deferred else None
@@ -110,6 +114,17 @@ class BundleModel:
             whole[row] = token
         return Made([token.id for token in whole], lambda: with_reread([[token] for token in whole], made))
 
+    def _of_lanes(self, tables: LaneTables) -> list[Column]:
+        return [tables.slot] if self.bank is None else [tables.slot, tables.adapter]
+
+    def load_adapter(self, place: int, adapter: AdapterWeights) -> None:
+        """Puts an adapter into the bank, from the next call on.  Raises AdapterError for numbers that are not finite, which leave
+        zeros at that place, and CgbundleError."""
+        where, scale = array("q", [place]), array("f", [adapter.scale])
+        made = self._entries[ENTRY](from_bytes(where, "int64", (1,)), from_bytes(scale, "float32", (1,)), dict(adapter.factors))
+        if not made["finite"].tolist():
+            raise AdapterError("the adapter has numbers that are not finite, or too large for the dtype of the bundle")
+
     def _follow(self, step: Step, tables: LaneTables, deferred: Sequence[int]) -> Following:
         """Begins with the masks of lanes that have rules."""
         assert self._chooser is not None
@@ -118,7 +133,7 @@ class BundleModel:
         return self._chooser.follow(lanes, last, fresh=step.entry == "prefill")
 
     def _loop(self, step: Step, tables: LaneTables, _behind: Sequence[tuple[int, int]], _before: Made | None) -> Made:
-        columns = [tables.ids, tables.start, tables.pages, tables.slot]
+        columns = [tables.ids, tables.start, tables.pages, *self._of_lanes(tables)]
         others = tables.fields, tables.stop.tensor, tables.most.tensor
         made = self._entries["generate"](*[column.tensor for column in columns], *others)
         tokens, logprobs, counts = [made[name].tolist()[: len(step.lanes)] for name in ("tokens", "logprobs", "count")]

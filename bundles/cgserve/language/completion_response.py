@@ -167,4 +167,4 @@ class Completion(Response):
     def _head(self, asked: Asked) -> dict[str, Any]:
         kind = ("chat.completion.chunk" if asked.stream else "chat.completion") if asked.chat else "text_completion"
         name = f"{'chatcmpl' if asked.chat else 'cmpl'}-{uuid.uuid4().hex}"
-        return {"id": name, "object": kind, "created": int(time.time()), "model": self._served.name}
+        return {"id": name, "object": kind, "created": int(time.time()), "model": asked.model or self._served.name}

@@ -8,6 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -18,15 +19,20 @@ from cgbundle import CgbundleError
 
 from ..scheduling.requests import Call, Limits, Made, Progress, Request, Step, check
 from ..scheduling.scheduler import Scheduler
+from .adapters import AdapterWeights, Bank
 
 
 class Model(Protocol):
     """What the engine calls: `bundle_model.BundleModel`, or a test's own."""
 
     limits: Limits
+    bank: Bank | None
 
     def prepare(self, step: Step) -> Call:
         """A call for a step, which gives what is made for every lane.  Calling raises CgbundleError."""
+
+    def load_adapter(self, place: int, adapter: AdapterWeights) -> None:
+        """Puts an adapter into the bank.  Raises AdapterError, CgbundleError."""
 
 
 class Busy(Exception):
@@ -119,11 +125,12 @@ class Engine:
         self._model, self._watch = model, watch
         self._scheduler = Scheduler(model.limits)
         self._inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._calls: SimpleQueue[tuple[Call, bool] | None] = SimpleQueue()
+        self._calls: SimpleQueue[tuple[Call, bool] | Callable[[], None] | None] = SimpleQueue()
         self._outcomes: SimpleQueue[tuple[Outcome, float]] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)  # a second signal ends all at once
         self._numbers = itertools.count()
         self._streams: dict[object, tuple[int, Queue]] = {}  # by key: the request's index in its block, and the block's queue
+        self._places: dict[object, int] = {}  # by key: where in the bank the request's adapter is
         self._ended, self._pace = 0.0, 1.0  # when a request ended last, and the seconds between two ends, about
         self.alive = self._draining = False
         self._empty = asyncio.Event()
@@ -171,12 +178,34 @@ class Engine:
         keys = [next(self._numbers) for _ in requests]
         try:
             for index, (key, request) in enumerate(zip(keys, requests, strict=True)):
-                self._streams[key] = index, queue
+                self._streams[key], self._places[key] = (index, queue), request.adapter.place
                 self._inbox.put(partial(self._scheduler.add, key, request))
             yield Stream(queue, [partial(self._forget, key) for key in keys])
         finally:
             for key in keys:
                 self._forget(key)
+
+    @property
+    def adapters(self) -> set[int]:
+        """The places of the bank that open requests use."""
+        return set(self._places.values())
+
+    async def load_adapter(self, place: int, adapter: AdapterWeights) -> None:
+        """Puts an adapter into the bank of the model, between two calls.  Raises AdapterError, CgbundleError, ModelFailed."""
+        if not self.alive:
+            raise ModelFailed("the engine has ended")
+        done: Future[None] = Future()
+
+        def work() -> None:
+            try:
+                self._model.load_adapter(place, adapter)
+            except BaseException as error:  # noqa: BLE001  who waits raises it
+                done.set_exception(error)
+            else:
+                done.set_result(None)
+
+        self._calls.put(work)
+        await asyncio.wrap_future(done)
 
     async def drain(self) -> None:
         """Takes no more requests, and waits until those that are open have ended."""
@@ -186,6 +215,7 @@ class Engine:
             await self._empty.wait()
 
     def _forget(self, key: int) -> None:
+        self._places.pop(key, None)
         if self._streams.pop(key, None) is not None:
             self._inbox.put(partial(self._scheduler.cancel, key))
         if not self._streams:
@@ -264,6 +294,9 @@ class Engine:
         """One call after the other, each as soon as the one before it has ended."""
         made: Outcome = None
         while (asked := self._calls.get()) is not None:
+            if not isinstance(asked, tuple):
+                asked()
+                continue
             call, chained = asked
             before, began = made if isinstance(made, Made) else None, time.perf_counter()
             try:

@@ -9,6 +9,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from cgbundle import CgbundleError
 
 from ..scheduling.requests import Request
+from .adapters import AdapterWeights
 from .engine import Engine, Model, State, Stream, Watch
 
 
@@ -21,7 +22,7 @@ class Engines:
 
     def __init__(self, models: Sequence[Model], limit: int, watch: Watch) -> None:
         """`models`: of one bundle, at least one."""
-        self.limits, self.limit = models[0].limits, limit
+        self.limits, self.limit, self.bank = models[0].limits, limit, models[0].bank
         self._each = [Engine(model, limit, watch) for model in models]
 
     @property
@@ -44,6 +45,15 @@ class Engines:
     def last_error(self) -> CgbundleError | None:
         """Of a call that failed last on one of the devices."""
         return next((engine.last_error for engine in self._each if engine.last_error is not None), None)
+
+    @property
+    def adapters(self) -> set[int]:
+        """The places of the bank that open requests use."""
+        return set().union(*[engine.adapters for engine in self._each])
+
+    async def load_adapter(self, place: int, adapter: AdapterWeights) -> None:
+        """Puts an adapter into the bank of every copy.  Raises as `Engine.load_adapter`."""
+        await asyncio.gather(*[engine.load_adapter(place, adapter) for engine in self._each])
 
     async def drain(self) -> None:
         """Takes no more requests, and waits until those that are open have ended."""

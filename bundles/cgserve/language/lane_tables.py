@@ -38,7 +38,7 @@ class LaneTables:
     def __init__(self, batch: int, seq: int, blocks: int) -> None:
         self.batch, self.seq, self.blocks = batch, seq, blocks
         self.ids, self.pages = Column("int64", batch, (seq,)), Column("int64", batch, (blocks,))
-        self.count, self.start, self.slot, self.most, self.length = [Column("int64", batch) for _ in range(5)]
+        self.count, self.start, self.slot, self.most, self.length, self.adapter = [Column("int64", batch) for _ in range(6)]
         self.stop = Column("int64", batch, (STOPS,), -1)
         self.sampling = sampling_columns(batch)
         self.fields = tuple([column.tensor for column in self.sampling.values()])
@@ -76,7 +76,7 @@ class LaneTables:
         rest = max(0, self._written[row] - len(pages))
         self.pages.numbers[at : at + len(pages) + rest] = pages + array("q", [0]) * rest
         self._texts[row], self._written[row] = lane.pages, len(pages)
-        self.slot.numbers[row], self.count.numbers[row] = lane.slot, len(lane.ids)
+        self.slot.numbers[row], self.count.numbers[row], self.adapter.numbers[row] = lane.slot, len(lane.ids), lane.adapter
         self._deferred[row] = lane.rules is not None
         write_sampling(self.sampling, row, DEFERRED if self._deferred[row] else lane.sampling)
         self.stop.numbers[row * STOPS : (row + 1) * STOPS] = array("q", [*lane.stop, *[-1] * (STOPS - len(lane.stop))])

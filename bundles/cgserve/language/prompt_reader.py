@@ -36,7 +36,8 @@ class PromptReader:
 
         while True:
             served, asked, requests = await self.run(work)
-            if self.choose(asked.model) is served:  # a switch of versions comes before this, or after the requests are open
+            same = self.choose(asked.model) is served and served.adapter_of(asked.model) == requests[0].adapter
+            if same:  # a switch of versions or adapters comes before this, or after the requests are open
                 return served, asked, requests
 
     async def run(self, work: Callable[[], Any]) -> Any:

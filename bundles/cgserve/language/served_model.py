@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ..restrictions.grammars import GrammarMatcher, Grammars, MissingEngine
 from ..restrictions.rules import TokenRules
 from ..restrictions.tools import TAGS, CallReader, Toolbox, answer_grammar, told_messages
-from ..scheduling.requests import STOPS, Request, Sampling
+from ..scheduling.requests import NO_ADAPTER, STOPS, Adapter, Request, Sampling
+from .adapters import AdapterError, read_adapter
 from .answer import Answer
 from .completions import Asked, Refusal, messages_of, of_kind
 from .engine import Model
@@ -21,8 +26,18 @@ USUAL, SLACK = 4, 64
 """Characters that a token usually has, and how many tokens more the beginning of a text may have by itself."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServedAdapter:
+    """An adapter that clients know by a name: the folder that it was read from, when, in seconds, and where it is."""
+
+    folder: Path
+    created: int
+    adapter: Adapter
+
+
 class ServedModel:
-    """Copies of a model under one name.  `context` is the longest text in tokens, `metrics` what is counted of all of them."""
+    """Copies of a model under one name.  `context` is the longest text in tokens, `metrics` what is counted of all of them,
+    `adapters` those that may be asked for, by the names that stand for the model with each."""
 
     def __init__(
         self, models: Sequence[Model], language: Language, name: str, limit: int, metrics: LanguageMetrics, seconds: float
@@ -35,13 +50,52 @@ class ServedModel:
         self.characters = self.context * language.longest
         self._created = int(time.time())
         self._grammars: Grammars | None = None
+        self.adapters: Mapping[str, ServedAdapter] = {}  # another one after every change: a thread may be reading it
+        self._numbers, self._loading = itertools.count(1), asyncio.Lock()
 
-    def about(self) -> dict[str, Any]:
-        """As OpenAI's clients read it."""
-        return {"id": self.name, "object": "model", "created": self._created, "owned_by": "cgbundle", "max_model_len": self.context}
+    def about(self, name: str) -> dict[str, Any]:
+        """The model, or the model with an adapter, under its name, as OpenAI's clients read it."""
+        adapter = self.adapters.get(name)
+        created = self._created if adapter is None else adapter.created
+        parent = {} if adapter is None else {"parent": self.name}
+        told = {"id": name, "object": "model", "created": created, "owned_by": "cgbundle", "max_model_len": self.context}
+        return told | parent
+
+    def adapter_of(self, name: str | None) -> Adapter:
+        """What requests with this name are served with."""
+        found = self.adapters.get(name or "")
+        return NO_ADAPTER if found is None else found.adapter
+
+    async def load_adapter(self, name: str, folder: Path) -> None:
+        """Reads an adapter and serves the model with it under `name`.  Raises AdapterError, CgbundleError, ModelFailed."""
+        async with self._loading:
+            bank = self.engine.bank
+            if bank is None:
+                raise AdapterError("the bundle has no bank of adapters: build it with cgcompile build FOLDER --adapters N")
+            if not name or name == self.name or name in self.adapters:
+                raise AdapterError(f"adapter {name!r}: the name is taken" if name else "an adapter needs a name")
+            used = {each.adapter.place for each in self.adapters.values()} | self.engine.adapters
+            place = next((place for place in range(1, bank.count + 1) if place not in used), 0)
+            if not place:
+                raise AdapterError(f"adapter {name!r}: the bundle holds {bank.count} at a time (cgcompile build --adapters N)")
+            read = await asyncio.to_thread(read_adapter, folder, bank)
+            try:
+                await self.engine.load_adapter(place, read)
+            except AdapterError as error:
+                raise AdapterError(f"{folder}: {error}") from None
+            adapter = Adapter(place, next(self._numbers))
+            served = ServedAdapter(folder=folder, created=int(time.time()), adapter=adapter)
+            self.adapters = {**self.adapters, name: served}
+
+    def unload_adapter(self, name: str) -> bool:
+        """Takes a name away, and gives whether it was there.  Open requests end as they would; its place is free behind them."""
+        there = name in self.adapters
+        self.adapters = {each: served for each, served in self.adapters.items() if each != name}
+        return there
 
     def requests_of(self, asked: Asked) -> list[Request]:
         """A request for each choice of each prompt.  Raises Refusal."""
+        adapter = self.adapter_of(asked.model)
         matcher = self._matcher(asked)
         stop = (() if asked.ignore_end and matcher is None else self.language.stop) + asked.stop_tokens
         if len(stop) > STOPS:
@@ -67,12 +121,12 @@ class ServedModel:
             for index in range(asked.choices):
                 told: dict[str, Any] = {**self.language.sampling, **asked.sampling, "alternatives": asked.alternatives or 0}
                 sampling = Sampling(**(told | {"seed": told["seed"] + index}))
-                found.append(self._request(asked, prompt, most, stop, sampling, matcher))
+                found.append(self._request(asked, prompt, most, stop, sampling, matcher, adapter))
         return found
 
     def _request(
         self, asked: Asked, prompt: tuple[int, ...], most: int, stop: tuple[int, ...], sampling: Sampling,
-        matcher: GrammarMatcher | None,
+        matcher: GrammarMatcher | None, adapter: Adapter,
     ) -> Request:  # fmt: skip
         """A request, with rules where it needs any.  Of a prompt that is scored the first token is read, the others are made."""
         forced = prompt[1:] if asked.scored else ()
@@ -83,7 +137,9 @@ class ServedModel:
             own = None if matcher is None else matcher.copy()
             rules = TokenRules(self.engine.limits.vocabulary, len(read), asked.wishes, stop, own, forced)
         count = most + len(forced)
-        return Request(prompt=read, most=count, stop=stop, sampling=sampling, rules=rules, forced=len(forced))
+        return Request(
+            prompt=read, most=count, stop=stop, sampling=sampling, rules=rules, forced=len(forced), adapter=adapter
+        )  # fmt: skip
 
     def answer(self, asked: Asked, request: Request) -> Answer:
         """What makes text of the tokens of a request."""

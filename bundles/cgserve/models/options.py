@@ -44,7 +44,7 @@ class Options:
     one may take, of a language model until its first token.  `devices`: the GPUs that have a copy of every model each; () is the
     first GPU, or the CPU for a bundle that is for one.  `threads`: of a call on the CPU.  `turns`: tokens that one call of a
     language model may make for each request.  `tokenizer`: a folder for bundles that have none beside them.  `memory`: what all may
-    take."""
+    take.  `adapters`: names and folders of LoRA adapters of a language model."""
 
     wait: float = 2.0
     limit: int = 1024
@@ -53,6 +53,7 @@ class Options:
     threads: int | None = None
     turns: int = 8
     tokenizer: Path | None = None
+    adapters: tuple[tuple[str, Path], ...] = ()
     memory: MemoryBudget = field(default_factory=MemoryBudget)
 
 

@@ -76,6 +76,9 @@ class Version:
         first: nothing answers before it, so its self-test is short (see `first_keys`), and left out for a language model.  Raises
         Refused."""
         self._options, self._first = options, before is None
+        self._adapters = dict(options.adapters)
+        if before is not None and before.language is not None:  # some may have come or gone since
+            self._adapters = {name: each.folder for name, each in before.language.adapters.items()}
         self._words = before.words if before is not None else None
         copies = max(1, len(options.devices))
         self._thread = ThreadPoolExecutor(copies, f"version-{self.number}")
@@ -99,6 +102,10 @@ class Version:
             models = [BundleModel(own, options.turns) for own in each]
             self.language = ServedModel(models, language, self.model, options.limit, watch.language(self.model), options.seconds)
             await self._cleanup.enter_async_context(self.language.engine)
+            for name, folder in self._adapters.items():
+                await self.language.load_adapter(name, folder)
+        elif self._adapters:
+            raise ValueError("--adapter: the bundle is none of a language model")
         for name, each_ports in ports.items():
             shown = self.model if len(program.entries) == 1 else f"{self.model}.{name}"
 

@@ -1,7 +1,8 @@
 """OpenAI's protocol over HTTP, for all language models of a server.
 
-POST /v1/completions, /v1/chat/completions (both with `stream`), /tokenize, /detokenize; GET /v1/models.  Requests join and leave
-the model's calls at every token (scheduling/scheduler.py).  A client that goes away frees its part of the cache.  Errors
+POST /v1/completions, /v1/chat/completions (both with `stream`), /tokenize, /detokenize; GET /v1/models.  Where it is allowed,
+/v1/load_lora_adapter and /v1/unload_lora_adapter, as vLLM has them.  Requests join and leave the model's calls at every token
+(scheduling/scheduler.py).  A client that goes away frees its part of the cache.  Errors
 are OpenAI's: 400 for what does not fit, or is not done, 404 for another model's name, 413 too large, 429 with Retry-After where too
 many requests are open, 503 where the model has ended."""
 
@@ -9,15 +10,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
+from ..language.adapters import AdapterError
 from ..language.completion_response import PATHS, Completion
 from ..language.completions import Refusal, object_of, of_kind
+from ..language.engine import ModelFailed
 from ..language.prompt_reader import PromptReader
 from ..language.served_model import ServedModel
 from ..text.text_model import TextModel
@@ -32,11 +36,11 @@ OUTSIDE = ("/tokenize", "/detokenize")
 
 class OpenAI:
     """The routes below /v1.  `serving` and `texts`: the language models and models of texts that serve, by name; `known`: the names
-    of all models."""
+    of all models; `adapter_root`: below it are the adapters that clients may load, None where they may load none."""
 
     def __init__(
         self, serving: Callable[[], Mapping[str, ServedModel]], texts: Callable[[], Mapping[str, TextModel]],
-        known: Callable[[], Iterable[str]], unread: Callable[[str, int], None],
+        known: Callable[[], Iterable[str]], unread: Callable[[str, int], None], adapter_root: Path | None = None,
     ) -> None:  # fmt: skip
         self._serving, self._text_models, self._known = serving, texts, known
         self._created = int(time.time())
@@ -46,19 +50,27 @@ class OpenAI:
             self.routes += [Route(f"{prefix}/tokenize", self._tokenize, methods=["POST"])]
             self.routes += [Route(f"{prefix}/detokenize", self._detokenize, methods=["POST"])]
         self.routes += [Route("/v1/models", self._models), Route("/v1/models/{model:path}", self._model)]
+        if adapter_root is not None:
+            self._adapter_root = adapter_root.resolve()
+            self.routes += [Route("/v1/load_lora_adapter", self._load_adapter, methods=["POST"])]
+            self.routes += [Route("/v1/unload_lora_adapter", self._unload_adapter, methods=["POST"])]
 
     def _choose(self, name: str | None) -> ServedModel:
         """Raises Refusal."""
         serving = self._serving()
         if name is not None and name in serving:
             return serving[name]
+        adapted = {own: served for served in serving.values() for own in served.adapters}
+        if name in adapted:
+            return adapted[name]
         if name is None:
             if len(serving) == 1:
                 return next(iter(serving.values()))
             raise Refusal(400 if serving else 503, f"model: expected one of {', '.join(serving) or 'none that serves'}", "model")
         if name in self._known():
             raise Refusal(503, f"no version of {name!r} serves as a language model", "model", again=1)
-        raise Refusal(404, f"no model {name!r}; there is {', '.join(serving) or 'none'}", "model", "model_not_found")
+        there = ", ".join([*serving, *adapted])
+        raise Refusal(404, f"no model {name!r}; there is {there or 'none'}", "model", "model_not_found")
 
     async def _complete(self, request: Request) -> Response:
         return Completion(self.reader, request.url.path, await request.body())
@@ -89,14 +101,47 @@ class OpenAI:
 
         return JSONResponse(await self.reader.run(work))
 
+    async def _load_adapter(self, request: Request) -> Response:
+        """Serves one more adapter, which lies below the root."""
+        name, path = texts_of(await request.body(), "lora_name", "lora_path")
+        folder = (self._adapter_root / path).resolve()
+        if not folder.is_relative_to(self._adapter_root):
+            raise Refusal(400, f"lora_path: {path!r} does not lie in the folder of --adapter-root", "lora_path")
+        try:
+            await self._choose(None).load_adapter(name, folder)
+        except AdapterError as error:
+            raise Refusal(400, str(error), "lora_path") from None
+        except ModelFailed as error:
+            raise Refusal(503, str(error)) from None
+        return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
+
+    async def _unload_adapter(self, request: Request) -> Response:
+        """Serves one adapter less."""
+        (name,) = texts_of(await request.body(), "lora_name")
+        if not self._choose(None).unload_adapter(name):
+            raise Refusal(404, f"no adapter {name!r}", "lora_name", "model_not_found")
+        return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
+
     async def _models(self, _: Request) -> Response:
-        models = [served.about() for served in self._serving().values()]
+        models = [served.about(name) for served in self._serving().values() for name in (served.name, *served.adapters)]
         created = {"object": "model", "created": self._created, "owned_by": "cgbundle"}
         models += [{"id": name, **created, "max_model_len": text.context} for name, text in self._text_models().items()]
         return JSONResponse({"object": "list", "data": models})
 
     async def _model(self, request: Request) -> Response:
-        return JSONResponse(self._choose(request.path_params["model"]).about())
+        name = request.path_params["model"]
+        return JSONResponse(self._choose(name).about(name))
+
+
+def texts_of(body: bytes, *names: str) -> list[str]:
+    """The fields of a body that has these alone, each a text.  Raises Refusal."""
+    asked = object_of(body)
+    for name in asked.keys() - set(names):
+        raise Refusal(400, f"{name}: no such field", name, "unknown_parameter")
+    for name in names:
+        if not isinstance(asked.get(name), str) or not asked[name]:
+            raise Refusal(400, f"{name}: expected a string", name)
+    return [asked[name] for name in names]
 
 
 def body_of(error: str) -> dict[str, Any]:

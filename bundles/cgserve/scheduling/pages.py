@@ -11,7 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 Known = tuple[int, tuple[int, ...]]
-"""What a page holds: the number of the beginning in front of it (0: none), and its tokens.  Equal only where all tokens are."""
+"""What a page holds: the number of the beginning in front of it, and its tokens.  Equal only where all tokens are.  With none in
+front the number is 0 or less, another one for every adapter."""
 
 
 class Pool:

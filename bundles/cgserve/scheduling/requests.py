@@ -71,6 +71,17 @@ class Sampling:
     deferred: int = 0
 
 
+class Adapter(NamedTuple):
+    """A LoRA adapter that a request is served with.  `place`: its number in the bank of the bundle, 0 for none.  `number`: of no
+    other adapter that was ever at that place, so that what was read with that one is not taken for this one's; 0 for none."""
+
+    place: int
+    number: int
+
+
+NO_ADAPTER = Adapter(0, 0)
+
+
 class Rules(Protocol):
     """What restricts the tokens of one answer.  They are asked once for every token, in the order of the text."""
 
@@ -91,7 +102,7 @@ class Rules(Protocol):
 class Request:
     """`prompt`: at least one token; `most`: tokens to make, at least one; `stop`: tokens that end the answer, 8 at most; `rules`:
     what restricts its tokens, which no other request has; `forced`: tokens that they give, so that none of these ends the
-    answer."""
+    answer; `adapter`: what the model is adapted with."""
 
     prompt: tuple[int, ...]
     most: int
@@ -99,6 +110,7 @@ class Request:
     sampling: Sampling = Sampling()
     rules: Rules | None = None
     forced: int = 0
+    adapter: Adapter = NO_ADAPTER
 
 
 def check(request: Request, limits: Limits) -> None:
@@ -131,7 +143,8 @@ class Lane(NamedTuple):
     `behind`: where it is 0 or more, the one new token is what the call before makes in its lane of that number, and `ids` has a 0
     for it.  `pages` grow with the request: a later step may put more behind them.
 
-    `rules`: of a lane whose token is restricted; None where what the lane makes is no token of the text.
+    `rules`: of a lane whose token is restricted; None where what the lane makes is no token of the text.  `adapter`: the place of
+    its adapter.
     """
 
     key: Hashable
@@ -145,6 +158,7 @@ class Lane(NamedTuple):
     length: int = 0
     behind: int = -1
     rules: Rules | None = None
+    adapter: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ goes to the head of those that wait, and later reads again what it had.  The tok
 place alone, so its text goes on as it would have.  The oldest request always moves, and every request becomes the oldest.
 
 Equal beginnings are read once: a text gets the pages of another that has read them, and waits for one that reads them just now.
-Only what prefill calls wrote is shared, by whole chunks.
+Only what prefill calls wrote is shared, by whole chunks, and among texts of one adapter.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ class Scheduler:
         if key in self._open:
             raise ValueError(f"a request {key!r} is open already")
         self._open[key] = text = Text(key, request, list(request.prompt), length=len(request.prompt))
+        text.front = text.root
         self._waiting.append(text)
 
     def cancel(self, key: Hashable) -> None:
@@ -183,7 +184,7 @@ class Scheduler:
 
     def _release(self, text: Text) -> None:
         self.pages.give_back(text.pages)
-        text.pages, text.read, text.front, text.known = [], 0, 0, 0
+        text.pages, text.read, text.front, text.known = [], 0, text.root, 0
 
     # --- equal beginnings --------------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ class Text:
     the prompt, or of the text that was read again in its place.  `row`: its last lane in the call under way.  `looping`: that call
     makes several tokens.
 
-    Of its first `known` tokens the pages are known, or will be: `front` is the number of that beginning.
+    Of its first `known` tokens the pages are known, or will be: `front` is the number of that beginning.  With none it is `root`.
     """
 
     key: Hashable
@@ -34,6 +34,11 @@ class Text:
     looping: bool = False
     front: int = 0
     known: int = 0
+
+    @property
+    def root(self) -> int:
+        """What stands for no beginning: a number that texts of the same adapter alone have, 0 or less."""
+        return -self.request.adapter.number
 
     @property
     def reading(self) -> bool:
@@ -55,7 +60,8 @@ class Text:
         asked: Request = self.request
         sampling: Sampling = asked.sampling
         rules = asked.rules if makes else None
-        return Lane(self.key, ids, start, self.pages, self.slot, most, asked.stop, sampling, self.length, behind, rules)
+        place = asked.adapter.place
+        return Lane(self.key, ids, start, self.pages, self.slot, most, asked.stop, sampling, self.length, behind, rules, place)
 
 
 class Row(NamedTuple):

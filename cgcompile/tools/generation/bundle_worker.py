@@ -66,7 +66,7 @@ class Lanes:
                 self._integers([*chunk, *[0] * (self._seq * self._lanes - len(chunk))], self._lanes, self._seq),
                 self._integers(counts + off, self._lanes), self._integers([*starts, *off], self._lanes),
                 self._pages([lane] * len(starts), self._lanes, self._blocks),
-                self._integers([1 + lane] * len(starts) + off, self._lanes), self._sampling(self._lanes),
+                self._integers([1 + lane] * len(starts) + off, self._lanes), *self._how(self._lanes),
             )  # fmt: skip
             token = made["token"].tolist()[len(starts) - 1]
         return token
@@ -79,7 +79,7 @@ class Lanes:
         if count not in self._tables:  # what stays from step to step is written once, as a server does
             self._tables[count] = (
                 self._pages(range(count), batch, self._decode[batch]), self._integers([*range(1, count + 1), *off], batch),
-                self._sampling(batch),
+                *self._how(batch),
             )  # fmt: skip
         made = self._program.decode(
             self._integers([*tokens, *off], batch, 1), self._integers([1] * count + off, batch),
@@ -93,15 +93,18 @@ class Lanes:
         rows = [[*range(1 + lane * each, 1 + (lane + 1) * each), *[0] * (blocks - each)] for lane in lanes]
         return self._integers([page for row in rows for page in row] + [0] * (blocks * (batch - len(rows))), batch, blocks)
 
-    def _sampling(self, batch: int) -> tuple[Any, ...]:
-        """Greedy: temperature 0, top_k 0, top_p 1, penalty 1, seed 0, no alternatives, min_p 0, not deferred."""
+    def _how(self, batch: int) -> list[Any]:
+        """No adapter where there are any, and greedy sampling: temperature 0, top_k 0, top_p 1, penalty 1, seed 0, no alternatives,
+        min_p 0, not deferred."""
         from cgbundle.tensors.tensor import from_bytes
 
         values = (0, 0, 1, 1, 0, 0, 0, 0)
-        return tuple([
+        adapter = [self._integers([0] * batch, batch)] if self._job["adapters"] else []
+        sampling = [
             from_bytes(array("f" if dtype == "float32" else "q", [value] * batch), dtype, (batch,))
             for value, dtype in zip(values, self._job["sampling"], strict=True)
-        ])  # fmt: skip
+        ]
+        return [*adapter, tuple(sampling)]
 
     def _integers(self, values: list[int], *shape: int) -> Any:
         from cgbundle.tensors.tensor import from_bytes

@@ -16,6 +16,9 @@ from cgbundle.format.schema import EntrySpec, Manifest
 from ...errors import BuildError
 
 INPUTS = ("ids", "count", "start", "pages", "slot")
+ADAPTER = "adapter"
+"""What follows them where the bundle has a bank of adapters."""
+
 ENTRIES = ("prefill", "decode")
 
 
@@ -24,7 +27,7 @@ class Layout:
     """`prefill`: the lanes, tokens and blocks of the recorded prefill that reads prompts, `several` lanes of which may be of one;
     `decode`: (lanes, blocks) of every recorded decode, the widest tables alone.  `page`: tokens in a page; `pages` and `slots`: how
     many, those of nobody among them, and where a load chooses, as many as are of use.  `sampling`: the dtypes of its fields.
-    `vocabulary`, `dtype`: of the model."""
+    `vocabulary`, `dtype`: of the model.  `adapters`: whether lanes name one."""
 
     prefill: tuple[int, int, int]
     several: bool
@@ -35,6 +38,7 @@ class Layout:
     sampling: tuple[str, ...]
     vocabulary: int
     dtype: str
+    adapters: bool
 
     def longest(self, lanes: int) -> int:
         """Tokens that so many lanes have pages for, each."""
@@ -54,7 +58,8 @@ def read_layout(manifest: Manifest, prompt: int) -> Layout:
     prefill, decode = [entry_named(manifest, name) for name in ENTRIES]
     for entry in (prefill, decode):
         given = [spec.name for spec in entry.inputs]
-        if tuple(given[: len(INPUTS)]) != INPUTS or any(not name.startswith("sampling") for name in given[len(INPUTS) :]):
+        others = [name for name in given[len(INPUTS) :] if name != ADAPTER]
+        if tuple(given[: len(INPUTS)]) != INPUTS or any(not name.startswith("sampling") for name in others):
             raise BuildError("bench-failed", f"{entry.name} takes {', '.join(given)}, expected {', '.join(INPUTS)} and sampling")
     cache, (slots, vocabulary) = weights["keys_0"], weights["seen"].shape
     most = {dimension.name: dimension.most or 0 for dimension in manifest.state_dimensions}
@@ -73,7 +78,8 @@ def read_layout(manifest: Manifest, prompt: int) -> Layout:
     return Layout(
         prefill=(lanes, seq, blocks), several=several, decode=tuple(sorted(sizes.items())), page=cache.shape[2],
         pages=max(cache.shape[0], most.get("pages", 0)), slots=max(slots, most.get("slots", 0)),
-        sampling=tuple([spec.dtype for spec in decode.inputs[len(INPUTS) :]]), vocabulary=vocabulary, dtype=cache.dtype,
+        sampling=tuple([spec.dtype for spec in decode.inputs[len(INPUTS) :] if spec.name != ADAPTER]), vocabulary=vocabulary,
+        dtype=cache.dtype, adapters=any(spec.name == ADAPTER for spec in decode.inputs),
     )  # fmt: skip
 
 

@@ -99,7 +99,7 @@ def measure_generation(
         job.write_text(json.dumps({
             "bundle": os.path.abspath(path), "model": os.path.abspath(model), "dtype": layout.dtype, "target": target,
             "threads": threads, "prompt": prompt, "tokens": tokens, "batches": batches, "rounds": rounds, "prefill": layout.prefill,
-            "several": layout.several,
+            "several": layout.several, "adapters": layout.adapters,
             "decode": layout.decode, "sampling": layout.sampling, "vocabulary": layout.vocabulary,
             "each": -(-(prompt + tokens + 1) // layout.page),
         }))  # fmt: skip

@@ -12,7 +12,20 @@ import typer
 
 from ..errors import UsageError
 from ..int_keys import spell
-from ..options import Chunk, Context, Dtype, FallbackOps, Lanes, MaxPaths, ModelName, Weights, rule_names, target_names
+from ..options import (
+    AdapterRank,
+    Adapters,
+    Chunk,
+    Context,
+    Dtype,
+    FallbackOps,
+    Lanes,
+    MaxPaths,
+    ModelName,
+    Weights,
+    rule_names,
+    target_names,
+)
 from ..output import duration, first_lines, listed, record, show, write_json
 from ..progress import watching
 
@@ -44,6 +57,8 @@ def build(
     chunk: Chunk = None,
     dtype: Dtype = None,
     weights: Weights = None,
+    adapters: Adapters = None,
+    adapter_rank: AdapterRank = None,
     out: Annotated[
         str | None, typer.Option("--out", "-o", metavar="OUT", help="The bundle. Default: the model's name + .cgb.")
     ] = None,
@@ -148,7 +163,7 @@ def build(
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     begin = time.perf_counter()
     program = os.path.abspath(model) if os.path.exists(model) else model
-    about = program, sizes, context, lanes, dtype, weights, lower, prove, standalone
+    about = program, sizes, context, lanes, dtype, weights, adapters, lower, prove, standalone
     estimate = None if quiet else Estimate(about, target)
     with watching(quiet, verbose, estimate) as progress:
         built = cgcompile.build(
@@ -157,7 +172,8 @@ def build(
             autotune_timeout=autotune_timeout, train=train, fallback_ops=tuple(fallback_ops or ()), standalone=standalone,
             force=force, max_keys=max_keys, max_paths=max_paths, world=world, split=split, context=context, lanes=lanes or (),
             chunk=chunk or (),
-            dtype=dtype, weights=weights, progress=progress or "silent",
+            dtype=dtype, weights=weights, adapters=adapters or 0,
+            adapter_rank=adapter_rank, progress=progress or "silent",
         )  # fmt: skip
     if estimate is not None:
         estimate.keep()

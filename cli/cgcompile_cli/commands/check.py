@@ -9,7 +9,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import FINDINGS
-from ..options import AnyTarget, Chunk, Context, Dtype, FallbackOps, Lanes, MaxPaths, ModelName, Weights, chosen_by_default
+from ..options import (
+    AdapterRank,
+    Adapters,
+    AnyTarget,
+    Chunk,
+    Context,
+    Dtype,
+    FallbackOps,
+    Lanes,
+    MaxPaths,
+    ModelName,
+    Weights,
+    chosen_by_default,
+)
 from ..output import count, listed, record, safe, show, size, write_json
 from ..progress import watching
 
@@ -40,6 +53,8 @@ def check(
     chunk: Chunk = None,
     dtype: Dtype = None,
     weights: Weights = None,
+    adapters: Adapters = None,
+    adapter_rank: AdapterRank = None,
     target: AnyTarget = "auto",
     strict: Annotated[bool, typer.Option("--strict", help="Refuse where a part of the model cannot be in a graph.")] = False,
     fallback_ops: FallbackOps = None,
@@ -66,7 +81,8 @@ def check(
         report = cgcompile.check(
             model, sizes=list(sizes or ()), target=target, strict=strict, fallback_ops=tuple(fallback_ops or ()), train=train,
             max_paths=max_paths, context=context, lanes=lanes or (),
-            chunk=chunk or (), dtype=dtype, weights=weights, progress=progress or "silent",
+            chunk=chunk or (), dtype=dtype, weights=weights, adapters=adapters or 0,
+            adapter_rank=adapter_rank, progress=progress or "silent",
         )  # fmt: skip
     if as_json:
         write_json(asdict(report) | {"refused": report.refused})

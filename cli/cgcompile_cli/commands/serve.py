@@ -32,6 +32,14 @@ def serve(
         str | None,
         typer.Option("--tokenizer", metavar="FOLDER", help="The folder with tokenizer.json. Default: beside the bundle."),
     ] = None,
+    adapter: Annotated[
+        list[str] | None,
+        typer.Option("--adapter", metavar="NAME=FOLDER", help="A LoRA adapter, a model of that name; may be repeated."),
+    ] = None,
+    adapter_root: Annotated[
+        Path | None,
+        typer.Option("--adapter-root", metavar="FOLDER", help="Clients may load the adapters in it. Default: none."),
+    ] = None,
     devices: Annotated[
         str, typer.Option("--devices", metavar="0,1", help="GPUs that each have a copy of every model. Default: one GPU.")
     ] = "",
@@ -79,9 +87,13 @@ def serve(
     In a folder the highest version of each model serves. A new one is loaded
     beside the old one, examined, and switched to between two calls.
 
+    A language model that was built with --adapters serves LoRA adapters of
+    PEFT beside itself: requests name one as their model.
+
     \b
     cgcompile serve classifier.cgb
     cgcompile serve Qwen3-0.6B.cgb --tokenizer ~/models/Qwen3-0.6B
+    cgcompile serve Qwen3-0.6B.cgb --adapter sql=adapters/sql
     cgcompile serve models/ --host 0.0.0.0 --devices 0,1 --log json
     """
     _check_extra("serve", ("starlette", "uvicorn", "prometheus_client", "tokenizers", "jinja2"))
@@ -93,13 +105,16 @@ def serve(
 
     if tokenizer is not None and not (Path(tokenizer) / "tokenizer.json").is_file():
         raise UsageError(f"--tokenizer {tokenizer}: no tokenizer.json", "give the folder that the model was built from")
+    if adapter_root is not None and not adapter_root.is_dir():
+        raise UsageError(f"--adapter-root {adapter_root}: no such folder")
     options = Options(
         wait=wait, limit=queue, seconds=deadline, devices=_devices(devices), threads=threads, turns=turns,
-        tokenizer=None if tokenizer is None else Path(tokenizer), memory=MemoryBudget(_size(memory) if memory else None),
+        adapters=_adapters(adapter or ()), tokenizer=None if tokenizer is None else Path(tokenizer),
+        memory=MemoryBudget(_size(memory) if memory else None),
     )  # fmt: skip
     settings = Settings(
         host=host, port=port, grpc_port=grpc_port, name=name, poll=poll, largest=largest << 20, ready=ready, keys=api_key_file,
-        certificate=tls_cert, private_key=tls_key, origins=tuple(cors or ()), log=log, options=options,
+        certificate=tls_cert, private_key=tls_key, origins=tuple(cors or ()), adapter_root=adapter_root, log=log, options=options,
     )  # fmt: skip
     try:
         run(path, settings)
@@ -124,6 +139,19 @@ def _devices(text: str) -> tuple[int, ...]:
     if text and not all(each.isdigit() for each in text.split(",")):
         raise UsageError(f"--devices {text}: expected numbers of GPUs, as in 0,1")
     return tuple([int(each) for each in text.split(",") if each])
+
+
+def _adapters(texts: Sequence[str]) -> tuple[tuple[str, Path], ...]:
+    """`NAME=FOLDER` -> (NAME, FOLDER).  Raises UsageError."""
+    pairs: list[tuple[str, Path]] = []
+    for text in texts:
+        name, _, folder = text.partition("=")
+        if not name or not folder:
+            raise UsageError(f"--adapter {text}: expected a name and a folder, as in sql=adapters/sql")
+        if name in dict(pairs):
+            raise UsageError(f"--adapter {text}: another adapter has this name")
+        pairs.append((name, Path(folder)))
+    return tuple(pairs)
 
 
 def _size(text: str) -> int:

@@ -49,6 +49,7 @@ from tests.helpers.loaded_language_model import Loaded
 
 class Model:
     limits = Limits(page=16, pages=2049, slots=9, blocks=2048, readers=(2,), chunk=64, lanes=6, loop_lanes=4, turns=4)
+    bank = None
     def prepare(self, step):
         rows = [[Token(65, -0.5, ())] * lane.most for lane in step.lanes]
         return lambda before: Made([65] * len(rows), lambda: rows)

@@ -39,7 +39,7 @@ def test_what_a_bundle_has_room_for() -> None:
     assert layout.longest(2) == 64 and lengths(layout) == (32, 31, (1,))
     large = Layout(
         prefill=(1, 128, 520), decode=((1, 520), (8, 520), (32, 520)), page=16, pages=4200, slots=33, sampling=(), vocabulary=9,
-        dtype="bfloat16", several=True,
+        dtype="bfloat16", several=True, adapters=False,
     )  # fmt: skip
     assert lengths(large) == (128, 64, (1, 8, 32)) and lengths(replace(large, slots=9)) == (128, 64, (1, 8))
     assert lengths(replace(large, pages=32 * 6 + 1)) == (48, 47, (1, 8, 32))

@@ -1,0 +1,211 @@
+"""LoRA adapters over a language model: a bank that is state, of which each lane of a call names its own adapter, 0 for none.
+
+    y = layer(x) + up[adapter] @ (down[adapter] @ x)
+
+A layer multiplies with the factors of all adapters at once, `adapters * rank` rows, and a mask leaves those of the lane's adapter.
+That is two plain products without a gather.  It adds (in + out) * adapters * rank to the in * out of the layer.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from ..causal_lm import CausalLM, Result
+from ..comparison.refusal import refusal
+from ..kernels.int8 import Int8Linear
+from ..sampling import Sampling
+
+LANES, TOKENS = 2, 3
+"""Of the call that shows which layers see all tokens."""
+
+Factors = Mapping[str, tuple[Tensor, Tensor]]
+
+
+@dataclass(slots=True, eq=False)
+class Choice:
+    """Which adapter each lane of the call has that is being made: (batch, adapters * rank), 1 at the rows of its adapter and 0
+    elsewhere.  None outside of such a call: then layers have no adapters."""
+
+    mask: Tensor | None = None
+
+
+class Share:
+    """A layer's part of the bank: number `number` of the layers of `bank`."""
+
+    def __init__(self, bank: nn.Module, number: int, choice: Choice) -> None:
+        self.bank, self.number, self.choice = bank, number, choice
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Alike:
+    """Layers whose factors lie together: of one path but for the number of the decoder's layer, and of one shape.  `name`:
+    that path with the first and the last number, as in model.layers.0-29.self_attn.q_proj."""
+
+    name: str
+    paths: tuple[str, ...]
+    inputs: int
+    outputs: int
+
+
+class AdaptedLM(CausalLM):
+    """A CausalLM whose lanes each have an adapter: its entries take `adapter`, int64 (batch,), behind `slot`; 0 is none.
+
+    The buffers beside those of CausalLM: `adapters.NAME.down` and `.up`, (layers, adapters, rank, in) and (..., out), with
+    NAME as in Alike.  Adapter number n lies at n - 1.
+    """
+
+    def __init__(self, network: Any, pages: int, slots: int, turns: int, adapters: int, rank: int) -> None:
+        """`adapters`: how many the bank holds, each of up to `rank`.  Raises language-model-refused."""
+        super().__init__(network, pages, slots, turns)
+        self.count, self.rank, self.choice = adapters, rank, Choice()
+        self.alike = alike_layers(network)
+        self.adapters = nn.Module()
+        weight = next(network.parameters())
+        for layers in self.alike:
+            bank = submodule(self.adapters, layers.name)
+            for name, width in (("down", layers.inputs), ("up", layers.outputs)):
+                zeros = weight.new_zeros(len(layers.paths), adapters, rank, width)
+                bank.register_buffer(name, zeros, persistent=False)
+            for number, path in enumerate(layers.paths):
+                layer = network.get_submodule(path)
+                layer.share = Share(bank, number, self.choice)
+                layer.forward = MethodType(with_adapters, layer)
+
+    def prefill(  # type: ignore[override]
+        self, ids: Tensor, count: Tensor, start: Tensor, pages: Tensor, slot: Tensor, adapter: Tensor, sampling: Sampling,
+        length: Tensor | None = None,
+    ) -> Result:  # fmt: skip
+        """`CausalLM.prefill` with the adapter of each lane."""
+        self._choose(adapter)
+        return super().prefill(ids, count, start, pages, slot, sampling, length)
+
+    def decode(  # type: ignore[override]
+        self, ids: Tensor, count: Tensor, start: Tensor, pages: Tensor, slot: Tensor, adapter: Tensor, sampling: Sampling
+    ) -> Result:
+        """`prefill` for one token of each lane."""
+        return self.prefill(ids, count, start, pages, slot, adapter, sampling)
+
+    def generate(  # type: ignore[override]
+        self, ids: Tensor, start: Tensor, pages: Tensor, slot: Tensor, adapter: Tensor, sampling: Sampling, stop: Tensor,
+        limit: Tensor,
+    ) -> Result:  # fmt: skip
+        """`CausalLM.generate` with the adapter of each lane."""
+        self._choose(adapter)
+        return super().generate(ids, start, pages, slot, sampling, stop, limit)
+
+    def load_adapter(self, adapter: Tensor, scale: Tensor, factors: Factors) -> dict[str, Tensor]:
+        """Puts factors into the bank as number `adapter`, int64 (1,); 0 puts them nowhere.  `factors`, float32: by the names of
+        Alike, down (layers, rank, in) and up (layers, out, rank), as PEFT's lora_A and lora_B; a smaller rank is filled up with
+        zeros.  `scale`, float32 (1,), is multiplied into `up`.
+
+        Gives `finite`, bool (): where it is not so, in the dtype of the bank, the adapter has become zeros.
+        """
+        row, there = (adapter - 1).clamp(min=0), adapter > 0
+        rows = []
+        for name, (down, up) in factors.items():
+            bank = self.adapters.get_submodule(name)
+            rows += [(bank.down, down.to(bank.down.dtype)), (bank.up, (up.transpose(1, 2) * scale).to(bank.up.dtype))]
+        finite = torch.stack([new.isfinite().all() for _, new in rows]).all()
+        for old, new in rows:
+            new = torch.where(finite, new, 0).unsqueeze(1)
+            old[:, row] = torch.where(there.view(1, -1, 1, 1), new, old[:, row])
+        return {"finite": finite}
+
+    def _choose(self, adapter: Tensor) -> None:
+        owner = 1 + torch.arange(self.count * self.rank, device=adapter.device) // self.rank
+        self.choice.mask = (adapter[:, None] == owner).to(self.keys_0.dtype)
+
+
+def adapter_inputs(alike: Sequence[Alike], adapters: int, rank: int) -> tuple[object, ...]:
+    """Example inputs of `load_adapter`."""
+    factors = {
+        layers.name: (
+            torch.randn(len(layers.paths), rank, layers.inputs) / layers.inputs**0.5,
+            torch.randn(len(layers.paths), layers.outputs, rank) / rank,
+        )
+        for layers in alike
+    }  # fmt: skip
+    return torch.randint(1, adapters + 1, (1,)), torch.rand(1), factors
+
+
+def with_adapters(self: Any, x: Tensor) -> Tensor:
+    """The forward of a layer, x (..., in), lane behind lane, with what each lane's adapter adds."""
+    made: Tensor = type(self).forward(self, x)
+    share: Share = self.share
+    mask = share.choice.mask
+    if mask is None:
+        return made
+    down, up = share.bank.down[share.number].flatten(0, 1), share.bank.up[share.number].flatten(0, 1)
+    inner = F.linear(x, down).reshape(mask.shape[0], -1, mask.shape[1]) * mask[:, None]
+    return made + (inner.flatten(0, 1) @ up).view(made.shape)
+
+
+def alike_layers(network: PreTrainedModel) -> list[Alike]:
+    """The layers that get adapters, in the order of the model: linear ones that see all tokens of a call, lane behind lane, but not
+    the head.  Raises language-model-refused where there are none."""
+    runs: dict[tuple[str, str, int, int], list[list[int]]] = {}
+    for path, (inputs, outputs) in seen_layers(network).items():
+        parted = re.match(r"(.*?)\.(\d+)(\..*)", path)
+        before, number, behind = parted.groups() if parted else (path, "-1", "")
+        rows = runs.setdefault((before, behind, inputs, outputs), [])
+        if rows and rows[-1][-1] == int(number) - 1:
+            rows[-1].append(int(number))
+        else:
+            rows.append([int(number)])
+    found = []
+    for (before, behind, inputs, outputs), rows in runs.items():
+        for row in rows:
+            several = row[0] >= 0
+            name = f"{before}.{row[0]}-{row[-1]}{behind}" if several else before
+            paths = tuple([f"{before}.{number}{behind}" for number in row]) if several else (before,)
+            found.append(Alike(name=name, paths=paths, inputs=inputs, outputs=outputs))
+    if not found:
+        what = "no linear layer sees all tokens of a call, so that none can have adapters"
+        raise refusal(network.config, what, "leave --adapters out")
+    return found
+
+
+def seen_layers(network: PreTrainedModel) -> dict[str, tuple[int, int]]:
+    """The widths, (in, out), of those layers by their paths, as a call of LANES texts of TOKENS tokens shows them."""
+    head, widths, others = network.get_output_embeddings(), dict[str, tuple[int, int]](), set[str]()
+    layers = {path: each for path, each in network.named_modules() if isinstance(each, nn.Linear | Conv1D | Int8Linear)}
+
+    def watch(path: str, x: Tensor, made: Tensor) -> None:
+        widths[path] = x.shape[-1], made.shape[-1]
+        if tuple(x.shape[:-1]) not in ((LANES, TOKENS), (LANES * TOKENS,)):
+            others.add(path)
+
+    hooks = [
+        each.register_forward_hook(lambda _, given, made, path=path: watch(path, given[0], made))
+        for path, each in layers.items()
+        if each is not head
+    ]
+    before = network.config._attn_implementation
+    network.set_attn_implementation("eager")
+    try:
+        with torch.no_grad():
+            network(input_ids=torch.arange(LANES * TOKENS, device=next(network.parameters()).device).view(LANES, TOKENS))
+    finally:
+        network.set_attn_implementation(before)
+        for hook in hooks:
+            hook.remove()
+    return {path: pair for path, pair in widths.items() if path not in others}
+
+
+def submodule(root: nn.Module, path: str) -> nn.Module:
+    """The module at a path below another, made where it is not there."""
+    for name in path.split("."):
+        if name not in dict(root.named_children()):
+            root.add_module(name, nn.Module())
+        root = root.get_submodule(name)
+    return root
