@@ -83,11 +83,12 @@ class AdapterWeights:
 
 def bank_of(manifest: Manifest) -> Bank | None:
     """The bank of a bundle, None where it has none."""
-    if all(entry.name != ENTRY for entry in manifest.entries):
+    widths = {weight.name: weight.shape for weight in manifest.weights if weight.name.startswith("adapters.")}
+    if not widths:
         return None
     shapes: dict[str, Any] = {spec.name: spec.shape for spec in entry_named(manifest, ENTRY).inputs}
     names = [name[len("factors.") : -len(".0")] for name in shapes if name.startswith("factors.") and name.endswith(".0")]
-    count = next(weight.shape[1] for weight in manifest.weights if weight.name == f"adapters.{names[0]}.down")
+    count = widths[f"adapters.{names[0]}.down"][1]
     groups = []
     for name in names:
         layers, rank, inputs = shapes[f"factors.{name}.0"]

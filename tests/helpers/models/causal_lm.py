@@ -48,17 +48,19 @@ def reference(model: Any, prompt: list[int], count: int, **options: Any) -> list
 
 
 class Engine:
-    """Requests over the entries of a model or a bundle, in `lanes` lanes: gives pages and slots out and takes them back."""
+    """Requests over the entries of a model or a bundle, in `lanes` lanes: gives pages and slots out and takes them back.
+    `adapters`: its lanes name one."""
 
-    def __init__(self, entries: Any, lanes: int = 4, blocks: int = 12, chunk: int = 16) -> None:
-        self.entries, self.lanes, self.blocks, self.chunk = entries, lanes, blocks, chunk
+    def __init__(self, entries: Any, lanes: int = 4, blocks: int = 12, chunk: int = 16, *, adapters: bool = False) -> None:
+        self.entries, self.lanes, self.blocks, self.chunk, self.adapters = entries, lanes, blocks, chunk, adapters
         self.free = list(range(1, PAGES))
         self.slots = list(range(1, SLOTS))
         self.texts: dict[Any, dict[str, Any]] = {}
 
-    def add(self, name: Any, prompt: list[int], room: int, **sampling: float) -> None:
+    def add(self, name: Any, prompt: list[int], room: int, adapter: int = 0, **sampling: float) -> None:
         pages = [self.free.pop(random.randrange(len(self.free))) for _ in range(-(-(len(prompt) + room) // PAGE))]
         self.texts[name] = {"read": 0, "tokens": list(prompt), "pages": pages, "slot": self.slots.pop(), "sampling": sampling}
+        self.texts[name]["adapter"] = adapter
 
     def remove(self, name: Any) -> list[int]:
         text = self.texts.pop(name)
@@ -67,15 +69,15 @@ class Engine:
         return text["tokens"]
 
     def _lanes(self, names: list[Any]) -> tuple[Any, ...]:
-        """(start, pages, slot, sampling) with the lanes that are left over off."""
+        """(start, pages, slot, sampling), or with an adapter behind the slot; the lanes that are left over are off."""
         texts = [self.texts[name] for name in names]
         off = self.lanes - len(texts)
         pages = [text["pages"] + [0] * (self.blocks - len(text["pages"])) for text in texts] + [[0] * self.blocks] * off
         plain = dict.fromkeys(Sampling._fields, 0) | {"temperature": 0.0, "top_p": 1.0, "penalty": 1.0, "min_p": 0.0}
         lanes = [{**plain, **text["sampling"]} for text in texts] + [plain] * off
         sampling = Sampling(*[torch.tensor([lane[field] for lane in lanes]) for field in Sampling._fields])
-        start, slot = [[text[field] for text in texts] + [0] * off for field in ("read", "slot")]
-        return torch.tensor(start), torch.tensor(pages), torch.tensor(slot), sampling
+        start, slot, adapter = [torch.tensor([text[field] for text in texts] + [0] * off) for field in ("read", "slot", "adapter")]
+        return start, torch.tensor(pages), slot, *([adapter] if self.adapters else []), sampling
 
     def prefill(self, names: list[Any]) -> dict[str, Any]:
         """A chunk of each text, which is at its end where the next token is appended."""

@@ -124,6 +124,21 @@ def test_pieces_of_several_prompts_share_a_call() -> None:
     assert short.sizes["prefill"] == {"batch": [1], "seq": [48], "blocks": [3]}, "of less than a piece there is one lane"
 
 
+def test_a_bank_of_adapters() -> None:
+    made = settings_for(read(), None, (), None, 0, adapters=4)
+    assert (made.adapters, made.rank) == (4, 16) and made.sizes["load_adapter"] == {}
+    assert settings_for(read(), None, (), None, 0, adapters=4, adapter_rank=64).rank == 64
+    assert settings_for(read(), None, (), None, 0).adapters == 0
+    for options, told in (
+        ((0, 8), "adapter_rank is the largest rank of adapters, and the bundle is to have none"),
+        ((2, 1024), "adapter_rank 1024: expected 1 to 512"), ((-1, None), "adapters -1: expected 1 or more, or 0 for none"),
+    ):  # fmt: skip
+        with pytest.raises(BuildError, match=told):
+            check_settings(read(), None, (), None, (), *options)
+    with pytest.raises(BuildError, match=r"context 8192: the cache takes about 256 MiB at least, and there is room for"):
+        settings_for(read(), None, (), None, 6 << 30, adapters=64, adapter_rank=128)
+
+
 @pytest.mark.parametrize(
     ("context", "lanes", "dtype", "told"),
     [

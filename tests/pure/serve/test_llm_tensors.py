@@ -28,7 +28,7 @@ CALLS = st.lists(
 def columns(tables: LaneTables, counts: list[int]) -> dict[str, Any]:
     """What a call reads: of a prefill's lanes the tokens that count."""
     ids = [row[:count] for row, count in zip(tables.ids.tensor.tolist(), [*counts, *[1] * (BATCH - len(counts))], strict=True)]
-    others = {name: getattr(tables, name).tensor.tolist() for name in ("count", "start", "slot", "pages", "stop")}
+    others = {name: getattr(tables, name).tensor.tolist() for name in ("count", "start", "slot", "adapter", "pages", "stop")}
     return others | {name: column.tensor.tolist() for name, column in tables.sampling.items()} | {"ids": ids}
 
 
@@ -43,7 +43,9 @@ def test_tables_that_stay_are_as_new_ones(seq: int, calls: list[list[tuple[int, 
             pages += [100 * turn + 10 * number + page for page in range(min(more, BLOCKS - len(pages)))]
             ids, stop = tuple(range(turn, turn + 1 + number % seq)), tuple(range(number))
             rules: Any = None if (turn + number) % 3 else object()
-            lanes.append(Lane(number, ids, 7 * turn, pages, 1 + number, 1, stop, SAMPLINGS[number % 2], 5 + number, -1, rules))
+            lanes.append(
+                Lane(number, ids, 7 * turn, pages, 1 + number, 1, stop, SAMPLINGS[number % 2], 5 + number, -1, rules, number % 3)
+            )
         fresh, counts = LaneTables(BATCH, seq, BLOCKS), [len(lane.ids) for lane in lanes]
         tables.fill(lanes)
         fresh.fill(lanes)
