@@ -84,7 +84,7 @@ class AdapterWeights:
 def bank_of(manifest: Manifest) -> Bank | None:
     """The bank of a bundle, None where it has none."""
     widths = {weight.name: weight.shape for weight in manifest.weights if weight.name.startswith("adapters.")}
-    if not widths:
+    if not widths or all(entry.name != ENTRY for entry in manifest.entries):
         return None
     shapes: dict[str, Any] = {spec.name: spec.shape for spec in entry_named(manifest, ENTRY).inputs}
     names = [name[len("factors.") : -len(".0")] for name in shapes if name.startswith("factors.") and name.endswith(".0")]

@@ -22,6 +22,7 @@ from cgbundle.self_test import replay_self_test
 
 from ..batching.request_queue import Batch
 from ..language.bundle_model import BundleModel, cache_of, is_language_model
+from ..language.engine import ModelFailed
 from ..language.metrics import LanguageFamilies, LanguageMetrics
 from ..language.served_model import ServedModel
 from ..language.text import Language
@@ -90,7 +91,7 @@ class Version:
         self._program, self.memory = program, program.memory
         try:
             await self._begin(program, ports, language, watch)
-        except ValueError as error:
+        except (ValueError, ModelFailed, cgbundle.CgbundleError) as error:
             await self.close()
             raise Refused(one_line(error)) from None
 

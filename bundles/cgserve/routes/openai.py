@@ -18,12 +18,15 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
+from cgbundle.errors import CgbundleError
+
 from ..language.adapters import AdapterError
 from ..language.completion_response import PATHS, Completion
 from ..language.completions import Refusal, object_of, of_kind
 from ..language.engine import ModelFailed
 from ..language.prompt_reader import PromptReader
 from ..language.served_model import ServedModel
+from ..log import one_line
 from ..text.text_model import TextModel
 
 BYTES, TOGETHER = 4 << 20, 64 << 20
@@ -113,6 +116,8 @@ class OpenAI:
             raise Refusal(400, str(error), "lora_path") from None
         except ModelFailed as error:
             raise Refusal(503, str(error)) from None
+        except CgbundleError as error:
+            raise Refusal(500, one_line(error)) from None
         return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
     async def _unload_adapter(self, request: Request) -> Response:

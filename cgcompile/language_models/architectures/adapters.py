@@ -33,8 +33,8 @@ Factors = Mapping[str, tuple[Tensor, Tensor]]
 
 @dataclass(slots=True, eq=False)
 class Choice:
-    """Which adapter each lane of the call has that is being made: (batch, adapters * rank), 1 at the rows of its adapter and 0
-    elsewhere.  None outside of such a call: then layers have no adapters."""
+    """Which adapter each lane of the last call has: (batch, adapters * rank), 1 at the rows of its adapter and 0 elsewhere.  None
+    before the first: then layers have no adapters."""
 
     mask: Tensor | None = None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import http.client
 import json
@@ -240,3 +241,29 @@ def test_more_adapters_than_places_end_the_start(served: Served) -> None:
     process = served.start("one", "two", "--adapter", f"three={served.folders['one']}")
     _, told = process.communicate(timeout=60)
     assert process.returncode and "adapter 'three': the bundle holds 2 at a time (cgcompile build --adapters N)" in told
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (["--adapter", "sql"], "--adapter sql: expected a name and a folder, as in sql=adapters/sql"),
+        (["one", "one"], "another adapter has this name"), (["--adapter", "Tiny=x"], "adapter 'Tiny': the name is taken"),
+        (["--adapter", "x=/none"], "/none/adapter_config.json: No such file or directory; expected the folder of an adapter"),
+        (["--adapter-root", "/none"], "--adapter-root /none: no such folder"),
+    ],
+)  # fmt: skip
+def test_what_ends_the_start(served: Served, options: list[str], why: str) -> None:
+    process = served.start(*options)
+    _, told = process.communicate(timeout=60)
+    assert process.returncode and why in told, told
+
+
+def test_a_bundle_without_a_bank(served: Served) -> None:
+    from cgserve.language.adapters import AdapterError
+    from tests.helpers.scripted_server import running
+
+    with (
+        running(served.built.path.parent / "Tiny") as server,
+        pytest.raises(AdapterError, match="the bundle has no bank of adapters"),
+    ):
+        asyncio.run(server.served.load_adapter("one", served.folders["one"]))

@@ -127,7 +127,8 @@ def test_options_reach_the_library(call: Any) -> None:
     call(REPORT, "--sizes", "batch=1,8", "--sizes", "seq=4", "--target", "sm_90", "--strict", *kept)
     assert call.given == {
         "model": "m.py", "sizes": ["batch=1,8", "seq=4"], "target": "sm_90", "strict": True, "fallback_ops": ("a::b", "c"),
-        "train": False, "max_paths": 64, "context": None, "lanes": (), "chunk": (), "dtype": None, "weights": None,
+        "train": False, "max_paths": 64, "context": None, "lanes": (), "chunk": (), "dtype": None, "weights": None, "adapters": 0,
+            "adapter_rank": None,
     }  # fmt: skip
 
 

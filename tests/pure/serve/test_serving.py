@@ -32,6 +32,8 @@ def test_a_bundle_or_a_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("settings", "text"), [
     (Settings(name="x"), "--name is for a bundle; the models of a folder have the names of their folders"),
     (Settings(options=Options(tokenizer=Path("x"))), "--tokenizer is for a bundle"),
+    (Settings(options=Options(adapters=(("a", Path("x")),))), "--adapter and --adapter-root are for a bundle"),
+    (Settings(adapter_root=Path("x")), "--adapter and --adapter-root are for a bundle"),
 ])  # fmt: skip
 def test_options_that_are_for_a_bundle(tmp_path: Path, settings: Settings, text: str) -> None:
     with pytest.raises(ServeError, match=text):
