@@ -1,0 +1,136 @@
+"""Starts of vLLM as it is, and with the plugin in examples/vllm_plugin, in turns.
+
+    python -m tests.bench.gpu.vllm_start MODEL GRAPHS [--turns 3] [--options '{"load_format": "dummy"}']
+
+GRAPHS is the folder of the plugin; it is filled first where it is empty.  Every start is a process of its own.  It prints a row for
+each: seconds from the start of the process to the engine, the phases that vLLM's log tells, tokens/s at LANES, used memory, and
+whether the tokens are those of the first start.  The log of every start lies in `GRAPHS.logs`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from tests.helpers.places import ROOT
+
+LANES = (1, 32, 256)
+PROMPTS, NEW = 64, 32
+LENGTHS = (5, 40, 300, 700)
+"""Of prompts, in tokens: below and above the largest captured size."""
+
+SAVES = 4
+"""Starts that may be needed before the folder is complete."""
+
+PHASES = {
+    "compile": r"torch\.compile took ([\d.]+) s",
+    "profile": r"Initial profiling/warmup run took ([\d.]+) s",
+    "capture": r"Graph capturing finished in ([\d.]+) secs",
+    "engine": r"init engine .* took ([\d.]+) s",
+    "loaded": r"no profiling run, the compiled model in ([\d.]+) s",
+    "attached": r"graphs attached, .*: tensors [\d.]+ s, graphs ([\d.]+) s",
+}
+"""Seconds in the log, vLLM's and the plugin's."""
+
+SKIPPED = {"load_format": "dummy", "skip_tokenizer_init": True, "enable_prefix_caching": False, "disable_log_stats": True}
+"""Options of every engine: nothing of text is needed."""
+
+
+def child(model: str, options: dict[str, Any], answer: Path) -> None:
+    """One start; writes what it measured."""
+    began = float(os.environ["BEGAN"])
+    from vllm import LLM, SamplingParams
+
+    imported = time.time()
+    engine = LLM(model=model, **SKIPPED, **options)
+    ready = time.time()
+    draw = random.Random(0)
+
+    def prompts(count: int, *lengths: int) -> list[Any]:
+        sizes = [lengths[number % len(lengths)] for number in range(count)]
+        return [{"prompt_token_ids": [draw.randrange(1000, 30000) for _ in range(size)]} for size in sizes]
+
+    def generate(asked: list[Any], tokens: int) -> list[list[int]]:
+        sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+        return [list(row.outputs[0].token_ids) for row in engine.generate(asked, sampling, use_tqdm=False)]
+
+    first = generate(prompts(1, 128), 1)
+    answered = time.time()
+    tokens = first + generate(prompts(PROMPTS, *LENGTHS), NEW)
+    speeds = {}
+    for lanes in LANES:
+        generate(prompts(lanes, 128), 8)
+        seconds = []
+        for new in (1, 129):
+            start = time.perf_counter()
+            generate(prompts(lanes, 128), new)
+            seconds.append(time.perf_counter() - start)
+        speeds[lanes] = round(lanes * 128 / (seconds[1] - seconds[0]), 1)
+    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    used = subprocess.run(query, capture_output=True, text=True, check=False).stdout.split()
+    row = {
+        "imports": round(imported - began, 2), "ready": round(ready - began, 2), "first token": round(answered - began, 2),
+        "tokens/s": speeds, "MiB used": int(used[0]) if used else None,
+        "tokens": hashlib.sha256(json.dumps(tokens).encode()).hexdigest()[:16],
+    }  # fmt: skip
+    answer.write_text(json.dumps(row))
+    engine.llm_engine.engine_core.shutdown()
+    os._exit(0)  # what is left to end are vLLM's threads
+
+
+def start(name: str, arguments: argparse.Namespace, graphs: Path | None) -> dict[str, Any]:
+    """One start in a process of its own, with the plugin's folder or without the plugin.  Raises RuntimeError."""
+    logs = Path(f"{arguments.graphs}.logs")
+    logs.mkdir(exist_ok=True)
+    log, answer = logs / f"{name}.log", logs / f"{name}.json"
+    answer.unlink(missing_ok=True)
+    environment = {**os.environ, "BEGAN": repr(time.time())} | ({"CGCOMPILE_GRAPHS": str(graphs)} if graphs else {})
+    command = [sys.executable, "-m", "tests.bench.gpu.vllm_start", arguments.model, str(answer), "--child"]
+    with open(log, "w") as file:
+        done = subprocess.run(
+            [*command, "--options", arguments.options], env=environment, cwd=ROOT, stdout=file, stderr=file, check=False
+        )
+    text = log.read_text(errors="replace")
+    if done.returncode or not answer.exists():
+        raise RuntimeError(f"{log}: the start ended with {done.returncode}: {text[-2000:]}")
+    row: dict[str, Any] = {"start": name, **json.loads(answer.read_text())}
+    row |= {phase: float(hit[-1]) for phase, pattern in PHASES.items() if (hit := re.findall(pattern, text))}
+    print(json.dumps(row), flush=True)
+    for line in re.findall(r"cgcompile: .*", text):
+        print("   ", line[:300], flush=True)
+    return row
+
+
+def main() -> None:
+    """Fills the folder, then compares."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("graphs", type=Path)
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--options", default="{}", help="options of vLLM's LLM, in JSON")
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.child:
+        child(arguments.model, json.loads(arguments.options), arguments.graphs)
+        return
+    rows = [start("stock 0", arguments, None)]  # fills vLLM's caches
+    for number in range(SAVES):
+        if not (arguments.graphs / "graphs.cgb").exists():
+            rows.append(start(f"save {number}", arguments, arguments.graphs))
+    for number in range(1, arguments.turns + 1):
+        rows += [start(f"stock {number}", arguments, None), start(f"plugin {number}", arguments, arguments.graphs)]
+    others = [row["start"] for row in rows if row["tokens"] != rows[0]["tokens"]]
+    print("the same tokens in all starts" if not others else f"other tokens in {', '.join(others)}")
+
+
+if __name__ == "__main__":
+    main()
