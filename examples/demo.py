@@ -56,10 +56,10 @@ WAYS = {"serve": serve, "eager": eager}
 
 def child(way: str, bundle: str) -> None:
     """Runs one way in this process and reports as JSON on stdout."""
-    found = WAYS[way](bundle)
+    answer = WAYS[way](bundle)
     seconds = time.clock_gettime(time.CLOCK_MONOTONIC) - float(os.environ[SPAWNED])
-    found |= {"embeddings": found["embeddings"].tolist(), "seconds": seconds, "torch": "torch" in sys.modules}
-    print(json.dumps(found))
+    answer |= {"embeddings": answer["embeddings"].tolist(), "seconds": seconds, "torch": "torch" in sys.modules}
+    print(json.dumps(answer))
 
 
 def measure(way: str, bundle: str) -> dict[str, Any]:

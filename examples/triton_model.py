@@ -69,12 +69,12 @@ class TritonPythonModel:
         """A response for each request: requests of one shape by one replay."""
         groups: dict[Any, list[tuple[int, list[Any]]]] = {}
         for place, request in enumerate(requests):
-            given = [backend.get_input_tensor_by_name(request, spec.name).as_numpy() for spec in self.program.inputs]
-            rows = len({array.shape[0] for array in given}) == 1 if self.together else False
-            groups.setdefault(tuple([array.shape[1:] for array in given]) if rows else place, []).append((place, given))
+            arrays = [backend.get_input_tensor_by_name(request, spec.name).as_numpy() for spec in self.program.inputs]
+            rows = len({array.shape[0] for array in arrays}) == 1 if self.together else False
+            groups.setdefault(tuple([array.shape[1:] for array in arrays]) if rows else place, []).append((place, arrays))
         responses: list[Any] = [None] * len(requests)
         for group in groups.values():
-            for (place, _), answer in zip(group, self._answers([given for _, given in group]), strict=True):
+            for (place, _), answer in zip(group, self._answers([inputs for _, inputs in group]), strict=True):
                 responses[place] = answer
         return responses
 
@@ -85,13 +85,13 @@ class TritonPythonModel:
     def _answers(self, requests: list[list[Any]]) -> list[Any]:
         columns = zip(*requests, strict=True)
         try:
-            made = self.program.replay([numpy.concatenate(column) if len(column) > 1 else column[0] for column in columns])
+            tensors = self.program.replay([numpy.concatenate(column) if len(column) > 1 else column[0] for column in columns])
         except cgbundle.CallError as error:
             if len(requests) > 1:  # nobody pays for another's request
                 return [answer for request in requests for answer in self._answers([request])]
             return [backend.InferenceResponse([], backend.TritonError(" ".join(str(error).split())))]
         ends = numpy.cumsum([request[0].shape[0] for request in requests])[:-1] if len(requests) > 1 else []
-        parts = [numpy.split(output, ends) if len(requests) > 1 else [output] for output in made]
+        parts = [numpy.split(output, ends) if len(requests) > 1 else [output] for output in tensors]
         names = [spec.name for spec in self.program.outputs]
         return [
             backend.InferenceResponse([backend.Tensor(name, part) for name, part in zip(names, row, strict=True)])

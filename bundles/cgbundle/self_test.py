@@ -90,9 +90,9 @@ class Result:
     def plain(self, compare: str) -> dict[str, Any]:
         """For JSON: {"entry", "key", "error", "tolerance", "exact", "passed", "tensors": [{"title", "error", "bound", "exact",
         "text", "passed"}]}."""
-        found = {"entry": self.entry, "key": self.key, "error": self.error, "tolerance": self.tolerance, "exact": self.exact}
+        fields = {"entry": self.entry, "key": self.key, "error": self.error, "tolerance": self.tolerance, "exact": self.exact}
         rows = [{**asdict(tensor), "passed": tensor.passed(compare)} for tensor in self.tensors]
-        return {**found, "passed": self.passed(compare), "tensors": rows}
+        return {**fields, "passed": self.passed(compare), "tensors": rows}
 
     def _nearest(self) -> tuple[float, float]:
         return nearest([(tensor.error, tensor.bound) for tensor in self.tensors])
@@ -143,8 +143,8 @@ def name_key(entry: EntrySpec, key: Sequence[int]) -> str:
 
 def key_text(dimensions: Sequence[Dimension], key: Sequence[int], entry: str = FORWARD) -> str:
     """`batch=8, seq=128`, `decode: batch=8`, and for no dimension `()` or `decode`."""
-    own = ", ".join(f"{dimension.name}={size}" for dimension, size in zip(dimensions, key, strict=True))
-    return own or "()" if entry == FORWARD else ": ".join(filter(None, [entry, own]))
+    sizes = ", ".join(f"{dimension.name}={size}" for dimension, size in zip(dimensions, key, strict=True))
+    return sizes or "()" if entry == FORWARD else ": ".join(filter(None, [entry, sizes]))
 
 
 def _replay(self_test: Mapped, program: Program, spec: EntrySpec, proof: Proof, failed: Outputs | None) -> Result:
@@ -156,7 +156,7 @@ def _replay(self_test: Mapped, program: Program, spec: EntrySpec, proof: Proof, 
         program.seed(0)
     # a cache of zeros may be most of a GPU's memory: nothing of it is held here before it is compared
     first = {index: program.state_bytes(index) for index in state if not manifest.weights[index].zeros}
-    given: Outputs = {}
+    actual: Outputs = {}
     for call in range(spec.self_test.calls):
         program.poison(POISON)
         inputs = inputs_of(self_test, spec, proof.key)
@@ -166,8 +166,8 @@ def _replay(self_test: Mapped, program: Program, spec: EntrySpec, proof: Proof, 
                 if is_exact(output.dtype):
                     tensor = _tensor(outputs[index])
                     name = self_test_entry(proof.key, f"call-{call}", index, spec.name)
-                    given[name] = (output.dtype, tuple(tensor.shape), partial(bytes, tensor.tobytes()))
-    made: Mapping[str, Sequence[Any]] = {"output": outputs, "mutated": inputs}
+                    actual[name] = (output.dtype, tuple(tensor.shape), partial(bytes, tensor.tobytes()))
+    by_kind: Mapping[str, Sequence[Any]] = {"output": outputs, "mutated": inputs}
 
     def compared(row: ComparedTensor, bound: float) -> Compared:  # one by one: state may be large
         name = self_test_entry(proof.key, row.kind, row.index, spec.name)
@@ -178,25 +178,25 @@ def _replay(self_test: Mapped, program: Program, spec: EntrySpec, proof: Proof, 
             before = bytes(span(weight)) if weight.zeros else first[row.index]
             got = program.state_bytes(row.index)
         else:
-            tensor = _tensor(made[row.kind][row.index])
+            tensor = _tensor(by_kind[row.kind][row.index])
             shape, got = tensor.shape, tensor.tobytes()
         if failed is not None:
-            given[name] = (row.dtype, tuple(shape), partial(bytes, got))
+            actual[name] = (row.dtype, tuple(shape), partial(bytes, got))
         if condensed.stand_in(self_test.entries, name):
             error, text = _beside_condensed(self_test, name, row, got, before)
-            found = Compared(title=row.title, error=error, bound=bound, exact=not text, text="")
-            return found if found.passed(spec.self_test.compare) else replace(found, text=text)
+            comparison = Compared(title=row.title, error=error, bound=bound, exact=not text, text="")
+            return comparison if comparison.passed(spec.self_test.compare) else replace(comparison, text=text)
         expected = _changed(self_test, name, before) if row.kind == "state" else bytes(stored(self_test, name))
         exact = expected == got
         error = 0.0 if exact else difference(row.dtype, expected, got)
-        found = Compared(title=row.title, error=error, bound=bound, exact=exact, text="")
-        fine = exact or (found.passed(spec.self_test.compare) and not is_exact(row.dtype))
-        return found if fine else replace(found, text=describe(row.dtype, shape, expected, got))
+        comparison = Compared(title=row.title, error=error, bound=bound, exact=exact, text="")
+        fine = exact or (comparison.passed(spec.self_test.compare) and not is_exact(row.dtype))
+        return comparison if fine else replace(comparison, text=describe(row.dtype, shape, expected, got))
 
     pairs = zip(self_test_tensors(manifest, spec), spec.self_test.bounds, strict=True)
     result = Result(entry=spec.name, key=proof.key, tensors=tuple([compared(row, bound) for row, bound in pairs]))
     if failed is not None and not result.passed(spec.self_test.compare):
-        failed.update(given)
+        failed.update(actual)
     return result
 
 
@@ -206,24 +206,24 @@ def _tensor(value: Any) -> Any:
 
 def _changed(self_test: Mapped, name: str, first: bytes) -> bytes:
     """What a row of state has to hold after the call: its `first` bytes, but for the runs of elements that the self-test names."""
-    made, elements, taken = bytearray(first), stored(self_test, name), 0
+    expected, elements, taken = bytearray(first), stored(self_test, name), 0
     for begin, end in _runs(self_test, name, DTYPES[self_test.entries[name].dtype], len(first)):
         if taken + end - begin > len(elements):
             raise BundleError("weights-invalid", f"{SELF_TEST}: tensor {name!r}: has {len(elements)} bytes, and more were changed")
-        made[begin:end] = elements[taken : taken + end - begin]
+        expected[begin:end] = elements[taken : taken + end - begin]
         taken += end - begin
-    return bytes(made)
+    return bytes(expected)
 
 
 def _runs(self_test: Mapped, name: str, width: int, size: int) -> list[tuple[int, int]]:
     """The first byte of every run of a row of state that the call changes, and the one behind its last.  Raises weights-invalid."""
     before, _, index = name.rpartition("/state/")
     runs = memoryview(stored(self_test, f"{before}/state-at/{index}")).cast("q")
-    found = [(begin * width, (begin + count) * width) for begin, count in zip(runs[::2], runs[1::2], strict=True)]
-    for begin, end in found:
+    spans = [(begin * width, (begin + count) * width) for begin, count in zip(runs[::2], runs[1::2], strict=True)]
+    for begin, end in spans:
         if not 0 <= begin <= end <= size:
             raise BundleError("weights-invalid", f"{SELF_TEST}: tensor {name!r}: bytes {begin} to {end} do not fit")
-    return found
+    return spans
 
 
 def _beside_condensed(self_test: Mapped, name: str, row: ComparedTensor, got: bytes, first: bytes) -> tuple[float, str]:
@@ -296,7 +296,7 @@ def main(arguments: Sequence[str]) -> int:
             variant = variant_name(program.manifest.target)
             chains: list[dict[str, Any]] = []
             if program.manifest.donations:
-                chains = [asdict(each) for each in replay_chained(program)]
+                chains = [asdict(chain) for chain in replay_chained(program)]
     except CgbundleError as error:
         print(json.dumps(_plain_error(error)))
         return error.exit_code

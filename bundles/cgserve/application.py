@@ -205,24 +205,24 @@ class Application:
         broken = self._broken()
         models: dict[str, Any] = {}
         for version in self.repository.serving():
-            told: dict[str, Any] = {"version": version.number}
+            report: dict[str, Any] = {"version": version.number}
             if version.language is not None:
                 engine = version.language.engine
                 state = engine.state
-                told |= {
+                report |= {
                     "alive": engine.alive, "running": state.running, "waiting": state.waiting, "pages_used": state.pages_used,
                     "pages_free": state.pages_free,
                 }  # fmt: skip
             else:
-                told["waiting"] = sum(entry.waiting for entry in version.entries.values())
-            models[version.model] = told
-        told = {
+                report["waiting"] = sum(entry.waiting for entry in version.entries.values())
+            models[version.model] = report
+        report = {
             "live": broken is None,
             "ready": not broken and not self._why_not_ready(),
             "torch": "torch" in sys.modules,
             "models": models,
         }
-        return JSONResponse(told, 200 if broken is None else 503)
+        return JSONResponse(report, 200 if broken is None else 503)
 
     async def _metrics(self, _: Request) -> Response:
         self.counters.tensors.forget_versions()

@@ -130,5 +130,5 @@ def app(arguments: dict[str, str]) -> serve.Application:
     share."""
     scaling = SCALING | {"max_replicas": int(arguments.get("replicas", 2))}
     resources = {"num_cpus": float(arguments.get("cpus", 1)), "num_gpus": float(arguments.get("gpus", 0))}
-    made: Any = Bundles.options(autoscaling_config=scaling, ray_actor_options=resources)  # type: ignore[attr-defined]
-    return made.bind(str(Path(arguments["folder"]).absolute()), int(arguments.get("memory", MEMORY)))
+    deployment: Any = Bundles.options(autoscaling_config=scaling, ray_actor_options=resources)  # type: ignore[attr-defined]
+    return deployment.bind(str(Path(arguments["folder"]).absolute()), int(arguments.get("memory", MEMORY)))

@@ -52,12 +52,12 @@ def looker(path: Path, settings: Settings) -> tuple[Callable[[], Found], bool]:
             raise ServeError("--adapter and --adapter-root are for a bundle", "serve the bundle of the model by itself")
         return partial(scan, path), False
     manifest = checked_manifest(str(path))
-    found: Found = {}
+    bundles: Found = {}
 
     def look() -> Found:
         with suppress(FileNotFoundError):  # while it is being replaced: the one that was there goes on
-            found[settings.name or manifest.name] = {1: (path, identity_of(path))}
-        return found
+            bundles[settings.name or manifest.name] = {1: (path, identity_of(path))}
+        return bundles
 
     return look, True
 

@@ -30,14 +30,14 @@ class Constant(NamedTuple):
 
 def constants(entry: EntrySpec) -> list[Constant]:
     """All constants of a call, in order.  Of an argument with tensors in it the leaves that are none."""
-    found = []
+    call_constants = []
     for name, tree, keyword, default in _parameters(entry):
         if holds_tensor(tree):
-            found += [Constant(path, value, (), keyword, True) for path, value in _leaves(name, tree)]
+            call_constants += [Constant(path, value, (), keyword, True) for path, value in _leaves(name, tree)]
         else:
             known = () if default is None else (recorded_constant(default),)
-            found.append(Constant(name, recorded_constant(tree), known, keyword, not _optional(entry, tree, default)))
-    return found
+            call_constants.append(Constant(name, recorded_constant(tree), known, keyword, not _optional(entry, tree, default)))
+    return call_constants
 
 
 def arranged(entry: EntrySpec, tensors: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
@@ -95,8 +95,8 @@ def _template(tree: Tree, names: Sequence[str]) -> str:
 
 def _variable(name: str) -> str:
     """The name of a parameter as a variable: one of `**kwargs` may be any text."""
-    made = "".join([letter if letter.isidentifier() or letter.isdecimal() else "_" for letter in name])
-    return made if _is_variable(made) else f"_{made}" if made[:1].isdecimal() else f"{made}_"
+    variable = "".join([letter if letter.isidentifier() or letter.isdecimal() else "_" for letter in name])
+    return variable if _is_variable(variable) else f"_{variable}" if variable[:1].isdecimal() else f"{variable}_"
 
 
 def _is_variable(name: str) -> bool:

@@ -45,9 +45,9 @@ def with_near_ties(
         return tuple(kept)
     floor = selection_floor(prepared, bounds)
     shares = [near_ties(_run(prepared, self_test, weights), floor) for self_test in self_tests]
-    largest = [max(each) for each in zip(*shares, strict=True)]
+    largest = [max(tensor_shares) for tensor_shares in zip(*shares, strict=True)]
     pairs = zip(kept, largest, bounds, strict=True)
-    return tuple([max(bound, share) if each.exact else bound for bound, share, each in pairs])
+    return tuple([max(bound, share) if limit.exact else bound for bound, share, limit in pairs])
 
 
 def _run(prepared: Prepared, self_test: KeySelfTest, weights: Sequence[Weight]) -> Run:
@@ -67,13 +67,13 @@ def _run(prepared: Prepared, self_test: KeySelfTest, weights: Sequence[Weight]) 
         calls = []
         try:
             for _ in range(prepared.self_test_calls):
-                given = [value.to(device, copy=True) for value in self_test.inputs]
+                device_inputs = [value.to(device, copy=True) for value in self_test.inputs]
                 with traced_per_size():
-                    calls.append(tuple([value.clone() for value in module(*given)]))  # one may be state, which is put back
+                    calls.append(tuple([value.clone() for value in module(*device_inputs)]))  # one may be state, which is put back
             state = [kept(row) for row in rows]
         finally:
             module.snapshot.restore()
-        return Seen(calls=tuple(calls), left=(*calls[-1], *[given[index] for index in prepared.written], *state))
+        return Seen(calls=tuple(calls), left=(*calls[-1], *[device_inputs[index] for index in prepared.written], *state))
 
     return run
 

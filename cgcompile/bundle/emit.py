@@ -42,8 +42,8 @@ def write_program(path: Path, program: ExportedProgram) -> None:
     """A program: for the CPU, whatever it was exported on, and without weights (see `without_weights`)."""
     bare = without_weights(program)
     with _without_traces(bare):
-        save_program(bare, made := BytesIO())  # torch does not say why it cannot write to a file
-    path.write_bytes(made.getbuffer())
+        save_program(bare, buffer := BytesIO())  # torch does not say why it cannot write to a file
+    path.write_bytes(buffer.getbuffer())
 
 
 @contextmanager

@@ -42,14 +42,14 @@ def _common(values: list[Any]) -> tuple[Any, list[Any]]:
         for key in dict.fromkeys(key for value in values for key in value):
             held = [key in value for value in values]
             items = [value.get(key, ...) for value in values]
-            shared, own = _common(items) if all(held) else (..., items)
+            shared, remainders = _common(items) if all(held) else (..., items)
             common |= {} if shared is ... else {key: shared}
-            for rest, item in zip(rests, own, strict=True):
+            for rest, item in zip(rests, remainders, strict=True):
                 rest |= {} if item is ... else {key: item}
         return common, [rest or ... for rest in rests]
     if all(type(value) is list and len(value) == len(first) and {*map(type, value)} == {dict} for value in values):
         parts = [_common(list(items)) for items in zip(*values, strict=True)]
-        listed = [[{} if own[at] is ... else own[at] for _, own in parts] for at in range(len(values))]
+        listed = [[{} if leftovers[at] is ... else leftovers[at] for _, leftovers in parts] for at in range(len(values))]
         return [common for common, _ in parts], [rest if any(rest) else ... for rest in listed]
     return ..., list(values)
 

@@ -38,7 +38,7 @@ TURNED = (
 def accepted(
     dimensions: Sequence[Dimension],
     bounds: Sequence[ErrorBound],
-    found: Mapping[IntKey, Sequence[Difference]],
+    key_differences: Mapping[IntKey, Sequence[Difference]],
     allow: Sequence[str],
     what: str,
     hint: str = REPORT,
@@ -49,8 +49,8 @@ def accepted(
     Those are the bounds themselves.  For integers that rounding may turn over, where that is allowed, it is the largest share that
     was seen to differ.  Raises proof-failed for the first tensor that is beyond its bound.
     """
-    kept = [each.bound for each in bounds]
-    for key, differences in found.items():
+    kept = [limit.bound for limit in bounds]
+    for key, differences in key_differences.items():
         for index, (bound, difference) in enumerate(zip(bounds, differences, strict=True)):
             if difference.error <= bound.bound:
                 continue
@@ -68,7 +68,7 @@ def accepted(
 
 def unproved(key: IntKey, bounds: Sequence[ErrorBound]) -> Proof:
     """The proof of a key that was not compared yet."""
-    bound = max((each.bound for each in bounds), default=0.0)
+    bound = max((limit.bound for limit in bounds), default=0.0)
     return Proof(key=key, method="none", tolerance=bound)
 
 
@@ -114,25 +114,25 @@ def replay(
             if not row["passed"]:
                 text = f"{row['title']}: an output that is taken where it lies gives something else than its copy: {row['text']}"
                 raise BuildError("proof-failed", text, REPORT)
-        self_tests, told, chosen = [], [], {}
-        for number, (entry, own) in enumerate(zip(manifest.entries, bounds, strict=True)):
+        self_tests, remarks, chosen = [], [], {}
+        for number, (entry, entry_bounds) in enumerate(zip(manifest.entries, bounds, strict=True)):
             theirs = [row for row in rows if row["entry"] == entry.name]
-            verdicts = _verdicts(stage, manifest, entry, own, theirs, prepared[number], outputs) if prepared else {}
+            verdicts = _verdicts(stage, manifest, entry, entry_bounds, theirs, prepared[number], outputs) if prepared else {}
             self_test = _examined(
-                manifest, entry, own, theirs, allow, {key: found.differences for key, (_, found) in verdicts.items()}
+                manifest, entry, entry_bounds, theirs, allow, {key: ruling.differences for key, (_, ruling) in verdicts.items()}
             )
             if prepared:
                 taken = [read_self_test(stage / SELF_TEST, manifest, entry, proof.key) for proof in self_test.proofs]
                 self_test = replace(
-                    self_test, bounds=with_near_ties(self_test.bounds, prepared[number], taken, own, manifest.weights)
+                    self_test, bounds=with_near_ties(self_test.bounds, prepared[number], taken, entry_bounds, manifest.weights)
                 )
             self_tests.append(self_test)
-            told.append(indices_text(own, [found.indices for _, found in verdicts.values()]))
+            remarks.append(indices_text(entry_bounds, [ruling.indices for _, ruling in verdicts.values()]))
             if verdicts:
                 chosen[entry.name] = [self_test for self_test, _ in verdicts.values()]
     if chosen:
         replace_self_tests(stage / SELF_TEST, chosen)
-    return Replayed(self_tests=tuple(self_tests), told="; ".join(filter(None, told)))
+    return Replayed(self_tests=tuple(self_tests), told="; ".join(filter(None, remarks)))
 
 
 def _verdicts(
@@ -145,16 +145,16 @@ def _verdicts(
     outputs: Path,
 ) -> dict[IntKey, tuple[KeySelfTest, Verdict]]:
     """What the choices of the bundle explain, by int_key of an entry, and the self-test for these choices."""
-    found = {}
+    verdicts = {}
     for proof, row in zip(entry.self_test.proofs, rows, strict=True):
         if all(tensor["error"] <= bound.bound for tensor, bound in zip(row["tensors"], bounds, strict=True)):
             continue
         got = read_outputs(outputs, manifest, entry, proof.key)
         self_test = read_self_test(stage / SELF_TEST, manifest, entry, proof.key)
-        made = verdict(prepared, self_test, got, bounds, manifest.weights) if got else None
-        if made:
-            found[proof.key] = with_left(self_test, made.expected, prepared, manifest.weights), made
-    return found
+        ruling = verdict(prepared, self_test, got, bounds, manifest.weights) if got else None
+        if ruling:
+            verdicts[proof.key] = with_left(self_test, ruling.expected, prepared, manifest.weights), ruling
+    return verdicts
 
 
 def _examined(
@@ -170,15 +170,15 @@ def _examined(
     self_test = entry.self_test
     if self_test.expected == "eager":
         if WAIVER not in manifest.allowed:  # indices with others that are as good, of a bundle that was interpreted before
-            bounds = [replace(each, bound=max(each.bound, kept)) for each, kept in zip(bounds, self_test.bounds, strict=True)]
-        found = {
+            bounds = [replace(limit, bound=max(limit.bound, kept)) for limit, kept in zip(bounds, self_test.bounds, strict=True)]
+        by_key = {
             proof.key: judged.get(proof.key)
             or [Difference(error=tensor["error"], text=tensor["text"]) for tensor in row["tensors"]]
             for proof, row in zip(self_test.proofs, rows, strict=True)
         }
         hint = STANDALONE if manifest.target.kind == "cpu" and not manifest.target.torch else REPORT
-        kept = accepted(entry.dimensions, bounds, found, allow, "the bundle's outputs differ", hint, entry.name)
-        return replace(self_test, bounds=kept, proofs=tuple([measured(key, "replay", each, kept) for key, each in found.items()]))
+        kept = accepted(entry.dimensions, bounds, by_key, allow, "the bundle's outputs differ", hint, entry.name)
+        return replace(self_test, bounds=kept, proofs=tuple([measured(key, "replay", diff, kept) for key, diff in by_key.items()]))
     proofs = []
     for proof, row in zip(self_test.proofs, rows, strict=True):
         for tensor in row["tensors"]:
@@ -193,7 +193,7 @@ def _examined(
 
 def mismatches(manifest: Manifest, entry: EntrySpec) -> tuple[Finding, ...]:
     """A finding for every integer tensor that may differ: it was accepted though it does, or floats are nearly equal."""
-    found = []
+    findings = []
     for index, (tensor, bound) in enumerate(zip(self_test_tensors(manifest, entry), entry.self_test.bounds, strict=True)):
         if not (is_exact(tensor.dtype) and bound):
             continue
@@ -204,5 +204,5 @@ def mismatches(manifest: Manifest, entry: EntrySpec) -> tuple[Finding, ...]:
         else:
             rule, message = NEAR_TIES, f"{tensor.title}: up to {bound:.1%} of the indices have another one that is as good"
             effect, fix = "on another processor rounding may select that one, and `verify --run` allows it", ""
-        found.append(Finding(rule=rule, severity="note", message=message, effect=effect, fix=fix))
-    return tuple(found)
+        findings.append(Finding(rule=rule, severity="note", message=message, effect=effect, fix=fix))
+    return tuple(findings)

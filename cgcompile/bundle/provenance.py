@@ -21,8 +21,8 @@ from ..util.version import VERSION
 def provenance(label: str, options: Mapping[str, str]) -> Provenance:
     """SOURCE_DATE_EPOCH, where set, is the time: two builds are then equal byte for byte."""
     epoch = os.environ.get("SOURCE_DATE_EPOCH")
-    given = int(epoch) if epoch and epoch.isdigit() else time.time()
-    now = datetime.datetime.fromtimestamp(given, datetime.UTC)
+    timestamp = int(epoch) if epoch and epoch.isdigit() else time.time()
+    now = datetime.datetime.fromtimestamp(timestamp, datetime.UTC)
     versions = {"cgcompile": VERSION, "torch": str(torch.__version__), "python": platform.python_version()}
     if importlib.util.find_spec("triton") is not None:
         versions["triton"] = importlib.metadata.version("triton")

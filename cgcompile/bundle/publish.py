@@ -103,11 +103,11 @@ def _rename(source: Path, target: Path, flags: int) -> bool:
     """renameat2 with flags; False where this system or file system cannot."""
     library = ctypes.CDLL(None, use_errno=True)
     paths = ctypes.c_char_p(os.fsencode(source)), ctypes.c_char_p(os.fsencode(target))
-    given = AT_FDCWD, paths[0], AT_FDCWD, paths[1], ctypes.c_uint(flags)
+    arguments = AT_FDCWD, paths[0], AT_FDCWD, paths[1], ctypes.c_uint(flags)
     if hasattr(library, "renameat2"):
-        failed = library.renameat2(*given)
+        failed = library.renameat2(*arguments)
     elif platform.machine() in RENAMEAT2 and hasattr(library, "syscall"):
-        failed = library.syscall(ctypes.c_long(RENAMEAT2[platform.machine()]), *given)
+        failed = library.syscall(ctypes.c_long(RENAMEAT2[platform.machine()]), *arguments)
     else:
         return False
     if not failed:

@@ -31,16 +31,16 @@ class Ranks:
 
     def gathered(self, value: Value) -> list[Value]:
         """What every rank gives here, in their order."""
-        found: list[Value] = [value] * self.size
-        dist.all_gather_object(found, value)
-        return found
+        object_list: list[Value] = [value] * self.size
+        dist.all_gather_object(object_list, value)
+        return object_list
 
     def scattered(self, values: Sequence[Value]) -> Value:
         """Of what rank 0 gives for each rank, this one's; what others give is not looked at."""
-        found = [list(values)]
-        dist.broadcast_object_list(found)
-        own: Value = found[0][self.rank]
-        return own
+        object_list = [list(values)]
+        dist.broadcast_object_list(object_list)
+        share: Value = object_list[0][self.rank]
+        return share
 
 
 @contextmanager

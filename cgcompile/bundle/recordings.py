@@ -301,8 +301,8 @@ def _memcpy(table: Table, row: int) -> MemcpyNode:
 
 
 def _conditional(table: Table, row: int) -> ConditionalNode:
-    own = slice(*table.conditional_bounds[row : row + 2])
-    return ConditionalNode(type=TYPES[table.conditional_type[row]], bodies=tuple(table.conditional_body[own]))
+    body_span = slice(*table.conditional_bounds[row : row + 2])
+    return ConditionalNode(type=TYPES[table.conditional_type[row]], bodies=tuple(table.conditional_body[body_span]))
 
 
 _KINDS: dict[type, int] = {

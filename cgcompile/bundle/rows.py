@@ -29,6 +29,6 @@ def whole_program(
     region: int = 0,
 ) -> Program:
     """The program of an int_key: one step of the region of that number."""
-    given, made = tuple(range(len(inputs))), tuple(range(len(inputs), len(inputs) + len(outputs)))
-    step = Step(kind=kind, region=region, file=file, inputs=given, outputs=made)
-    return Program(key=key, values=(*inputs, *outputs), inputs=given, outputs=made, steps=(step,), arena=arena, static=static)
+    sources, targets = tuple(range(len(inputs))), tuple(range(len(inputs), len(inputs) + len(outputs)))
+    step = Step(kind=kind, region=region, file=file, inputs=sources, outputs=targets)
+    return Program(key=key, values=(*inputs, *outputs), inputs=sources, outputs=targets, steps=(step,), arena=arena, static=static)

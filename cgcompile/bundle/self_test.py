@@ -84,15 +84,15 @@ def replayed_self_test(
     self_tests = []
     for program in programs:
         replay = replays[program.key]
-        given, made = [[program.values[index] for index in side] for side in (program.inputs, program.outputs)]
+        sources, targets = [[program.values[index] for index in side] for side in (program.inputs, program.outputs)]
         changed = {name.removeprefix(PREFIX): (from_bytes(runs, "int64"), elements) for name, runs, elements in replay.state}
         state = [(index, row) for index, row in enumerate(weights) if row.memory == "state"]
         self_tests.append(
             KeySelfTest(
                 key=program.key,
-                inputs=_tensors(given, replay.inputs),
-                outputs=_tensors(made, replay.outputs),
-                written=tuple(zip(prepared.written, _tensors([given[i] for i in prepared.written], replay.written), strict=True)),
+                inputs=_tensors(sources, replay.inputs),
+                outputs=_tensors(targets, replay.outputs),
+                written=tuple(zip(prepared.written, _tensors([sources[i] for i in prepared.written], replay.written), strict=True)),
                 state=tuple(
                     [
                         (index, changed[row.name][0].reshape(-1, 2), from_bytes(changed[row.name][1], row.dtype))
@@ -107,15 +107,15 @@ def replayed_self_test(
 def state_after(self_test: KeySelfTest, prepared: Prepared, weights: Sequence[Weight]) -> list[tuple[Weight, torch.Tensor]]:
     """What the self-test says of state after its calls: the rows of memory state, each with all elements, flat, in memory order."""
     first = _first_state(prepared)
-    found = []
+    states = []
     for index, runs, changed in self_test.state:
         row = weights[index]
         value = flat(first[row.name], row).clone()
         places = [torch.arange(begin, begin + count) for begin, count in runs.tolist()]
         if places:
             value[torch.cat(places)] = changed
-        found.append((row, value))
-    return found
+        states.append((row, value))
+    return states
 
 
 def with_left(self_test: KeySelfTest, left: Sequence[torch.Tensor], prepared: Prepared, weights: Sequence[Weight]) -> KeySelfTest:
@@ -177,7 +177,7 @@ def read_self_test(path: Path, manifest: Manifest, entry: EntrySpec, key: IntKey
 def _named(self_tests: Mapping[str, Sequence[KeySelfTest]]) -> dict[str, safetensors_writer.Tensor]:
     """The tensors of self-tests by their names in the file."""
     tensors: dict[str, safetensors_writer.Tensor] = {}
-    for entry, self_test in [(entry, self_test) for entry, own in self_tests.items() for self_test in own]:
+    for entry, self_test in [(entry, self_test) for entry, entry_tests in self_tests.items() for self_test in entry_tests]:
         for kind, values in (
             ("input", enumerate(self_test.inputs)),
             ("output", enumerate(self_test.outputs)),
@@ -208,7 +208,7 @@ def flat(value: torch.Tensor, row: Weight) -> torch.Tensor:
 
 
 def _tensors(values: Sequence[Value], data: Sequence[bytes]) -> tuple[torch.Tensor, ...]:
-    return tuple([from_bytes(each, value.dtype).reshape(value.shape) for value, each in zip(values, data, strict=True)])
+    return tuple([from_bytes(raw, value.dtype).reshape(value.shape) for value, raw in zip(values, data, strict=True)])
 
 
 def from_bytes(data: bytes, dtype: str) -> torch.Tensor:

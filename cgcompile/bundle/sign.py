@@ -66,14 +66,14 @@ def _private_key(path: str) -> Any:
 
 def _write(place: str, data: bytes) -> None:
     """Puts the signature's file in place: a reader finds the old or the new one, never half of it."""
-    made = f"{place}.{uuid4().hex[:8]}"
+    temporary = f"{place}.{uuid4().hex[:8]}"
     try:
-        with open(made, "xb") as file:
+        with open(temporary, "xb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(made, place)
+        os.replace(temporary, place)
     except BaseException:
-        if os.path.exists(made):
-            os.unlink(made)
+        if os.path.exists(temporary):
+            os.unlink(temporary)
         raise

@@ -85,12 +85,12 @@ def _shared_weights(
     """
     stored: dict[str, dict[str, safetensors_writer.Tensor]] = {file_names.WEIGHTS: {}, file_names.TABLES: {}}
     renamed: list[dict[str, str]] = []
-    for manifest, own in zip(manifests, files, strict=True):
+    for manifest, variant_files in zip(manifests, files, strict=True):
         frozen = {manifest.weights[row.weight].tensor for row in manifest.frozen if row.reason == "constant"}
         names: dict[str, str] = {}
         for file, known in stored.items():
-            for name in own.names(file):
-                tensor = own.tensor(file, name)
+            for name in variant_files.names(file):
+                tensor = variant_files.tensor(file, name)
                 if name not in known or _same(known[name], tensor):
                     known.setdefault(name, tensor)
                     continue
@@ -115,8 +115,8 @@ def _write_self_test(manifests: Sequence[Manifest], files: Sequence[_Files], out
     """The first variant's self-test, which all others compare with, too."""
     positions = [_new_positions(manifest, manifests[0]) for manifest in manifests]
     first = _numbered(files[0], positions[0])
-    for manifest, own, moved in zip(manifests[1:], files[1:], positions[1:], strict=True):
-        tensors = _numbered(own, moved)
+    for manifest, variant_files, moved in zip(manifests[1:], files[1:], positions[1:], strict=True):
+        tensors = _numbered(variant_files, moved)
         other = next((name for name in first if name not in tensors or not _same(first[name], tensors[name])), None)
         if other is not None or first.keys() != tensors.keys():
             raise BuildError(

@@ -95,22 +95,22 @@ def assemble(
     """
     takes = classify_takes(a, b)
     paired, classified, states = takes.paired, takes.graphs, takes.states
-    for graph, own in zip(a.graphs, classified, strict=True) if rows_begin is not None else ():
-        check_rows(graph, own.blocks, {i for i, each in enumerate(a.ranges) if each.kind == "state"}, rows_begin or 0)
+    for graph, classification in zip(a.graphs, classified, strict=True) if rows_begin is not None else ():
+        check_rows(graph, classification.blocks, {i for i, span in enumerate(a.ranges) if span.kind == "state"}, rows_begin or 0)
     used = [i for graph in classified for i in graph.used()] + [t.range for _, _, block in states for _, t in block.relocations]
     filled = {i for graph in classified for i in graph.filled}  # their contents are the graph's own, so that they are no tables
     read = [i for i in dict.fromkeys(used) if i not in filled]
     tables, offsets, end = place_tables(a, b, paired.pairing, read, weights_end)
     of_key: dict[IntKey, list[tuple[RawGraph, ClassifiedGraph]]] = {}
-    for graph, own in zip(a.graphs, classified, strict=True):
-        of_key.setdefault(graph.key, []).append((graph, own))
+    for graph, classification in zip(a.graphs, classified, strict=True):
+        of_key.setdefault(graph.key, []).append((graph, classification))
     held = {key: (outputs[0].entry, _held(a, of_key[key], outputs)) for key, outputs in donated.items()}
     kept = keep(a, held)
     graphs = {}
     for key, mine in of_key.items():
-        ranges = dict.fromkeys(i for _, own in mine for i in own.used())
+        ranges = dict.fromkeys(i for _, classification in mine for i in classification.used())
         placement = place(a, ranges, offsets, key, kept.offsets.get(key, {}), kept.start)  # one arena for all of them
-        graphs[key] = tuple([recorded_rows(graph, own, placement, conditions) for graph, own in mine])
+        graphs[key] = tuple([recorded_rows(graph, classification, placement, conditions) for graph, classification in mine])
     own_states = module_states(a, states, offsets)
     return Assembled(graphs=graphs, tables=tables, weights_end=end, states=own_states, reserved=kept.reserved)
 
@@ -129,14 +129,14 @@ def classify_takes(a: Take, b: Take) -> ClassifiedTakes:
 
 def _held(take: Take, graphs: Sequence[tuple[RawGraph, ClassifiedGraph]], outputs: Sequence[DonatedOutput]) -> list[int]:
     """The ranges that donated outputs of a key lie in.  Raises donation-refused for one that lies in no segment of its own pool."""
-    found = []
+    range_indices = []
     for output in outputs:
-        graph, own = graphs[output.region]
-        reading = own.values[len(graph.inputs) + output.output]
+        graph, classification = graphs[output.region]
+        reading = classification.values[len(graph.inputs) + output.output]
         if reading is not None and take.ranges[reading.range].kind != "pool":
             raise refused(output.entry, output.number, f"lies in memory of {take.ranges[reading.range].kind}")
-        found += [reading.range] if reading is not None else []
-    return found
+        range_indices += [reading.range] if reading is not None else []
+    return range_indices
 
 
 def _classified(x: RawGraph, y: RawGraph, paired: PairedRanges) -> ClassifiedGraph:

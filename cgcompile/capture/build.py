@@ -98,13 +98,13 @@ def prepare_recording(spec: BuildSpec, cut: CutProgram, folder: Path, stage: Pat
         placements=placements if split else {},
         uploads=split.uploads if split else {},
         host_only=cut.host_only,
-        written={key: own.written for key, own in prepared.items()},
+        written={key: preparation.written for key, preparation in prepared.items()},
         donated=donated_outputs(spec, split),
         state=spec.entries[0].prepared.state,
         varying=spec.entries[0].prepared.varying,
-        bounds=lambda rows: {key: error_bounds(own, rows) for key, own in prepared.items()},
-        floors={key: selection_floor(own, error_bounds(own)) for key, own in prepared.items()},
-        self_test_calls={key: own.self_test_calls for key, own in prepared.items()},
+        bounds=lambda rows: {key: error_bounds(preparation, rows) for key, preparation in prepared.items()},
+        floors={key: selection_floor(preparation, error_bounds(preparation)) for key, preparation in prepared.items()},
+        self_test_calls={key: preparation.self_test_calls for key, preparation in prepared.items()},
         stored=stage / file_names.WEIGHTS,
         release=True,
         tell=tell,
@@ -113,11 +113,11 @@ def prepare_recording(spec: BuildSpec, cut: CutProgram, folder: Path, stage: Pat
 
 def _indices(spec: BuildSpec, recorded: Recorded) -> list[str]:
     """By entry, how many indices the graphs select otherwise than eager PyTorch."""
-    found = []
+    texts = []
     for number, entry in enumerate(spec.entries):
         replays = spec.own(number, recorded.replays).values()
-        found.append(indices_text(error_bounds(entry.prepared, recorded.weights), [replay.indices for replay in replays]))
-    return [text for text in found if text]
+        texts.append(indices_text(error_bounds(entry.prepared, recorded.weights), [replay.indices for replay in replays]))
+    return [text for text in texts if text]
 
 
 def counted(recorded: Recorded) -> str:
@@ -171,13 +171,13 @@ def _entry_parts(
     """The rows of entry number `number`, and its self-test.  `exact`: no host computes a part of it.  Raises proof-failed."""
     entry = spec.entries[number]
     prepared, replays = entry.prepared, spec.own(number, recorded.replays)
-    own = spec.own(number, dict(zip(spec.programs.by_key, written.programs, strict=True)))
-    rows = with_aliases(tuple(own.values()), prepared.aliases, prepared.signature.outputs, written.weights)
-    if len(replays) < len(own):
+    entry_programs = spec.own(number, dict(zip(spec.programs.by_key, written.programs, strict=True)))
+    rows = with_aliases(tuple(entry_programs.values()), prepared.aliases, prepared.signature.outputs, written.weights)
+    if len(replays) < len(entry_programs):
         bounds = error_bounds(prepared, written.weights)
         self_test = SelfTest(
-            compare="tolerance", calls=prepared.self_test_calls, expected="eager", bounds=tuple([each.bound for each in bounds]),
-            proofs=tuple([unproved(key, bounds) for key in own]),
+            compare="tolerance", calls=prepared.self_test_calls, expected="eager", bounds=tuple([limit.bound for limit in bounds]),
+            proofs=tuple([unproved(key, bounds) for key in entry_programs]),
         )  # fmt: skip
         return EntryParts(programs=rows, self_test=self_test), list(expected)
     differences = {key: replays[key].differences for key in entry.keys}
@@ -188,7 +188,7 @@ def _entry_parts(
         calls=prepared.self_test_calls,
         expected="recording",
         bounds=kept,
-        proofs=tuple([measured(key, "none", found, kept) for key, found in differences.items()]),
+        proofs=tuple([measured(key, "none", diffs, kept) for key, diffs in differences.items()]),
     )
     contents = {key: replay.contents for key, replay in replays.items()}
     return EntryParts(programs=rows, self_test=self_test), replayed_self_test(rows, contents, prepared, written.weights)

@@ -54,8 +54,8 @@ def meaning(mine: Word, theirs: Word, paired: PairedRanges) -> Reading | None:
     if not others:
         return None
     data = any(_has_data(target, paired.ranges[1]) for target in others)
-    own = [t for t in mine.readings if t.range in paired.pools[0] and _has_data(t, paired.ranges[0]) == data]
-    return own[0] if len(own) == 1 else None
+    candidates = [t for t in mine.readings if t.range in paired.pools[0] and _has_data(t, paired.ranges[0]) == data]
+    return candidates[0] if len(candidates) == 1 else None
 
 
 def _has_data(target: Reading, ranges: tuple[Range, ...]) -> bool:

@@ -114,10 +114,10 @@ def keep(take: Take, held: Mapping[IntKey, tuple[str, Sequence[int]]]) -> Kept:
 
     A range is a whole segment of torch's allocator: temporaries of the program may have lain where the output does.
     """
-    found: dict[IntKey, dict[int, int]] = {}
+    relative_offsets: dict[IntKey, dict[int, int]] = {}
     needs: dict[str, int] = {}
     for key, (entry, ranges) in held.items():
-        places, end = found.setdefault(key, {}), 0
+        places, end = relative_offsets.setdefault(key, {}), 0
         for i in dict.fromkeys(ranges):
             size = take.ranges[i].size
             places[i] = align(end, SEGMENT_ALIGN if size >= SEGMENT_ALIGN else ALIGN)
@@ -125,7 +125,7 @@ def keep(take: Take, held: Mapping[IntKey, tuple[str, Sequence[int]]]) -> Kept:
         needs[entry] = max(needs.get(entry, 0), end)
     reserved = reserved_parts(needs, SEGMENT_ALIGN)
     begins = {row.entry: row.offset for row in reserved}
-    offsets = {key: {i: begins[entry] + at for i, at in found[key].items()} for key, (entry, _) in held.items()}
+    offsets = {key: {i: begins[entry] + at for i, at in relative_offsets[key].items()} for key, (entry, _) in held.items()}
     return Kept(reserved=reserved, offsets=offsets, start=reserved_end(reserved, SEGMENT_ALIGN))
 
 

@@ -131,7 +131,7 @@ def prepare(
     return Recordable(
         request=request, folder=folder, layout=layout, stored=rows, static=static,
         inputs={key: tuple(row_major(t) for t in tensors_of(call)) for key, call in self_test.items()},
-        donated=donated, program=program_hash(programs, [sorted(own) for own in placements.values()]),
+        donated=donated, program=program_hash(programs, [sorted(placement) for placement in placements.values()]),
         need=layout.weights_end + RECORDED_STATES * layout.state_end + largest + 2 * activations + MARGIN,
     )  # fmt: skip
 

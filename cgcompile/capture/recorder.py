@@ -83,19 +83,19 @@ def record(
     cache: Path | None = None,
     workers: int | None = None,
     tell: Callable[[str], None] = lambda text: None,
-    **given: Any,
+    **options: Any,
 ) -> Recorded:
-    """Record the programs at every build key of `calls` at one level: `prepare` (which takes what else is `given`), `record_level`,
-    and the tables, in a file beside that of the weights.
+    """Record the programs at every build key of `calls` at one level: `prepare`, which takes `options`, `record_level`, and the
+    tables, in a file beside that of the weights.
 
     `processes`: started ones, which have a cache; else `folder` takes the processes' logs, too, and `cache` is the compile cache
     (default: inside `folder`, so that nothing leaks between builds).  Raises what the two do.
     """
-    recordable = prepare(programs, calls, folder=folder, tell=tell, **given)
+    recordable = prepare(programs, calls, folder=folder, tell=tell, **options)
     with ExitStack() as stack:
         running = processes or stack.enter_context(recorder_processes(folder, cache))
-        made = record_level(recordable, level, running, workers=workers, tell=tell)
-    return replace(made, stored=made.stored + write_tables(recordable.request.stored.with_name(file_names.TABLES), made.tables))
+        draft = record_level(recordable, level, running, workers=workers, tell=tell)
+    return replace(draft, stored=draft.stored + write_tables(recordable.request.stored.with_name(file_names.TABLES), draft.tables))
 
 
 def record_level(
@@ -139,8 +139,8 @@ def _record(
 
     def request(role: str, number: int, some: tuple[IntKey, ...], more: int) -> Request:
         result = recordable.folder / f"{level}-{role}{number}.result"
-        made = replace(recordable.request, role=role, level=level, keys=some, result=result, shift=bool(number))
-        return with_more_rows(made, more) if more else made
+        worker_request = replace(recordable.request, role=role, level=level, keys=some, result=result, shift=bool(number))
+        return with_more_rows(worker_request, more) if more else worker_request
 
     new = tuple([key for key in keys if key not in known])
     recording = [request(RECORD, i, keys, more) for i, more in enumerate(rows)]
@@ -160,11 +160,11 @@ def _record(
     tell("comparing the recordings")
     if a.mutated:
         raise ModelError("weight-mutated", f"a replay changes {', '.join(a.mutated)}")
-    own = condition_image(a.arch) if has_conditions(a) else b""
-    conditions = condition_function(own) if own else None
+    image = condition_image(a.arch) if has_conditions(a) else b""
+    conditions = condition_function(image) if image else None
     begin = min([row.offset for row in recordable.layout.rows if row.name in recordable.request.varying], default=None)
     assembled = assemble(a, b, recordable.layout.weights_end, recordable.donated, conditions, begin)
-    return _recorded(a, b, assembled, recordable, [own] if own else [])
+    return _recorded(a, b, assembled, recordable, [image] if image else [])
 
 
 def priming(keys: int, level: str, specialize: str) -> int:
@@ -190,7 +190,7 @@ def _recorded(a: Take, b: Take, assembled: Assembled, recordable: Recordable, im
             and theirs.steady
             and (mine.outputs, mine.written, mine.state) == (theirs.outputs, theirs.written, theirs.state),
             differences=tuple(
-                [max(pair, key=lambda each: each.error) for pair in zip(mine.differences, theirs.differences, strict=True)]
+                [max(pair, key=lambda diff: diff.error) for pair in zip(mine.differences, theirs.differences, strict=True)]
             ),
             indices=mine.indices,
         )

@@ -68,8 +68,8 @@ def _differences(a: Take, b: Take) -> Iterator[str]:
                     yield f"{node_name(x, i)}: {what} is {mine} in one recording and {theirs} in the other"
         if x.edges != y.edges:
             yield f"{graph_name(x)}: the edges differ, first {_first_difference(x.edges, y.edges)}"
-        for side, given, others in (("input", x.inputs, y.inputs), ("output", x.outputs, y.outputs)):
-            shapes = [[(v.dtype, v.shape, v.strides) for v in values] for values in (given, others)]
+        for side, tensors, others in (("input", x.inputs, y.inputs), ("output", x.outputs, y.outputs)):
+            shapes = [[(v.dtype, v.shape, v.strides) for v in values] for values in (tensors, others)]
             if shapes[0] != shapes[1]:
                 yield f"{graph_name(x)}: the {side}s differ, first {_first_difference(*shapes)}"
     states = [[(s.image[:12], s.symbol, len(s.block.data)) for s in take.states] for take in (a, b)]

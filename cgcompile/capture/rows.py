@@ -16,17 +16,17 @@ def join(pieces: Sequence[Piece]) -> Piece:
     rows: list[RawRow] = []
     edges: list[RawEdge] = []
     last: list[int] = []
-    for own, among in pieces:
+    for piece_rows, among in pieces:
         begin = len(rows)
-        if not own or isinstance(own[0], Mark):
-            last = [] if own else last
-            rows += own
+        if not piece_rows or isinstance(piece_rows[0], Mark):
+            last = [] if piece_rows else last
+            rows += piece_rows
             continue
         targets, sources = {edge[1] for edge in among}, {edge[0] for edge in among}
-        edges += [(a, begin + b, 0, 0, 0) for a in last for b in range(len(own)) if b not in targets]
+        edges += [(a, begin + b, 0, 0, 0) for a in last for b in range(len(piece_rows)) if b not in targets]
         edges += _moved(among, begin)
-        last = [begin + a for a in range(len(own)) if a not in sources]
-        rows += own
+        last = [begin + a for a in range(len(piece_rows)) if a not in sources]
+        rows += piece_rows
     return tuple(rows), tuple(edges)
 
 

@@ -57,14 +57,14 @@ class RuleContext:
     def effect(self, name: str) -> str:
         """What a finding of severity host leads to: the node of this name and what takes its value go to the host."""
         nodes = {node.name: node for node in self.program.graph.nodes}
-        found: set[str] = set()
+        followers: set[str] = set()
         waiting = [nodes[name]] if name in nodes else []
         while waiting:
             for user in waiting.pop().users:
-                if user.name not in found and (user.name in self.data_dependent or user.name in self.moved):
-                    found.add(user.name)
+                if user.name not in followers and (user.name in self.data_dependent or user.name in self.moved):
+                    followers.add(user.name)
                     waiting.append(user)
-        after = sum(computes(nodes[each]) for each in found)
+        after = sum(computes(nodes[follower]) for follower in followers)
         if not after:
             return "this operation runs on the host between two graphs"
         return f"this operation and the {'one' if after == 1 else after} after it run on the host between two graphs"

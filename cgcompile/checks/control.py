@@ -47,15 +47,15 @@ def control_flow(context: RuleContext) -> Iterable[Finding]:
 
 def with_moved_control_flow(findings: Sequence[Finding], placed: Collection[str]) -> tuple[Finding, ...]:
     """The findings, with branches and loops that are `placed` on the host after all: for something inside of them, or around."""
-    inside = {each.node: each for each in reversed(findings) if each.severity == HOST and each.rule != "control-flow"}
+    inside = {cause.node: cause for cause in reversed(findings) if cause.severity == HOST and cause.rule != "control-flow"}
 
-    def moved(each: Finding) -> Finding:
-        name = each.message.partition(" ")[0]
-        cause = inside.get(each.node)
-        told = ", ".join(filter(None, [cause.rule, cause.where])) if cause else ""
-        why = f"an operation inside it runs on the host ({told})" if told else "it is tied to an operation on the host"
+    def moved(finding: Finding) -> Finding:
+        name = finding.message.partition(" ")[0]
+        cause = inside.get(finding.node)
+        cause_text = ", ".join(filter(None, [cause.rule, cause.where])) if cause else ""
+        why = f"an operation inside it runs on the host ({cause_text})" if cause_text else "it is tied to an operation on the host"
         return replace(
-            each,
+            finding,
             severity=HOST,
             message=f"{name} decides on the CPU what runs{WHOLE[name]}, since {why}",
             effect="this operation runs on the host between two graphs",
@@ -64,7 +64,7 @@ def with_moved_control_flow(findings: Sequence[Finding], placed: Collection[str]
 
     return tuple(
         [
-            moved(each) if each.rule == "control-flow" and each.severity == NOTE and each.node in placed else each
-            for each in findings
+            moved(finding) if finding.rule == "control-flow" and finding.severity == NOTE and finding.node in placed else finding
+            for finding in findings
         ]
     )

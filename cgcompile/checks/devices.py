@@ -70,8 +70,8 @@ def _made_there(context: RuleContext, node: Node) -> bool:
 def _takes_moved(context: RuleContext, node: Node) -> bool:
     """Whether an operation takes what is on the CPU, and is told apart from what put it there: it stands at another line."""
     sources = [source for source in node.all_input_nodes if source.name in context.moved]
-    made = any(user.target is TO_HOST for user in node.users)
-    return bool(sources) and not made and not any(place(node)[0] and place(node)[0] == place(source)[0] for source in sources)
+    host_copy = any(user.target is TO_HOST for user in node.users)
+    return bool(sources) and not host_copy and not any(place(node)[0] and place(node)[0] == place(source)[0] for source in sources)
 
 
 def moved_to_gpu(context: RuleContext) -> Iterable[Finding]:

@@ -60,17 +60,17 @@ def check(
     functional.
     """
     check_fallback_ops([program for _, program in exported.programs.each], fallback_ops)
-    made = {
+    checked_programs = {
         key: _check_program(exported, program, target, fallback_ops, conditionals, cross_compiled)
         for key, program in exported.programs.each
     }
-    merged = merged_findings({key: each.findings for key, each in made.items()}, exported.sizes)
-    own = {id(exported.programs.at(key)): each for key, each in made.items()}
-    by_key = {key: own[id(program)] for key, program in exported.programs.by_key.items()}
+    merged = merged_findings({key: checked.findings for key, checked in checked_programs.items()}, exported.sizes)
+    by_program = {id(exported.programs.at(key)): checked for key, checked in checked_programs.items()}
+    by_key = {key: by_program[id(program)] for key, program in exported.programs.by_key.items()}
     return Checked(
         findings=merged,
-        placements={key: each.placements for key, each in by_key.items()},
-        functionalized={key: each.functionalized for key, each in by_key.items()},
+        placements={key: checked.placements for key, checked in by_key.items()},
+        functionalized={key: checked.functionalized for key, checked in by_key.items()},
     )
 
 
@@ -98,36 +98,36 @@ def _check_program(
         moved=moved_nodes(program.graph, frozenset(weight_placeholders(program))),
         data_dependent=data_dependent_nodes(program.graph),
     )
-    found = tuple([finding for rule in RULES for finding in rule(context)])
+    program_findings = tuple([finding for rule in RULES for finding in rule(context)])
     if target == "cpu":
-        kept = tuple([finding for finding in found if finding.severity != HOST and finding.rule not in GPU_ONLY])
+        kept = tuple([finding for finding in program_findings if finding.severity != HOST and finding.rule not in GPU_ONLY])
         kept += tuple(operators_without_code(program))
         return _CheckedProgram(findings=kept, placements={}, functionalized=functionalized)
-    placed = placements(program.graph, found, context.data_dependent, context.moved)
-    found = with_moved_draws(with_moved_control_flow(found, placed), placed, program)
-    found += tuple(operators_without_code(program, placed)) if placed else ()
-    return _CheckedProgram(findings=found, placements=placed, functionalized=functionalized)
+    placed = placements(program.graph, program_findings, context.data_dependent, context.moved)
+    program_findings = with_moved_draws(with_moved_control_flow(program_findings, placed), placed, program)
+    program_findings += tuple(operators_without_code(program, placed)) if placed else ()
+    return _CheckedProgram(findings=program_findings, placements=placed, functionalized=functionalized)
 
 
-def merged_findings(found: Mapping[IntKey, tuple[Finding, ...]], sizes: Mapping[str, tuple[int, ...]]) -> tuple[Finding, ...]:
+def merged_findings(per_key: Mapping[IntKey, tuple[Finding, ...]], sizes: Mapping[str, tuple[int, ...]]) -> tuple[Finding, ...]:
     """The findings of several programs, each once, by their int_keys; one that not all programs have says where it holds.
 
     The same operation has other names in other programs: what is compared is the rule, its message and the user's line.
     """
-    if len(found) == 1:
-        return next(iter(found.values()))
+    if len(per_key) == 1:
+        return next(iter(per_key.values()))
     same: dict[tuple[str, str, str, str], dict[IntKey, list[Finding]]] = {}
-    for key, findings in reversed(list(found.items())):  # of the largest int_key, whose regions a report shows
+    for key, findings in reversed(list(per_key.items())):  # of the largest int_key, whose regions a report shows
         for finding in findings:
             same.setdefault((finding.rule, finding.message, finding.where, finding.source), {}).setdefault(key, []).append(finding)
     order = {rule: place for place, rule in enumerate(rule.__name__ for rule in RULES)}
     merged = []
     for by_key in same.values():
         first = next(iter(by_key.values()))[0]
-        if len(by_key) < len(found):
+        if len(by_key) < len(per_key):
             first = replace(first, message=f"{first.message} (at {_keys_text(list(reversed(by_key)), sizes)})")
         merged.append(first)
-    return tuple(sorted(merged, key=lambda each: order.get(each.rule.replace("-", "_"), len(order))))
+    return tuple(sorted(merged, key=lambda row: order.get(row.rule.replace("-", "_"), len(order))))
 
 
 def _keys_text(keys: Sequence[IntKey], sizes: Mapping[str, tuple[int, ...]]) -> str:

@@ -45,8 +45,8 @@ def placements(
     causes = {finding.node: finding.rule for finding in findings if finding.severity == "host" and finding.node}
     if not causes:
         return {}
-    found = {**dict.fromkeys(data_dependent, FOLLOWER), **moved, **causes}
-    return {node.name: found[node.name] for node in graph.nodes if node.name in found}
+    rules = {**dict.fromkeys(data_dependent, FOLLOWER), **moved, **causes}
+    return {node.name: rules[node.name] for node in graph.nodes if node.name in rules}
 
 
 def unbacked(value: Any) -> frozenset[Any]:
@@ -65,8 +65,8 @@ def depends(node: Node) -> frozenset[Any]:
 
 def introduces_symbols(node: Node) -> bool:
     """Whether a node's value depends on data in a way that none of its inputs does."""
-    made = depends(node)
-    return bool(made) and not made <= frozenset().union(*[depends(source) for source in node.all_input_nodes])
+    symbols = depends(node)
+    return bool(symbols) and not symbols <= frozenset().union(*[depends(source) for source in node.all_input_nodes])
 
 
 def data_dependent_nodes(graph: Graph) -> frozenset[str]:
@@ -113,9 +113,9 @@ def _place(node: Node, places: Mapping[Node, str], weights: frozenset[str]) -> s
     if node.target is TO_DEVICE:
         return "device"
     sources = [source for source in node.all_input_nodes if has_tensor(source)]
-    found = {places[source] for source in sources}
-    if "host" not in found or "device" in found:  # a scalar of the host may be combined with tensors of the device
-        return "device" if "device" in found else "free"
+    sides = {places[source] for source in sources}
+    if "host" not in sides or "device" in sides:  # a scalar of the host may be combined with tensors of the device
+        return "device" if "device" in sides else "free"
     return "host"
 
 
@@ -126,14 +126,14 @@ def has_tensor(node: Node) -> bool:
 
 def _alive(graph: Graph) -> frozenset[Node]:
     """What the outputs need, what writes, and what asserts."""
-    found: set[Node] = set()
+    live_nodes: set[Node] = set()
     waiting = [node for node in graph.nodes if node.op == "output" or _acts(node)]
     while waiting:
         node = waiting.pop()
-        if node not in found:
-            found.add(node)
+        if node not in live_nodes:
+            live_nodes.add(node)
             waiting += node.all_input_nodes
-    return frozenset(found)
+    return frozenset(live_nodes)
 
 
 def _acts(node: Node) -> bool:

@@ -71,8 +71,8 @@ def boolean_index_put(context: RuleContext) -> Iterable[Finding]:
     for node, top in context.calls():
         if node.target not in INDEX_PUTS:
             continue
-        given = arguments(node)
-        indices, value = [index for index in given["indices"] if index is not None], given["values"]
+        operands = arguments(node)
+        indices, value = [index for index in operands["indices"] if index is not None], operands["values"]
         masks = [index for index in indices if index.meta["val"].dtype in (torch.bool, torch.uint8)]
         if masks:
             filled = len(masks) == len(indices) == 1 and isinstance(value, Node) and value.meta["val"].dim() == 0
@@ -231,7 +231,7 @@ def operators_without_code(program: ExportedProgram, on_host: Collection[str] | 
     Fix: write it with torch.library.custom_op over PyTorch's own operations, or take it out of the model.
     Source: transforms/inlining.py, which traces those that can be.
     """
-    foreign = {each for each in custom_operators(program) if each._schema.name not in OURS}  # ours are known to be traced
+    foreign = {op for op in custom_operators(program) if op._schema.name not in OURS}  # ours are known to be traced
     if not foreign:
         return
     module = program.graph_module
@@ -254,11 +254,11 @@ def operators_without_code(program: ExportedProgram, on_host: Collection[str] | 
 def check_fallback_ops(programs: Sequence[ExportedProgram], fallback_ops: Sequence[str]) -> None:
     """Raises fallback-op-unknown for a name that no operation of the programs has, such as a misspelt one."""
     known = {spelled for program in programs for node, _ in all_calls(program.graph_module) for spelled in _spellings(node)}
-    for given, plain in zip(fallback_ops, _plain(fallback_ops), strict=True):
+    for name, plain in zip(fallback_ops, _plain(fallback_ops), strict=True):
         if plain not in known:
             near = difflib.get_close_matches(plain, sorted(known), 3, 0.5)
             hint = f"it calls {', '.join(near)}" if near else "`cgcompile check` lists the operations of every region"
-            raise BuildError("fallback-op-unknown", f"fallback-op {given!r}: the model calls no such operator", hint)
+            raise BuildError("fallback-op-unknown", f"fallback-op {name!r}: the model calls no such operator", hint)
 
 
 def _plain(names: Sequence[str]) -> list[str]:

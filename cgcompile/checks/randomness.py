@@ -26,10 +26,10 @@ def with_moved_draws(findings: Sequence[Finding], placed: Collection[str], progr
     moved = {node.name for node in program.graph.nodes if is_conditional(node) and node.name in placed}
     return tuple(
         [
-            replace(each, severity=REFUSE, effect=INSIDE, fix="draw before it, or pass the random tensor as an input")
-            if each.rule == "random-operation" and each.severity == NOTE and each.node in moved
-            else each
-            for each in findings
+            replace(finding, severity=REFUSE, effect=INSIDE, fix="draw before it, or pass the random tensor as an input")
+            if finding.rule == "random-operation" and finding.severity == NOTE and finding.node in moved
+            else finding
+            for finding in findings
         ]
     )
 

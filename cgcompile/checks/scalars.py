@@ -65,13 +65,13 @@ def assert_scalar(context: RuleContext) -> Iterable[Finding]:
     seen = {place(node)[0] for node, _ in context.calls() if introduces_symbols(node)}
     for node, top in context.calls():
         if node.target in ASSERTIONS and any(depends(source) for source in node.all_input_nodes):
-            made = finding(
+            note = finding(
                 "assert-scalar", NOTE, "an assertion about a number that depends on data", node,
                 "it is checked on the host, with the number", "torch._assert_async asserts on the GPU", top,
             )  # fmt: skip
-            if made.where not in seen:
-                seen.add(made.where)
-                yield made
+            if note.where not in seen:
+                seen.add(note.where)
+                yield note
 
 
 def tensor_assertion(context: RuleContext) -> Iterable[Finding]:

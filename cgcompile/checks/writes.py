@@ -184,13 +184,13 @@ def _shared(context: RuleContext, placeholder: str) -> str:
     """What an input shares memory with among the example inputs, in words, or ""."""
     user = list(context.functionalized.user_inputs)
     leaves = context.exported.flat.like.leaves
-    found = [
+    reaches = [
         reach(t.data_ptr(), t.shape, [stride * t.element_size() for stride in t.stride()], t.element_size()) for _, t in leaves
     ]
-    own = user.index(placeholder)
-    if folds(found[own]):
+    position = user.index(placeholder)
+    if folds(reaches[position]):
         return "itself (it is expanded)"
-    return next((f"the input {leaves[other][0]!r}" for _, other in shared(found, [own])), "")
+    return next((f"the input {leaves[other][0]!r}" for _, other in shared(reaches, [position])), "")
 
 
 def _writer(context: RuleContext, placeholder: str) -> Node | None:

@@ -43,7 +43,7 @@ def _use_asserted_numbers(program: ExportedProgram) -> None:
         if node.op == "call_function" and isinstance(value, int | float) and read:
             known[node] = value
         elif node.op == "call_function" and follows and node.target not in NUMBER_CHECKS:
-            node.args, node.kwargs = map_arg((node.args, node.kwargs), lambda each: known.get(each, each))
+            node.args, node.kwargs = map_arg((node.args, node.kwargs), lambda arg: known.get(arg, arg))
     for node in reversed(known):
         if not node.users:
             program.graph.erase_node(node)
@@ -104,7 +104,7 @@ def spell_conditions(module: torch.fx.GraphModule) -> None:
         if node.target is cast_symbool_to_symint_guardless:
             (condition,) = node.args
             for user in list(node.users):
-                asserts = all(each.target is torch.ops.aten._assert_scalar.default for each in user.users)
+                asserts = all(consumer.target is torch.ops.aten._assert_scalar.default for consumer in user.users)
                 if user.args == (node, 1) and (
                     user.target in (operator.eq, operator.ge) or (user.target is operator.le and asserts)
                 ):

@@ -84,16 +84,18 @@ def export(
         raise named from error.__cause__
 
 
-def with_unwritten(made: Sequence[Exported], max_paths: int = MAX_PATHS) -> list[Exported]:
+def with_unwritten(exports: Sequence[Exported], max_paths: int = MAX_PATHS) -> list[Exported]:
     """The entries of one model.  Those that know the value of a buffer to which another entry writes are exported again without it.
     Raises what `export` does."""
     while True:
-        writes = frozenset().union(*[entry.written for entry in made])
-        if all(entry.baked.keys().isdisjoint(writes) for entry in made):
-            return list(made)
-        made = [
-            entry if entry.baked.keys().isdisjoint(writes) else export(entry.source, entry.sizes, len(made) == 1, max_paths, writes)
-            for entry in made
+        writes = frozenset().union(*[entry.written for entry in exports])
+        if all(entry.baked.keys().isdisjoint(writes) for entry in exports):
+            return list(exports)
+        exports = [
+            entry
+            if entry.baked.keys().isdisjoint(writes)
+            else export(entry.source, entry.sizes, len(exports) == 1, max_paths, writes)
+            for entry in exports
         ]
 
 
@@ -112,8 +114,8 @@ def _exported(
     flat.assigned = tuple(seen.changes)
     left = tuple([*seen.changes.values(), *[obstacle for obstacle, _ in seen.counters.values()]])
     try:
-        made, writes = _with_known(job, calls, elsewhere, seen.written)
-        unread = unread_attributes(made.programs, {name: (name,) for name in seen.counters} | dict(seen.holding)) if alone else []
+        draft, writes = _with_known(job, calls, elsewhere, seen.written)
+        unread = unread_attributes(draft.programs, {name: (name,) for name in seen.counters} | dict(seen.holding)) if alone else []
         for name in unread:
             if name in seen.counters:
                 make_attribute(source.model, name, seen.counters[name][1])
@@ -122,7 +124,7 @@ def _exported(
                 delattr(source.model.get_submodule(path), leaf)
         if unread:
             flat.follow_buffers()
-            made, writes = _with_known(job, calls, elsewhere, writes)
+            draft, writes = _with_known(job, calls, elsewhere, writes)
     except ModelError as error:
         if left and error.code in STOPPED:  # the likelier cause, and one that has to go anyway
             raise ModelError(
@@ -133,7 +135,7 @@ def _exported(
     outside = seen.outside
     if not seen.changes and not outside and apart(seen.first, seen.second.results):
         written = defined(written_method(source.model, source.entry))
-        outside = unrepeated(flat, sample_at(source, sizes, 0), seen.second, coarsest(made.programs), written)
+        outside = unrepeated(flat, sample_at(source, sizes, 0), seen.second, coarsest(draft.programs), written)
     uncounted = tuple([replace(seen.counters[name][0], rule=UNREAD) for name in unread if name in seen.counters])
     early = set().union(*[call.early for call in calls])
     rules = {
@@ -142,9 +144,9 @@ def _exported(
     left = tuple([replace(change, rule=rules[name]) for name, change in seen.changes.items()])
     baked = baked_values(calls)
     return Exported(
-        source=source, sizes=sizes, programs=made.programs, flat=flat, shapes=tuple(shapes),
-        eager_shapes=(*seen.shapes, *made.eager_shapes),
-        obstacles=(*left, *uncounted, *outside, *made.obstacles, *baked_weights(made.programs, baked)),
+        source=source, sizes=sizes, programs=draft.programs, flat=flat, shapes=tuple(shapes),
+        eager_shapes=(*seen.shapes, *draft.eager_shapes),
+        obstacles=(*left, *uncounted, *outside, *draft.obstacles, *baked_weights(draft.programs, baked)),
         baked={name: where or source.label for name, (where, _) in baked.items()},
         written=writes,
     )  # fmt: skip
@@ -162,7 +164,7 @@ def _with_known(job: _Job, calls: list[SideEffects], elsewhere: Set[str], writes
         flat.earlier, flat.known, flat.asserted, flat.as_eager = first, frozenset(), NOTHING, ""
         failed: ModelError | None = None
         try:
-            made = _as_eager(job, calls)
+            draft = _as_eager(job, calls)
         except ModelError as error:
             failed = error
         baked = baked_values(calls).keys()
@@ -174,7 +176,7 @@ def _with_known(job: _Job, calls: list[SideEffects], elsewhere: Set[str], writes
         calls[:] = before
     if failed is not None:
         raise failed
-    return made, writes
+    return draft, writes
 
 
 def _of_entry(error: ModelError, source: Source) -> ModelError:
@@ -241,12 +243,12 @@ def _as_eager(job: _Job, calls: list[SideEffects]) -> _Made:
     if asked:  # the way that was taken may be one that no data takes
         flat.earlier, flat.known, flat.asserted, flat.as_eager = first, frozenset(), NOTHING, ""
         try:
-            if made := _followed(job, calls, str(why)):
-                return made
+            if draft := _followed(job, calls, str(why)):
+                return draft
         except ModelError as error:
             if not isinstance(error.__cause__, WayStopped):
                 raise
-        most = next((each for each in asked if each.source.startswith("while ")), asked[0])  # loops are what may have no bound
+        most = next((loop for loop in asked if loop.source.startswith("while ")), asked[0])  # loops are what may have no bound
         raise branch(most.where or job.source.label, most.source, most.message) from why
     raise why
 
@@ -282,8 +284,8 @@ def _made(job: _Job, calls: Sequence[SideEffects]) -> _Made:
             with suppress(ModelError):
                 return _per_size(job, calls, _reason(source, obstacles), follow=False)
         try:
-            if made := _paths(job, calls):
-                return made
+            if draft := _paths(job, calls):
+                return draft
             with suppress(ModelError):
                 return _per_size(job, calls, _reason(source, obstacles), follow=True)
             return dynamic
@@ -296,15 +298,15 @@ def _made(job: _Job, calls: Sequence[SideEffects]) -> _Made:
                 raise
             return replace(dynamic, obstacles=(cause.obstacle, *_others(obstacles)))
     if not sizes:
-        made = _paths(job, calls) if why.code == "data-dependent-branch" else None
-        if made is None:
+        draft = _paths(job, calls) if why.code == "data-dependent-branch" else None
+        if draft is None:
             raise why
-        return made
+        return draft
     try:
         return _per_size(job, calls, str(why), follow=why.code in OF_SHAPES)
     except ModelError as error:
-        if why.code == "data-dependent-branch" and (made := _followed(job, calls, str(why))):
-            return made
+        if why.code == "data-dependent-branch" and (draft := _followed(job, calls, str(why))):
+            return draft
         known = error.code == why.code and str(error).startswith(f"{source.label}:")
         raise (why if known or why.code in OF_VALUES else error) from why.__cause__
 
@@ -313,16 +315,16 @@ def _followed(job: _Job, calls: Sequence[SideEffects], reason: str) -> _Made | N
     """Every way through the model's Python: for all sizes, else for each.  Raises the error that comes from WayStopped."""
     stopped: ModelError | None = None
     try:
-        if made := _paths(job, calls):
-            return made
+        if draft := _paths(job, calls):
+            return draft
     except ModelError as error:
         if not isinstance(error.__cause__, WayStopped):
             raise
         stopped = error
     with suppress(ModelError):
-        made = _per_size(job, calls, reason, follow=True)
-        if not _branched(made.obstacles):
-            return made
+        draft = _per_size(job, calls, reason, follow=True)
+        if not _branched(draft.obstacles):
+            return draft
     if stopped is not None:
         raise stopped
     return None
@@ -338,10 +340,10 @@ def _paths(job: _Job, calls: Sequence[SideEffects]) -> _Made | None:
     source, flat, sizes = job.source, job.flat, job.sizes
     keys = all_keys(sizes)
     samples = [sample(source, dict(zip(sizes, key, strict=True))).tensors for key in dict.fromkeys([keys[0], keys[-1]])]
-    made = with_paths(flat, calls, job.dynamic, samples, job.max_paths, job.tell)
-    if made is None:
+    ways = with_paths(flat, calls, job.dynamic, samples, job.max_paths, job.tell)
+    if ways is None:
         return None
-    program, obstacles = made
+    program, obstacles = ways
     check_dynamic(source, flat, program, job.shapes, sizes, branched=False)
     return _Made(programs=Programs(by_key=dict.fromkeys(keys, program), dynamic=True), obstacles=obstacles)
 
@@ -377,22 +379,22 @@ def _per_size(job: _Job, calls: Sequence[SideEffects], reason: str, *, follow: b
         attempt = lambda tensors=tensors: export_static(source, flat, tensors)  # noqa: E731
         stopped: ModelError | None = None
         try:
-            program, found = past_branches(flat, calls, tensors, attempt)
+            program, size_obstacles = past_branches(flat, calls, tensors, attempt)
         except ModelError as error:
             if not follow or error.code != "data-dependent-branch":
                 raise
             stopped = error
-        if follow and (stopped is not None or _branched(found)):
+        if follow and (stopped is not None or _branched(size_obstacles)):
             if ways := with_paths(flat, calls, attempt, [tensors], job.max_paths, job.tell):
-                program, found = ways
+                program, size_obstacles = ways
             elif stopped is not None:
                 raise stopped
-        if not _branched(found):
+        if not _branched(size_obstacles):
             check_static(source, flat, program, chosen, tensors)
         elif not follow:
-            raise next(branch(each.where, each.source) for each in found if each.rule == "data-dependent-branch")
+            raise next(branch(cause.where, cause.source) for cause in size_obstacles if cause.rule == "data-dependent-branch")
         by_key[key] = program
-        obstacles += found
+        obstacles += size_obstacles
     (programs,) = with_shared_constants([Programs(by_key=by_key, dynamic=False, reason=reason)])
     probed = [] if job.constant else _probed(source, flat, sizes)
     return _Made(programs=programs, obstacles=tuple(dict.fromkeys(obstacles)), eager_shapes=(*seen, *probed))
@@ -405,7 +407,7 @@ def _branched(obstacles: Sequence[Obstacle]) -> bool:
 
 def _probed(source: Source, flat: FlatModule, sizes: Mapping[str, tuple[int, ...]]) -> list[EagerShapes]:
     """The shapes of the outputs between the declared sizes, where eager PyTorch runs: what is padded comes from there."""
-    found = []
+    probes = []
     for name, values in sizes.items():
         between = [size for size in range(1, values[-1] + 3) if size not in values]
         step = -(-len(between) // PROBES)
@@ -413,7 +415,7 @@ def _probed(source: Source, flat: FlatModule, sizes: Mapping[str, tuple[int, ...
             chosen = {**{other: size[0] for other, size in sizes.items()}, name: size}
             try:
                 with guarded_indices(source.device):  # a table of positions may end before such a size
-                    found.append((chosen, eager_shapes(source, flat, chosen, sample(source, chosen).tensors)))
+                    probes.append((chosen, eager_shapes(source, flat, chosen, sample(source, chosen).tensors)))
             except ModelError:
                 continue  # no declared size: the proof of padding finds out what a call there gets
-    return found
+    return probes

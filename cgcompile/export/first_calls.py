@@ -98,7 +98,7 @@ def _fill_caches(
         if error.code != "state-changed":
             flat.snapshot.restore()  # a buffer may have been full
             return try_eager(source, flat, sizes)
-        made = flat.snapshot.changed()
+        buffer_names = flat.snapshot.changed()
         flat.follow_buffers()  # a buffer that the first call makes, in its shape: it has it by now
         try:
             return try_eager(source, flat, sizes)
@@ -106,7 +106,7 @@ def _fill_caches(
             if again.code != "state-changed":
                 raise
         calls.clear()
-        for name in made:  # calls make it anew at every size: it is no buffer, but an attribute
+        for name in buffer_names:  # calls make it anew at every size: it is no buffer, but an attribute
             owner, leaf = source.model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
             if leaf in owner._non_persistent_buffers_set:
                 make_attribute(source.model, name, source.model.get_buffer(name))
@@ -151,9 +151,9 @@ def changed_weights(flat: FlatModule, tensors: Sequence[torch.Tensor], names: Se
     watch, flat.watch = flat.watch, unwatched
     run_eager(flat, tensors, keep=True)
     flat.watch = watch
-    found = frozenset([weight.name for weight, before in weights if not same_bits(weight.tensor, before)])
+    changed_names = frozenset([weight.name for weight, before in weights if not same_bits(weight.tensor, before)])
     flat.snapshot.restore()
-    return found
+    return changed_names
 
 
 def _changed_attributes(
@@ -169,15 +169,15 @@ def _changed_attributes(
     Also what the two calls gave that show it, and what the second one took from outside of the model."""
     tensors = sample_at(source, sizes, 0)
     first = results(flat, tensors)
-    held = {id(each.tensor): (each, each.tensor._version) for each in reversed(held_tensors(source.model))}
+    held = {id(slot.tensor): (slot, slot.tensor._version) for slot in reversed(held_tensors(source.model))}
     before = marks(source.model, held.keys())
     second = observed(flat, tensors, drawn_from)
     after = marks(source.model, held.keys())
     names = changed(before, after)
     buffers = {id(tensor) for tensor in source.model.buffers()}
-    for each, version in held.values():
-        if each.tensor._version != version and id(each.tensor) not in buffers:
-            make_buffer(each)
+    for slot, version in held.values():
+        if slot.tensor._version != version and id(slot.tensor) not in buffers:
+            make_buffer(slot)
     places = {name: assignment_place(source.model, name) for name in names}
     changes = {
         name: Obstacle(rule="mutated-attribute", message=f"forward() changes {name!r}", where=where, source=line)
@@ -196,10 +196,10 @@ def _changed_attributes(
             make_buffer(Held(module=module, path=leaf, holder=vars(module), key=leaf, tensor=value.to(source.device)))
             kept[name] = changes.pop(name), fresh[name]
         elif same_nesting(before[name], after[name]):
-            own = [
+            slots = [
                 tensor for tensor in held_tensors(source.model) if tensor.module is module and tensor.path.partition(".")[0] == leaf
             ]
-            holding[name] = tuple([f"{path}.{also_buffer(each)}" if path else also_buffer(each) for each in own])
+            holding[name] = tuple([f"{path}.{also_buffer(slot)}" if path else also_buffer(slot) for slot in slots])
     flat.follow_buffers()
     return changes, kept, {name: names for name, names in holding.items() if names}, first, second
 

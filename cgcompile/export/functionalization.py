@@ -102,8 +102,8 @@ def _only_reads(node: Node) -> bool:
         return getattr(operator, "__module__", "") in ("_operator", "math")
     if operator.namespace not in ("aten", "prims") or operator._schema.is_mutable or _sized_by_data(node):
         return False
-    given = arguments(node)
-    return not any(name in given for name in UNANNOUNCED) or given.get("training", given.get("use_input_stats")) is False
+    operands = arguments(node)
+    return not any(name in operands for name in UNANNOUNCED) or operands.get("training", operands.get("use_input_stats")) is False
 
 
 def _direct_writes(program: ExportedProgram, parts: Sequence[GraphModule]) -> dict[Node, str] | None:
@@ -112,28 +112,28 @@ def _direct_writes(program: ExportedProgram, parts: Sequence[GraphModule]) -> di
     so."""
     plain = program.graph_signature
     known = {*plain.inputs_to_buffers, *plain.user_inputs}
-    found: dict[Node, str] = {}
-    own: set[Node] = set()  # what writes to new tensors of the program's, and gives them back
+    targets: dict[Node, str] = {}
+    fresh_nodes: set[Node] = set()  # what writes to new tensors of the program's, and gives them back
     for part in parts:
         for node in part.graph.nodes:
             if _only_reads(node) or _calls_graphs(node) or _reads_by_schema(node):
                 continue
             if part is not program.graph_module or not _writes_in_place(node):
                 return None
-            for name, given in arguments(node).items():
+            for name, operand in arguments(node).items():
                 if not _writes(node.target, name):
                     continue
-                if isinstance(given, Node) and (given in own or _makes_new(given)):
-                    own.add(node)
+                if isinstance(operand, Node) and (operand in fresh_nodes or _makes_new(operand)):
+                    fresh_nodes.add(node)
                 else:
                     # what an earlier write gives is the very tensor that it wrote to
-                    target = found.get(given, given.name) if isinstance(given, Node) else ""
-                    if target not in known or node in found:
+                    target = targets.get(operand, operand.name) if isinstance(operand, Node) else ""
+                    if target not in known or node in targets:
                         return None
-                    found[node] = target
-    if own & found.keys():  # which of the two it gives back is not known
+                    targets[node] = target
+    if fresh_nodes & targets.keys():  # which of the two it gives back is not known
         return None
-    return None if _some_share_memory(program, {*found.values()}) else found
+    return None if _some_share_memory(program, {*targets.values()}) else targets
 
 
 def _some_share_memory(program: ExportedProgram, written: Set[str]) -> bool:
@@ -157,7 +157,7 @@ def _makes_new(node: Node) -> bool:
     if not isinstance(operator, torch._ops.OpOverload) or operator.namespace != "aten" or not _only_reads(node):
         return False
     whole = operator in NEW or not _is_composite(operator)
-    return whole and all(each.alias_info is None for each in operator._schema.returns)
+    return whole and all(result.alias_info is None for result in operator._schema.returns)
 
 
 NEW = frozenset(
@@ -171,12 +171,12 @@ NEW = frozenset(
 
 def _with_writes(signature: ExportGraphSignature, writes: Mapping[Node, str]) -> ExportGraphSignature:
     """The signature with an output for everything that is written to, as the functional form has it: the last write's."""
-    made = []
+    mutations = []
     for placeholder, node in {placeholder: node for node, placeholder in writes.items()}.items():
         buffer = signature.inputs_to_buffers.get(placeholder)
         kind = OutputKind.BUFFER_MUTATION if buffer else OutputKind.USER_INPUT_MUTATION
-        made.append(OutputSpec(kind=kind, arg=TensorArgument(name=node.name), target=buffer or placeholder))
-    return ExportGraphSignature(input_specs=list(signature.input_specs), output_specs=[*made, *signature.output_specs])
+        mutations.append(OutputSpec(kind=kind, arg=TensorArgument(name=node.name), target=buffer or placeholder))
+    return ExportGraphSignature(input_specs=list(signature.input_specs), output_specs=[*mutations, *signature.output_specs])
 
 
 def _calls_graphs(node: Node) -> bool:
@@ -278,8 +278,8 @@ def _other_operators_left_alone(parts: Sequence[GraphModule]) -> Iterator[None]:
     if split is None or keep is None or preservable is None:
         yield
         return
-    found = {node.target for part in parts for node in part.graph.nodes if isinstance(node.target, torch._ops.OpOverload)}
-    kept = {operator: keep for operator in found if preservable(operator)}
+    operators = {node.target for part in parts for node in part.graph.nodes if isinstance(node.target, torch._ops.OpOverload)}
+    kept = {operator: keep for operator in operators if preservable(operator)}
     setattr(exported_program, name, lambda table: (kept, table))
     try:
         yield
@@ -292,8 +292,8 @@ def _written_constant(program: ExportedProgram) -> str:
     constants = set(program.graph_signature.inputs_to_lifted_tensor_constants)
     for node in program.graph.nodes:
         if isinstance(node.target, torch._ops.OpOverload):
-            written = [given for name, given in arguments(node).items() if _writes(node.target, name)]
-            if any(isinstance(given, Node) and given.name in constants for given in written):
+            written = [operand for name, operand in arguments(node).items() if _writes(node.target, name)]
+            if any(isinstance(operand, Node) and operand.name in constants for operand in written):
                 return place(node)[0] or "model"
     return ""
 

@@ -41,16 +41,16 @@ class Programs:
     @property
     def each(self) -> tuple[tuple[IntKey, ExportedProgram], ...]:
         """Every program once, with its first int_key."""
-        found: dict[int, tuple[IntKey, ExportedProgram]] = {}
+        by_id: dict[int, tuple[IntKey, ExportedProgram]] = {}
         for key, program in self.by_key.items():
-            found.setdefault(id(program), (key, program))
-        return tuple(found.values())
+            by_id.setdefault(id(program), (key, program))
+        return tuple(by_id.values())
 
     def changed(self, change: Callable[[ExportedProgram], ExportedProgram]) -> Programs:
         """What `change` makes of every program, each changed once."""
-        made = {id(program): change(program) for _, program in self.each}
+        by_id = {id(program): change(program) for _, program in self.each}
         return Programs(
-            by_key={key: made[id(program)] for key, program in self.by_key.items()}, dynamic=self.dynamic, reason=self.reason
+            by_key={key: by_id[id(program)] for key, program in self.by_key.items()}, dynamic=self.dynamic, reason=self.reason
         )
 
     def weights(self) -> dict[str, torch.Tensor]:
@@ -65,12 +65,12 @@ def coarsest(programs: Programs) -> float:
     return max((tolerance(value.dtype) for value in values if isinstance(value, torch.Tensor)), default=0.0)
 
 
-def with_shared_constants(each: Sequence[Programs]) -> tuple[Programs, ...]:
+def with_shared_constants(program_sets: Sequence[Programs]) -> tuple[Programs, ...]:
     """The programs, where one name means one tensor in all: equal constants are one, others of one name get names of their own.
 
     torch.export numbers the literals of every program from 0.
     """
-    programs = [program for one in each for _, program in one.each]
+    programs = [program for one in program_sets for _, program in one.each]
     known: dict[str, torch.Tensor] = {name: value for program in programs for name, value in program.state_dict.items()}
 
     def named(program: ExportedProgram) -> ExportedProgram:
@@ -84,7 +84,7 @@ def with_shared_constants(each: Sequence[Programs]) -> tuple[Programs, ...]:
                 constants[name] = value
         return _renamed(program, renamed, constants)
 
-    return tuple([one.changed(named) for one in each])
+    return tuple([one.changed(named) for one in program_sets])
 
 
 def _name(name: str, value: torch.Tensor, known: Mapping[str, torch.Tensor]) -> str:

@@ -124,7 +124,7 @@ def _other_numbers(earlier: SideEffects, reads: Set[int]) -> Iterator[SideEffect
 def _beside(value: Any, step: int, values: Collection[Any]) -> Any:
     """`value`, or for what tolist() gave, its numbers."""
     if isinstance(value, list):
-        return [_beside(each, step, values) for each in value]
+        return [_beside(element, step, values) for element in value]
     if type(value) not in (int, bool) or value not in values:
         return value
     return not value if isinstance(value, bool) else value + step
@@ -136,9 +136,9 @@ def _other_answer(earlier: SideEffects, at: int) -> SideEffects:
 
 
 def _changed(earlier: SideEffects, answers: Sequence[bool], reads: Sequence[Any]) -> SideEffects:
-    made = SideEffects()
-    made.answers, made.reads = list(answers), list(reads)
-    return made
+    effects = SideEffects()
+    effects.answers, effects.reads = list(answers), list(reads)
+    return effects
 
 
 def _fail(flat: FlatModule, tensors: Sequence[torch.Tensor], earlier: SideEffects) -> bool:
@@ -214,14 +214,14 @@ def _separate(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     torch cannot make a program functional that writes to such.  A tensor whose elements share memory stays as it is.
     """
     seen: set[int] = set()
-    made = []
+    separate_tensors = []
     for tensor in tensors:
         storage = tensor.untyped_storage().data_ptr()
         if storage in seen and all(stride or size == 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
             tensor = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
         seen.add(storage)
-        made.append(tensor)
-    return tuple(made)
+        separate_tensors.append(tensor)
+    return tuple(separate_tensors)
 
 
 LOGGERS = tuple([logging.getLogger(f"torch.{name}") for name in ("fx.experimental.symbolic_shapes", "_subclasses.fake_tensor")])
@@ -251,8 +251,8 @@ def _dim(size: Size, roots: Mapping[str, Any]) -> Any:
     rule = linear(size)
     assert rule is not None, size
     name, scale, offset = rule
-    made = roots[name] if scale == 1 else scale * roots[name]
-    return made + offset if offset else made
+    dim = roots[name] if scale == 1 else scale * roots[name]
+    return dim + offset if offset else dim
 
 
 def _narrower(text: str, roots: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -261,17 +261,17 @@ def _narrower(text: str, roots: Mapping[str, Any]) -> dict[str, Any] | None:
     A range or a multiple is taken up, because every declared size is checked against the exported program afterwards; None for
     anything else, a constant above all.
     """
-    _, found, fixes = text.partition("Suggested fixes:")
-    if not found:
+    _, heading, fixes = text.partition("Suggested fixes:")
+    if not heading:
         return None
-    made = dict(roots)
+    dims = dict(roots)
     for name, low, high in re.findall(r"^\s*(\w+) = Dim\('\w+'(?:, min=(\d+))?(?:, max=(\d+))?\)\s*$", fixes, re.MULTILINE):
-        made[name] = Dim(name, min=int(low or 1), max=int(high) if high else None)
+        dims[name] = Dim(name, min=int(low or 1), max=int(high) if high else None)
     for name, scale, root, offset in re.findall(r"^\s*(\w+) = (?:(\d+)\*)?(_\w+)(?: ([+-] \d+))?\s*$", fixes, re.MULTILINE):
         step = int(offset.replace(" ", "")) if offset else 0
-        base = made.get(root) or Dim(root)
-        made[name] = int(scale or 1) * base + step if step else int(scale or 1) * base
-    return made if made != dict(roots) and made.keys() >= roots.keys() and not _constants(fixes) else None
+        base = dims.get(root) or Dim(root)
+        dims[name] = int(scale or 1) * base + step if step else int(scale or 1) * base
+    return dims if dims != dict(roots) and dims.keys() >= roots.keys() and not _constants(fixes) else None
 
 
 # --- what torch.export says when it stops, in our words ------------------------------------------------------------
@@ -312,18 +312,18 @@ def _explain(source: Source, error: Exception, sizes: Mapping[str, tuple[int, ..
         return branch(place or source.label, line, BRANCH + called_by(error))
     place = found_place = user_line(error, source.label)
     if not place:
-        found = re.search(r'File "([^"]+)", line (\d+), in forward', text)
-        place = f"{found[1]}:{found[2]}" if found else source.label
+        match = re.search(r'File "([^"]+)", line (\d+), in forward', text)
+        place = f"{match[1]}:{match[2]}" if match else source.label
     if isinstance(error, DynamicOutputShapeException) or (isinstance(error, TypeError) and "but got FakeTensor" in text):
         what = f" ({error.func})" if isinstance(error, DynamicOutputShapeException) else ""
         return ModelError("data-dependent-shape", f"{place}: the size of a tensor depends on data{what}{called_by(error)}")
     if NUMPY in text:
         return ModelError("numpy-untraceable", f"{place}: NumPy cannot be traced: torch.export has no values to give it")
-    if found := SUBCLASS.search(text):
+    if match := SUBCLASS.search(text):
         return ModelError(
             "export-differs",
-            f"{place}: a tensor that is traced cannot become a {found[1]}",
-            f"compute with plain tensors here: call what {found[1]} does with its tensor, and leave out the class",
+            f"{place}: a tensor that is traced cannot become a {match[1]}",
+            f"compute with plain tensors here: call what {match[1]} does with its tensor, and leave out the class",
         )
     if untraced.BACKWARD in text:
         return ModelError(

@@ -28,10 +28,10 @@ SERIALIZER = logging.getLogger("torch._export.serde.serialize")
 
 def copied_graph(program: ExportedProgram) -> GraphModule:
     """A copy of a program's graph whose nodes keep their names: a plain copy renames those called as Python's own functions are."""
-    made = copy.deepcopy(program.graph_module)
-    for old, new in zip(program.graph.nodes, made.graph.nodes, strict=True):
+    module_copy = copy.deepcopy(program.graph_module)
+    for old, new in zip(program.graph.nodes, module_copy.graph.nodes, strict=True):
         new.name = old.name
-    return made
+    return module_copy
 
 
 def with_graph(
@@ -51,8 +51,8 @@ def with_graph(
     `other_results`: `output_specs` has other results than the program had, and calls give a tuple of these.
     """
     signature = program.graph_signature
-    given = signature.output_specs if output_specs is None else output_specs
-    specs = [replace(spec, arg=_renamed(spec.arg, renamed)) for spec in given]
+    result_specs = signature.output_specs if output_specs is None else output_specs
+    specs = [replace(spec, arg=_renamed(spec.arg, renamed)) for spec in result_specs]
     entries = [_entry(entry, renamed) for entry in copy.deepcopy(program.module_call_graph)]
     if other_results:
         entries[:1] = [_with_results(entry, specs) for entry in entries[:1]]
@@ -111,11 +111,11 @@ def without_weights(program: ExportedProgram) -> ExportedProgram:
     program = serializable(program)
     named = {**program.state_dict, **program.constants}
     hollow = {name: _hollow(value) for name, value in named.items() if isinstance(value, torch.Tensor)}
-    made = on_device(program, torch.device("cpu"), hollow)
-    made._example_inputs = None
-    for size in [size for size in made.range_constraints if not size.is_Symbol]:
-        del made.range_constraints[size]
-    return made
+    bare_program = on_device(program, torch.device("cpu"), hollow)
+    bare_program._example_inputs = None
+    for size in [size for size in bare_program.range_constraints if not size.is_Symbol]:
+        del bare_program.range_constraints[size]
+    return bare_program
 
 
 def save_program(program: ExportedProgram, target: Path | BinaryIO) -> None:
@@ -228,9 +228,9 @@ def spell_counts(graph: Graph) -> None:
                 elif isinstance(total, int) and total == 1:
                     total = factor
                 else:
-                    made = graph.call_function(operator.mul, (total, factor))
-                    made.meta = {**node.meta, "val": _value_of(total) * _value_of(factor)}
-                    total = made
+                    product = graph.call_function(operator.mul, (total, factor))
+                    product.meta = {**node.meta, "val": _value_of(total) * _value_of(factor)}
+                    total = product
         node.replace_all_uses_with(total)
         graph.erase_node(node)
 

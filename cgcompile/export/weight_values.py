@@ -68,5 +68,5 @@ def baked_values(calls: Sequence[SideEffects]) -> dict[str, tuple[str, str]]:
 
 def unread_attributes(programs: Programs, holding: Mapping[str, Sequence[str]]) -> list[str]:
     """The attributes that no result depends on: a call may be padded.  `holding`: the buffers that hold what is in an attribute."""
-    each = [program for _, program in programs.each]
-    return [name for name, own in holding.items() if not any(reaches_a_result(one, PREFIX + it) for one in each for it in own)]
+    unique = [program for _, program in programs.each]
+    return [name for name, held in holding.items() if not any(reaches_a_result(one, PREFIX + it) for one in unique for it in held)]

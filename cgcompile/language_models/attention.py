@@ -176,7 +176,7 @@ def attention(
     No mask is given, because none is registered as `paged`: `cache.layers` says what a token sees.
     """
     layer, dim = cache.layers[module.layer_idx], value.shape[-1]
-    by_lane = [as_wide(each, layer.dim)[0].transpose(0, 1).unflatten(0, (cache.batch, -1)) for each in (query, key, value)]
+    by_lane = [as_wide(tensor, layer.dim)[0].transpose(0, 1).unflatten(0, (cache.batch, -1)) for tensor in (query, key, value)]
     if (temperature := getattr(module, "temperature", None)) is not None:
         by_lane[0] = temperature(by_lane[0], cache.places())
     scores = Scores(scaling, layer.window, layer.chunk, softcap or 0.0, s_aux)

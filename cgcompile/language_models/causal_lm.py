@@ -141,33 +141,40 @@ class CausalLM(nn.Module):
         tail, states = self._tail(batch, self.turns), self._states(start, slot)
         turns, on_gpu = torch.arange(self.turns, device=ids.device), ids.device.type != "cpu"
 
-        def more(turn: Tensor, token: Tensor, made: Tensor, on: Tensor, *_: Tensor) -> Tensor:
+        def more(turn: Tensor, token: Tensor, counts: Tensor, on: Tensor, *_: Tensor) -> Tensor:
             return (turn < self.turns) & on.any()
 
         def step(
-            turn: Tensor, token: Tensor, made: Tensor, on: Tensor, tokens: Tensor, logprobs: Tensor, seen: Tensor, *carried: Tensor
+            turn: Tensor,
+            token: Tensor,
+            counts: Tensor,
+            on: Tensor,
+            tokens: Tensor,
+            logprobs: Tensor,
+            seen: Tensor,
+            *carried: Tensor,
         ) -> tuple[Tensor, ...]:
             seen = seen | (torch.arange(self.vocabulary, device=token.device) == token[:, None]) & on[:, None]
             logits, new_carried = self._turn(token[:, None], start, turn, on, pages, carried, on_gpu)
             new = sample(logits, seen, start + turn + 1, sampling)
             logprob = log_probability(logits, new)
             now = (turns == turn) & on[:, None]
-            made = made + on
-            on = on & (new[:, None] != stop).all(1) & (made < limit)
+            counts = counts + on
+            on = on & (new[:, None] != stop).all(1) & (counts < limit)
             if self.reread_at:
                 on = on & (start + turn + 1 != self.reread_at)
             return (
-                turn + 1, new, made, on, torch.where(now, new[:, None], tokens), torch.where(now, logprob[:, None], logprobs), seen,
-                *new_carried,
+                turn + 1, new, counts, on, torch.where(now, new[:, None], tokens),
+                torch.where(now, logprob[:, None], logprobs), seen, *new_carried,
             )  # fmt: skip
 
         zero = torch.zeros_like(start)
         tokens = torch.full((batch, self.turns), -1, dtype=torch.int64, device=ids.device)
         begin = (zero[0].clone(), ids[:, 0].clone(), zero, limit > 0, tokens, tokens * 0.0, self.seen[slot], *tail, *states)
-        _, _, made, _, tokens, logprobs, seen, *carried = while_loop(more, step, begin)
-        self._keep(carried, Lanes(start, made, pages), slot)
+        _, _, counts, _, tokens, logprobs, seen, *carried = while_loop(more, step, begin)
+        self._keep(carried, Lanes(start, counts, pages), slot)
         self.seen[slot] = seen & (limit > 0)[:, None]
-        return {"tokens": tokens, "logprobs": logprobs, "count": made} | self._reread(start + made)
+        return {"tokens": tokens, "logprobs": logprobs, "count": counts} | self._reread(start + counts)
 
     def _reread(self, place: Tensor) -> Result:
         """Whether the text has to be read again, from its start and with its new length, before its token at `place` is read."""
@@ -180,7 +187,7 @@ class CausalLM(nn.Module):
     def _tail(self, batch: int, turns: int) -> list[Tensor]:
         """Zeros for the keys and the values of so many tokens of every lane, layer by layer."""
         return [
-            each.new_zeros(batch, each.shape[1], turns, each.shape[3]) for pair in zip(*self._cache(), strict=True) for each in pair
+            pool.new_zeros(batch, pool.shape[1], turns, pool.shape[3]) for pair in zip(*self._cache(), strict=True) for pool in pair
         ]
 
     def _states(self, start: Tensor, slot: Tensor) -> list[Tensor]:
@@ -191,7 +198,7 @@ class CausalLM(nn.Module):
     def _keep(self, carried: Sequence[Tensor], lanes: Lanes, slot: Tensor) -> None:
         """Writes what a loop carried: keys and values onto the pages, states into the slots."""
         tail, states = carried[: 2 * len(self.layers)], carried[2 * len(self.layers) :]
-        for cache, rows in zip([each for pair in zip(*self._cache(), strict=True) for each in pair], tail, strict=True):
+        for cache, rows in zip([pool for pair in zip(*self._cache(), strict=True) for pool in pair], tail, strict=True):
             write(cache, rows.transpose(1, 2), lanes)
         self._keep_states(states, lanes, slot)
 
@@ -256,8 +263,8 @@ class CausalLM(nn.Module):
             "input_ids": ids, "position_ids": places, "past_key_values": cache, "cache_params": cache, "use_cache": False,
             "logits_to_keep": 1, "attention_mask": cache.mask() if self.kept.numbers else None,
         }  # fmt: skip
-        made = self.network(**{name: value for name, value in values.items() if name in self.takes})
-        return made.logits[:, -1].float()
+        output = self.network(**{name: value for name, value in values.items() if name in self.takes})
+        return output.logits[:, -1].float()
 
     def logits(
         self, ids: Tensor, places: Tensor, cache: Pages | Loop | Probe, rows: Tensor, length: Tensor | None = None
@@ -268,10 +275,10 @@ class CausalLM(nn.Module):
         """
         if self.by_length:
             places = with_length(places, length)
-        made = self.network(
+        output = self.network(
             input_ids=ids.reshape(1, -1), position_ids=places.reshape(1, -1), use_cache=False, logits_to_keep=rows, cache=cache
         )
-        return (made.logits[0] if "logits_to_keep" in self.takes else made.logits[0][rows]).float()
+        return (output.logits[0] if "logits_to_keep" in self.takes else output.logits[0][rows]).float()
 
 
 def where_lanes(on: Tensor, new: Tensor, old: Tensor) -> Tensor:

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 
-def cond(condition: Tensor, true: Callable[..., Any], false: Callable[..., Any], given: tuple[Tensor, ...]) -> Any:
+def cond(condition: Tensor, true: Callable[..., Any], false: Callable[..., Any], operands: tuple[Tensor, ...]) -> Any:
     """`torch.cond`."""
     if torch.compiler.is_compiling():
-        return torch.cond(condition, true, false, given)
-    return (true if condition else false)(*given)
+        return torch.cond(condition, true, false, operands)
+    return (true if condition else false)(*operands)
 
 
 def while_loop(condition: Callable[..., Tensor], body: Callable[..., Any], carried: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

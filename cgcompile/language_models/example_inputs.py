@@ -35,10 +35,10 @@ class ExampleInputs:
 
     def entries(self) -> dict[str, Callable[..., tuple[object, ...]]]:
         """The methods of a CausalLM that are called, and what makes their inputs; without `generate` where `turns` is 0."""
-        made: dict[str, Callable[..., tuple[object, ...]]] = {
+        makers: dict[str, Callable[..., tuple[object, ...]]] = {
             "prefill": self.prefill, "decode": self.decode, "choose": self.choose,
         }  # fmt: skip
-        return made | ({"generate": self.generate} if self.turns else {})
+        return makers | ({"generate": self.generate} if self.turns else {})
 
     def prefill(self, batch: int, seq: int, blocks: int) -> tuple[object, ...]:
         """Chunks of up to `seq` tokens for `batch` lanes with tables of `blocks` pages."""

@@ -55,7 +55,7 @@ def write_folder(label: str, folder: Path) -> None:
     import transformers
     from transformers import modeling_gguf_pytorch_utils as reader
 
-    from .comparison.refusal import told
+    from .comparison.refusal import error_text
     from .networks import quiet
 
     path = Path(label).resolve()
@@ -73,7 +73,7 @@ def write_folder(label: str, folder: Path) -> None:
                 model.save_pretrained(written)
                 transformers.AutoTokenizer.from_pretrained(path.parent, **options).save_pretrained(written)
         except Exception as error:
-            what = f"{label}: transformers cannot read it: {told(error)}"
+            what = f"{label}: transformers cannot read it: {error_text(error)}"
             raise ModelError("folder-invalid", what, "build the folder of the same model instead") from error
         finally:
             reader.tqdm = bar

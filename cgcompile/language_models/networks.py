@@ -18,7 +18,7 @@ from ..errors import ModelError
 from .architectures.text_half import maker, without_other_parts
 from .attention import NAME
 from .comparison.probe import takes_paged
-from .comparison.refusal import told
+from .comparison.refusal import error_text
 
 PLAIN_ROPES = {"default", "mrope", "su"}
 """Types of ropes that models compute themselves, beside those that transformers has functions for."""
@@ -48,7 +48,7 @@ def folder_configuration(folder: str | os.PathLike[str]) -> PretrainedConfig:
         if "does not recognize this architecture" in str(error):
             what = "this version of transformers does not know the model_type in config.json"
             raise ModelError("folder-invalid", f"{folder}: {what}", "pip install -U transformers") from None
-        raise ModelError("folder-invalid", f"{folder}: {what}: {told(error)}") from error
+        raise ModelError("folder-invalid", f"{folder}: {what}: {error_text(error)}") from error
     ropes = getattr(config.get_text_config(), "rope_parameters", None) or {}
     for rope in (ropes, *ropes.values()):
         kind = rope.get("rope_type", rope.get("type")) if isinstance(rope, dict) else None
@@ -69,7 +69,7 @@ def folder_network(folder: str | os.PathLike[str], dtype: torch.dtype) -> PreTra
         with quiet():
             network, info = (maker(config) or AutoModelForCausalLM).from_pretrained(folder, **options)
     except Exception as error:
-        raise ModelError("folder-invalid", f"{folder}: transformers cannot load it: {told(error)}") from error
+        raise ModelError("folder-invalid", f"{folder}: transformers cannot load it: {error_text(error)}") from error
     for name, here, wanted in sorted(info["mismatched_keys"])[:1]:
         what = f"tensor {name} has the shape {tuple(here)}, and the configuration says {tuple(wanted)}"
         raise ModelError("folder-invalid", f"{folder}: {what}", "config.json and the weights are of two models")

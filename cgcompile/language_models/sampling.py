@@ -76,8 +76,8 @@ def sample(logits: Tensor, seen: Tensor, place: Tensor, sampling: Sampling) -> T
     logits = logits / torch.where(warm, sampling.temperature, 1.0)[:, None]
     some = warm & ((sampling.top_k > 0) | (sampling.top_p < 1) | (sampling.min_p > 0))
     # side by side, not inside each other: tracing a branch takes several runs of it, and those of one inside are multiplied
-    given = logits, sampling.top_k, sampling.top_p, sampling.min_p
-    logits = cond(some.any(), filtered, lambda logits, *_: logits.clone(), given)
+    operands = logits, sampling.top_k, sampling.top_p, sampling.min_p
+    logits = cond(some.any(), filtered, lambda logits, *_: logits.clone(), operands)
 
     def drawn(logits: Tensor, place: Tensor, seed: Tensor, warm: Tensor) -> Tensor:
         noise = torch.where(warm[:, None], exponential(seed, place, logits.shape[1]).log(), 0.0)

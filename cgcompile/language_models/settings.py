@@ -82,10 +82,10 @@ class Settings:
         reads = {"batch": [1], "seq": list(self.chunks)}
         if self.piece:
             reads = {"batch": [chunk // self.piece for chunk in self.chunks], "seq": [self.piece]}
-        made = {"prefill": reads | {"blocks": blocks}, "decode": steps, "choose": {"batch": list(self.lanes)}}
+        entry_sizes = {"prefill": reads | {"blocks": blocks}, "decode": steps, "choose": {"batch": list(self.lanes)}}
         looped = [number for number in self.lanes if number <= LOOPED]
-        made |= {"generate": steps | {"batch": looped}} if self.turns else {}
-        return made | ({"load_adapter": {}} if self.adapters else {})
+        entry_sizes |= {"generate": steps | {"batch": looped}} if self.turns else {}
+        return entry_sizes | ({"load_adapter": {}} if self.adapters else {})
 
 
 def check_settings(

@@ -48,7 +48,7 @@ def fields_of(value: Any) -> Fields | None:
         return None
     if dataclasses.is_dataclass(value):
         return _output(value) if isinstance(value, OrderedDict) else _dataclass(value)
-    if any(each.__module__ == CACHES for each in type(value).__mro__):
+    if any(base.__module__ == CACHES for base in type(value).__mro__):
         return _cache(value)
     if type(value) in pytree.SUPPORTED_NODES and type(value).__module__ not in ("builtins", "collections"):
         return _registered(value)
@@ -72,10 +72,10 @@ def _output(value: Any) -> Fields:
 
     def remake(values: Sequence[Any]) -> Any:
         items = dict(zip(names, values, strict=True))
-        made = type(value)(**{field.name: items[field.name] for field in dataclasses.fields(value)})
+        instance = type(value)(**{field.name: items[field.name] for field in dataclasses.fields(value)})
         for name in items.keys() - {field.name for field in dataclasses.fields(value)}:
-            made[name] = items[name]
-        return made
+            instance[name] = items[name]
+        return instance
 
     values = (*value.values(), *[getattr(value, name, None) for name in rest])
     return Fields(name=type(value).__name__, kind="mapping", names=names, values=values, remake=remake)
@@ -89,10 +89,10 @@ def _cache(value: Any) -> Fields:
     obstacle = f"{type(value).__name__} counts its tokens in a number of Python, which a graph cannot change" if counts else ""
 
     def remake(values: Sequence[Any]) -> Any:
-        made = _with_attributes(value, names, values)
+        instance = _with_attributes(value, names, values)
         if "device" in held and values and isinstance(values[0], torch.Tensor):
-            made.device = values[0].device  # the build may have moved them
-        return made
+            instance.device = values[0].device  # the build may have moved them
+        return instance
 
     context = {name: item for name, item in held.items() if name not in DERIVED and isinstance(item, bool | int | float | str)}
     return Fields(
@@ -106,21 +106,21 @@ def _holds_tensor(value: Any) -> bool:
         return True
     if isinstance(value, tuple | list | dict):
         return any(_holds_tensor(item) for item in (value.values() if isinstance(value, dict) else value))
-    found = fields_of(value)
-    return found is not None and any(_holds_tensor(item) for item in found.values)
+    fields = fields_of(value)
+    return fields is not None and any(_holds_tensor(item) for item in fields.values)
 
 
 def _with_attributes(value: Any, names: Sequence[str], values: Sequence[Any]) -> Any:
     """A copy with other attributes; nothing of the class runs, and it may be frozen."""
-    made = copy.copy(value)
+    instance = copy.copy(value)
     for name, item in zip(names, values, strict=True):
-        object.__setattr__(made, name, item)
-    return made
+        object.__setattr__(instance, name, item)
+    return instance
 
 
 def _registered(value: Any) -> Fields | None:
     """A class of `register_pytree_node`: its children under their keys, or as a tuple where these are positions or unknown."""
-    children, spec = pytree.tree_flatten(value, is_leaf=lambda each: each is not value)
+    children, spec = pytree.tree_flatten(value, is_leaf=lambda subtree: subtree is not value)
     node = pytree.SUPPORTED_NODES[type(value)]
     keys = [key for key, _ in node.flatten_with_keys_fn(value)[0]] if node.flatten_with_keys_fn else []
     names = [str(getattr(key, "key", getattr(key, "name", ""))) for key in keys]

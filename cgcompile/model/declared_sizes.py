@@ -33,40 +33,40 @@ Inputs = Callable[..., Any] | Mapping[str, Callable[..., Any]]
 """What makes example inputs: a function for `forward`, or one for each method that is an entry."""
 
 
-def sizes_of_entries(given: Given, dimensions: Mapping[str, Sequence[str]]) -> dict[str, Given]:
+def sizes_of_entries(option: Given, dimensions: Mapping[str, Sequence[str]]) -> dict[str, Given]:
     """What was given for each of the entries, whose dimensions these are.  Raises sizes-invalid."""
-    if isinstance(given, Mapping):
+    if isinstance(option, Mapping):
         parts = [
-            (name if name in dimensions else "", sizes if name in dimensions else {name: sizes}) for name, sizes in given.items()
+            (name if name in dimensions else "", sizes if name in dimensions else {name: sizes}) for name, sizes in option.items()
         ]
     else:
-        items = [given] if isinstance(given, str) else list(given)
+        items = [option] if isinstance(option, str) else list(option)
         if items and not any(isinstance(item, str) for item in items):
             items = [",".join(map(str, items))]
         parts = [_entry_of(item, dimensions) for item in items]
     if len(dimensions) == 1 and not any(entry for entry, _ in parts):
-        return dict.fromkeys(dimensions, given)
-    found: dict[str, dict[str, Sequence[int]]] = {entry: {} for entry in dimensions}
+        return dict.fromkeys(dimensions, option)
+    by_entry: dict[str, dict[str, Sequence[int]]] = {entry: {} for entry in dimensions}
     for entry, part in sorted(parts, key=lambda part: not part[0]):
-        own = [entry] if entry else [name for name in dimensions if _names_one_of(part, dimensions[name])]
-        if not own:
+        entries = [entry] if entry else [name for name in dimensions if _names_one_of(part, dimensions[name])]
+        if not entries:
             raise BuildError(
                 "sizes-invalid", f"sizes: {_shown(part)} is of no entry (there are {', '.join(dimensions)})",
                 "name the entry: --sizes decode:batch=1,8",
             )  # fmt: skip
-        for name in own:
+        for name in entries:
             for dimension, sizes in _pairs(part, dimensions[name], None, name):
-                if entry and dimension in found[name]:
+                if entry and dimension in by_entry[name]:
                     raise BuildError("sizes-invalid", f"sizes: dimension {dimension!r} of {name!r} is given twice")
-                found[name].setdefault(dimension, sizes)
-    return dict(found)
+                by_entry[name].setdefault(dimension, sizes)
+    return dict(by_entry)
 
 
 def _entry_of(item: Any, dimensions: Mapping[str, Sequence[str]]) -> tuple[str, Any]:
     """(entry, "" where none is named; the rest) of `decode:batch=1,8`."""
     entry, colon, rest = str(item).partition(":")
     if not colon:
-        names = {name for own in dimensions.values() for name in own}  # one that all have need not be named
+        names = {name for group in dimensions.values() for name in group}  # one that all have need not be named
         return "", [item if "=" in str(item) or len(names) != 1 else f"{next(iter(names))}={item}"]
     name = entry.strip()
     if name not in dimensions:
@@ -88,7 +88,7 @@ def _shown(part: Any) -> str:
 
 
 def declared_sizes(
-    given: Given, dimensions: Sequence[str], saved: Sequence[SavedDimension] | None = None, entry: str = ""
+    option: Given, dimensions: Sequence[str], saved: Sequence[SavedDimension] | None = None, entry: str = ""
 ) -> dict[str, tuple[int, ...]]:
     """Ascending sizes of every dimension, in declared order.  One of a `saved` program (None: it is a model file) may be called
     by an axis, `input_ids.0`.
@@ -97,7 +97,7 @@ def declared_sizes(
     Raises sizes-invalid, and size-excluded for what a program was not exported for.
     """
     try:
-        return _declared(given, dimensions, saved, entry)
+        return _declared(option, dimensions, saved, entry)
     except BuildError as error:
         if not entry:
             raise
@@ -105,12 +105,12 @@ def declared_sizes(
 
 
 def _declared(
-    given: Given, dimensions: Sequence[str], saved: Sequence[SavedDimension] | None, entry: str
+    option: Given, dimensions: Sequence[str], saved: Sequence[SavedDimension] | None, entry: str
 ) -> dict[str, tuple[int, ...]]:
-    pairs = _pairs(given, dimensions, saved, entry)
-    found: dict[str, tuple[int, ...]] = {}
+    pairs = _pairs(option, dimensions, saved, entry)
+    by_name: dict[str, tuple[int, ...]] = {}
     for called, sizes in pairs:
-        name = next((each.name for each in saved or () if called in each.axes), called)
+        name = next((dimension.name for dimension in saved or () if called in dimension.axes), called)
         if name not in dimensions:
             known, near = ", ".join(dimensions) or "none", closest(name, dimensions)
             meant = f" (did you mean {near}?)" if near else ""
@@ -119,7 +119,7 @@ def _declared(
                 f"sizes: {name!r} is no declared dimension{meant} (declared: {known})",
                 "dimensions are the parameters of inputs()" if saved is None else _standing(saved) or STATIC,
             )
-        if name in found:
+        if name in by_name:
             raise BuildError("sizes-invalid", f"sizes: dimension {name!r} is given twice")
         if not sizes:
             raise BuildError("sizes-invalid", f"sizes: no size for dimension {name!r}", f"add {_example([name], entry)}")
@@ -129,43 +129,43 @@ def _declared(
         doubles = sorted({size for size in sizes if list(sizes).count(size) > 1})
         if doubles:
             raise BuildError("sizes-invalid", f"sizes: {name}={doubles[0]} is given twice")
-        found[name] = tuple(sorted(sizes))
-    if missing := [name for name in dimensions if name not in found]:
+        by_name[name] = tuple(sorted(sizes))
+    if missing := [name for name in dimensions if name not in by_name]:
         named = " and ".join(map(repr, missing))
         raise BuildError(
             "sizes-invalid", f"sizes: no size for dimension{'s' * (len(missing) > 1)} {named}", f"add {_example(missing, entry)}"
         )
-    for each in saved or ():
-        for size in found[each.name]:
-            if size < each.low or (each.high is not None and size > each.high):
-                limits = f"min={each.low}" + ("" if each.high is None else f", max={each.high}")
+    for dimension in saved or ():
+        for size in by_name[dimension.name]:
+            if size < dimension.low or (dimension.high is not None and size > dimension.high):
+                limits = f"min={dimension.low}" + ("" if dimension.high is None else f", max={dimension.high}")
                 raise ModelError(
                     "size-excluded",
-                    f"sizes: {each.name}={size} is excluded: the program was exported for {limits} ({_standing([each])})",
+                    f"sizes: {dimension.name}={size} is excluded: the program was exported for {limits} ({_standing([dimension])})",
                     "export it again with another torch.export.Dim",
                 )
-    return {name: found[name] for name in dimensions}
+    return {name: by_name[name] for name in dimensions}
 
 
 def assumed_sizes(
     dimensions: Sequence[str], saved: Sequence[SavedDimension] | None, wanted: Sequence[int]
 ) -> dict[str, tuple[int, ...]]:
     """Sizes for all dimensions where nobody gave any: those that are `wanted`, moved to what a saved program was exported for."""
-    limits = {each.name: (each.low, each.high) for each in saved or ()}
-    found = {}
+    limits = {dimension.name: (dimension.low, dimension.high) for dimension in saved or ()}
+    sizes = {}
     for name in dimensions:
         low, high = limits.get(name, (1, None))
-        found[name] = tuple(sorted({max(low, size if high is None else min(size, high)) for size in wanted}))
-    return found
+        sizes[name] = tuple(sorted({max(low, size if high is None else min(size, high)) for size in wanted}))
+    return sizes
 
 
 def _standing(saved: Sequence[SavedDimension]) -> str:
     """`dim0 is axis 0 of ids and axis 0 of mask; ...`."""
-    told = []
-    for each in saved:
-        axes = [f"axis {axis} of {path}" for path, _, axis in [named.rpartition(".") for named in each.axes]]
-        told += [f"{each.name} is {' and '.join(axes)}"] if axes else []
-    return "; ".join(told)
+    phrases = []
+    for dimension in saved:
+        axes = [f"axis {axis} of {path}" for path, _, axis in [named.rpartition(".") for named in dimension.axes]]
+        phrases += [f"{dimension.name} is {' and '.join(axes)}"] if axes else []
+    return "; ".join(phrases)
 
 
 def count_keys(sizes: Mapping[str, Mapping[str, Sequence[int]]], limit: int) -> int:
@@ -182,13 +182,13 @@ def count_keys(sizes: Mapping[str, Mapping[str, Sequence[int]]], limit: int) -> 
 
 
 def _pairs(
-    given: Given, dimensions: Sequence[str], saved: Sequence[SavedDimension] | None, entry: str
+    option: Given, dimensions: Sequence[str], saved: Sequence[SavedDimension] | None, entry: str
 ) -> list[tuple[str, list[int]]]:
-    if isinstance(given, Mapping):
-        return [(name, [_whole(size) for size in sizes]) for name, sizes in given.items()]
-    if isinstance(given, str):
-        given = [given]
-    items = list(given)
+    if isinstance(option, Mapping):
+        return [(name, [_whole(size) for size in sizes]) for name, sizes in option.items()]
+    if isinstance(option, str):
+        option = [option]
+    items = list(option)
     if items and all(isinstance(item, str) for item in items):
         return [_parse(str(item), dimensions, saved, entry) for item in items]
     if not items:
@@ -212,8 +212,8 @@ def _whole(value: object) -> int:
 
 def _example(missing: Sequence[str], entry: str) -> str:
     words = " ".join(f"--sizes {entry}{':' if entry else ''}{name}=1,8" for name in missing)
-    given = "{" + ", ".join(f"{name!r}: [1, 8]" for name in missing) + "}"
-    return f"{words}; in Python sizes={f'{{{entry!r}: {given}}}' if entry else given}"
+    literal = "{" + ", ".join(f"{name!r}: [1, 8]" for name in missing) + "}"
+    return f"{words}; in Python sizes={f'{{{entry!r}: {literal}}}' if entry else literal}"
 
 
 STATIC = "the program was exported with fixed shapes: leave --sizes out, or export it with dynamic_shapes="

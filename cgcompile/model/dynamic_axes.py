@@ -107,24 +107,24 @@ class BoundedAxis:
 
 def names_of_counts(names: Sequence[str], rows: Sequence[BoundedAxis]) -> list[str]:
     """The names of the counts, in order: `boxes.rows` of the first output that has so many rows, `boxes.size1` of another axis."""
-    made: dict[int, str] = {}
+    by_count: dict[int, str] = {}
     for row in rows:
-        if row.count not in made:
+        if row.count not in by_count:
             name = f"{names[row.output]}.{'rows' if row.axis == 0 else f'size{row.axis}'}"
             while name in names:
                 name += "_"
-            made[row.count] = name
-    return [made[count] for count in sorted(made)]
+            by_count[row.count] = name
+    return [by_count[count] for count in sorted(by_count)]
 
 
 def bounded_shapes(
     shapes: Sequence[tuple[int, ...]], rows: Sequence[BoundedAxis], sizes: Mapping[str, int]
 ) -> list[tuple[int, ...]]:
     """The shapes of the outputs filled up, and of the counts.  `sizes`: of the declared dimensions."""
-    made = [list(shape) for shape in shapes]
+    padded_shapes = [list(shape) for shape in shapes]
     for row in rows:
-        made[row.output][row.axis] = evaluate(row.bound, sizes)
-    return [*[tuple(shape) for shape in made], *[() for _ in {row.count for row in rows}]]
+        padded_shapes[row.output][row.axis] = evaluate(row.bound, sizes)
+    return [*[tuple(shape) for shape in padded_shapes], *[() for _ in {row.count for row in rows}]]
 
 
 def bounded_outputs(
@@ -132,22 +132,22 @@ def bounded_outputs(
 ) -> tuple[torch.Tensor, ...]:
     """The outputs of the model filled up, and the counts."""
     shapes = bounded_shapes([tuple(output.shape) for output in outputs], rows, sizes)
-    made = list(outputs)
+    padded_outputs = list(outputs)
     for index in {row.output for row in rows}:
         true = outputs[index]
-        made[index] = true.new_zeros(shapes[index])
-        made[index][tuple([slice(0, size) for size in true.shape])] = true
+        padded_outputs[index] = true.new_zeros(shapes[index])
+        padded_outputs[index][tuple([slice(0, size) for size in true.shape])] = true
     counts = {row.count: outputs[row.output].shape[row.axis] for row in rows}
     first = outputs[rows[0].output]
-    return (*made, *[torch.tensor(counts[count], dtype=torch.int64, device=first.device) for count in sorted(counts)])
+    return (*padded_outputs, *[torch.tensor(counts[count], dtype=torch.int64, device=first.device) for count in sorted(counts)])
 
 
 def sizes_of(tensors: Sequence[torch.Tensor], shapes: Sequence[Sizes]) -> dict[str, int]:
     """The declared dimensions of inputs whose shapes are these."""
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     for tensor, shape in zip(tensors, shapes, strict=True):
         for actual, size in zip(tensor.shape, shape, strict=True):
             if rule := linear(size):
                 name, scale, offset = rule
-                found[name] = (int(actual) - offset) // scale
-    return found
+                sizes[name] = (int(actual) - offset) // scale
+    return sizes

@@ -57,7 +57,7 @@ class FlatModule(torch.nn.Module):
         model: torch.nn.Module,
         like: Sample,
         device: torch.device = CPU,
-        told: torch.device = CUDA,
+        target_device: torch.device = CUDA,
         entry: str = FORWARD,
         capability: tuple[int, int] = (8, 0),
     ) -> None:
@@ -66,7 +66,7 @@ class FlatModule(torch.nn.Module):
         self.entry = entry
         self.like = like
         self.device = device
-        self.told = told
+        self.told = target_device
         self.capability = capability
         self.result: Tree | None = None
         self.names: list[str] = []
@@ -123,7 +123,7 @@ class FlatModule(torch.nn.Module):
                 noting_replaced(self.weights, effects.written),
                 plain_errors(),
             ):
-                made = entry_method(self.model, self.entry)(*args, **kwargs)
+                output = entry_method(self.model, self.entry)(*args, **kwargs)
             if isinstance(self.way, TracedWay):
                 self.way.changed = tuple(changed(marked, marks(self.model)))
         for owner, leaf, tensor in before:
@@ -131,7 +131,7 @@ class FlatModule(torch.nn.Module):
                 _write_back(owner, leaf, tensor)
         written = definition(written_method(self.model, self.entry)) or type(self.model).__qualname__
         with located(f"{written}: {self.entry}() gives "):
-            self.result = describe(made, "", leaves)
+            self.result = describe(output, "", leaves)
         if isinstance(self.way, TracedWay):
             self.way.result = self.result
         self.names = [name or "output" for name, _ in leaves]
@@ -204,8 +204,8 @@ def _write_back(owner: Any, leaf: str, tensor: torch.Tensor) -> None:
     if now is None or _other_shape(now, tensor):
         got = "None" if now is None else f"{now.dtype} {list(now.shape)}"
         where, _ = assignment_place(owner, leaf)
-        told = f"forward() assigns {got} to the buffer {leaf!r}, which is {tensor.dtype} {list(tensor.shape)}"
-        raise ModelError("state-changed", f"{where}: {told}" if where else told)
+        text = f"forward() assigns {got} to the buffer {leaf!r}, which is {tensor.dtype} {list(tensor.shape)}"
+        raise ModelError("state-changed", f"{where}: {text}" if where else text)
     tensor.copy_(now)
     owner._buffers[leaf] = tensor
 
@@ -299,13 +299,13 @@ class EagerResult:
     state: Mapping[str, torch.Tensor]
 
 
-def call_eager(reference: Reference, given: Sequence[torch.Tensor], seed: int) -> tuple[torch.Tensor, ...]:
-    """One call, torch's random numbers seeded.  It may write to `given` and to buffers.  Without TF32, which cuDNN may use in one
+def call_eager(reference: Reference, inputs: Sequence[torch.Tensor], seed: int) -> tuple[torch.Tensor, ...]:
+    """One call, torch's random numbers seeded.  It may write to `inputs` and to buffers.  Without TF32, which cuDNN may use in one
     process and not in another."""
-    with torch.random.fork_rng(devices=sorted({tensor.device.index or 0 for tensor in given if tensor.is_cuda})), without_tf32():
+    with torch.random.fork_rng(devices=sorted({tensor.device.index or 0 for tensor in inputs if tensor.is_cuda})), without_tf32():
         torch.manual_seed(seed)
         with torch.no_grad(), traced_per_size():
-            return reference(*given)
+            return reference(*inputs)
 
 
 @contextmanager
@@ -328,16 +328,16 @@ def run_eager(reference: Reference, tensors: Sequence[torch.Tensor], calls: int 
     outputs: tuple[torch.Tensor, ...] = ()
     try:
         for _ in range(calls):
-            given = tuple([tensor.clone() for tensor in tensors])
+            inputs = tuple([tensor.clone() for tensor in tensors])
             with torch.no_grad(), traced_per_size():
-                outputs = reference(*given)
+                outputs = reference(*inputs)
         state = reference.snapshot.current()
         buffers = reference.snapshot.storages()
-        own = tuple([(value.clone() if value.untyped_storage().data_ptr() in buffers else value).detach() for value in outputs])
+        results = tuple([(value.clone() if value.untyped_storage().data_ptr() in buffers else value).detach() for value in outputs])
     finally:
         if not keep:
             reference.snapshot.restore()
-    return EagerResult(outputs=own, given=given, state=state)
+    return EagerResult(outputs=results, given=inputs, state=state)
 
 
 @contextmanager
@@ -358,5 +358,5 @@ def traced_per_size() -> AbstractContextManager[Any]:
     sizes torch refuses some, and from the ninth trace on all (torch._dynamo.config, 2.11 and 2.13)."""
     from torch._dynamo import config  # late: Dynamo is not needed to read a model
 
-    made: AbstractContextManager[Any] = config.patch(automatic_dynamic_shapes=False, recompile_limit=1 << 20)
-    return made
+    context: AbstractContextManager[Any] = config.patch(automatic_dynamic_shapes=False, recompile_limit=1 << 20)
+    return context

@@ -44,8 +44,8 @@ def load_sources(
     """
     if isinstance(model, Recipe):
         with plain_errors():
-            made = model.model()
-        sources = _sources(model.name, model.label, model.code, made, model.entries, owned=True)
+            instance = model.model()
+        sources = _sources(model.name, model.label, model.code, instance, model.entries, owned=True)
         return with_rows(sources, model.state)
     check_arguments(model, inputs)
     if isinstance(model, torch.nn.Module) and inputs is not None:
@@ -76,48 +76,48 @@ def load_sources(
     return _declared(sources, module, label)
 
 
-def checked_donations(given: Any, label: str) -> tuple[DonationNames, ...]:
+def checked_donations(answer: Any, label: str) -> tuple[DonationNames, ...]:
     """What donations() gave, as pairs of texts.  Raises source-invalid."""
-    pairs = [tuple(pair) if isinstance(pair, tuple | list) else () for pair in given] if isinstance(given, tuple | list) else [()]
+    pairs = [tuple(pair) if isinstance(pair, tuple | list) else () for pair in answer] if isinstance(answer, tuple | list) else [()]
     if not all(len(pair) == 2 and all(isinstance(name, str) for name in pair) for pair in pairs):
         raise ModelError(
-            "source-invalid", f"{label}: donations: expected pairs of an output and an input, got {given!r}"[:200],
+            "source-invalid", f"{label}: donations: expected pairs of an output and an input, got {answer!r}"[:200],
             'for example [("prefill.hidden", "decode.hidden")]',
         )  # fmt: skip
     return tuple([(source, target) for source, target in pairs])
 
 
-def with_rows(sources: tuple[Source, ...], given: Any) -> tuple[Source, ...]:
+def with_rows(sources: tuple[Source, ...], state: Any) -> tuple[Source, ...]:
     """The sources with what state() gave.  Raises source-invalid, state-refused."""
-    rows = declared_rows(given, sources[0].model, sources[0].label)
+    rows = declared_rows(state, sources[0].model, sources[0].label)
     return tuple([replace(source, rows=rows) for source in sources])
 
 
-def declared_rows(given: Any, model: torch.nn.Module, label: str) -> tuple[StateRows, ...]:
+def declared_rows(state: Any, model: torch.nn.Module, label: str) -> tuple[StateRows, ...]:
     """What state() gave: from a buffer's name, or a pattern of names, to the name of a dimension, alone or with the most rows that
     are of use.  Raises source-invalid, state-refused."""
-    if not isinstance(given, Mapping):
-        text = f"{label}: state: expected a dict from buffers to dimensions, got {type(given).__name__}"
+    if not isinstance(state, Mapping):
+        text = f"{label}: state: expected a dict from buffers to dimensions, got {type(state).__name__}"
         raise ModelError("source-invalid", text, ROWS_EXAMPLE)
     known = dict(model.named_buffers(remove_duplicate=False))
-    found: dict[str, list[str]] = {}
+    by_dimension: dict[str, list[str]] = {}
     most: dict[str, int] = {}
-    for pattern, value in given.items():
+    for pattern, value in state.items():
         name, limit = value if isinstance(value, tuple | list) and len(value) == 2 else (value, None)
         if not (isinstance(pattern, str) and isinstance(name, str) and name.isidentifier() and type(limit) in (int, type(None))):
             raise ModelError("source-invalid", f"{label}: state: {pattern!r}: {value!r} is no dimension", ROWS_EXAMPLE)
-        named = [each for each in known if fnmatchcase(each, pattern)]
+        named = [buffer for buffer in known if fnmatchcase(buffer, pattern)]
         if not named:
             raise ModelError("state-refused", f"{label}: state: the model has no buffer {pattern!r}{meant(pattern, known)}")
-        own = found.setdefault(name, [])
-        own += [each for each in named if each not in own]
+        names = by_dimension.setdefault(name, [])
+        names += [buffer for buffer in named if buffer not in names]
         if limit is not None:
             most[name] = max(limit, most.get(name, 0))
-    made = [_checked(name, sorted(buffers), most.get(name), known, label) for name, buffers in found.items()]
-    twice = [name for name in known if sum(name in each.buffers for each in made) > 1]
+    state_rows = [_checked(name, sorted(buffers), most.get(name), known, label) for name, buffers in by_dimension.items()]
+    twice = [name for name in known if sum(name in row.buffers for row in state_rows) > 1]
     if twice:
         raise ModelError("state-refused", f"{label}: state: {twice[0]!r} is of two dimensions")
-    return tuple(made)
+    return tuple(state_rows)
 
 
 def _checked(name: str, buffers: Sequence[str], most: int | None, known: Mapping[str, torch.Tensor], label: str) -> StateRows:
@@ -148,8 +148,8 @@ def _shares(one: torch.Tensor, other: torch.Tensor) -> bool:
 def _declared(sources: tuple[Source, ...], module: ModuleType, label: str) -> tuple[Source, ...]:
     """The sources with what donations() and state() say, where the module has them."""
     if hasattr(module, "donations"):
-        found = checked_donations(call_user(module.donations, "donations()", label), label)
-        sources = tuple([replace(source, donations=found) for source in sources])
+        pairs = checked_donations(call_user(module.donations, "donations()", label), label)
+        sources = tuple([replace(source, donations=pairs) for source in sources])
     if hasattr(module, "state"):
         sources = with_rows(sources, call_user(module.state, "state()", label))
     return sources
@@ -203,13 +203,13 @@ def _given_inputs(module: ModuleType, label: str) -> Any:
         return _member(module, "inputs", label)
     if hasattr(module, "inputs"):
         raise ModelError("source-invalid", f"{label}: inputs() and entries() are both there, expected one of them")
-    made = call_user(module.entries, "entries()", label)
-    if not isinstance(made, Mapping):
+    makers = call_user(module.entries, "entries()", label)
+    if not isinstance(makers, Mapping):
         raise ModelError(
             "source-invalid",
-            f"{label}: entries() gave {type(made).__name__}, expected a dict from methods to what makes their inputs",
+            f"{label}: entries() gave {type(makers).__name__}, expected a dict from methods to what makes their inputs",
         )
-    return made
+    return makers
 
 
 def _from_module(
@@ -224,17 +224,17 @@ def _from_module(
             "`cgcompile build --world 2` checks and builds it for two",
         )
     if there:
-        made = maker
+        model = maker
     elif share is None:
-        made = call_user(maker, "model()", label)
+        model = call_user(maker, "model()", label)
     elif ranked:
-        made = call_user(maker, f"model(rank={share[0]}, world={share[1]})", label, rank=share[0], world=share[1])
+        model = call_user(maker, f"model(rank={share[0]}, world={share[1]})", label, rank=share[0], world=share[1])
     if share is not None and not ranked:
         text = f"{where}: model() takes no rank and world: it would be the same on all {share[1]} GPUs"
         raise ModelError("source-invalid", text, "define model(rank, world), or leave --world out")
     if not callable(inputs) and not isinstance(inputs, Mapping):
         raise ModelError("source-invalid", f"{where}: inputs is a {type(inputs).__name__}, expected a function")
-    return _sources(name, label, code, made, inputs, owned=not there)
+    return _sources(name, label, code, model, inputs, owned=not there)
 
 
 def _takes_rank(maker: Any) -> bool:
@@ -270,10 +270,10 @@ def _load_file(label: str) -> ModuleType:
 
 def _import(path: str, label: str) -> ModuleType:
     try:
-        found = importlib.util.find_spec(path) is not None
+        importable = importlib.util.find_spec(path) is not None
     except (ModuleNotFoundError, ValueError):
-        found = False
-    if not found:
+        importable = False
+    if not importable:
         if os.getcwd() not in sys.path:
             sys.path.insert(0, os.getcwd())
             return _import(path, label)

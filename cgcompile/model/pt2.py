@@ -45,7 +45,7 @@ def load_saved(label: str) -> Source:
             for symbol in sorted(_free(size), key=str):
                 axes.setdefault(symbol, []).extend([f"{path}.{axis}"] if size.node.expr == symbol else [])
     names = _names(label, extra[NAMES], len(axes))
-    saved = tuple([_saved(name, program, symbol, found) for name, (symbol, found) in zip(names, axes.items(), strict=True)])
+    saved = tuple([_saved(name, program, symbol, paths) for name, (symbol, paths) in zip(names, axes.items(), strict=True)])
     inputs = _random_inputs(program, values, dict(zip(axes, names, strict=True)), names)
     return Source(
         name=name_of(label), label=label, code="", model=model, inputs=inputs, dimensions=tuple(names), owned=True, saved=saved
@@ -75,8 +75,8 @@ def _loaded(label: str, extra: dict[str, Any]) -> Any:
         logger.removeFilter(kept)
 
 
-def _names(label: str, given: str | bytes, count: int) -> list[str]:
-    text = given.decode() if isinstance(given, bytes) else given
+def _names(label: str, contents: str | bytes, count: int) -> list[str]:
+    text = contents.decode() if isinstance(contents, bytes) else contents
     names = [name.strip() for name in text.split(",")] if text.strip() else []
     if not names:
         return ["batch"] if count == 1 else [f"dim{index}" for index in range(count)]
@@ -92,12 +92,12 @@ def _names(label: str, given: str | bytes, count: int) -> list[str]:
 def _paths(examples: Any, model: torch.nn.Module) -> list[str]:
     """The path of every example input, as those of a call's tensors: `cache.0.key`."""
     positional = list(inspect.signature(model.forward).parameters)
-    found = []
+    paths = []
     for (kind, first, *rest), _ in pytree.tree_flatten_with_path(examples)[0]:
         name = positional[first.idx] if kind.idx == 0 else first.key
         inner = [getattr(key, "key", getattr(key, "idx", getattr(key, "name", ""))) for key in rest]
-        found.append(".".join(map(str, [name, *inner])))
-    return found
+        paths.append(".".join(map(str, [name, *inner])))
+    return paths
 
 
 def _saved(name: str, program: Any, symbol: Any, axes: list[str]) -> SavedDimension:

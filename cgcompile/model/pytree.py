@@ -46,8 +46,8 @@ def describe(value: Any, path: str, leaves: list[NamedTensor]) -> Tree:
     if isinstance(value, tuple | list):
         children = [describe(item, join(path, str(index)), leaves) for index, item in enumerate(value)]
         return {"tuple" if isinstance(value, tuple) else "list": children}
-    if found := fields_of(value):
-        return _describe_fields(found, path, leaves)
+    if fields := fields_of(value):
+        return _describe_fields(fields, path, leaves)
     if isinstance(value, Mapping):
         for key in value:
             if type(key) not in (str, int):
@@ -57,9 +57,9 @@ def describe(value: Any, path: str, leaves: list[NamedTensor]) -> Tree:
     raise _unsupported(path, f"{name} cannot be described in a bundle", HINTS.get(name, NO_CACHE if "Cache" in name else TYPES))
 
 
-def _describe_fields(found: Fields, path: str, leaves: list[NamedTensor]) -> Tree:
-    children = [describe(item, join(path, name), leaves) for name, item in zip(found.names, found.values, strict=True)]
-    return {"tuple": children} if found.kind == "tuple" else {"record": [found.name, found.kind, list(found.names), children]}
+def _describe_fields(fields: Fields, path: str, leaves: list[NamedTensor]) -> Tree:
+    children = [describe(item, join(path, name), leaves) for name, item in zip(fields.names, fields.values, strict=True)]
+    return {"tuple": children} if fields.kind == "tuple" else {"record": [fields.name, fields.kind, list(fields.names), children]}
 
 
 def _tuple_names(value: Any) -> tuple[str, ...]:
@@ -86,15 +86,15 @@ def contexts(value: Any, path: str) -> list[Any]:
     """
     if isinstance(value, torch.Tensor | str):
         return []
-    if not isinstance(value, tuple | list) and (found := fields_of(value)):
-        if found.obstacle:
+    if not isinstance(value, tuple | list) and (parts := fields_of(value)):
+        if parts.obstacle:
             raise _unsupported(
-                path, f"{found.obstacle}: it can be an output, but no input", "give its tensors as inputs, and make it in forward()"
+                path, f"{parts.obstacle}: it can be an output, but no input", "give its tensors as inputs, and make it in forward()"
             )
         inner = [
-            context for name, item in zip(found.names, found.values, strict=True) for context in contexts(item, join(path, name))
+            context for name, item in zip(parts.names, parts.values, strict=True) for context in contexts(item, join(path, name))
         ]
-        return [*[(path, *each) for each in found.context], *inner]
+        return [*[(path, *entry) for entry in parts.context], *inner]
     items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, tuple | list) else ()
     return [context for key, item in items for context in contexts(item, join(path, str(key)))]
 
@@ -107,15 +107,15 @@ def rebuild(tree: Tree, tensors: list[torch.Tensor], like: Any) -> Any:
     if kind == "value":
         return body
     if kind == "record" or (kind == "tuple" and not isinstance(like, tuple)):
-        found = fields_of(like)
-        assert found is not None, type(like)
+        fields = fields_of(like)
+        assert fields is not None, type(like)
         trees = body[3] if kind == "record" else body
-        return found.remake([rebuild(child, tensors, item) for child, item in zip(trees, found.values, strict=True)])
+        return fields.remake([rebuild(child, tensors, item) for child, item in zip(trees, fields.values, strict=True)])
     if kind == "dict":
-        made = {key: rebuild(child, tensors, like[key]) for key, child in body}
+        mapping = {key: rebuild(child, tensors, like[key]) for key, child in body}
         if isinstance(like, defaultdict):
-            return defaultdict(like.default_factory, made)
-        return made if type(like) is dict else type(like)(made)
+            return defaultdict(like.default_factory, mapping)
+        return mapping if type(like) is dict else type(like)(mapping)
     if kind == "namedtuple":
         parts = [rebuild(child, tensors, item) for child, item in zip(body[2], like, strict=True)]
         return type(like)._make(parts) if hasattr(like, "_make") else type(like)(parts)

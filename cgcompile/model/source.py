@@ -97,14 +97,14 @@ class Recipe:
 
 def entry_method(model: torch.nn.Module, entry: str) -> Callable[..., Any]:
     """A method of the model that is an entry: `forward` with what torch does around it, hooks above all."""
-    found: Callable[..., Any] = model if entry == FORWARD else getattr(model, entry)
-    return found
+    method: Callable[..., Any] = model if entry == FORWARD else getattr(model, entry)
+    return method
 
 
 def written_method(model: torch.nn.Module, entry: str) -> Callable[..., Any]:
     """The method as the user wrote it."""
-    found: Callable[..., Any] = getattr(model, entry)
-    return found
+    method: Callable[..., Any] = getattr(model, entry)
+    return method
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,10 +134,10 @@ def sample(source: Source, sizes: Mapping[str, int], seed: int = SEED) -> Sample
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        given = call_user(
+        answer = call_user(
             source.inputs, f"inputs({', '.join(f'{name}={size}' for name, size in sizes.items())})", source.label, **sizes
         )
-    args, kwargs = _arguments(source, given)
+    args, kwargs = _arguments(source, answer)
     leaves: list[NamedTensor] = []
     bound = _bind(source, args, kwargs)
     with located(f"{definition(source.inputs) or source.label}: inputs() gives "):
@@ -148,30 +148,30 @@ def sample(source: Source, sizes: Mapping[str, int], seed: int = SEED) -> Sample
         text = f"{where}: {_maker(source)} gives {path} on the meta device, without values"
         raise ModelError("dtype-unsupported", text, "make it on the CPU")
     return Sample(
-        args=args, kwargs=kwargs, call=call, parameters=tuple([each for _, _, each in bound]),
+        args=args, kwargs=kwargs, call=call, parameters=tuple([parameter for _, _, parameter in bound]),
         leaves=tuple([(path, moved(tensor.detach(), source.device)) for path, tensor in leaves]), contexts=tuple(kept),
     )  # fmt: skip
 
 
-def _arguments(source: Source, given: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _arguments(source: Source, answer: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """(args, kwargs) of what inputs() gave: a tuple of arguments, a dict of them by name, (args, kwargs), or the only argument.
 
     A tuple is (args, kwargs) where it has two parts, a tuple and a dict, and forward() takes the one by position and the other
     by name, `((ids,), {"attention_mask": mask})`, or would but for a misspelt name.  Raises source-invalid.
     """
-    if isinstance(given, tuple) and len(given) == 2 and type(given[0]) is tuple and type(given[1]) is dict:
-        args, kwargs = given
+    if isinstance(answer, tuple) and len(answer) == 2 and type(answer[0]) is tuple and type(answer[1]) is dict:
+        args, kwargs = answer
         if all(type(name) is str for name in kwargs) and _by_name(source, args, kwargs):
             return args, kwargs
-    if isinstance(given, tuple | list):
-        return tuple(given), {}
-    if isinstance(given, Mapping):
-        return (), dict(given)
-    if isinstance(given, torch.Tensor) or fields_of(given):
-        return (given,), {}
+    if isinstance(answer, tuple | list):
+        return tuple(answer), {}
+    if isinstance(answer, Mapping):
+        return (), dict(answer)
+    if isinstance(answer, torch.Tensor) or fields_of(answer):
+        return (answer,), {}
     raise ModelError(
         "source-invalid",
-        f"{source.label}: {_maker(source)} gave {type(given).__name__}, "
+        f"{source.label}: {_maker(source)} gave {type(answer).__name__}, "
         "expected a tuple (positional), a dict (by name) or (args, kwargs)",
     )
 
@@ -186,8 +186,8 @@ def _by_name(source: Source, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     signature = inspect.signature(written_method(source.model, source.entry))
     if not args or not mismatch(signature, args, kwargs):
         return True
-    own = list(signature.parameters)
-    return any(name not in own and closest(name, own) for name in kwargs)
+    names = list(signature.parameters)
+    return any(name not in names and closest(name, names) for name in kwargs)
 
 
 def _bind(source: Source, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[str, Any, Parameter]]:
@@ -205,23 +205,23 @@ def _bind(source: Source, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> l
             f"a dict names the arguments of {source.entry}(), a tuple gives them in its order",
         )
     bound = signature.bind(*args, **kwargs)
-    given = set(bound.arguments)
+    passed_names = set(bound.arguments)
     bound.apply_defaults()
-    found: list[tuple[str, Any, Parameter]] = []
+    entries: list[tuple[str, Any, Parameter]] = []
     for name, value in bound.arguments.items():
-        own = bound.signature.parameters[name]
-        default = None if own.default is own.empty else constant(own.default)
-        if own.kind is own.VAR_POSITIONAL:
-            found += [(f"{name}_{index}", item, Parameter()) for index, item in enumerate(value)]
-        elif own.kind is own.VAR_KEYWORD:
-            found += [(each, item, Parameter(keyword=True)) for each, item in value.items()]
-        elif name in given or default is not None:
-            found.append((name, value, Parameter(keyword=own.kind is own.KEYWORD_ONLY, default=default)))
-    names = [name for name, _, _ in found]
+        formal = bound.signature.parameters[name]
+        default = None if formal.default is formal.empty else constant(formal.default)
+        if formal.kind is formal.VAR_POSITIONAL:
+            entries += [(f"{name}_{index}", item, Parameter()) for index, item in enumerate(value)]
+        elif formal.kind is formal.VAR_KEYWORD:
+            entries += [(key, item, Parameter(keyword=True)) for key, item in value.items()]
+        elif name in passed_names or default is not None:
+            entries.append((name, value, Parameter(keyword=formal.kind is formal.KEYWORD_ONLY, default=default)))
+    names = [name for name, _, _ in entries]
     for name in names:
         if names.count(name) > 1:
             raise ModelError("source-invalid", f"{source.label}: two arguments of {source.entry}() are called {name!r}")
-    return found
+    return entries
 
 
 def all_keys(sizes: Mapping[str, tuple[int, ...]]) -> list[tuple[int, ...]]:

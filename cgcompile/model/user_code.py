@@ -43,8 +43,8 @@ def user_line(error: BaseException, label: str) -> str:
     inner = f"{shown(os.path.abspath(frames[0].filename)) if os.path.exists(frames[0].filename) else label}:{frames[0].lineno}"
     if not INSTALLED.match(frames[0].filename):
         return inner
-    own = next((frame for frame in frames if not INSTALLED.match(frame.filename)), None)
-    return f"{f'{shown(os.path.abspath(own.filename))}:{own.lineno}' if own else label}: {inner}"
+    caller = next((frame for frame in frames if not INSTALLED.match(frame.filename)), None)
+    return f"{f'{shown(os.path.abspath(caller.filename))}:{caller.lineno}' if caller else label}: {inner}"
 
 
 def package_of(error: BaseException) -> str:
@@ -107,9 +107,9 @@ def plain_errors() -> Iterator[None]:
             raise
         base = next((base for base in BASES if isinstance(error, base)), RuntimeError)
         plain = type(type(error).__name__, (base,), {"__module__": "builtins"})
-        made = plain(text_of(error)).with_traceback(error.__traceback__)
-        made.__notes__ = list(getattr(error, "__notes__", ()))  # `_cure` shows the last one
-        raise made from error
+        replacement = plain(text_of(error)).with_traceback(error.__traceback__)
+        replacement.__notes__ = list(getattr(error, "__notes__", ()))  # `_cure` shows the last one
+        raise replacement from error
 
 
 def _handled(error: BaseException) -> bool:
@@ -150,13 +150,13 @@ def user_frame() -> str:
 
 def _user_frame() -> FrameType | None:
     """The innermost frame of the user's that a frame of ours called: whoever called us, the command line say, is not the model."""
-    found: FrameType | None = None
+    innermost: FrameType | None = None
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if found is not None and is_ours(frame.f_code.co_filename):
-            return found
-        if found is None and is_user_file(frame.f_code.co_filename):
-            found = frame
+        if innermost is not None and is_ours(frame.f_code.co_filename):
+            return innermost
+        if innermost is None and is_user_file(frame.f_code.co_filename):
+            innermost = frame
         frame = frame.f_back
     return None
 
@@ -230,17 +230,17 @@ def _caller(frames: Sequence[tuple[str, int]]) -> str:
 def _frames_of(node: Node | None) -> list[tuple[str, str, str]]:
     """(file, line, source line) of the user's code that led to a node, the innermost first."""
     trace = (node.meta.get("stack_trace") or "") if node is not None else ""
-    found = re.findall(r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]*)', trace)
-    return [each for each in reversed(found) if is_user_file(each[0])]
+    frames = re.findall(r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]*)', trace)
+    return [frame for frame in reversed(frames) if is_user_file(frame[0])]
 
 
 def whole(code: str) -> str:
     """A line of a statement, with `...` for what follows on other lines: `x = f(` is `x = f(...)`."""
     opened: list[str] = []
-    for each in STRING.sub("", code):
-        if each in PAIRS:
-            opened.append(PAIRS[each])
-        elif opened and each == opened[-1]:
+    for char in STRING.sub("", code):
+        if char in PAIRS:
+            opened.append(PAIRS[char])
+        elif opened and char == opened[-1]:
             opened.pop()
     return f"{code}...{''.join(reversed(opened))}" if opened else code
 
@@ -270,8 +270,8 @@ def call_user(function: Callable[..., Any], what: str, label: str, *args: Any, *
         if isinstance(error.__cause__, SystemExit):
             text = f"{user_line(error, label) or label}: {what} ended the program: SystemExit: {first_line(error)}"
             raise ModelError("source-invalid", text, 'put what a script does under `if __name__ == "__main__":`') from error
-        told = f"{user_line(error, label) or label}: {what} failed: {type(error).__name__}: {first_line(error)}"
-        raise ModelError("source-invalid", told, _cure(error)) from error
+        message = f"{user_line(error, label) or label}: {what} failed: {type(error).__name__}: {first_line(error)}"
+        raise ModelError("source-invalid", message, _cure(error)) from error
 
 
 def _cure(error: Exception) -> str:
@@ -298,20 +298,20 @@ def mismatch(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[
         return ""
     except TypeError as error:
         wrong = str(error)
-    own = signature.parameters.values()
-    by_place = [each.name for each in own if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
-    by_name = [each.name for each in own if each.kind in (each.KEYWORD_ONLY, each.POSITIONAL_OR_KEYWORD)]
-    single = [each for each in own if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
+    formals = signature.parameters.values()
+    by_place = [formal.name for formal in formals if formal.kind in (formal.POSITIONAL_ONLY, formal.POSITIONAL_OR_KEYWORD)]
+    by_name = [formal.name for formal in formals if formal.kind in (formal.KEYWORD_ONLY, formal.POSITIONAL_OR_KEYWORD)]
+    single = [formal for formal in formals if formal.kind not in (formal.VAR_POSITIONAL, formal.VAR_KEYWORD)]
     placed, named = by_place[: len(args)], [name for name in kwargs if name in by_name]
-    missing = [each.name for each in single if each.default is each.empty and each.name not in (*placed, *named)]
+    missing = [formal.name for formal in single if formal.default is formal.empty and formal.name not in (*placed, *named)]
     free = [name for name in by_name if name not in (*placed, *named)]
-    more = any(each.kind is each.VAR_KEYWORD for each in own)
-    told = [_unknown(name, missing, free) for name in kwargs if name not in by_name and not (more and not missing)]
-    told += [f"{name!r} is given by position and by name" for name in placed if name in named]
-    if len(args) > len(by_place) and not any(each.kind is each.VAR_POSITIONAL for each in own):
-        told.append(f"{len(args)} arguments by position, and it takes {len(by_place)}")
-    told += [f"{name!r} is missing" for name in missing]
-    return ", ".join(told) or wrong
+    more = any(formal.kind is formal.VAR_KEYWORD for formal in formals)
+    problems = [_unknown(name, missing, free) for name in kwargs if name not in by_name and not (more and not missing)]
+    problems += [f"{name!r} is given by position and by name" for name in placed if name in named]
+    if len(args) > len(by_place) and not any(formal.kind is formal.VAR_POSITIONAL for formal in formals):
+        problems.append(f"{len(args)} arguments by position, and it takes {len(by_place)}")
+    problems += [f"{name!r} is missing" for name in missing]
+    return ", ".join(problems) or wrong
 
 
 def _unknown(name: str, missing: Sequence[str], free: Sequence[str]) -> str:

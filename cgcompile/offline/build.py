@@ -79,11 +79,11 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages) -> ManifestParts:
             if spec.entries[0].source.rows:
                 from .more_rows import same_launches  # late: few models have any
 
-                def made(others: dict[RegionKey, LoweringJob]) -> tuple[LoweredPrograms, CompiledPrograms]:
+                def lower_and_compile(others: dict[RegionKey, LoweringJob]) -> tuple[LoweredPrograms, CompiledPrograms]:
                     again = lower(others)
                     return again, compile_programs(again, target, tell)
 
-                same_launches(spec, jobs, (lowered, compiled), made)
+                same_launches(spec, jobs, (lowered, compiled), lower_and_compile)
             tell.result(f"{len(compiled.images)} kernel images, equal ones once")
         shapes = shapes_of(tensors)
         varying = spec.entries[0].prepared.varying
@@ -120,8 +120,8 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages) -> ManifestParts:
                     if self_tests.self_tests
                 }
                 if chosen:
-                    replace_self_tests(stage / file_names.SELF_TEST, {name: each.self_tests for name, each in chosen.items()})
-                tell.result("; ".join([_proved(spec, parts), *[each.told for each in chosen.values()]]))
+                    replace_self_tests(stage / file_names.SELF_TEST, {name: choice.self_tests for name, choice in chosen.items()})
+                tell.result("; ".join([_proved(spec, parts), *[choice.told for choice in chosen.values()]]))
     world = planned.world
     peer = [("peer", world.size * world.stride)] if world else []
     driver = max(lowest_driver(target.capability), graph_driver(written.recordings.values()))
@@ -150,12 +150,12 @@ def _calls(entry: EntryBuild) -> dict[IntKey, tuple[torch.Tensor, ...]]:
 def _unproved(spec: BuildSpec, number: int, self_tests: Sequence[KeySelfTest], written: Written) -> EntryParts:
     """The rows of entry number `number`, none of whose int_keys was compared yet."""
     prepared = spec.entries[number].prepared
-    own = spec.own(number, dict(zip(spec.programs.by_key, written.programs, strict=True)))
+    program_rows = spec.own(number, dict(zip(spec.programs.by_key, written.programs, strict=True)))
     bounds = error_bounds(prepared, written.weights)
     return EntryParts(
-        programs=with_aliases(tuple(own.values()), prepared.aliases, prepared.signature.outputs, written.weights),
+        programs=with_aliases(tuple(program_rows.values()), prepared.aliases, prepared.signature.outputs, written.weights),
         self_test=SelfTest(
-            compare="tolerance", calls=prepared.self_test_calls, expected="eager", bounds=tuple([each.bound for each in bounds]),
+            compare="tolerance", calls=prepared.self_test_calls, expected="eager", bounds=tuple([limit.bound for limit in bounds]),
             proofs=tuple([unproved(self_test.key, bounds) for self_test in self_tests]),
         ),
     )  # fmt: skip
@@ -192,15 +192,15 @@ def _proved_entry(
     def judge(self_test: KeySelfTest, seen: Seen) -> Sequence[Difference] | None:
         if spec.ranks is not None:  # eager PyTorch needs all ranks for a run
             return None
-        made = verdict(entry.prepared, self_test, seen, bounds, weights)
-        if made is None:
+        key_verdict = verdict(entry.prepared, self_test, seen, bounds, weights)
+        if key_verdict is None:
             return None
-        verdicts.append(made)
-        self_tests.append(with_left(self_test, made.expected, entry.prepared, weights))
-        return made.differences
+        verdicts.append(key_verdict)
+        self_tests.append(with_left(self_test, key_verdict.expected, entry.prepared, weights))
+        return key_verdict.differences
 
     kept, proofs = proved(entry.dimensions, bounds, part.self_test.proofs, trials, within, spec.allow, entry.name, judge)
-    chosen = Chosen(self_tests=tuple(self_tests), told=indices_text(bounds, [each.indices for each in verdicts]))
+    chosen = Chosen(self_tests=tuple(self_tests), told=indices_text(bounds, [key_verdict.indices for key_verdict in verdicts]))
     return replace(part, self_test=replace(part.self_test, bounds=kept, proofs=proofs)), chosen
 
 

@@ -22,8 +22,8 @@ _LIBRARY = torch.library.Library("cgcompile", "FRAGMENT")
 _LIBRARY.define(f"{NAME}(Tensor given, str kind, int world, int sender, Tensor? after=None) -> Tensor")
 
 
-def _shape(given: Tensor, kind: str, world: int, sender: int, after: Tensor | None = None) -> Tensor:
-    return given.new_empty(output_shape(kind, given.shape, world))
+def _shape(tensor: Tensor, kind: str, world: int, sender: int, after: Tensor | None = None) -> Tensor:
+    return tensor.new_empty(output_shape(kind, tensor.shape, world))
 
 
 torch.library.register_fake(f"cgcompile::{NAME}", _shape, lib=_LIBRARY)
@@ -34,24 +34,24 @@ UNSAID = 0
 """The ranks of operators that do not say how many there are: those of the build."""
 
 
-def _all_reduce(given: Tensor, reduction: str, group: str) -> Tensor:
-    return COLLECTIVE(given.contiguous(), "all_reduce", UNSAID, -1)
+def _all_reduce(tensor: Tensor, reduction: str, group: str) -> Tensor:
+    return COLLECTIVE(tensor.contiguous(), "all_reduce", UNSAID, -1)
 
 
-def _all_gather(given: Tensor, size: int, group: str) -> Tensor:
-    return COLLECTIVE(given.contiguous(), "all_gather", size, -1)
+def _all_gather(tensor: Tensor, size: int, group: str) -> Tensor:
+    return COLLECTIVE(tensor.contiguous(), "all_gather", size, -1)
 
 
-def _reduce_scatter(given: Tensor, reduction: str, size: int, group: str) -> Tensor:
-    return COLLECTIVE(given.contiguous(), "reduce_scatter", size, -1)
+def _reduce_scatter(tensor: Tensor, reduction: str, size: int, group: str) -> Tensor:
+    return COLLECTIVE(tensor.contiguous(), "reduce_scatter", size, -1)
 
 
-def _all_to_all(given: Tensor, outputs: Any, inputs: Any, group: str) -> Tensor:
-    return COLLECTIVE(given.contiguous(), "all_to_all", len(outputs), -1)
+def _all_to_all(tensor: Tensor, outputs: Any, inputs: Any, group: str) -> Tensor:
+    return COLLECTIVE(tensor.contiguous(), "all_to_all", len(outputs), -1)
 
 
-def _broadcast(given: Tensor, sender: int, group: str) -> Tensor:
-    return COLLECTIVE(given.contiguous(), "broadcast", UNSAID, sender)
+def _broadcast(tensor: Tensor, sender: int, group: str) -> Tensor:
+    return COLLECTIVE(tensor.contiguous(), "broadcast", UNSAID, sender)
 
 
 _FUNCTIONAL = torch.ops._c10d_functional
@@ -62,6 +62,6 @@ COLLECTIVES: Mapping[Any, Callable[..., Any]] = {
     _FUNCTIONAL.reduce_scatter_tensor.default: _reduce_scatter,
     _FUNCTIONAL.all_to_all_single.default: _all_to_all,
     _FUNCTIONAL.broadcast.default: _broadcast,
-    _FUNCTIONAL.wait_tensor.default: lambda given: given,
+    _FUNCTIONAL.wait_tensor.default: lambda tensor: tensor,
 }
 """What replaces functional collectives.  `checks/collectives.py` refuses all others, and those of groups beside the whole world."""

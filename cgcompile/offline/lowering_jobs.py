@@ -50,11 +50,11 @@ def region_jobs(split: SplitProgram, live: tuple[str, ...]) -> dict[RegionKey, L
         for region in regions:
             planned = region.planned
             if planned.kind == "graph":
-                given = tuple([values[name] for name in planned.inputs])
+                arguments = tuple([values[name] for name in planned.inputs])
                 layouts = tuple([values[name].stride() if name in read else None for name in planned.outputs])
-                program = _exported(region, key, given)
+                program = _exported(region, key, arguments)
                 jobs[planned.name, key] = LoweringJob(
-                    program=program, tensors=given, layouts=layouts, writes=bool(planned.written), live=live
+                    program=program, tensors=arguments, layouts=layouts, writes=bool(planned.written), live=live
                 )
     return jobs
 
@@ -65,10 +65,10 @@ def _laid_out(value: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(shape, dense_strides(shape, value.stride()), dtype=value.dtype)
 
 
-def _exported(region: RegionModule, key: IntKey, given: Sequence[torch.Tensor]) -> ExportedProgram:
+def _exported(region: RegionModule, key: IntKey, arguments: Sequence[torch.Tensor]) -> ExportedProgram:
     try:
         with torch.no_grad():
-            return torch.export.export(region.module, tuple(given), strict=False)
+            return torch.export.export(region.module, tuple(arguments), strict=False)
     except Exception as error:
         raise BuildError(
             "lowering-broken",

@@ -19,10 +19,10 @@ from .trace import CompiledPrograms, LoweredPrograms
 def same_launches(
     spec: BuildSpec,
     jobs: Mapping[RegionKey, LoweringJob],
-    made: tuple[LoweredPrograms, CompiledPrograms],
+    reference: tuple[LoweredPrograms, CompiledPrograms],
     make: Callable[[dict[RegionKey, LoweringJob]], tuple[LoweredPrograms, CompiledPrograms]],
 ) -> None:
-    """`jobs` have become `made`, and `make` does that with others.  Raises state-refused."""
+    """`jobs` have become `reference`, and `make` does that with others.  Raises state-refused."""
     rows = spec.entries[0].source.rows
     firsts: dict[int, RegionKey] = {}
     for region, key in jobs:
@@ -31,7 +31,7 @@ def same_launches(
     varying = {PREFIX + name for group in rows for name in group.buffers}
     other = make(others)
     for key in other[0].traced:
-        said = [_said(lowered.traced[key], compiled, varying) for lowered, compiled in (made, other)]
+        said = [_said(lowered.traced[key], compiled, varying) for lowered, compiled in (reference, other)]
         if said[0] != said[1]:
             text = (
                 f"int_key {key}: with more {' or '.join([group.name for group in rows])} the kernels or their arguments are others"

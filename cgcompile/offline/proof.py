@@ -115,25 +115,25 @@ def _contents(
 ) -> Iterator[dict[int, torch.Tensor]]:
     """Call by call: position of a value -> what eager PyTorch says it holds, on the CPU.  Of inputs and state that is what they
     hold when the call begins."""
-    given = dict(zip(program.inputs, self_test.inputs, strict=True))
+    input_contents = dict(zip(program.inputs, self_test.inputs, strict=True))
     if split is None:
-        yield from [given] * prepared.self_test_calls
+        yield from [input_contents] * prepared.self_test_calls
         return
-    planned, own = split.partitions[key], prepared.programs.at(self_test.key)
+    planned, exported = split.partitions[key], prepared.programs.at(self_test.key)
     rows: dict[tuple[str, int], str] = {(row.memory, row.offset): row.name for row in weights}
     names = {name.removeprefix(PREFIX): placeholder for placeholder, name in split.state[key].items()}
-    for values in eager_values(own, split.regions[key], planned, self_test.inputs, prepared.self_test_calls):
-        found = dict(given)
+    for values in eager_values(exported, split.regions[key], planned, self_test.inputs, prepared.self_test_calls):
+        contents = dict(input_contents)
         for index, value in enumerate(program.values):
             if value.memory == "state" and (name := names.get(rows.get((value.memory, value.offset), ""))):
-                found[index] = values[name]
+                contents[index] = values[name]
         regions = iter([region for region in planned.regions if region.kind == "graph" or region.operations])
         for step in program.steps:
             if step.kind == "copy":
-                found[step.outputs[0]] = found[step.inputs[0]]
+                contents[step.outputs[0]] = contents[step.inputs[0]]
             else:
-                found.update(zip(step.outputs, [values[name] for name in next(regions).made], strict=True))
-        yield found
+                contents.update(zip(step.outputs, [values[name] for name in next(regions).made], strict=True))
+        yield contents
 
 
 def kernel_sources(compiled: Mapping[KernelVariant, CompiledKernel]) -> Sources:
@@ -171,12 +171,12 @@ def make_task(
 
 def interpret_ranks(tasks: Sequence[Task], ranks: Ranks, run: Callable[[Sequence[Task]], Sequence[Outcome]]) -> tuple[Outcome, ...]:
     """What came of this rank's tasks.  Those of all ranks at an int_key are one for `run`, which rank 0 calls."""
-    each = ranks.gathered(tuple(tasks))
+    rank_tasks = ranks.gathered(tuple(tasks))
     outcomes: Sequence[Outcome] = ()
     if not ranks.rank:
-        outcomes = run([replace(own, others=tuple(others)) for own, *others in zip(*each, strict=True)])
-    found = [tuple([(outcome, *outcome.others)[rank] for outcome in outcomes]) for rank in range(ranks.size if outcomes else 0)]
-    return ranks.scattered(found or [()] * ranks.size)
+        outcomes = run([replace(task, others=tuple(others)) for task, *others in zip(*rank_tasks, strict=True)])
+    by_rank = [tuple([(outcome, *outcome.others)[rank] for outcome in outcomes]) for rank in range(ranks.size if outcomes else 0)]
+    return ranks.scattered(by_rank or [()] * ranks.size)
 
 
 Judge = Callable[[KeySelfTest, Seen], Sequence[Difference] | None]
@@ -203,24 +203,24 @@ def proved(
     `within` bounds what goes to the host: of integers there it is the share that may differ.  Rounding may turn a comparison over,
     and what follows is computed with eager PyTorch's.  Raises proof-failed.
     """
-    found: dict[IntKey, Sequence[Difference]] = {}
+    key_differences: dict[IntKey, Sequence[Difference]] = {}
     for trial, outcome in trials:
         for want, got in zip(trial.crossing, trial.read(outcome, CROSSING), strict=True):
-            given = compare(want, _tensor(want, got))
-            if not given.error <= within:
+            crossing_difference = compare(want, _tensor(want, got))
+            if not crossing_difference.error <= within:
                 raise BuildError(
                     "proof-failed",
                     f"int_key {key_text(dimensions, trial.key, entry)}: what the interpreted kernels give to the host differs from "
-                    f"eager PyTorch by {given.error:.1e}, allowed {within:.1e}: {given.text}",
+                    f"eager PyTorch by {crossing_difference.error:.1e}, allowed {within:.1e}: {crossing_difference.text}",
                     REPORT,
                 )
         seen = trial.seen(outcome)
-        found[trial.key] = [compare(want, got) for want, got in zip(trial.left, seen.left, strict=True)]
-        if not all(each.error <= bound.bound for each, bound in zip(found[trial.key], bounds, strict=True)):
-            found[trial.key] = judge(trial.self_test, seen) or found[trial.key]
-    kept = accepted(dimensions, bounds, found, allow, "the interpreted kernels differ", entry=entry)
-    made = {key: measured(key, "interpret", differences, kept) for key, differences in found.items()}
-    return kept, tuple([made.get(proof.key, proof) for proof in proofs])
+        key_differences[trial.key] = [compare(want, got) for want, got in zip(trial.left, seen.left, strict=True)]
+        if not all(difference.error <= bound.bound for difference, bound in zip(key_differences[trial.key], bounds, strict=True)):
+            key_differences[trial.key] = judge(trial.self_test, seen) or key_differences[trial.key]
+    kept = accepted(dimensions, bounds, key_differences, allow, "the interpreted kernels differ", entry=entry)
+    measured_proofs = {key: measured(key, "interpret", differences, kept) for key, differences in key_differences.items()}
+    return kept, tuple([measured_proofs.get(proof.key, proof) for proof in proofs])
 
 
 def _tensor(like: torch.Tensor, contents: bytes) -> torch.Tensor:

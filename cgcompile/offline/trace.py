@@ -62,7 +62,7 @@ class LoweredPrograms:
     @property
     def traced(self) -> dict[IntKey, LoweredGraph]:
         """Of every program its events, over all regions."""
-        return {key: each.lowered for key, each in self.by_key.items()}
+        return {key: program.lowered for key, program in self.by_key.items()}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,7 +98,7 @@ def jobs_of(
     if split:
         return region_jobs(split, live)
     prepared = spec.by_key({entry.name: dict.fromkeys(entry.keys, entry.prepared) for entry in spec.entries})
-    return whole_jobs(programs, calls, {key: bool(own.changes or own.written) for key, own in prepared.items()}, live)
+    return whole_jobs(programs, calls, {key: bool(entry.changes or entry.written) for key, entry in prepared.items()}, live)
 
 
 def lower_programs(
@@ -115,7 +115,7 @@ def lower_programs(
     `lower_all`.  Raises the refusals of lowering, and TimeoutError when it takes more than so many `seconds`."""
     table = table_file(target.name)
     lowered = lower_all(jobs, target.name, scratch, code=code, cache=cache_folder(), table=table, tell=tell, seconds=seconds)
-    sources = {name for each in lowered.values() for constant in each.constants for name in constant.sources}
+    sources = {name for graph in lowered.values() for constant in graph.constants for name in constant.sources}
     programs = _programs(lowered, split)
     if target.capability >= LOWEST:
         programs = {key: begin_early(program) for key, program in programs.items()}
@@ -124,14 +124,14 @@ def lower_programs(
 
 def compile_programs(lowered: LoweredPrograms, target: Arch, tell: Tell) -> CompiledPrograms:
     """All kernels compiled for the target.  Raises kernel-failed, kernel-too-large, kernel-unsupported."""
-    variants = list(dict.fromkeys(variant for each in lowered.traced.values() for variant in each.variants))
-    made = compile_variants(variants, target.name, shared_limit=target.shared_optin, cache=cache_folder(), tell=tell)
-    images, conditions = {kernel.sha256: kernel.image for kernel in made}, None
-    if any(isinstance(event, SetCondition) for each in lowered.traced.values() for event in each.events):
+    variants = list(dict.fromkeys(variant for graph in lowered.traced.values() for variant in graph.variants))
+    compiled = compile_variants(variants, target.name, shared_limit=target.shared_optin, cache=cache_folder(), tell=tell)
+    images, conditions = {kernel.sha256: kernel.image for kernel in compiled}, None
+    if any(isinstance(event, SetCondition) for graph in lowered.traced.values() for event in graph.events):
         image = condition_image(target.name)
         conditions = condition_function(image)
         images[conditions.image] = image
-    return CompiledPrograms(kernels=dict(zip(variants, made, strict=True)), images=images, conditions=conditions)
+    return CompiledPrograms(kernels=dict(zip(variants, compiled, strict=True)), images=images, conditions=conditions)
 
 
 def place_programs(
@@ -154,7 +154,7 @@ def place_programs(
     recorded = RecordedProgram(
         graphs=graphs,
         images=dict(compiled.images) | ({exchanges.sha256: exchanges.image} if exchanges else {}),
-        static={key: static_bytes(given, uploads.get(key, ())) + PAD for key, given in calls.items()},
+        static={key: static_bytes(tensors, uploads.get(key, ())) + PAD for key, tensors in calls.items()},
         weights=layout.rows,
         tables=tuple(folded.values()),
         weights_bytes=end + PAD,
@@ -168,8 +168,8 @@ def _exchange_kernels(spec: BuildSpec, lowered: LoweredPrograms) -> ExchangeKern
     assert spec.ranks is not None
     sent = [
         transfer(event.kind, event.dtype, event.nbytes, spec.ranks.size, event.sender)
-        for each in lowered.traced.values()
-        for event in each.events
+        for graph in lowered.traced.values()
+        for event in graph.events
         if isinstance(event, Exchange)
     ]
     memory = needed_memory(spec.ranks.size, sent)
@@ -178,13 +178,13 @@ def _exchange_kernels(spec: BuildSpec, lowered: LoweredPrograms) -> ExchangeKern
 
 def summary(lowered: LoweredPrograms) -> str:
     """How many kernels there are, and how their configurations were found."""
-    chosen = [variant.selected_by for each in lowered.traced.values() for variant in each.variants]
+    chosen = [variant.selected_by for graph in lowered.traced.values() for variant in graph.variants]
     counts = {how: chosen.count(how) for how in ("table", "nearest", "heuristic") if how in chosen}
-    told = [f"{count} by {how}" for how, count in counts.items()]
+    phrases = [f"{count} by {how}" for how, count in counts.items()]
     if counts and (single := len(chosen) - sum(counts.values())):
-        told.append(f"{single} with one to choose from")
-    found = ", ".join(told)
-    return f"{len(chosen)} kernels" + (f"; configurations: {found}" if found else "")
+        phrases.append(f"{single} with one to choose from")
+    text = ", ".join(phrases)
+    return f"{len(chosen)} kernels" + (f"; configurations: {text}" if text else "")
 
 
 def configurations(compiled: Mapping[KernelVariant, CompiledKernel]) -> str:
@@ -213,26 +213,26 @@ def _programs(lowered: Mapping[RegionKey, LoweredGraph], split: SplitProgram | N
             LoweredRegion(name=region.name, inputs=region.inputs, outputs=region.outputs, lowered=lowered.get((region.name, key)))
             for region in planned.regions
         ]
-        given = [*planned.inputs, *[value.name for value in uploads]]
-        programs[key] = merge(key, regions, given, planned.outputs)
+        input_names = [*planned.inputs, *[value.name for value in uploads]]
+        programs[key] = merge(key, regions, input_names, planned.outputs)
     return programs
 
 
 def folded_tables(traced: Mapping[IntKey, LoweredGraph], end: int) -> tuple[dict[str, Table], int]:
     """What was computed when lowering, behind the program's own tensors, each once; and the new end of memory `weights`."""
-    found: dict[str, Table] = {}
-    for constant in [constant for each in traced.values() for constant in each.constants]:
-        if constant.name not in found:
-            found[constant.name] = Table(offset=end, contents=constant.contents)
+    tables: dict[str, Table] = {}
+    for constant in [constant for graph in traced.values() for constant in graph.constants]:
+        if constant.name not in tables:
+            tables[constant.name] = Table(offset=end, contents=constant.contents)
             end = align(end + len(constant.contents))
-    return found, end
+    return tables, end
 
 
 def _places(rows: Sequence[Weight], folded: Mapping[str, Table]) -> dict[str, Address]:
     """Where weights and state lie on the GPU, by name."""
     memories = {name: MEMORIES.index(name) for name in ("weights", "state")}
-    own = {row.name: Address(memory=memories[row.memory], offset=row.offset) for row in rows if row.memory != HOST}
-    return own | {name: Address(memory=memories["weights"], offset=table.offset) for name, table in folded.items()}
+    addresses = {row.name: Address(memory=memories[row.memory], offset=row.offset) for row in rows if row.memory != HOST}
+    return addresses | {name: Address(memory=memories["weights"], offset=table.offset) for name, table in folded.items()}
 
 
 def _assemble(
@@ -255,7 +255,7 @@ def _assemble(
         check_plan(program.lowered, planned)
         starts = [*input_offsets(calls[key])[:-1], *[value.offset for value in (split.uploads[key] if split else ())]]
         kernels = [compiled[variant] for variant in program.lowered.variants]
-        made = assemble(program, kernels, planned, places, starts, written[key], conditions, exchanges)
-        graphs.update({(region.name, key): graph for region, graph in zip(program.regions, made, strict=True)})
+        region_graphs = assemble(program, kernels, planned, places, starts, written[key], conditions, exchanges)
+        graphs.update({(region.name, key): graph for region, graph in zip(program.regions, region_graphs, strict=True)})
         bound = max(bound, planned.bound)
     return graphs, bound

@@ -130,25 +130,25 @@ def _block(source: GraphModule, module: GraphModule) -> Block:
 def straight_module(block: Block, part: Straight, outputs: Sequence[Operand], takes: Sequence[str] = ()) -> GraphModule:
     """The operations of a part as a module that gives `outputs`; it takes what they need, by name, and `takes` in any case."""
     graph, held = Graph(), {}
-    made: dict[str, Any] = {}
+    new_nodes: dict[str, Any] = {}
     names = _names(block.module.graph)
     known = {node.name: node for node in block.module.graph.nodes}
-    own = {node.name for node in part.nodes}
+    part_names = {node.name for node in part.nodes}
     needed = [names.get(source, source.name) for node in part.nodes for source in node.all_input_nodes]
-    needed += [each for each in (*takes, *outputs) if isinstance(each, str)]
+    needed += [operand for operand in (*takes, *outputs) if isinstance(operand, str)]
     for name in dict.fromkeys(needed):
-        if name in own:
+        if name in part_names:
             continue
         if name in known and known[name].op == "get_attr":
             target = str(known[name].target)
             held[target] = operator.attrgetter(target)(block.module)
-            made[name] = graph.get_attr(target)
+            new_nodes[name] = graph.get_attr(target)
         else:
-            made[name] = graph.placeholder(name.replace(".", "_"))
-            made[name].meta["value"] = name
+            new_nodes[name] = graph.placeholder(name.replace(".", "_"))
+            new_nodes[name].meta["value"] = name
     for node in part.nodes:
-        made[node.name] = graph.node_copy(node, lambda each: made[names.get(each, each.name)])
-    graph.output(tuple([made[output] if isinstance(output, str) else output for output in outputs]))
+        new_nodes[node.name] = graph.node_copy(node, lambda operand: new_nodes[names.get(operand, operand.name)])
+    graph.output(tuple([new_nodes[output] if isinstance(output, str) else output for output in outputs]))
     return GraphModule(held, graph)
 
 
@@ -159,10 +159,10 @@ def taken(module: GraphModule) -> tuple[str, ...]:
 
 def needed_after(block: Block, more: Iterable[Operand] = ()) -> list[set[str]]:
     """After each part the names that the rest of the block needs, its outputs and `more` among them."""
-    rest = {each for each in (*block.outputs, *more) if isinstance(each, str)}
-    found: list[set[str]] = []
+    rest = {operand for operand in (*block.outputs, *more) if isinstance(operand, str)}
+    needed: list[set[str]] = []
     for part in reversed(block.parts):
-        found.append(set(rest))
+        needed.append(set(rest))
         match part:
             case Straight(nodes=nodes):
                 rest |= set(taken(straight_module(block, part, ()))) if nodes else set()
@@ -171,8 +171,8 @@ def needed_after(block: Block, more: Iterable[Operand] = ()) -> list[set[str]]:
             case Switch(choice=choice, operands=several):
                 rest |= {choice, *[operand for operands in several for operand in operands if isinstance(operand, str)]}
             case Loop(carried=carried, operands=operands):
-                rest |= {each for each in (*carried, *operands) if isinstance(each, str)}
-    return found[::-1]
+                rest |= {operand for operand in (*carried, *operands) if isinstance(operand, str)}
+    return needed[::-1]
 
 
 def _names(graph: Graph) -> dict[Node, str]:
@@ -189,8 +189,8 @@ def _names(graph: Graph) -> dict[Node, str]:
 def _wanted(groups: Sequence[Sequence[Node]], conditionals: Sequence[Node], output: Node) -> set[Node]:
     """The nodes whose values cross from one part to another."""
     group_of = {node: number for number, group in enumerate(groups) for node in group}
-    found = {source for node in (*conditionals, output) for source in node.all_input_nodes}
-    return found | {
+    crossing = {source for node in (*conditionals, output) for source in node.all_input_nodes}
+    return crossing | {
         source
         for number, group in enumerate(groups)
         for node in group
@@ -248,9 +248,9 @@ def _body_names(node: Node) -> tuple[str, str]:
 
 def _copied(module: GraphModule) -> GraphModule:
     """A copy of the graph, and of those of its branches and loops; the tensors are the same."""
-    graph, made = Graph(), dict[Node, Node]()
+    graph, copies = Graph(), dict[Node, Node]()
     for node in module.graph.nodes:
-        made[node] = graph.node_copy(node, made.__getitem__)
+        copies[node] = graph.node_copy(node, copies.__getitem__)
     copied = GraphModule(module, graph)
     for node in [node for node in graph.nodes if is_conditional(node)]:
         for name in _body_names(node):
@@ -269,22 +269,22 @@ def _as_bool(module: GraphModule) -> None:
 def _append(body: GraphModule, condition: GraphModule, carried: int) -> None:
     """Makes the condition for the next turn the last result of a loop's body: what compares is fused with what computes."""
     (output,) = body.graph.find_nodes(op="output")
-    given = [*_listed(output.args[0]), *body.graph.find_nodes(op="placeholder")[carried:]]
-    made: dict[Node, Any] = dict(zip(condition.graph.find_nodes(op="placeholder"), given, strict=True))
+    arguments = [*_listed(output.args[0]), *body.graph.find_nodes(op="placeholder")[carried:]]
+    copies: dict[Node, Any] = dict(zip(condition.graph.find_nodes(op="placeholder"), arguments, strict=True))
     with body.graph.inserting_before(output):
         for node in condition.graph.nodes:
             if node.op == "output":
-                output.args = ((*_listed(output.args[0]), made[node.args[0][0]]),)
+                output.args = ((*_listed(output.args[0]), copies[node.args[0][0]]),)
             elif node.op == "get_attr":
                 name = f"condition_{str(node.target).replace('.', '_')}"
                 setattr(body, name, operator.attrgetter(str(node.target))(condition))
-                made[node] = body.graph.get_attr(name)
-            elif node not in made:
-                made[node] = body.graph.node_copy(node, made.__getitem__)
+                copies[node] = body.graph.get_attr(name)
+            elif node not in copies:
+                copies[node] = body.graph.node_copy(node, copies.__getitem__)
 
 
-def _operands(given: Sequence[Any], names: dict[Node, str]) -> tuple[Operand, ...]:
-    return tuple([_operand(each, names) for each in given])
+def _operands(values: Sequence[Any], names: dict[Node, str]) -> tuple[Operand, ...]:
+    return tuple([_operand(value, names) for value in values])
 
 
 def _operand(value: Any, names: dict[Node, str]) -> Operand:
@@ -292,4 +292,4 @@ def _operand(value: Any, names: dict[Node, str]) -> Operand:
 
 
 def _listed(value: Any) -> list[Any]:
-    return [value] if isinstance(value, Node) else [each for each in tree_leaves(value, is_leaf=lambda leaf: leaf is None)]
+    return [value] if isinstance(value, Node) else [operand for operand in tree_leaves(value, is_leaf=lambda leaf: leaf is None)]

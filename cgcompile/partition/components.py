@@ -18,8 +18,8 @@ def components(count: int, edges: Iterable[tuple[int, int]], together: Iterable[
     for members in together:
         for left, right in zip(members, [*members[1:], *members[:1]], strict=True):
             after[left].add(right)
-    found = [tuple(sorted(component)) for component in _strongly_connected([sorted(readers) for readers in after])]
-    return _ordered(found, after)
+    unordered = [tuple(sorted(component)) for component in _strongly_connected([sorted(readers) for readers in after])]
+    return _ordered(unordered, after)
 
 
 def _strongly_connected(after: Sequence[Sequence[int]]) -> list[list[int]]:
@@ -28,7 +28,7 @@ def _strongly_connected(after: Sequence[Sequence[int]]) -> list[list[int]]:
     low: dict[int, int] = {}
     stack: list[int] = []
     waiting: set[int] = set()
-    found: list[list[int]] = []
+    strong_components: list[list[int]] = []
     for root in range(len(after)):
         if root in index:
             continue
@@ -56,8 +56,8 @@ def _strongly_connected(after: Sequence[Sequence[int]]) -> list[list[int]]:
                     while not component or component[-1] != node:
                         component.append(stack.pop())
                         waiting.discard(component[-1])
-                    found.append(component)
-    return found
+                    strong_components.append(component)
+    return strong_components
 
 
 def _ordered(components: Sequence[tuple[int, ...]], after: Sequence[set[int]]) -> tuple[tuple[int, ...], ...]:
@@ -68,17 +68,17 @@ def _ordered(components: Sequence[tuple[int, ...]], after: Sequence[set[int]]) -
         for number, component in enumerate(components)
     ]
     missing = [0] * len(components)
-    for each in readers:
-        for reader in each:
+    for component_readers in readers:
+        for reader in component_readers:
             missing[reader] += 1
     free = [(component[0], number) for number, component in enumerate(components) if not missing[number]]
     heapq.heapify(free)
-    made = []
+    ordered = []
     while free:
         _, number = heapq.heappop(free)
-        made.append(components[number])
+        ordered.append(components[number])
         for reader in readers[number]:
             missing[reader] -= 1
             if not missing[reader]:
                 heapq.heappush(free, (components[reader][0], reader))
-    return tuple(made)
+    return tuple(ordered)

@@ -29,32 +29,32 @@ class Crossing:
 def crossings(partition: Partition, modules: Sequence[GraphModule]) -> tuple[Crossing, ...]:
     """Every value that crosses, by target region in their order; `modules` are `region_modules` at the key."""
     maker = {name: region for region in partition.regions for name in region.outputs}
-    given = (*partition.inputs, *partition.state)
-    sides = {(name, "graph") for name in given} | {(name, region.kind) for name, region in maker.items()}
+    input_names = (*partition.inputs, *partition.state)
+    sides = {(name, "graph") for name in input_names} | {(name, region.kind) for name, region in maker.items()}
     bytes_of = _bytes(partition, modules)
-    found = []
+    rows = []
     targets = [(region.name, region.kind, region.inputs) for region in partition.regions]
     for target, kind, values in [*targets, (CALL, "graph", tuple(dict.fromkeys(partition.outputs)))]:
         for value in values:
             source = maker[value].name if value in maker else CALL
             if source != target:
                 copied = (value, kind) not in sides
-                found.append(Crossing(value=value, source=source, target=target, nbytes=bytes_of[value], copied=copied))
+                rows.append(Crossing(value=value, source=source, target=target, nbytes=bytes_of[value], copied=copied))
                 sides.add((value, kind))
-    return tuple(found)
+    return tuple(rows)
 
 
 def _bytes(partition: Partition, modules: Sequence[GraphModule]) -> dict[str, int]:
     """Of every value that crosses, from the metadata of the modules' inputs and outputs."""
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     for region, module in zip(partition.regions, modules, strict=True):
         placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
         (output,) = [node for node in module.graph.nodes if node.op == "output"]
         for name, node in [*zip(region.inputs, placeholders, strict=True), *zip(region.made, output.args[0], strict=True)]:
             value = node.meta["val"]
             assert isinstance(value, torch.Tensor), name
-            found[name] = value.numel() * value.element_size()
-    return found
+            sizes[name] = value.numel() * value.element_size()
+    return sizes
 
 
 def effect_of(partition: Partition, node: str) -> str:
@@ -84,7 +84,7 @@ def effect_of(partition: Partition, node: str) -> str:
 def _where(partition: Partition, region: PlannedRegion) -> str:
     place = partition.regions.index(region)
     before, after = (
-        any(each.kind == "graph" for each in side) for side in (partition.regions[:place], partition.regions[place + 1 :])
+        any(other.kind == "graph" for other in side) for side in (partition.regions[:place], partition.regions[place + 1 :])
     )
     if before and after:
         return "between two graphs"

@@ -63,27 +63,27 @@ def cut(
     for later, sources in enumerate(before):
         for earlier in sources:
             after[earlier].append(later)
-    given = list(kinds)
-    if not given:
+    adjusted_kinds = list(kinds)
+    if not adjusted_kinds:
         return ()
     while True:
-        best = _best(given, before, after)
-        moved = _too_small(best, given, after, small, weights or [1] * len(kinds))
+        best = _best(adjusted_kinds, before, after)
+        moved = _too_small(best, adjusted_kinds, after, small, weights or [1] * len(kinds))
         if not moved:
             return _layers(best)
         for position in moved:
-            given[position] = "host"
+            adjusted_kinds[position] = "host"
 
 
 def _best(kinds: Sequence[Kind], before: Sequence[Sequence[int]], after: Sequence[Sequence[int]]) -> _Numbering:
     """Of both first kinds: fewer layers, then fewer free operations on the host, then nearer to the original order, then graph."""
-    made = []
+    numberings = []
     sides: tuple[Side, Side] = ("graph", "host")
     for first in sides:
         earliest = _earliest(kinds, before, first)
         if 1 in earliest:
             numbers = _settle(kinds, after, first, earliest)
-            made.append(_Numbering(first=first, earliest=tuple(earliest), numbers=tuple(numbers)))
+            numberings.append(_Numbering(first=first, earliest=tuple(earliest), numbers=tuple(numbers)))
 
     def cost(numbering: _Numbering) -> tuple[int, int, int]:
         free = sum(
@@ -93,7 +93,7 @@ def _best(kinds: Sequence[Kind], before: Sequence[Sequence[int]], after: Sequenc
         order = sorted(range(len(kinds)), key=lambda position: (numbering.numbers[position], position))
         return numbering.count, free, sum(abs(place - position) for place, position in enumerate(order))
 
-    return min(made, key=cost)
+    return min(numberings, key=cost)
 
 
 def _side(number: int, first: Side) -> Side:

@@ -34,7 +34,7 @@ class Dependencies:
 
     def with_recomputed(self, nodes: Sequence[Node]) -> list[Node]:
         """`nodes` with the recomputed nodes that they need and the assertions about these, in the program's order."""
-        held = {*nodes, *[each for node in nodes for each in self.needs.get(node, ())]}
+        held = {*nodes, *[recomputed for node in nodes for recomputed in self.needs.get(node, ())]}
         for assertion, (sources, needed) in self.assertions.items():
             if sources <= held:
                 held |= {assertion, *needed}
@@ -57,13 +57,13 @@ def find_dependencies(program: ExportedProgram, known: NodeKinds) -> Dependencie
         if known[node] is NodeKind.OPERATION or node in fixed or (known[node] is NodeKind.ASSERTION and node not in assertions)
     ]
     held = set(nodes)
-    edges = [(source, node) for node in nodes for each in (node, *needs[node]) for source in each.all_input_nodes if source in held]
+    edges = [(source, node) for node in nodes for user in (node, *needs[node]) for source in user.all_input_nodes if source in held]
     edges += [(earlier, later) for earlier, later in writes.order if earlier in held and later in held]
     together = [*writes.together, *_lists(nodes, known), *[(node, user) for node in fixed for user in node.users if user in held]]
     return Dependencies(
         nodes=tuple(nodes),
         edges=tuple(dict.fromkeys(edges)),
-        together=tuple([tuple([node for node in each if node in held]) for each in together]),
+        together=tuple([tuple([node for node in group if node in held]) for group in together]),
         needs={node: needs[node] for node in nodes},
         writes=writes,
         assertions=assertions,
@@ -72,14 +72,14 @@ def find_dependencies(program: ExportedProgram, known: NodeKinds) -> Dependencie
 
 def _needs(known: NodeKinds, recomputed: set[Node]) -> dict[Node, tuple[Node, ...]]:
     order = {node: place for place, node in enumerate(known)}
-    found: dict[Node, tuple[Node, ...]] = {}
+    needs: dict[Node, tuple[Node, ...]] = {}
     for node in known:
         needed: set[Node] = set()
         for source in node.all_input_nodes:
             if source in recomputed:
-                needed |= {source, *found[source]}
-        found[node] = tuple(sorted(needed, key=order.__getitem__))
-    return found
+                needed |= {source, *needs[source]}
+        needs[node] = tuple(sorted(needed, key=order.__getitem__))
+    return needs
 
 
 def _assertions(
@@ -87,13 +87,13 @@ def _assertions(
 ) -> dict[Node, tuple[frozenset[Node], tuple[Node, ...]]]:
     """The assertions that go with what they look at: all values that one looks at are needed together by an operation."""
     together = [set(needs[node]) for node in known if needs[node] and known[node] is NodeKind.OPERATION]
-    found = {}
+    assertions = {}
     for node in known:
         if known[node] is NodeKind.ASSERTION and not fixed.intersection(node.all_input_nodes):
-            sources = frozenset([each for each in needs[node] if each.meta.get("unbacked_bindings")]) or frozenset(needs[node])
-            if any(sources <= each for each in together):
-                found[node] = (sources, needs[node])
-    return found
+            sources = frozenset([value for value in needs[node] if value.meta.get("unbacked_bindings")]) or frozenset(needs[node])
+            if any(sources <= group for group in together):
+                assertions[node] = (sources, needs[node])
+    return assertions
 
 
 def _lists(nodes: Iterable[Node], known: NodeKinds) -> list[tuple[Node, ...]]:

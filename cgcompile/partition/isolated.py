@@ -50,16 +50,16 @@ def eager_values(
     """
     state = state_tensors(program, partition)
     first = {name: copied(value) for name, value in state.items()}
-    found = []
+    call_values = []
     try:
         with torch.no_grad():
             for _ in range(calls):
-                found.append(_eager_call(regions, partition, tensors, state, device_of(program)))
+                call_values.append(_eager_call(regions, partition, tensors, state, device_of(program)))
     finally:
         with torch.no_grad():
             for name, value in state.items():
                 put_back(value, first[name])
-    return found
+    return call_values
 
 
 def state_tensors(program: ExportedProgram, partition: Partition) -> dict[str, torch.Tensor]:
@@ -81,10 +81,10 @@ def _eager_call(
         planned = region.planned
         written = {name: values[name].clone() for name in planned.written if name not in state}
         where = CPU if planned.kind == "host" else device
-        made = region.module(*[written.get(name, values[name]).to(where) for name in planned.inputs])
+        outputs = region.module(*[written.get(name, values[name]).to(where) for name in planned.inputs])
         lasting = {tensor.untyped_storage().data_ptr() for tensor in (*written.values(), *state.values()) if tensor.numel()}
-        own = [each.clone() if each.untyped_storage().data_ptr() in lasting else each for each in made]
-        values.update(zip(planned.made, own, strict=True))
+        copies = [output.clone() if output.untyped_storage().data_ptr() in lasting else output for output in outputs]
+        values.update(zip(planned.made, copies, strict=True))
         for name in planned.written:
             if name in state and planned.kind == "host":
                 state[name].copy_(values[new_value(name)])
@@ -99,18 +99,18 @@ def uploaded_values(partition: Partition) -> tuple[str, ...]:
 
 def _isolated(region: PlannedRegion, module: GraphModule, on_host: set[str]) -> RegionModule:
     (output,) = [node for node in module.graph.nodes if node.op == "output"]
-    made: list[Node] = list(output.args[0])
+    outs: list[Node] = list(output.args[0])
     if region.kind == "host" and not region.operations:
         return RegionModule(
-            planned=region, module=module, passed_through={name: node.name for name, node in zip(region.outputs, made, strict=True)}
+            planned=region, module=module, passed_through={name: node.name for name, node in zip(region.outputs, outs, strict=True)}
         )
     for place, name in enumerate(region.outputs):  # what lies behind them is a clone already
-        if region.kind == "host" or name in on_host or _given(made[place]):
+        if region.kind == "host" or name in on_host or _given(outs[place]):
             with module.graph.inserting_before(output):
-                made[place] = module.graph.call_function(
-                    torch.ops.aten.clone.default, (made[place],), {"memory_format": torch.contiguous_format}
+                outs[place] = module.graph.call_function(
+                    torch.ops.aten.clone.default, (outs[place],), {"memory_format": torch.contiguous_format}
                 )
-    output.args = (tuple(made),)
+    output.args = (tuple(outs),)
     module.recompile()
     return RegionModule(planned=region, module=module, passed_through={})
 

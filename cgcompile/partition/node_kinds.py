@@ -61,34 +61,34 @@ NodeKinds = dict[Node, NodeKind]
 
 def node_kinds(program: ExportedProgram) -> NodeKinds:
     """The kind of every node of `program.graph`.  Raises program-unsupported, data-dependent-output."""
-    made: NodeKinds = {}
+    known: NodeKinds = {}
     kinds = {spec.arg.name: spec for spec in program.graph_signature.input_specs}
     for node in program.graph.nodes:
         if node.op == "placeholder":
             spec = kinds[node.name]
             if spec.kind in WEIGHT_KINDS:
-                made[node] = NodeKind.WEIGHT
+                known[node] = NodeKind.WEIGHT
             elif spec.kind is InputKind.USER_INPUT:
-                made[node] = NodeKind.INPUT if isinstance(spec.arg, TensorArgument) else NodeKind.NUMBER
+                known[node] = NodeKind.INPUT if isinstance(spec.arg, TensorArgument) else NodeKind.NUMBER
             else:
                 raise ModelError("program-unsupported", f"input {node.name!r} of the program is of the kind {spec.kind.name}")
         elif node.op == "get_attr":
-            made[node] = NodeKind.SUBMODULE
+            known[node] = NodeKind.SUBMODULE
         elif node.op == "output":
-            made[node] = NodeKind.OUTPUT
+            known[node] = NodeKind.OUTPUT
         else:
-            made[node] = _of_call(node, made)
+            known[node] = _of_call(node, known)
     for spec in program.graph_signature.output_specs:
         if spec.kind is not OutputKind.USER_OUTPUT:
             raise ModelError("program-unsupported", f"output {spec.arg.name!r} of the program is of the kind {spec.kind.name}")
     for node in returned_nodes(program):
-        if made[node] in (NodeKind.DATA_DEPENDENT, NodeKind.NUMBER):
+        if known[node] in (NodeKind.DATA_DEPENDENT, NodeKind.NUMBER):
             raise ModelError(
                 "data-dependent-output",
                 f"{_place(node) or 'model'}: the output {node.name!r} of the program is a number "
                 "or has a size that depends on data",
             )
-    return made
+    return known
 
 
 def returned_nodes(program: ExportedProgram) -> tuple[Node, ...]:
@@ -102,13 +102,13 @@ def _place(node: Node) -> str:
     return place(node)[0]
 
 
-def _of_call(node: Node, made: NodeKinds) -> NodeKind:
+def _of_call(node: Node, known: NodeKinds) -> NodeKind:
     if node.target in TENSOR_CHECKS:
         return NodeKind.KNOWN_ASSERTION
     if node.target in SCALAR_CHECKS:
         return (
             NodeKind.ASSERTION
-            if any(made[source] is NodeKind.DATA_DEPENDENT for source in node.all_input_nodes)
+            if any(known[source] is NodeKind.DATA_DEPENDENT for source in node.all_input_nodes)
             else NodeKind.KNOWN_ASSERTION
         )
     value = node.meta.get("val")
@@ -116,7 +116,7 @@ def _of_call(node: Node, made: NodeKinds) -> NodeKind:
         return NodeKind.DATA_DEPENDENT
     if isinstance(value, int | float | bool | torch.SymInt | torch.SymFloat | torch.SymBool):
         # of a number that an assertion gives one value torch knows that value; whether it is so the data says
-        read = node.target is aten.item.default or any(made[source] is NodeKind.DATA_DEPENDENT for source in node.all_input_nodes)
+        read = node.target is aten.item.default or any(known[source] is NodeKind.DATA_DEPENDENT for source in node.all_input_nodes)
         return NodeKind.DATA_DEPENDENT if read else NodeKind.NUMBER
     return NodeKind.OPERATION
 
@@ -126,7 +126,7 @@ def unbacked(value: Any) -> bool:
     leaves = tree_leaves(value)
     sizes = [(*leaf.shape, *leaf.stride()) for leaf in leaves if isinstance(leaf, torch.Tensor) and _strided(leaf)]
     numbers = [leaf for leaf in leaves if isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool)]
-    return any(bool(free_unbacked_symbols(each)) for each in (*sizes, *numbers))
+    return any(bool(free_unbacked_symbols(quantity)) for quantity in (*sizes, *numbers))
 
 
 # --- kinds of operations --------------------------------------------------------------------------------------
@@ -140,11 +140,11 @@ def inner_modules(node: Node, module: GraphModule) -> Iterator[GraphModule]:
     """The modules of a higher-order operator, and theirs."""
     for source in node.all_input_nodes:
         if source.op == "get_attr":
-            made = getattr(module, str(source.target))
-            if isinstance(made, GraphModule):
-                yield made
-                for inner in made.graph.nodes:
-                    yield from inner_modules(inner, made)
+            submodule = getattr(module, str(source.target))
+            if isinstance(submodule, GraphModule):
+                yield submodule
+                for inner in submodule.graph.nodes:
+                    yield from inner_modules(inner, submodule)
 
 
 def needs_host(node: Node, module: GraphModule) -> str:
@@ -155,8 +155,8 @@ def needs_host(node: Node, module: GraphModule) -> str:
         return ""
     if node.target.name() in CONTROL_FLOW:
         return obstacle(node, module)
-    for made in inner_modules(node, module):
-        for inner in made.graph.nodes:
+    for submodule in inner_modules(node, module):
+        for inner in submodule.graph.nodes:
             if marker(inner) == "to_host":
                 return "a copy to the host inside it"
             if higher_order(inner) and inner.target.name() in CONTROL_FLOW:
@@ -193,7 +193,7 @@ def writes_to(node: Node) -> tuple[Node, ...]:
         return ()
     if node.target in NORMALIZATIONS:
         return tuple([value for value in node.args[3:5] if isinstance(value, Node) and node.args[5] is True])
-    found: list[Node] = []
+    targets: list[Node] = []
     arguments = node.target._schema.arguments
     positional = [argument for argument in arguments if not argument.kwarg_only]
     for argument, value in [
@@ -201,8 +201,8 @@ def writes_to(node: Node) -> tuple[Node, ...]:
         *[(argument, node.kwargs[argument.name]) for argument in arguments if argument.name in node.kwargs],
     ]:
         if argument.alias_info is not None and argument.alias_info.is_write:
-            found += [leaf for leaf in tree_leaves(value) if isinstance(leaf, Node)]
-    return tuple(found)
+            targets += [leaf for leaf in tree_leaves(value) if isinstance(leaf, Node)]
+    return tuple(targets)
 
 
 def storages(value: Any) -> Iterable[int]:

@@ -88,15 +88,15 @@ class _ModuleBuilder:
             self.made[node] = self._value(node.args[0]) if marker(node) else self._call(node)
         left = region.written if region.kind == "host" else ()
         self.graph.output(tuple([self._value(self.names[name]) for name in (*region.outputs, *left)]))
-        made = GraphModule(self.held, self.graph, class_name=region.name.title().replace("-", ""))
-        made.graph.lint()
-        return made
+        graph_module = GraphModule(self.held, self.graph, class_name=region.name.title().replace("-", ""))
+        graph_module.graph.lint()
+        return graph_module
 
     def _call(self, node: Node) -> Node:
         if higher_order(node):
             return self._call_higher_order(node)
-        given = moved_arguments(node, CPU) if self.host else (node.args, node.kwargs)
-        args, kwargs = torch.fx.map_arg(given, self._value)
+        arguments = moved_arguments(node, CPU) if self.host else (node.args, node.kwargs)
+        args, kwargs = torch.fx.map_arg(arguments, self._value)
         return self._described(self.graph.create_node(node.op, node.target, args, kwargs, name=node.name), node)
 
     def _value(self, node: Any) -> Any:
@@ -148,12 +148,12 @@ class _ModuleBuilder:
         mapped = torch.fx.map_arg((tuple(args), node.kwargs), self._value)
         return self._described(self.graph.create_node(node.op, node.target, *mapped, name=node.name), node)
 
-    def _described(self, made: Node, source: Node) -> Node:
-        made.meta = {name: source.meta[name] for name in KEPT if name in source.meta}
+    def _described(self, new_node: Node, source: Node) -> Node:
+        new_node.meta = {name: source.meta[name] for name in KEPT if name in source.meta}
         value = source.meta.get("val")
         if value is not None and not unbacked(value):
-            made.meta["val"] = tree_map(self._fake, value)
-        return made
+            new_node.meta["val"] = tree_map(self._fake, value)
+        return new_node
 
     def _fake(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
@@ -171,20 +171,20 @@ def number_of(node: Node, sizes: Bindings) -> Any:
     value = node.meta["val"]
     if isinstance(value, torch.SymInt) or not isinstance(value, torch.SymFloat | torch.SymBool):
         return number(value, sizes)
-    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda each: number_of(each, sizes))
+    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda operand: number_of(operand, sizes))
     return node.target(*args, **kwargs)
 
 
 def specialized(module: GraphModule, sizes: Bindings) -> GraphModule:
     """A copy of a higher-order operator's module: sizes are constants, markers and assertions about what is known are gone."""
-    made = copy.deepcopy(module)
-    for node in list(made.graph.nodes):
+    copied = copy.deepcopy(module)
+    for node in list(copied.graph.nodes):
         value = node.meta.get("val")
         known = isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool) and not unbacked(value)
-        if node.op == "get_attr" and isinstance(getattr(made, str(node.target)), GraphModule):
-            setattr(made, str(node.target), specialized(getattr(made, str(node.target)), sizes))
+        if node.op == "get_attr" and isinstance(getattr(copied, str(node.target)), GraphModule):
+            setattr(copied, str(node.target), specialized(getattr(copied, str(node.target)), sizes))
         elif node.target in TENSOR_CHECKS:
-            made.graph.erase_node(node)
+            copied.graph.erase_node(node)
             continue
         elif known:
             _replace(node, number_of(node, sizes))
@@ -192,9 +192,9 @@ def specialized(module: GraphModule, sizes: Bindings) -> GraphModule:
             _replace(node, node.args[0])
         node.meta = {name: node.meta[name] for name in KEPT if name in node.meta}
         if node.op == "call_function" and (known or marker(node)):
-            made.graph.erase_node(node)
-    made.recompile()
-    return made
+            copied.graph.erase_node(node)
+    copied.recompile()
+    return copied
 
 
 def _fill(module: GraphModule, values: Mapping[int, Any]) -> None:
@@ -226,5 +226,5 @@ def _without_constants(module: GraphModule) -> None:
 def _replace(node: Node, value: Any) -> None:
     """Every use of `node` becomes `value`, a node or a Python number."""
     for user in list(node.users):
-        user.args = torch.fx.map_arg(user.args, lambda each: value if each is node else each)
-        user.kwargs = torch.fx.map_arg(user.kwargs, lambda each: value if each is node else each)
+        user.args = torch.fx.map_arg(user.args, lambda argument: value if argument is node else argument)
+        user.kwargs = torch.fx.map_arg(user.kwargs, lambda operand: value if operand is node else operand)

@@ -115,11 +115,11 @@ def _placed(program: ExportedProgram, known: NodeKinds, placements: Mapping[str,
     """Raises node-unknown."""
     names = {node.name: node for node in known}
     inner = {
-        each.name: node
+        inner_node.name: node
         for node in known
         if higher_order(node)
         for module in inner_modules(node, program.graph_module)
-        for each in module.graph.nodes
+        for inner_node in module.graph.nodes
     }
     for name in placements:
         if name not in names and name not in inner:
@@ -131,16 +131,16 @@ def _placed(program: ExportedProgram, known: NodeKinds, placements: Mapping[str,
 
 def _reasons(program: ExportedProgram, known: NodeKinds, needed: Dependencies, placed: Mapping[Node, str]) -> dict[Node, str]:
     """Why each operation that must be on the host is there, and of data-dependent values what the placements say."""
-    found = {node: reason for node, reason in placed.items() if known[node] is NodeKind.DATA_DEPENDENT}
+    reasons = {node: reason for node, reason in placed.items() if known[node] is NodeKind.DATA_DEPENDENT}
     for node in needed.nodes:
         dependent = [source for source in node.all_input_nodes if known[source] is NodeKind.DATA_DEPENDENT]
         if node in placed:
-            found[node] = placed[node]
+            reasons[node] = placed[node]
         elif reason := needs_host(node, program.graph_module):
-            found[node] = reason
+            reasons[node] = reason
         elif dependent or known[node] in (NodeKind.DATA_DEPENDENT, NodeKind.ASSERTION):
-            found[node] = DATA
-    return found
+            reasons[node] = DATA
+    return reasons
 
 
 def _narrowed(needed: Dependencies, reasons: Mapping[Node, str]) -> list[tuple[Node, Node]]:
@@ -215,7 +215,7 @@ def _partition(
 ) -> Partition:
     layers = layers or [("graph", [])]
     returned = [value_of(node) for node in returned_nodes(program)]
-    own = [node for node in dict.fromkeys(returned) if known[node] is NodeKind.WEIGHT]
+    returned_weights = [node for node in dict.fromkeys(returned) if known[node] is NodeKind.WEIGHT]
     giving = max([number for number, (kind, _) in enumerate(layers) if kind == "graph"], default=len(layers) - 1)
     everything = [needed.with_recomputed(nodes) for _, nodes in layers]
     maker = {node: number for number, (_, nodes) in enumerate(layers) for node in nodes}
@@ -223,14 +223,14 @@ def _partition(
     outliving = needed.writes.outliving
     state = {node for node in outliving if known[node] is NodeKind.WEIGHT}
     reads = [_reads(nodes, known, state if kind == "host" else set()) for (kind, _), nodes in zip(layers, everything, strict=True)]
-    made: list[PlannedRegion] = []
+    planned_regions: list[PlannedRegion] = []
     merged: list[MergedGraph] = []
     for number, ((kind, mine), nodes) in enumerate(zip(layers, everything, strict=True)):
-        name = f"{kind}-{1 + sum(region.kind == kind for region in made)}"
+        name = f"{kind}-{1 + sum(region.kind == kind for region in planned_regions)}"
         leaving = {node for other, read in enumerate(reads) if other != number for node in read if maker.get(node) == number}
         leaving |= {node for node in returned if maker.get(node) == number}
-        outputs = sorted(leaving, key=order.__getitem__) + (own if number == giving else [])
-        made.append(
+        outputs = sorted(leaving, key=order.__getitem__) + (returned_weights if number == giving else [])
+        planned_regions.append(
             PlannedRegion(
                 name=name,
                 kind=kind,
@@ -246,7 +246,7 @@ def _partition(
         if lost:
             merged.append(MergedGraph(region=name, nodes=_names(lost)))
     return Partition(
-        regions=tuple(made),
+        regions=tuple(planned_regions),
         merged=tuple(merged),
         inputs=_names([node for node in program.graph.nodes if known[node] is NodeKind.INPUT]),
         outputs=_names(returned),
@@ -256,7 +256,7 @@ def _partition(
 
 def _written(nodes: Sequence[Node], writes: WriteConstraints) -> set[Node]:
     """What the nodes write to and outlives the call."""
-    return {each for node in nodes for each in writes.written.get(node, ()) if each in writes.outliving}
+    return {target for node in nodes for target in writes.written.get(node, ()) if target in writes.outliving}
 
 
 def value_of(node: Node) -> Node:
@@ -271,9 +271,9 @@ def value_of(node: Node) -> Node:
 def _reads(nodes: Sequence[Node], known: NodeKinds, state: Collection[Node]) -> set[Node]:
     """The tensors that a region reads and does not recompute: what others make, inputs of the call, or some of `state`."""
     held = set(nodes)
-    found = {value_of(source) for node in nodes if marker(node) != "to_device" for source in node.all_input_nodes}
+    sources = {value_of(source) for node in nodes if marker(node) != "to_device" for source in node.all_input_nodes}
     crossing = NodeKind.INPUT, NodeKind.OPERATION
-    return {node for node in found if node not in held and (known[node] in crossing or node in state)}
+    return {node for node in sources if node not in held and (known[node] in crossing or node in state)}
 
 
 def _computes(node: Node, known: NodeKinds) -> bool:

@@ -39,11 +39,11 @@ def keep_outputs(module: GraphModule, places: Sequence[int]) -> None:
     module.recompile()
 
 
-def written_tensors(module: GraphModule, given: Sequence[Any]) -> list[Tensor]:
-    """What a module writes to, of the arguments `given` and of its own tensors."""
+def written_tensors(module: GraphModule, arguments: Sequence[Any]) -> list[Tensor]:
+    """What a module writes to, of the arguments `arguments` and of its own tensors."""
     names = [node.name for node in module.graph.find_nodes(op="placeholder")]
-    held = {**dict(zip(names, given, strict=True)), **held_tensors(module)}
-    sources = [_origin(each).name for node in module.graph.nodes for each in writes_to(node)]
+    held = {**dict(zip(names, arguments, strict=True)), **held_tensors(module)}
+    sources = [_origin(target).name for node in module.graph.nodes for target in writes_to(node)]
     return [held[fromkey] for fromkey in dict.fromkeys(sources) if fromkey in held]
 
 

@@ -34,22 +34,22 @@ def cases_of(source: GraphModule, module: GraphModule, node: Node) -> list[Case]
     """The bodies of a switch that begins with a node; [] where it is none."""
     cases: list[Case] = []
     value: Any = None
-    given: dict[Node, Any] = {}
+    bindings: dict[Node, Any] = {}
     while higher_order(node) == COND:
         compared, true, false, operands = node.args
-        if not _is_comparison(compared) or (cases and given.get(compared.args[0]) is not value):
+        if not _is_comparison(compared) or (cases and bindings.get(compared.args[0]) is not value):
             break
         value = compared.args[0] if not cases else value
-        own = tuple([given.get(operand, operand) if isinstance(operand, Node) else operand for operand in operands])
+        case_operands = tuple([bindings.get(operand, operand) if isinstance(operand, Node) else operand for operand in operands])
         names = str(true.target), str(false.target)
-        cases.append(Case(compared.args[1], getattr(source, names[0]), getattr(module, names[0]), own))
+        cases.append(Case(compared.args[1], getattr(source, names[0]), getattr(module, names[0]), case_operands))
         source, module = getattr(source, names[1]), getattr(module, names[1])
-        given = dict(zip(module.graph.find_nodes(op="placeholder"), own, strict=True))
+        bindings = dict(zip(module.graph.find_nodes(op="placeholder"), case_operands, strict=True))
         inner = _only_conditional(module)
         if inner is None:
             break
         node = inner
-    cases.append(Case(None, source, module, tuple(given.values())))
+    cases.append(Case(None, source, module, tuple(bindings.values())))
     return cases if SWITCH_FROM <= len(cases) <= SWITCH_TO else []
 
 
@@ -62,10 +62,10 @@ def _only_conditional(module: GraphModule) -> Node | None:
     """The branch of a graph that does nothing beside it and the comparison that decides it, and gives its results as they are."""
     nodes = [node for node in module.graph.nodes if node.op == "call_function" and node.target is not operator.getitem]
     (output,) = module.graph.find_nodes(op="output")
-    given = tree_leaves(output.args[0], is_leaf=lambda leaf: leaf is None)
+    outputs = tree_leaves(output.args[0], is_leaf=lambda leaf: leaf is None)
     if len(nodes) != 2 or higher_order(nodes[1]) != COND or nodes[1].args[0] is not nodes[0]:
         return None
-    places = [each.args[1] if isinstance(each, Node) and each.args and each.args[0] is nodes[1] else None for each in given]
+    places = [leaf.args[1] if isinstance(leaf, Node) and leaf.args and leaf.args[0] is nodes[1] else None for leaf in outputs]
     count = len(tree_leaves(nodes[1].meta["val"])) if "val" in nodes[1].meta else len(places)
     return nodes[1] if places == list(range(count)) else None
 
@@ -73,9 +73,9 @@ def _only_conditional(module: GraphModule) -> Node | None:
 def choice_of(graph: Graph, compared: Node, cases: Sequence[Case]) -> Node:
     """The number of the first case whose constant the value is, else the last one's, as a byte."""
     aten, value = torch.ops.aten, compared.args[0]
-    found: Any = len(cases) - 1
+    choice: Any = len(cases) - 1
     for number, case in reversed(list(enumerate(cases[:-1]))):
         equal = graph.call_function(aten.eq.Scalar, (value, case.constant))
-        where = aten.where.Scalar if isinstance(found, int) else aten.where.ScalarSelf
-        found = graph.call_function(where, (equal, number, found))
-    return graph.call_function(aten._to_copy.default, (found,), {"dtype": torch.uint8})
+        where = aten.where.Scalar if isinstance(choice, int) else aten.where.ScalarSelf
+        choice = graph.call_function(where, (equal, number, choice))
+    return graph.call_function(aten._to_copy.default, (choice,), {"dtype": torch.uint8})

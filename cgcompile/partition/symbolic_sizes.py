@@ -33,7 +33,7 @@ def bindings(program: ExportedProgram, tensors: Sequence[torch.Tensor]) -> dict[
     ]
     if len(inputs) != len(tensors):
         raise BuildError("inputs-unlike", f"the program takes {len(inputs)} tensors, the call has {len(tensors)}")
-    found: dict[Any, int] = {}
+    symbol_values: dict[Any, int] = {}
     for node, tensor in zip(inputs, tensors, strict=True):
         seen = node.meta["val"]
         if (seen.dtype, seen.dim()) != (tensor.dtype, tensor.dim()):
@@ -43,21 +43,21 @@ def bindings(program: ExportedProgram, tensors: Sequence[torch.Tensor]) -> dict[
             )
         for axis, (size, actual) in enumerate(zip(seen.shape, tensor.shape, strict=True)):
             if isinstance(size, torch.SymInt):
-                _bind(f"input {node.name!r}, axis {axis}", size.node.expr, actual, found)
+                _bind(f"input {node.name!r}, axis {axis}", size.node.expr, actual, symbol_values)
             elif size != actual:
                 raise BuildError("inputs-unlike", f"input {node.name!r}, axis {axis}: {actual}, expected {size}")
-    return found
+    return symbol_values
 
 
-def _bind(where: str, expr: Any, actual: int, found: dict[Any, int]) -> None:
+def _bind(where: str, expr: Any, actual: int, symbol_values: dict[Any, int]) -> None:
     """`actual` = expr, a multiple of one symbol plus a constant, as the axes of inputs are."""
     (symbol,) = expr.free_symbols
     shift = int(expr.subs(symbol, 0))
     step = int(expr.subs(symbol, 1)) - shift
     value, rest = divmod(actual - shift, step)
-    if rest or found.setdefault(symbol, value) != value:
+    if rest or symbol_values.setdefault(symbol, value) != value:
         raise BuildError(
-            "inputs-unlike", f"{where}: {actual} is not {expr}" + ("" if rest else f" with {symbol} = {found[symbol]}")
+            "inputs-unlike", f"{where}: {actual} is not {expr}" + ("" if rest else f" with {symbol} = {symbol_values[symbol]}")
         )
 
 
@@ -65,12 +65,12 @@ def number(value: Any, known: Bindings) -> Any:
     """A size, or number made of sizes, as a Python number.  Raises inputs-unlike for a symbol that no input decides."""
     if not isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
         return value
-    made = value.node.expr.subs(known) if hasattr(value.node.expr, "subs") else value.node.expr
-    if getattr(made, "free_symbols", None):
+    expression = value.node.expr.subs(known) if hasattr(value.node.expr, "subs") else value.node.expr
+    if getattr(expression, "free_symbols", None):
         raise BuildError("inputs-unlike", f"the size {value} is not decided by the inputs")
     if isinstance(value, torch.SymBool):
-        return bool(made)
-    return int(made) if isinstance(value, torch.SymInt) else float(made)
+        return bool(expression)
+    return int(expression) if isinstance(value, torch.SymInt) else float(expression)
 
 
 def weigh(program: ExportedProgram, node: Node, heavy: int) -> int:
@@ -108,10 +108,10 @@ def _largest(program: ExportedProgram, tensor: torch.Tensor) -> float:
     count = 1.0
     for size in tensor.shape:
         if isinstance(size, torch.SymInt):
-            made = size.node.expr.subs(highest)
-            if made.free_symbols or not made.is_finite:
+            extent = size.node.expr.subs(highest)
+            if extent.free_symbols or not extent.is_finite:
                 return float("inf")
-            count *= float(made)
+            count *= float(extent)
         else:
             count *= size
     return count

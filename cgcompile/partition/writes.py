@@ -39,7 +39,7 @@ def write_constraints(module: GraphModule, known: NodeKinds) -> WriteConstraints
     nodes = [node for node in module.graph.nodes if known[node] in (*_ACCESSING, *_GIVEN)]
     memory = _memories(nodes)
     targets = {node: [target for target in _targets(node, module) if target in memory] for node in nodes}
-    members: dict[Node, list[Node]] = {memory[target]: [] for found in targets.values() for target in found}
+    members: dict[Node, list[Node]] = {memory[target]: [] for node_targets in targets.values() for target in node_targets}
     accesses: dict[Node, list[Node]] = {home: [] for home in members}
     for node in nodes:
         if memory[node] in members:
@@ -61,9 +61,9 @@ def write_constraints(module: GraphModule, known: NodeKinds) -> WriteConstraints
     return WriteConstraints(
         order=tuple(order),
         together=tuple(together),
-        touched=frozenset([node for found in accesses.values() for node in found]),
-        written={node: frozenset(found) for node, found in written.items()},
-        outliving=frozenset([each for found in written.values() for each in found if known[each] in _GIVEN]),
+        touched=frozenset([node for accessing in accesses.values() for node in accessing]),
+        written={node: frozenset(node_targets) for node, node_targets in written.items()},
+        outliving=frozenset([target for node_targets in written.values() for target in node_targets if known[target] in _GIVEN]),
     )
 
 
@@ -99,8 +99,8 @@ def _shown(node: Node) -> list[Node]:
     schema = getattr(node.target, "_schema", None)
     if schema is None or not any(returned.alias_info is not None for returned in schema.returns):
         return []
-    given = dict(zip([argument.name for argument in schema.arguments], node.args, strict=False)) | dict(node.kwargs)
-    aliased = [given.get(argument.name) for argument in schema.arguments if argument.alias_info is not None]
+    operands = dict(zip([argument.name for argument in schema.arguments], node.args, strict=False)) | dict(node.kwargs)
+    aliased = [operands.get(argument.name) for argument in schema.arguments if argument.alias_info is not None]
     return [value for value in aliased if isinstance(value, Node)]
 
 
@@ -118,8 +118,8 @@ def _written_outside(module: GraphModule) -> list[int]:
     """The placeholders of a module that it writes to, by their positions counted from the last one, which is -1."""
     memory = _memories([node for node in module.graph.nodes if node.op != "output"])
     targets = {memory[target] for node in memory for target in _targets(node, module) if target in memory}
-    given = [node for node in memory if node.op == "placeholder"]
-    return [place - len(given) for place, node in enumerate(given) if memory[node] in targets]
+    placeholders = [node for node in memory if node.op == "placeholder"]
+    return [place - len(placeholders) for place, node in enumerate(placeholders) if memory[node] in targets]
 
 
 def _order(accesses: Sequence[Node], writers: set[Node]) -> list[tuple[Node, Node]]:
@@ -140,26 +140,26 @@ def _together(
     members: Sequence[Node], accesses: Sequence[Node], writers: set[Node], known: NodeKinds, place: dict[Node, int]
 ) -> list[tuple[Node, ...]]:
     """One set per segment that other writes bind: the maker, or a write that makes a new value, begins a segment."""
-    found: list[tuple[Node, ...]] = []
+    groups: list[tuple[Node, ...]] = []
     segment: list[Node] = []
-    given = any(known[member] in _GIVEN for member in members)
+    external = any(known[member] in _GIVEN for member in members)
     bound = 0
 
     def close() -> None:
         if bound:
-            tied = segment if given else [node for node in segment[:bound] if node in members or node in writers]
-            found.append(tuple(tied))
+            tied = segment if external else [node for node in segment[:bound] if node in members or node in writers]
+            groups.append(tuple(tied))
 
     for node in accesses:
         if node in writers and _makes_new(node, members, known, place):
             close()
-            segment, bound, given = [node], 0, False
+            segment, bound, external = [node], 0, False
             continue
         segment.append(node)
         if node in writers:
             bound = len(segment)
     close()
-    return found
+    return groups
 
 
 def _makes_new(node: Node, members: Sequence[Node], known: NodeKinds, place: dict[Node, int]) -> bool:

@@ -59,7 +59,7 @@ def _logs_kept_back() -> Iterator[None]:
     """Without the log that torch's own handlers write to stderr: what it says of a model that is refused is in the refusal.  A user
     who sets TORCH_LOGS asks for it."""
     wanted = [] if os.environ.get("TORCH_LOGS") else [*logging.root.manager.loggerDict]
-    loggers = [each for each in wanted if each.startswith("torch") and each != TRACE]
+    loggers = [name for name in wanted if name.startswith("torch") and name != TRACE]
     handlers = [handler for name in loggers for handler in logging.getLogger(name).handlers]
     nothing = logging.Filter("cgcompile")  # passes records of a logger of this name alone
     for handler in handlers:

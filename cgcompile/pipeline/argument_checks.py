@@ -153,17 +153,17 @@ def _check_model(model: Any, sizes: Given, max_keys: int | None) -> str:
     if kind == "folder":
         return name_of(label)
     if kind == "file":
-        found: Definitions | None = definitions(check_file(label), label)
+        module_definitions: Definitions | None = definitions(check_file(label), label)
     else:
         path, _, attribute = label.partition(":")
-        found = _module(path, label)
-    several = found is not None and "entries" in found.names  # what it gives is known when it runs
+        module_definitions = _module(path, label)
+    several = module_definitions is not None and "entries" in module_definitions.names  # what it gives is known when it runs
     for name in (() if attribute else ("model",)) + (() if several else ("inputs",)):
-        if found is not None and found.lacks(name):
+        if module_definitions is not None and module_definitions.lacks(name):
             raise undefined(name, label)
-    if found is not None and attribute and found.lacks(attribute.partition(".")[0]):
+    if module_definitions is not None and attribute and module_definitions.lacks(attribute.partition(".")[0]):
         raise missing_attribute(path, attribute, label)
-    dimensions = found.parameters("inputs") if found is not None and not several else None
+    dimensions = module_definitions.parameters("inputs") if module_definitions is not None and not several else None
     if dimensions is not None and (sizes or max_keys is not None):
         declared = declared_sizes(sizes_of_entries(sizes, {FORWARD: dimensions})[FORWARD], dimensions)
         if max_keys is not None:
@@ -179,13 +179,13 @@ def _module(path: str, label: str) -> Definitions | None:
     places: Sequence[str] | None = None
     for depth, part in enumerate((outer, *inner)):
         name = ".".join([outer, *inner][: depth + 1])
-        found = _found(name, places)
-        if found is None and not depth:
+        spec = _found(name, places)
+        if spec is None and not depth:
             raise missing_module(part, label)
-        if found is None or (depth < len(inner) and found.submodule_search_locations is None):
+        if spec is None or (depth < len(inner) and spec.submodule_search_locations is None):
             return None  # a package may say at run time where its modules are
-        places = found.submodule_search_locations
-    file = found.origin if found is not None else None
+        places = spec.submodule_search_locations
+    file = spec.origin if spec is not None else None
     return definitions(Path(file), label) if file and file.endswith(".py") else None
 
 

@@ -89,7 +89,7 @@ def _build(
     inputs: Inputs | None,
     options: Options,
     ranks: Ranks | None,
-    given: Path | None,
+    out_path: Path | None,
     recorders: RecorderProcesses | None = None,
 ) -> Built:
     stages = Stages(options.progress)
@@ -108,8 +108,8 @@ def _build(
             chosen = early or choosing()  # after the fork: it may start CUDA
             sizes = _sizes(loaded, options.sizes)
             keys = count_keys(sizes, options.max_keys)
-            destination = given or destination_path(options.out, loaded[0].name)
-            folder = given or stack.enter_context(staged_bundle(destination, options.force))  # from here on it is this process's
+            destination = out_path or destination_path(options.out, loaded[0].name)
+            folder = out_path or stack.enter_context(staged_bundle(destination, options.force))  # from here on it is this process's
             stack.enter_context(own_buffers(loaded[0].model))
             place = Place(
                 device=chosen.device, told=CPU if chosen.recorder == "host" else CUDA, capability=capability_of(chosen.target)
@@ -164,16 +164,16 @@ def _build(
                 ]
             )
             checked = [
-                replace(rules, findings=(*rules.findings, *widened_bound(own)))
-                for rules, own in zip(checked, prepared, strict=True)
+                replace(rules, findings=(*rules.findings, *widened_bound(lowerable)))
+                for rules, lowerable in zip(checked, prepared, strict=True)
             ]
             if chosen.recorder == "cross-compile":
                 without = [
-                    operators_without_kernel(own, rules.placements, sizes[own_source.entry], chosen.target)
-                    for own, rules, own_source in zip(prepared, checked, sources, strict=True)
+                    operators_without_kernel(lowerable, rules.placements, sizes[own_source.entry], chosen.target)
+                    for lowerable, rules, own_source in zip(prepared, checked, sources, strict=True)
                 ]
                 checked = [
-                    replace(rules, findings=(*rules.findings, *found)) for rules, found in zip(checked, without, strict=True)
+                    replace(rules, findings=(*rules.findings, *missing)) for rules, missing in zip(checked, without, strict=True)
                 ]
                 _refuse(checked, options)
             if ranks:
@@ -184,11 +184,11 @@ def _build(
         with stages("padding") as tell:
             tells = each_named(tell, [source.entry for source in sources])
             dimensions = [
-                prove_padding(source, own, sizes[source.entry], tell)
-                for source, own, tell in zip(sources, prepared, tells, strict=True)
+                prove_padding(source, lowerable, sizes[source.entry], tell)
+                for source, lowerable, tell in zip(sources, prepared, tells, strict=True)
             ]
             if ranks:
-                dimensions = [agreed(each) for each in zip(*ranks.gathered(dimensions), strict=True)]
+                dimensions = [agreed(by_rank) for by_rank in zip(*ranks.gathered(dimensions), strict=True)]
             tell.result(_padded(sources, prepared, dimensions))
         if ranks and options.split:
             from ..offline.layers.shares import layer_shares
@@ -199,9 +199,9 @@ def _build(
         entries = tuple(
             [
                 EntryBuild(
-                    source=source, prepared=own, sizes=sizes[source.entry], dimensions=dimension, placements=rules.placements
+                    source=source, prepared=lowerable, sizes=sizes[source.entry], dimensions=dimension, placements=rules.placements
                 )
-                for source, own, dimension, rules in zip(sources, prepared, dimensions, checked, strict=True)
+                for source, lowerable, dimension, rules in zip(sources, prepared, dimensions, checked, strict=True)
             ]
         )
         spec = BuildSpec(
@@ -271,8 +271,8 @@ def _finished(
             tell.result(f"again with functions of torch's libraries, for with its own {refusal}")
             return None
         examined = [
-            replace(entry, self_test=self_test, findings=found)
-            for entry, self_test, found in zip(sealed.entries, replayed.self_tests, findings, strict=True)
+            replace(entry, self_test=self_test, findings=entry_findings)
+            for entry, self_test, entry_findings in zip(sealed.entries, replayed.self_tests, findings, strict=True)
         ]
         sealed = replace(sealed, entries=tuple(examined))
         condense(folder, sealed)
@@ -295,13 +295,13 @@ def _empty(folder: Path) -> None:
 
 def _padded(sources: Sequence[Source], prepared: Sequence[Prepared], dimensions: Sequence[Sequence[Dimension]]) -> str:
     """Which dimensions are padded, and why those of an entry are not where nothing had to be tried."""
-    told = []
-    for source, own, dimension in zip(sources, prepared, dimensions, strict=True):
-        why = unpadded(source, own)
-        told += (
+    texts = []
+    for source, lowerable, dimension in zip(sources, prepared, dimensions, strict=True):
+        why = unpadded(source, lowerable)
+        texts += (
             [", ".join([f"{one.name} {PADDED[one.pad]}" for one in dimension]) + (f": {why}" if why else "")] if dimension else []
         )
-    return ", ".join(told) or "no dimension"
+    return ", ".join(texts) or "no dimension"
 
 
 def _default(chosen: Chosen) -> str:
@@ -309,12 +309,12 @@ def _default(chosen: Chosen) -> str:
     return "cpu: no GPU is here" if chosen.recorder == "host" else f"{chosen.target}, the GPU of this machine"
 
 
-def _sizes(sources: Sequence[Source], given: Given) -> dict[str, dict[str, tuple[int, ...]]]:
+def _sizes(sources: Sequence[Source], sizes: Given) -> dict[str, dict[str, tuple[int, ...]]]:
     """The sizes of every entry's dimensions."""
-    each = sizes_of_entries(given, {source.entry: source.dimensions for source in sources})
+    sizes_by_entry = sizes_of_entries(sizes, {source.entry: source.dimensions for source in sources})
     several = len(sources) > 1
     return {
-        source.entry: declared_sizes(each[source.entry], source.dimensions, source.saved, source.entry if several else "")
+        source.entry: declared_sizes(sizes_by_entry[source.entry], source.dimensions, source.saved, source.entry if several else "")
         for source in sources
     }
 
@@ -326,27 +326,27 @@ def export_entries(
 
     What one entry writes to becomes a buffer with its export: entries that were exported before are exported again.
     """
-    made = _exported(sources, sizes, tell, max_paths)
-    while len(made[0].flat.snapshot.owners()) < len(made[-1].flat.snapshot.owners()):
-        made = _exported(sources, sizes, tell, max_paths)
-    made = with_unwritten(made, max_paths)
-    for each in made:
-        refuse_branches(each)
-    made = [with_bounded_outputs(each) for each in made]
-    if len(made) == 1:
-        return made
-    shared = with_shared_constants([each.programs for each in made])
-    return [replace(each, programs=programs) for each, programs in zip(made, shared, strict=True)]
+    exported = _exported(sources, sizes, tell, max_paths)
+    while len(exported[0].flat.snapshot.owners()) < len(exported[-1].flat.snapshot.owners()):
+        exported = _exported(sources, sizes, tell, max_paths)
+    exported = with_unwritten(exported, max_paths)
+    for entry in exported:
+        refuse_branches(entry)
+    exported = [with_bounded_outputs(entry) for entry in exported]
+    if len(exported) == 1:
+        return exported
+    shared = with_shared_constants([entry.programs for entry in exported])
+    return [replace(entry, programs=programs) for entry, programs in zip(exported, shared, strict=True)]
 
 
 def _exported(
     sources: Sequence[Source], sizes: Mapping[str, dict[str, tuple[int, ...]]], tell: Tell, max_paths: int
 ) -> list[Exported]:
-    made = []
-    for source, own in zip(sources, each_named(tell, [source.entry for source in sources]), strict=True):
-        own("torch.export")
-        made.append(export(source, sizes[source.entry], alone=len(sources) == 1, max_paths=max_paths, tell=own))
-    return made
+    exported = []
+    for source, entry_tell in zip(sources, each_named(tell, [source.entry for source in sources]), strict=True):
+        entry_tell("torch.export")
+        exported.append(export(source, sizes[source.entry], alone=len(sources) == 1, max_paths=max_paths, tell=entry_tell))
+    return exported
 
 
 def _refuse(checked: Sequence[Checked], options: Options) -> None:

@@ -74,21 +74,21 @@ def check(
         fresh = None if sources[0].saved else stack.enter_context(forked_models(sources))
         target = resolved(target)  # after the fork: it may start CUDA
         stack.enter_context(own_buffers(sources[0].model))
-        told = CPU if recorder_for(target) == "host" else CUDA
+        model_device = CPU if recorder_for(target) == "host" else CUDA
         if fresh:
-            fresh = models_at(Place(device=CPU, told=told, capability=capability_of(target)), fresh, sources, None)
-        sources = tuple([replace(source, told=told, capability=capability_of(target)) for source in sources])
+            fresh = models_at(Place(device=CPU, told=model_device, capability=capability_of(target)), fresh, sources, None)
+        sources = tuple([replace(source, told=model_device, capability=capability_of(target)) for source in sources])
         wanted = [_wanted(source, by_entry.get(source.entry), several) for source in sources]
-        exported = [_exported(source, own, max_paths, alone=not several) for source, own in zip(sources, wanted, strict=True)]
+        exported = [_exported(source, dims, max_paths, alone=not several) for source, dims in zip(sources, wanted, strict=True)]
         exported = _unwritten(exported, max_paths)
         whole = [one for one in exported if isinstance(one, Exported)]
         if len(whole) == len(exported):  # entries are called in turns: what one sets, another may read
             exported = list(with_sequences(whole, fresh))
-        found = [
-            _report(source, own, one, target, strict, fallback_ops, max_keys, assumed=source.entry not in by_entry)
-            for source, own, one in zip(sources, wanted, exported, strict=True)
+        outcomes = [
+            _report(source, dims, one, target, strict, fallback_ops, max_keys, assumed=source.entry not in by_entry)
+            for source, dims, one in zip(sources, wanted, exported, strict=True)
         ]
-    reports, entries = [report for report, _ in found], [entry for _, entry in found if entry is not None]
+    reports, entries = [report for report, _ in outcomes], [entry for _, entry in outcomes if entry is not None]
     if len(entries) == len(sources):
         donations_of(sources[0].donations, entries)  # raises what a build would
     return replace(reports[0], mode=mode, others=tuple([replace(report, mode=mode) for report in reports[1:]]))
@@ -115,12 +115,12 @@ def _unwritten(exported: list[Exported | Finding], max_paths: int) -> list[Expor
     """The entries, none of which knows the value of a buffer that another one writes to."""
     whole = [one for one in exported if isinstance(one, Exported)]
     try:
-        made = iter(with_unwritten(whole, max_paths))
+        unwritten = iter(with_unwritten(whole, max_paths))
     except ModelError as error:
         stopped = _stopped(error)
         written = frozenset().union(*[one.written for one in whole])
         return [stopped if isinstance(one, Exported) and one.baked.keys() & written else one for one in exported]
-    return [next(made) if isinstance(one, Exported) else one for one in exported]
+    return [next(unwritten) if isinstance(one, Exported) else one for one in exported]
 
 
 def _report(
@@ -137,14 +137,14 @@ def _report(
     """The report of one entry, and what a build would know of it, None where there can be none."""
     named, recorder = target, recorder_for(target)
     target = "cpu" if recorder == "host" else "cuda"
-    found: list[Finding] = []
+    collected: list[Finding] = []
     axes: tuple[tuple[str, str], ...] = ()
     regions: tuple[RegionReport, ...] = ()
     returned: tuple[tuple[str, int], ...] = ()
     unpartitioned = per_size = ""
     entry: EntryBuild | None = None
     if isinstance(exported, Finding):
-        found.append(exported)
+        collected.append(exported)
         unpartitioned = "the model cannot be exported"
     else:
         per_size = exported.programs.reason
@@ -153,14 +153,14 @@ def _report(
         checked = check_rules(
             exported, target, fallback_ops, conditionals=recorder in CONDITIONALS, cross_compiled=recorder == "cross-compile"
         )
-        found += checked.findings
-        if not any(finding.severity == "refuse" for finding in found):
+        collected += checked.findings
+        if not any(finding.severity == "refuse" for finding in collected):
             signature = describe_signature(exported)  # raises what a build would, and so does the next
             prepared = prepare(exported, signature, checked.functionalized, markers=bool(checked.on_host))
-            found += widened_bound(prepared)
+            collected += widened_bound(prepared)
             entry = EntryBuild(source=source, prepared=prepared, sizes=wanted, dimensions=(), placements=checked.placements)
             if recorder == "cross-compile":
-                found += operators_without_kernel(prepared, checked.placements, wanted, named)
+                collected += operators_without_kernel(prepared, checked.placements, wanted, named)
         if target == "cuda":
             try:
                 largest = tuple([values[-1] for values in wanted.values()])
@@ -170,15 +170,15 @@ def _report(
                 unpartitioned = str(error)
             else:
                 regions, returned = _regions(parts, exported, program)
-                found = _with_partition(found, parts, program)
-    found += too_many_keys(wanted, max_keys)
+                collected = _with_partition(collected, parts, program)
+    collected += too_many_keys(wanted, max_keys)
     if strict:
-        found = [replace(finding, severity="refuse") if finding.severity == "host" else finding for finding in found]
-    found.sort(key=lambda finding: ("refuse", "host", "note").index(finding.severity))
+        collected = [replace(finding, severity="refuse") if finding.severity == "host" else finding for finding in collected]
+    collected.sort(key=lambda finding: ("refuse", "host", "note").index(finding.severity))
     report = Report(
         name=source.name, entry=source.entry, others=(), target=target, sizes=tuple(wanted.items()), axes=axes,
         assumed=tuple(wanted) if assumed else (),
-        findings=tuple(found), regions=regions, returned=returned, unpartitioned=unpartitioned, per_size=per_size,
+        findings=tuple(collected), regions=regions, returned=returned, unpartitioned=unpartitioned, per_size=per_size,
     )  # fmt: skip
     return report, entry
 
@@ -216,12 +216,12 @@ def _regions(
     largest = {name: values[-1] for name, values in exported.sizes.items()}
     modules = region_modules(program, parts, sample(exported.source, largest).tensors)
     nodes = {node.name: node for node in program.graph.nodes}
-    given = {node: name.removeprefix(PREFIX) for node, name in weight_placeholders(program).items()}
-    given |= {node: name for node, (name, _) in zip(parts.inputs, exported.flat.like.leaves, strict=True)}
+    input_names = {node: name.removeprefix(PREFIX) for node, name in weight_placeholders(program).items()}
+    input_names |= {node: name for node, (name, _) in zip(parts.inputs, exported.flat.like.leaves, strict=True)}
     returned = dict(zip(parts.outputs, exported.flat.names, strict=True))
     reads: dict[str, list[tuple[str, int]]] = {}
     for crossing in crossings(parts, modules):
-        known = returned if crossing.target == "call" else given
+        known = returned if crossing.target == "call" else input_names
         reads.setdefault(crossing.target, []).append((known.get(crossing.value, crossing.value), crossing.nbytes))
     regions = [
         RegionReport(

@@ -73,9 +73,9 @@ def link(file: Path, place: Path) -> None:
     except OSError as error:
         if error.errno not in UNLINKABLE:
             raise
-        made = place.with_name(f".{uuid4().hex}.part")
-        shutil.copy(file, made)  # it takes its own space; all else holds
-        made.rename(place)
+        part_file = place.with_name(f".{uuid4().hex}.part")
+        shutil.copy(file, part_file)  # it takes its own space; all else holds
+        part_file.rename(place)
 
 
 @contextmanager

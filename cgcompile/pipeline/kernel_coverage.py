@@ -24,8 +24,8 @@ def operators_without_kernel(
         return ()
     from ..offline.lower import coverage  # late: Inductor's tables take seconds to import, and only this recorder needs them
 
-    found = {
+    by_key = {
         key: coverage.operators_without_kernel(program, placements.get(key, {}), arch(target))
         for key, program in prepared.programs.each
     }
-    return merged_findings(found, sizes)
+    return merged_findings(by_key, sizes)

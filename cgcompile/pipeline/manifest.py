@@ -31,11 +31,11 @@ def made_manifest(spec: BuildSpec, parts: ManifestParts, findings: Sequence[tupl
             call=entry.prepared.signature.call,
             parameters=entry.prepared.signature.parameters,
             result=entry.prepared.signature.result,
-            programs=own.programs,
-            findings=found,
-            self_test=own.self_test,
+            programs=entry_parts.programs,
+            findings=entry_findings,
+            self_test=entry_parts.self_test,
         )
-        for entry, own, found in zip(spec.entries, parts.entries, findings, strict=True)
+        for entry, entry_parts, entry_findings in zip(spec.entries, parts.entries, findings, strict=True)
     ]
     return Manifest(
         version=VERSION,

@@ -84,12 +84,12 @@ class Built:
     def __str__(self) -> str:
         target, entry = self.manifest.target, self.manifest.entries[0]
         proofs = entry.self_test.proofs
-        own = ", ".join(self.variants) or f"{target.kind} {target.level or target.arch}"
+        target_text = ", ".join(self.variants) or f"{target.kind} {target.level or target.arch}"
         sizes = " x ".join(f"{dimension.name} {', '.join(map(str, dimension.sizes))}" for dimension in entry.dimensions)
         proved = [proof for proof in proofs if proof.method != "none"]
         error = f", largest error {max(proof.error for proof in proved):.1e}" if proved else ""
         return "\n".join([
-            f"{self.path}, {self._size()}, for {own}, built in {self._spent():.1f} s",
+            f"{self.path}, {self._size()}, for {target_text}, built in {self._spent():.1f} s",
             f"{sizes or 'no dimensions'}: {len(proofs)} int_key{'s' * (len(proofs) != 1)}, {len(proved)} proved{error}",
             f"program = cgbundle.load({str(self.path)!r})",
         ])  # fmt: skip
@@ -164,10 +164,10 @@ class Report:
         return f"<Report of {self._headline()}>"
 
     def _headline(self) -> str:
-        found = [finding for report in self.each for finding in report.findings]
-        stops = sum(finding.severity == "refuse" for finding in found)
+        all_findings = [finding for report in self.each for finding in report.findings]
+        stops = sum(finding.severity == "refuse" for finding in all_findings)
         verdict = f"cannot be built, {stops} of " if stops else "can be built, "
-        return f"{self.name} for {self.target}: {verdict}{len(found)} finding{'s' * (len(found) != 1)}"
+        return f"{self.name} for {self.target}: {verdict}{len(all_findings)} finding{'s' * (len(all_findings) != 1)}"
 
     @property
     def each(self) -> tuple[Report, ...]:

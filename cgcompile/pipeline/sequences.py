@@ -65,13 +65,13 @@ def with_sequences(exported: Sequence[Exported], models: FreshModels | None) -> 
     """
     if models is None or any(obstacle.rule in KNOWN for one in exported for obstacle in one.obstacles):
         return list(exported)
-    found = _compared(exported, models)
-    if found is not None and _compared(exported, models) is not None:  # on a GPU, rounding may differ from run to run
-        call, text = found
-        own = _cause(exported[call.entry], exported, models, call, text)
+    difference = _compared(exported, models)
+    if difference is not None and _compared(exported, models) is not None:  # on a GPU, rounding may differ from run to run
+        call, text = difference
+        causes = _cause(exported[call.entry], exported, models, call, text)
         return [
-            replace(each, obstacles=(*each.obstacles, *own)) if number == call.entry else each
-            for number, each in enumerate(exported)
+            replace(exported_entry, obstacles=(*exported_entry.obstacles, *causes)) if number == call.entry else exported_entry
+            for number, exported_entry in enumerate(exported)
         ]
     return list(exported)
 
@@ -91,21 +91,21 @@ def sequence(exported: Sequence[Exported]) -> list[Call]:
 
 def between(exported: Sequence[Exported]) -> list[Call]:
     """Calls at a size of every dimension that is not declared, the others being the smallest."""
-    found = []
-    for number, each in enumerate(exported):
-        smallest = {name: values[0] for name, values in each.sizes.items()}
-        for name, values in each.sizes.items():
+    calls = []
+    for number, exported_entry in enumerate(exported):
+        smallest = {name: values[0] for name, values in exported_entry.sizes.items()}
+        for name, values in exported_entry.sizes.items():
             free = [size for size in range(1, values[-1]) if size not in values]
             if free:
                 sizes = {**smallest, name: free[len(free) // 2]}
-                found.append(Call(entry=number, sizes=sizes, seed=SELF_TEST_SEED, declared=False))
-    return found
+                calls.append(Call(entry=number, sizes=sizes, seed=SELF_TEST_SEED, declared=False))
+    return calls
 
 
 def _compared(exported: Sequence[Exported], models: FreshModels) -> tuple[Call, str] | None:
     """The first call at which a program differs from the model, and how, in words."""
     with (
-        models.new({each.source.entry: probe_sizes(each.sizes) for each in exported}) as model,
+        models.new({exported_entry.source.entry: probe_sizes(exported_entry.sizes) for exported_entry in exported}) as model,
         _programs(exported, model.threads) as programs,
     ):
         for number, call in enumerate(sequence(exported)):
@@ -118,36 +118,36 @@ def _compared(exported: Sequence[Exported], models: FreshModels) -> tuple[Call, 
     return None
 
 
-def _difference(own: Exported, programs: _Programs, model: FreshModel, call: Call, seed: int) -> str:
+def _difference(exported: Exported, programs: _Programs, model: FreshModel, call: Call, seed: int) -> str:
     """How the results of a call differ, in words, or ""."""
     try:
-        tensors, mixed = drawn(own, call)
+        tensors, mixed = drawn(exported, call)
     except ModelError:
         if call.declared:
             raise
         return ""  # inputs() makes none at this size
-    made, called = _both(programs, model, call, tensors, seed, reset=False)
-    if call.declared and (called.raised or isinstance(made, str)):  # a cache of the model may be full
+    program_results, called = _both(programs, model, call, tensors, seed, reset=False)
+    if call.declared and (called.raised or isinstance(program_results, str)):  # a cache of the model may be full
         programs.reset()
-        made, called = _both(programs, model, call, tensors, seed, reset=True)
+        program_results, called = _both(programs, model, call, tensors, seed, reset=True)
     if called.raised and mixed:  # the model may check values
         programs.reset()
-        tensors = sample(own.source, call.sizes).tensors
-        made, called = _both(programs, model, call, tensors, seed, reset=True)
+        tensors = sample(exported.source, call.sizes).tensors
+        program_results, called = _both(programs, model, call, tensors, seed, reset=True)
     if called.raised:
         if call.declared:
-            raise ModelError("eager-failed", f"{called.raised} ({_text(own, call)}, of a model that was not called before)")
+            raise ModelError("eager-failed", f"{called.raised} ({_text(exported, call)}, of a model that was not called before)")
         return ""
-    if isinstance(made, str):
-        asserted = any(obstacle.rule == "asserted-value" for obstacle in own.obstacles)  # a bundle refuses such a call by name
-        return "" if asserted else f"{_text(own, call)}: the exported program raises {made}"
-    bound = coarsest(own.programs)
-    names = [*own.flat.names, *[f"the input {name!r}" for name, _ in own.flat.like.leaves]]
-    outputs = bounded_outputs(called.outputs, own.flat.bounded, call.sizes) if own.flat.bounded else called.outputs
-    for name, want, got in zip(names, (*outputs, *called.given), made, strict=True):
+    if isinstance(program_results, str):
+        asserted = any(obstacle.rule == "asserted-value" for obstacle in exported.obstacles)  # a bundle refuses such a call by name
+        return "" if asserted else f"{_text(exported, call)}: the exported program raises {program_results}"
+    bound = coarsest(exported.programs)
+    names = [*exported.flat.names, *[f"the input {name!r}" for name, _ in exported.flat.like.leaves]]
+    outputs = bounded_outputs(called.outputs, exported.flat.bounded, call.sizes) if exported.flat.bounded else called.outputs
+    for name, want, got in zip(names, (*outputs, *called.given), program_results, strict=True):
         difference = compare(want, got.detach().cpu())
         if difference.error > (bound if is_float(want.dtype) else 0.0):
-            return f"{_text(own, call)}: {name}: {difference.text}"
+            return f"{_text(exported, call)}: {name}: {difference.text}"
     return ""
 
 
@@ -158,10 +158,10 @@ def _both(
     seed = FIRST_SEED + number
     model.send(call.entry, tensors, seed, reset)
     try:
-        made: Sequence[torch.Tensor] | str = programs.call(call, tensors, seed)
+        program_results: Sequence[torch.Tensor] | str = programs.call(call, tensors, seed)
     except (RuntimeError, IndexError, ValueError, AssertionError) as error:
-        made = f"{type(error).__name__}: {error}".splitlines()[0]
-    return made, model.receive()
+        program_results = f"{type(error).__name__}: {error}".splitlines()[0]
+    return program_results, model.receive()
 
 
 def drawn(exported: Exported, call: Call) -> tuple[tuple[torch.Tensor, ...], bool]:
@@ -223,17 +223,17 @@ class _Programs:
 
     def call(self, call: Call, tensors: Sequence[torch.Tensor], seed: int) -> tuple[torch.Tensor, ...]:
         """The outputs, and the inputs after the call."""
-        own, which = self._exported[call.entry], (call.entry, call.key, call.seed)
+        exported, which = self._exported[call.entry], (call.entry, call.key, call.seed)
         if which in self._known and all(map(torch.equal, self._known[which][0], tensors)):
             return self._known[which][1]
-        reference = self._modules[id(own.programs.at(call.key))] if call.declared else own.flat
-        given = tuple([tensor.clone() for tensor in tensors])
-        made = (*call_eager(reference, given, seed), *given)
-        size = sum(tensor.nbytes for tensor in (*tensors, *made))
+        reference = self._modules[id(exported.programs.at(call.key))] if call.declared else exported.flat
+        inputs = tuple([tensor.clone() for tensor in tensors])
+        results = (*call_eager(reference, inputs, seed), *inputs)
+        size = sum(tensor.nbytes for tensor in (*tensors, *results))
         if self._pure and call.declared and size <= self._free and all(tensor.device == CPU for tensor in tensors):
-            self._known[which] = tensors, made
+            self._known[which] = tensors, results
             self._free -= size
-        return made
+        return results
 
     def changed(self) -> bool:
         """Whether calls have written to a buffer."""
@@ -280,11 +280,11 @@ def _cause(exported: Exported, entries: Sequence[Exported], models: FreshModels,
         calls = [
             (
                 number,
-                drawn(each, Call(entry=number, sizes=dict(zip(each.sizes, all_keys(each.sizes)[0], strict=True)), seed=seed))[0],
+                drawn(whole, Call(entry=number, sizes=dict(zip(whole.sizes, all_keys(whole.sizes)[0], strict=True)), seed=seed))[0],
             )
-            for number, each in enumerate(entries)
+            for number, whole in enumerate(entries)
         ]
-        with models.new({each.source.entry: probe_sizes(each.sizes) for each in entries}) as model:
+        with models.new({exported_entry.source.entry: probe_sizes(exported_entry.sizes) for exported_entry in entries}) as model:
             kept.append(model.kept(calls))
     one, other, again = kept
     buffers = {name for name, _ in exported.source.model.named_buffers()}  # the build made some of counters
@@ -293,22 +293,22 @@ def _cause(exported: Exported, entries: Sequence[Exported], models: FreshModels,
     drawn_once = [name for name in one.first if name in one.read and one.first[name] != again.first.get(name)]
     values = [name for name in one.first if name in one.read and one.first[name] != other.first.get(name)]
     counts = [name for name in one.again if name in one.read and name not in values]
-    found = [(name, f"{method} sets {name!r} to another value in every process, and later calls read it") for name in drawn_once]
-    found += [
+    reasons = [(name, f"{method} sets {name!r} to another value in every process, and later calls read it") for name in drawn_once]
+    reasons += [
         (name, f"{method} sets {name!r} from the values of its inputs, and a later call reads it")
         for name in values
         if name not in drawn_once
     ]
-    found += [(name, f"{method} changes {name!r} with every call, and reads it") for name in counts]
-    if not found:
+    reasons += [(name, f"{method} changes {name!r} with every call, and reads it") for name in counts]
+    if not reasons:
         sizes = [name for name in one.first if name in one.read]
-        found = [(name, f"{method} sets {name!r} at its first call, and later calls read it") for name in sizes]
-    if not found:
+        reasons = [(name, f"{method} sets {name!r} at its first call, and later calls read it") for name in sizes]
+    if not reasons:
         where, line = defined(written_method(exported.source.model, exported.source.entry))
         message = f"a model that was not called before gives something else than the exported program: {text}"
         return [Obstacle(rule=RULE, message=message, where=where, source=line)]
     return [
         Obstacle(rule=RULE, message=f"{message} ({text})", where=where, source=line)
-        for name, message in found
+        for name, message in reasons
         for where, line in [one.places.get(name, ("", ""))]
     ]

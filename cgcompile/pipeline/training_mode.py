@@ -31,10 +31,10 @@ def evaluated(source: Source, train: bool) -> Iterator[str]:
 
 def load_evaluated(model: Any, train: bool) -> tuple[Source, ...]:
     """The sources of a model that is made once more, in eval() unless `train`."""
-    made = load_sources(model)
+    sources = load_sources(model)
     if not train:
-        put_into_eval(made[0])
-    return made
+        put_into_eval(sources[0])
+    return sources
 
 
 def put_into_eval(source: Source) -> bool:

@@ -73,8 +73,8 @@ def _naming(watcher: Watcher, target: str) -> Watcher:
 
 def _generators() -> tuple[Callable[[], None], ...]:
     """What puts the generators of random numbers back: a model that draws its weights draws the same ones for every target."""
-    plain, own = random.getstate(), torch.get_rng_state()
-    return (lambda: random.setstate(plain)), (lambda: torch.set_rng_state(own))
+    plain, torch_state = random.getstate(), torch.get_rng_state()
+    return (lambda: random.setstate(plain)), (lambda: torch.set_rng_state(torch_state))
 
 
 def _verified(folder: Path, manifests: tuple[Manifest, ...]) -> str:

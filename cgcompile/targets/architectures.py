@@ -82,5 +82,5 @@ def arch(name: str) -> Arch:
 
 def capability_of(target: str) -> tuple[int, int]:
     """The compute capability of `target`; where that names no architecture, that of the oldest there is."""
-    found = next((row for row in ARCHES if row.name == target), ARCHES[0])
-    return found.major, found.minor
+    arch = next((row for row in ARCHES if row.name == target), ARCHES[0])
+    return arch.major, arch.minor

@@ -85,19 +85,19 @@ class BuildSpec:
         """The weights whose values Python got while an entry was exported, by name, with the file:line that asked."""
         return {name: where for entry in reversed(self.entries) for name, where in entry.prepared.baked.items()}
 
-    def by_key(self, each: Mapping[str, Mapping[IntKey, Any]]) -> dict[IntKey, Any]:
+    def by_key(self, by_entry: Mapping[str, Mapping[IntKey, Any]]) -> dict[IntKey, Any]:
         """What every entry has by int_key, as one mapping by build key."""
         return {
-            build_key(self, number, key): each[entry.name][key]
+            build_key(self, number, key): by_entry[entry.name][key]
             for number, entry in enumerate(self.entries)
             for key in entry.keys
-            if key in each[entry.name]
+            if key in by_entry[entry.name]
         }
 
-    def own(self, number: int, made: Mapping[IntKey, Any]) -> dict[IntKey, Any]:
+    def own(self, number: int, by_build_key: Mapping[IntKey, Any]) -> dict[IntKey, Any]:
         """Of a mapping by build key, what is of entry number `number`, by its int_keys."""
         keys = {key: build_key(self, number, key) for key in self.entries[number].keys}
-        return {key: made[build] for key, build in keys.items() if build in made}
+        return {key: by_build_key[build] for key, build in keys.items() if build in by_build_key}
 
 
 class EntryKey(tuple[int, ...]):
@@ -113,9 +113,9 @@ def build_key(spec: BuildSpec, number: int, key: IntKey) -> IntKey:
     """The key that entry number `number` has during a build for an int_key: itself where there is no other entry."""
     if len(spec.entries) == 1:
         return key
-    made = EntryKey((number, *key))
-    made.entry = spec.entries[number].name
-    return made
+    entry_key = EntryKey((number, *key))
+    entry_key.entry = spec.entries[number].name
+    return entry_key
 
 
 def entry_of(key: IntKey) -> str:

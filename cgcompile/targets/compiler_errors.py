@@ -68,10 +68,10 @@ class Failure:
 def explain(error: BaseException, *modules: GraphModule) -> Failure:
     """What failed, where and why.  `modules`: the program that was compiled, asked where the error names an operator alone."""
     chain = list(_chain(error))
-    node = next((found for each in reversed(chain) if (found := _failing_node(each)) is not None), None)
+    node = next((failing_node for exception in reversed(chain) if (failing_node := _failing_node(exception)) is not None), None)
     if node is None:
-        node = next((found for each in chain if (found := _named_node(str(each), modules)) is not None), None)
-    text = next((line for each in chain if (line := _user_line(str(each)))), "")
+        node = next((named_node for exception in chain if (named_node := _named_node(str(exception), modules)) is not None), None)
+    text = next((line for exception in chain if (line := _user_line(str(exception)))), "")
     fallback_op = source_operator(node, modules) if node is not None else ""
     shown = fallback_op or (_plain(str(node.target)) if node is not None else "")
     return Failure(operator=shown, where=place(node)[0] or text, cause=_cause(chain), fallback_op=fallback_op)
@@ -106,13 +106,13 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 def _failing_node(error: BaseException) -> Node | None:
     """The node in the innermost frame that runs one."""
-    found, trace = None, error.__traceback__
+    node, trace = None, error.__traceback__
     while trace is not None:
         value = trace.tb_frame.f_locals.get("n") if trace.tb_frame.f_code.co_name == "run_node" else None
         if isinstance(value, Node) and value.op == "call_function":
-            found = value
+            node = value
         trace = trace.tb_next
-    return found
+    return node
 
 
 def _named_node(text: str, modules: Iterable[GraphModule]) -> Node | None:
@@ -136,10 +136,10 @@ def _user_line(text: str) -> str:
 
 def _cause(chain: list[BaseException]) -> str:
     for name, words in CAUSES:
-        if any(type(each).__name__ == name or re.match(rf"\w*\.?{name}\b", str(each)) for each in chain):
+        if any(type(exception).__name__ == name or re.match(rf"\w*\.?{name}\b", str(exception)) for exception in chain):
             return words
-    for each in reversed(chain):
-        line = first_line(each)
+    for exception in reversed(chain):
+        line = first_line(exception)
         if line != "no message" and not CODE.search(line):
-            return f"{type(each).__name__}: {line}" if len(line) < 300 else f"{type(each).__name__}: {line[:300]}..."
+            return f"{type(exception).__name__}: {line}" if len(line) < 300 else f"{type(exception).__name__}: {line[:300]}..."
     return f"{type(chain[-1]).__name__}, without a word that says more"

@@ -14,21 +14,21 @@ from ..model.source import DonationNames
 from .build_spec import EntryBuild
 
 
-def donations_of(given: Iterable[DonationNames], entries: Sequence[EntryBuild]) -> tuple[Donation, ...]:
+def donations_of(pairs: Iterable[DonationNames], entries: Sequence[EntryBuild]) -> tuple[Donation, ...]:
     """The rows of what `donations()` gives: pairs of an output and an input, each as `entry.name`.
 
     Raises donation-unknown, and donation-unlike or donation-refused for two between which nothing could ever be passed on.
     """
-    found: dict[tuple[str, int, str, int], Donation] = {}
-    for pair in given:
+    donations: dict[tuple[str, int, str, int], Donation] = {}
+    for pair in pairs:
         source, output = _named(pair, 0, entries)
         target, taken = _named(pair, 1, entries)
         row = Donation(source=source.name, output=output, target=target.name, input=taken)
-        if row in found.values():
+        if row in donations.values():
             raise ModelError("donation-unknown", f"donations(): {_shown(pair)} stands twice")
         _check(pair, source, output, target, taken)
-        found[(row.source, row.output, row.target, row.input)] = row
-    return tuple([row for _, row in sorted(found.items())])
+        donations[(row.source, row.output, row.target, row.input)] = row
+    return tuple([row for _, row in sorted(donations.items())])
 
 
 def check_layouts(manifest: Manifest) -> None:
@@ -62,17 +62,17 @@ def _named(pair: DonationNames, side: int, entries: Sequence[EntryBuild]) -> tup
     if not rest and len(names) == 1:
         return entry, 0
     if rest not in names:
-        has = ", ".join([f"{name}.{each}" for each in names])
+        has = ", ".join([f"{name}.{spec_name}" for spec_name in names])
         raise ModelError("donation-unknown", f"donations(): {_shown(pair)}: {pair[side]!r} is no {kind}: {name!r} has {has}")
     return entry, names.index(rest)
 
 
 def _check(pair: DonationNames, source: EntryBuild, output: int, target: EntryBuild, taken: int) -> None:
-    made, wanted = source.prepared.signature.outputs[output], target.prepared.signature.inputs[taken]
+    output_spec, wanted = source.prepared.signature.outputs[output], target.prepared.signature.inputs[taken]
     where = f"donations(): {_shown(pair)}"
-    if made.dtype != wanted.dtype:
-        raise ModelError("donation-unlike", f"{where}: the output is {made.dtype}, the input {wanted.dtype}")
-    if not _shapes(source, made) & _shapes(target, wanted):
+    if output_spec.dtype != wanted.dtype:
+        raise ModelError("donation-unlike", f"{where}: the output is {output_spec.dtype}, the input {wanted.dtype}")
+    if not _shapes(source, output_spec) & _shapes(target, wanted):
         raise ModelError("donation-unlike", f"{where}: they have the same shape at no sizes that are built")
     shared = next((alias for alias in source.prepared.aliases if alias.output == output and alias.memory != "outputs"), None)
     if shared is not None:

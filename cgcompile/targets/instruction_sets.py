@@ -114,15 +114,15 @@ def needed(
     """What code that was compiled with each of these lists of `options` needs, of what /proc/cpuinfo lists as `flags` here, sorted.
     `ask`: the `macros` of the compiler.  Raises compiler-failed."""
     plain = ask()
-    found: set[str] = set()
+    features: set[str] = set()
     for option in options:
         defined = ask(*option)
         turned_on = {name: value for name, value in defined.items() if name not in plain or name == SVE_BITS}
         if machine == X86_64:
-            found |= _x86(turned_on, flags)
+            features |= _x86(turned_on, flags)
         else:
-            found |= _arm(defined, flags)
-    return tuple(sorted(found))
+            features |= _arm(defined, flags)
+    return tuple(sorted(features))
 
 
 def _x86(turned_on: Mapping[str, str], flags: Collection[str]) -> set[str]:
@@ -147,14 +147,14 @@ def macros(compiler: str, *options: str) -> dict[str, str]:
     try:
         listed = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
         complaint = listed.stderr if listed.returncode else ""
-        found = [line.split(None, 2)[1:] for line in listed.stdout.splitlines() if line.startswith("#define ")]
+        definitions = [line.split(None, 2)[1:] for line in listed.stdout.splitlines() if line.startswith("#define ")]
     except (OSError, subprocess.TimeoutExpired) as error:
-        found, complaint = [], str(error)
-    if not found or complaint:
+        definitions, complaint = [], str(error)
+    if not definitions or complaint:
         why = (complaint.strip() or "it lists no macros").splitlines()[0]
         raise BuildError(
             "compiler-failed",
             f"{compiler} does not say what its options {' '.join(options) or '(none)'} mean: {why}",
             "without that, a bundle could run where the processor lacks an instruction; set CXX to GCC or Clang",
         )
-    return {row[0]: row[1] if len(row) > 1 else "" for row in found}
+    return {row[0]: row[1] if len(row) > 1 else "" for row in definitions}

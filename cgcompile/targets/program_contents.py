@@ -16,11 +16,11 @@ def program_contents(programs: Iterable[ExportedProgram]) -> dict[int, str]:
     """Of each program, by identity, the hash of its code, signature, and tensors.  The ranges that sizes were declared with are not
     in it.  A weight of several programs is read once."""
     hashes: dict[object, bytes] = {}
-    found: dict[int, str] = {}
+    digests: dict[int, str] = {}
     for program in programs:
-        if id(program) not in found:
-            found[id(program)] = digest(*_described(program, hashes))
-    return found
+        if id(program) not in digests:
+            digests[id(program)] = digest(*_described(program, hashes))
+    return digests
 
 
 def tensor_layout(tensor: torch.Tensor) -> tuple[object, ...]:

@@ -56,9 +56,9 @@ def installed(package: str) -> str:
     name = re.compile(rf"{package.replace('-', '[-_.]')}-([^-]+)(-py[\d.]+)?\.(dist|egg)-info", re.IGNORECASE)
     for folder in sys.path:
         with suppress(OSError):  # a zip file, or nothing
-            for each in os.listdir(folder or os.curdir):
-                if found := name.fullmatch(each):
-                    return found[1]
+            for entry in os.listdir(folder or os.curdir):
+                if match := name.fullmatch(entry):
+                    return match[1]
     return ""
 
 

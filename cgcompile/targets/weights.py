@@ -154,7 +154,7 @@ def frozen_weights(
     updatable = {row.tensor for row in rows if row.name in plain_named}
     held = {row.tensor for row in rows if row.name in plain_folded}
     read = {row.tensor: baked[row.name] for row in reversed(rows) if row.name in baked}
-    found = []
+    frozen_rows = []
     files = [file_names.WEIGHTS, *([file_names.TABLES] if any(row.computed for row in rows) else [])]
     mapped = {name: safetensors.Mapped(str(stage / name), name) for name in files}
     for index, row in enumerate(rows):
@@ -166,10 +166,10 @@ def frozen_weights(
             file = file_names.TABLES if row.computed else file_names.WEIGHTS
             digest = _zeros_digest(span(row)) if row.zeros else sha256(mapped[file].data(row.tensor)).hexdigest()
             where = read[row.tensor] if reason == "baked" else ""
-            found.append(FrozenWeight(weight=index, reason=reason, sha256=digest, where=where))
-    for each in mapped.values():
-        each.close()
-    return tuple(found)
+            frozen_rows.append(FrozenWeight(weight=index, reason=reason, sha256=digest, where=where))
+    for mapped_file in mapped.values():
+        mapped_file.close()
+    return tuple(frozen_rows)
 
 
 @cache

@@ -59,12 +59,12 @@ def read_request_log(path: str, *columns: str) -> tuple[Counter[int], ...]:
     """
     where = "standard input" if path == STDIN else path
     text = _read(path)
-    found = [_column(text, column, where) for column in columns] if columns else [_lines(text, where)]
-    if not all(found):
+    counts = [_column(text, column, where) for column in columns] if columns else [_lines(text, where)]
+    if not all(counts):
         raise BuildError(
             "request-log-invalid", f"{where}: no sizes", "give one request size per line, or a CSV file and --column NAME"
         )
-    return tuple(found)
+    return tuple(counts)
 
 
 def propose(counts: Mapping[int, int], most: int, multiple: int = 1) -> tuple[Proposal, ...]:
@@ -110,9 +110,9 @@ def _read(path: str) -> str:
 
 def _lines(text: str, where: str) -> Counter[int]:
     cells = [line.strip() for line in text.split("\n")]
-    found = _count([cell for cell in cells if cell])
-    if found is not None:
-        return found
+    counts = _count([cell for cell in cells if cell])
+    if counts is not None:
+        return counts
     line, cell = next((line, cell) for line, cell in enumerate(cells, 1) if cell and _count([cell]) is None)
     names = _heads(text) if line == 1 else []
     hint = f"name the column that holds the sizes: --column {shlex.quote(names[-1])}" if any(map(str.isidentifier, names)) else ""
@@ -128,9 +128,9 @@ def _column(text: str, column: str, where: str) -> Counter[int]:
     rows = _rows(text)
     try:
         next(rows)
-        found = _count(list(map(str.strip, map(itemgetter(at), filter(None, rows)))))
-        if found is not None:
-            return found
+        counts = _count(list(map(str.strip, map(itemgetter(at), filter(None, rows)))))
+        if counts is not None:
+            return counts
         rows = _rows(text)
         next(rows)
         cell = next(cell for row in rows if row and _count([cell := row[at].strip()]) is None)
@@ -178,9 +178,9 @@ def _cheapest(sizes: Sequence[int], counts: Sequence[int], most: int) -> list[tu
     reach = list(accumulate(counts))
     largest, total = sizes[-1], reach[-1]
     rows = [size * below for size, below in zip(sizes, reach, strict=True)]
-    found: list[tuple[int, tuple[int, ...]]] = [(rows[-1], (largest,))]
+    choices: list[tuple[int, tuple[int, ...]]] = [(rows[-1], (largest,))]
     layers: list[array[int]] = []
-    while len(found) < most:
+    while len(choices) < most:
         ends = [row + largest * (total - below) for row, below in zip(rows[:-1], reach, strict=False)]
         fewest = min(ends)
         at = ends.index(fewest)
@@ -188,11 +188,11 @@ def _cheapest(sizes: Sequence[int], counts: Sequence[int], most: int) -> list[tu
         for layer in reversed(layers):
             at = layer[at]
             picked.append(sizes[at])
-        found.append((fewest, tuple(reversed(picked))))
-        if len(found) < most:  # the whole layer is for the next one only
+        choices.append((fewest, tuple(reversed(picked))))
+        if len(choices) < most:  # the whole layer is for the next one only
             rows, chosen = _one_more(sizes, reach, rows)
             layers.append(chosen)
-    return found
+    return choices
 
 
 def _one_more(sizes: Sequence[int], reach: Sequence[int], rows: Sequence[int]) -> tuple[list[int], array[int]]:

@@ -117,8 +117,8 @@ def _parts() -> tuple[Part, ...]:
 
 
 def _package(name: str, use: str, fix: str, more: str = "") -> Part:
-    found = installed(name)
-    return Part(name=name, found=found + more if found else "", use=use, fix="" if found else fix)
+    version = installed(name)
+    return Part(name=name, found=version + more if version else "", use=use, fix="" if version else fix)
 
 
 def _cuda_of_torch() -> str:
@@ -127,8 +127,8 @@ def _cuda_of_torch() -> str:
     file = Path(spec.origin).with_name("version.py") if spec is not None and spec.origin else None
     if file is None or not file.is_file():
         return ""
-    found = re.search(r"^cuda\b[^=\n]*= *['\"]([\d.]+)", file.read_text(), re.MULTILINE)
-    return f" (CUDA {found[1]})" if found else " (without CUDA)"
+    match = re.search(r"^cuda\b[^=\n]*= *['\"]([\d.]+)", file.read_text(), re.MULTILINE)
+    return f" (CUDA {match[1]})" if match else " (without CUDA)"
 
 
 def _compiler() -> str:
@@ -136,10 +136,10 @@ def _compiler() -> str:
     if path is None:
         return ""
     try:
-        told = subprocess.run([path, "--version"], capture_output=True, text=True, check=False, timeout=10).stdout
+        output = subprocess.run([path, "--version"], capture_output=True, text=True, check=False, timeout=10).stdout
     except (OSError, subprocess.TimeoutExpired):
-        told = ""
-    return ", ".join([*told.splitlines()[:1], path])
+        output = ""
+    return ", ".join([*output.splitlines()[:1], path])
 
 
 def _gpus() -> tuple[tuple[Gpu, ...], str, str]:
@@ -191,10 +191,10 @@ def _processors(name: str, about: str, level: Level | None) -> TargetHere:
 
 def _cuda(gpus: tuple[Gpu, ...], missing: str) -> list[TargetHere]:
     """`cuda`, and every architecture; also that of a GPU here which is none of ours: it is captured."""
-    here = [each.arch for each in gpus]
+    here = [gpu.arch for gpu in gpus]
     known = [row.name for row in ARCHES]
     abouts = {row.name: f"{row.gpu} and other GPUs of {row.major}.{row.minor}" for row in ARCHES}
-    others = {each.arch: each.name for each in gpus if each.arch not in known}
+    others = {gpu.arch: gpu.name for gpu in gpus if gpu.arch not in known}
     captured = _refusal(lambda: check_packages("capture"))
     if not gpus:
         captured = missing, "name the GPU that the bundle is for: --target sm_90, or another"

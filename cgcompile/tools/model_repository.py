@@ -40,21 +40,21 @@ def model_repository(
     """
     place = Path(out)
     check_free(place, False)
-    found: dict[str, tuple[Path, Manifest]] = {}
+    by_variant: dict[str, tuple[Path, Manifest]] = {}
     for path in map(Path, bundles):
         opened = Archive(os.fspath(path))
         check_bundle(opened, "full")
         name = variant(opened.manifest)
-        if name in found:
+        if name in by_variant:
             raise BuildError(
-                "output-exists", f"{path}: is for {name}, and so is {found[name][0]}", "give one for each kind of machine"
+                "output-exists", f"{path}: is for {name}, and so is {by_variant[name][0]}", "give one for each kind of machine"
             )
-        found[name] = path, opened.manifest
+        by_variant[name] = path, opened.manifest
     stage = place.absolute().parent / f".{place.name}.{uuid4().hex}.part"
     try:
-        for name, (path, manifest) in found.items():
+        for name, (path, manifest) in by_variant.items():
             _copy(path, manifest, stage / VARIANTS / name)
-        manifests = {name: manifest for name, (_, manifest) in found.items()}
+        manifests = {name: manifest for name, (_, manifest) in by_variant.items()}
         (stage / CARD).write_text(card(manifests, base_model=base_model, license=license), encoding="utf-8")
         stage.rename(place)
     finally:

@@ -64,17 +64,17 @@ def _aten() -> Iterator[tuple[str, list[Any]]]:
             continue
         packet = getattr(torch.ops.aten, name)
         overloads = [getattr(packet, overload) for overload in packet.overloads() if "out" not in overload]
-        if found := [op for op in overloads if op.name() in known]:
-            yield f"aten.{name}", found
+        if known_overloads := [op for op in overloads if op.name() in known]:
+            yield f"aten.{name}", known_overloads
 
 
-def _merged(name: str, told: list[tuple[str, str]]) -> OperatorKind:
+def _merged(name: str, verdicts: list[tuple[str, str]]) -> OperatorKind:
     """What overloads have in common."""
-    kinds = {kind for kind, _ in told}
+    kinds = {kind for kind, _ in verdicts}
     if kinds == {"yes", "parts"}:
         kinds = {"yes"}
     kind = kinds.pop() if len(kinds) == 1 else "some"
-    why = next((why for each, why in told if why and (each == kind or kind == "some")), "")
+    why = next((why for overload_kind, why in verdicts if why and (overload_kind == kind or kind == "some")), "")
     return OperatorKind(name=name, kind=kind, why=why)
 
 

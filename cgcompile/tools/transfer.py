@@ -262,8 +262,8 @@ def _make_own(folder: Path) -> None:
     try:
         folder.mkdir(mode=0o700)
     except FileExistsError:
-        found = folder.lstat()
-        if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077:
+        status = folder.lstat()
+        if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o077:
             return
         text = f"{folder}: lies where a pull keeps what has arrived, and is not this user's folder alone"
         raise BuildError("output-unwritable", text, "remove it, or choose another place with -o") from None

@@ -34,13 +34,13 @@ def eager_spread(reference: Reference, tensors: Sequence[torch.Tensor]) -> tuple
             stepped = run_eager(reference, others).outputs  # a model may make positions of floats
     except FAILURES:
         stepped = first  # the model asserts what its inputs are
-    found = []
+    reruns = []
     if any(output.is_cuda for output in first):
-        found.append(run_eager(reference, tensors).outputs)
+        reruns.append(run_eager(reference, tensors).outputs)
         with without_tf32():
-            found.append(run_eager(reference, tensors).outputs)
+            reruns.append(run_eager(reference, tensors).outputs)
     steps = [0.0 if want.dtype in WIDE else compare(want, other).error for want, other in zip(first, stepped, strict=True)]
-    others = [[compare(want, other).error for other in each] for want, *each in zip(first, *found, strict=True)]
+    others = [[compare(want, other).error for other in repeats] for want, *repeats in zip(first, *reruns, strict=True)]
     return tuple([max([step, *other]) for step, other in zip(steps, others, strict=True)])
 
 

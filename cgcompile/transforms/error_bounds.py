@@ -52,8 +52,8 @@ def error_bounds(prepared: Prepared, weights: Sequence[Weight] = ()) -> tuple[Er
     Eager PyTorch itself is inexact: on a GPU it may round float32 to TF32, and outputs differ by `Prepared.spread` between
     runs.  A bound is at least SPREADS times that, up to MOST.
     """
-    found = [_program_bounds(program, prepared, weights) for _, program in prepared.programs.each]
-    bounds = tuple([_widest(each) for each in zip(*found, strict=True)])
+    by_program = [_program_bounds(program, prepared, weights) for _, program in prepared.programs.each]
+    bounds = tuple([_widest(candidates) for candidates in zip(*by_program, strict=True)])
     if prepared.on_gpu:
         bounds = _on_gpu(bounds, prepared.programs)
     spread = (*prepared.spread, *[0.0] * (len(bounds) - len(prepared.spread)))
@@ -73,7 +73,7 @@ def _spread_out(bound: ErrorBound, spread: float) -> ErrorBound:
 def _on_gpu(bounds: Sequence[ErrorBound], programs: Programs) -> tuple[ErrorBound, ...]:
     """The bounds where eager PyTorch runs on a GPU, which may round float32 to TF32."""
     tf32 = _rounds_to_tf32(programs)
-    return tuple([replace(each, bound=max(each.bound, TF32)) if tf32 and each.bound >= FLOAT32 else each for each in bounds])
+    return tuple([replace(limit, bound=max(limit.bound, TF32)) if tf32 and limit.bound >= FLOAT32 else limit for limit in bounds])
 
 
 def _rounds_to_tf32(programs: Programs) -> bool:
@@ -84,7 +84,7 @@ def _rounds_to_tf32(programs: Programs) -> bool:
 
 def selection_floor(prepared: Prepared, bounds: Sequence[ErrorBound]) -> float:
     """The least bound of computed floats that an index is selected from: what `bounds` were widened to, and that of TF32."""
-    widened = max((each.bound for each in bounds if each.widened), default=0.0)
+    widened = max((limit.bound for limit in bounds if limit.widened), default=0.0)
     return max(widened, TF32 if prepared.on_gpu and _rounds_to_tf32(prepared.programs) else 0.0)
 
 
@@ -106,31 +106,31 @@ _CUDNN = frozenset(
 
 def _widest(bounds: Sequence[ErrorBound]) -> ErrorBound:
     first = bounds[0]
-    return replace(first, bound=max(each.bound for each in bounds), rounded=any(bound.rounded for bound in bounds))
+    return replace(first, bound=max(limit.bound for limit in bounds), rounded=any(bound.rounded for bound in bounds))
 
 
 def _program_bounds(program: ExportedProgram, prepared: Prepared, weights: Sequence[Weight]) -> tuple[ErrorBound, ...]:
     lineage = _Lineage(program)
     graph, signature = program.graph, prepared.signature
-    given = {node.name: node for node in graph.nodes if node.op == "placeholder"}
-    users = [given[name] for name in program.graph_signature.user_inputs if name in given]
-    made = tree_leaves(graph.output_node().args)[-len(signature.outputs) :]
-    buffers = {name.removeprefix(PREFIX): given[node] for node, name in program.graph_signature.inputs_to_buffers.items()}
-    found = [
-        _bound(f"output {spec.name}", spec.dtype, lineage.of(node)) for spec, node in zip(signature.outputs, made, strict=True)
+    placeholders = {node.name: node for node in graph.nodes if node.op == "placeholder"}
+    users = [placeholders[name] for name in program.graph_signature.user_inputs if name in placeholders]
+    returned = tree_leaves(graph.output_node().args)[-len(signature.outputs) :]
+    buffers = {name.removeprefix(PREFIX): placeholders[node] for node, name in program.graph_signature.inputs_to_buffers.items()}
+    bounds = [
+        _bound(f"output {spec.name}", spec.dtype, lineage.of(node)) for spec, node in zip(signature.outputs, returned, strict=True)
     ]
     for index in prepared.written:
         spec = signature.inputs[index]
-        found.append(_bound(f"input {spec.name}", spec.dtype, lineage.of(users[index])))
+        bounds.append(_bound(f"input {spec.name}", spec.dtype, lineage.of(users[index])))
     state = [(row.name.removeprefix(PREFIX), row.dtype) for row in weights if row.memory == "state"]
-    return tuple([*found, *[_bound(f"state {name}", dtype, lineage.of(buffers.get(name))) for name, dtype in state]])
+    return tuple([*bounds, *[_bound(f"state {name}", dtype, lineage.of(buffers.get(name))) for name, dtype in state]])
 
 
 def _bound(name: str, dtype: str, passed: Dtypes) -> ErrorBound:
-    own: torch.dtype = getattr(torch, dtype)
-    exact = not is_float(own)
-    bound = 0.0 if exact else max(map(tolerance, {own, *(passed - FLOAT8)}))
-    return ErrorBound(title=f"{name} ({dtype_name(own)})", bound=bound, exact=exact, rounded=bool(passed))
+    torch_dtype: torch.dtype = getattr(torch, dtype)
+    exact = not is_float(torch_dtype)
+    bound = 0.0 if exact else max(map(tolerance, {torch_dtype, *(passed - FLOAT8)}))
+    return ErrorBound(title=f"{name} ({dtype_name(torch_dtype)})", bound=bound, exact=exact, rounded=bool(passed))
 
 
 class _Lineage:
@@ -165,8 +165,8 @@ class _Lineage:
         if viewed is None or written:
             passed |= _floats(node.meta.get("val"))
         self._add(node, passed)
-        for each in written:
-            self._add(each, passed | _floats(each.meta.get("val")))
+        for destination in written:
+            self._add(destination, passed | _floats(destination.meta.get("val")))
 
     def _add(self, node: Node, dtypes: Dtypes) -> None:
         self._dtypes.setdefault(self._root(node), set()).update(dtypes)
@@ -193,7 +193,7 @@ def _viewed(node: Node) -> Node | None:
         return None
     for argument, value in zip(schema.arguments, node.args, strict=False):
         if argument.alias_info and isinstance(value, Node):
-            kinds = [getattr(each.meta.get("val"), "dtype", None) for each in (node, value)]
+            kinds = [getattr(tensor_node.meta.get("val"), "dtype", None) for tensor_node in (node, value)]
             return value if kinds[0] in (None, kinds[1]) else None
     return None
 
@@ -202,12 +202,12 @@ def _written(node: Node) -> list[Node]:
     """The tensors that a node writes to."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return []
-    found: list[Node] = []
+    destinations: list[Node] = []
     for place, argument in enumerate(node.target._schema.arguments):
         value = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
         if argument.alias_info and argument.alias_info.is_write:
-            found += [leaf for leaf in tree_leaves(value) if isinstance(leaf, Node)]
-    return found
+            destinations += [leaf for leaf in tree_leaves(value) if isinstance(leaf, Node)]
+    return destinations
 
 
 def _floats(value: object) -> Dtypes:

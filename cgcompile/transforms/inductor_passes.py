@@ -85,12 +85,12 @@ def unchecked_puts(module: GraphModule) -> Iterator[None]:
 @contextmanager
 def mended() -> Iterator[None]:
     """Inside, `Identity` of a number is the number, and rules of dtypes are made once."""
-    make, made = DtypePropagationOpsHandler.__init__, set[int]()
+    make, rule_counts = DtypePropagationOpsHandler.__init__, set[int]()
 
     def once(self: DtypePropagationOpsHandler) -> None:
-        if (known := len(op_dtype_propagation_rules)) not in made:  # lowerings that are registered later bring some
+        if (known := len(op_dtype_propagation_rules)) not in rule_counts:  # lowerings that are registered later bring some
             make(self)
-            made.add(known)
+            rule_counts.add(known)
 
     with mock.patch.object(Identity, "__new__", _identity), mock.patch.object(DtypePropagationOpsHandler, "__init__", once):
         yield
@@ -151,9 +151,9 @@ def keep_scattered_dtypes(graph: Graph) -> None:
             full.args, node.args = (shape, kind(background)), (full, *place, kind(value))
         else:
             with graph.inserting_before(node):
-                made = graph.call_function(torch.ops.prims.rev.default, (full, []))
-            made.meta = {name: full.meta[name] for name in ("val", "tensor_meta") if name in full.meta}
-            node.args = (made, *place, value)
+                identity = graph.call_function(torch.ops.prims.rev.default, (full, []))
+            identity.meta = {name: full.meta[name] for name in ("val", "tensor_meta") if name in full.meta}
+            node.args = (identity, *place, value)
 
 
 def spell_factors(graph: Graph) -> None:
@@ -164,20 +164,20 @@ def spell_factors(graph: Graph) -> None:
             continue
         if isinstance(added, Node):
             with graph.inserting_before(node):
-                made = graph.call_function(aten.mul.Tensor, (added, factor))
+                product = graph.call_function(aten.mul.Tensor, (added, factor))
             value = added.meta["val"]
             with value.fake_mode:
-                made.meta["val"] = value * (factor.meta["val"] if isinstance(factor, Node) else factor)
+                product.meta["val"] = value * (factor.meta["val"] if isinstance(factor, Node) else factor)
         else:
-            made = added * factor
-        node.args, node.kwargs = (node.args[0], made), {}
+            product = added * factor
+        node.args, node.kwargs = (node.args[0], product), {}
 
 
 def add_short_products(graph: Graph) -> None:
     """Changes the graph in place: of the sum of two products with a short inner axis, the second is added to the first."""
     for node in graph.find_nodes(op="call_function", target=aten.add.Tensor):
         one, other = node.args
-        if any(not isinstance(each, Node) or each.target is not aten.mm.default for each in (one, other)):
+        if any(not isinstance(operand, Node) or operand.target is not aten.mm.default for operand in (one, other)):
             continue
         inner = other.args[0].meta["val"].shape[1]
         if isinstance(inner, int) and inner <= SHORT and one.meta["val"].shape == other.meta["val"].shape:
@@ -208,22 +208,22 @@ def read_old_values(graph: Graph) -> None:
         if simple_sources(value) & (written - {str(place.target)}):
             first = next(node for node in graph.nodes if node.op != "placeholder")
             with graph.inserting_before(first) if value.op == "placeholder" else graph.inserting_after(value):
-                made = graph.call_function(torch.ops.prims.rev.default, (value, []))
-            made.meta = {name: value.meta[name] for name in ("val", "tensor_meta") if name in value.meta}
-            copy.update_arg(1, made)
+                identity = graph.call_function(torch.ops.prims.rev.default, (value, []))
+            identity.meta = {name: value.meta[name] for name in ("val", "tensor_meta") if name in value.meta}
+            copy.update_arg(1, identity)
         written.add(str(place.target))
 
 
 def simple_sources(value: Node) -> set[str]:
     """The inputs that a value may be, for all that a compiler can find out about its operations, by name."""
-    found: set[str] = set()
+    input_names: set[str] = set()
     waiting = [value]
     while waiting:
-        each = waiting.pop()
-        packet = getattr(each.target, "overloadpacket", None)
-        view = getattr(each.target, "is_view", False) or each.target is operator.getitem
-        if each.op in INPUTS:
-            found.add(str(each.target))
+        node = waiting.pop()
+        packet = getattr(node.target, "overloadpacket", None)
+        view = getattr(node.target, "is_view", False) or node.target is operator.getitem
+        if node.op in INPUTS:
+            input_names.add(str(node.target))
         elif view or getattr(packet, "__name__", "") in SIMPLE:
-            waiting += each.all_input_nodes
-    return found
+            waiting += node.all_input_nodes
+    return input_names

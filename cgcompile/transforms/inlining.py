@@ -126,13 +126,13 @@ def code_of(source: Source, programs: Programs) -> str:
 def _registering_modules(op: Any) -> list[str]:
     """Modules that another process can import and that may have registered an operator with `torch.library.custom_op`: those of the
     packages that its functions are from, as far as their source names its namespace."""
-    made = getattr(custom_ops, "OPDEFS", {}).get(f"{op.namespace}::{op._opname}")
-    functions = [getattr(made, "_init_fn", None), getattr(made, "_abstract_fn", None), *getattr(made, "_backend_fns", {}).values()]
+    impl = getattr(custom_ops, "OPDEFS", {}).get(f"{op.namespace}::{op._opname}")
+    functions = [getattr(impl, "_init_fn", None), getattr(impl, "_abstract_fn", None), *getattr(impl, "_backend_fns", {}).values()]
     packages = {getattr(function, "__module__", "").partition(".")[0] for function in functions} - {"", "torch", "builtins"}
     packages = {package for package in packages if PathFinder.find_spec(package) is not None}
     modules = {name: getattr(module, "__file__", None) or "" for name, module in sys.modules.items()}
-    own = [(name, Path(file)) for name, file in modules.items() if name.partition(".")[0] in packages and file.endswith(".py")]
-    return [name for name, file in own if file.is_file() and op.namespace.encode() in file.read_bytes()]
+    sources = [(name, Path(file)) for name, file in modules.items() if name.partition(".")[0] in packages and file.endswith(".py")]
+    return [name for name, file in sources if file.is_file() and op.namespace.encode() in file.read_bytes()]
 
 
 def _function(op: Any) -> Callable[..., Any]:
@@ -142,9 +142,9 @@ def _function(op: Any) -> Callable[..., Any]:
             "torch-unsupported",
             f"torch {torch.__version__} does not say what custom operators do; cgcompile was tested with 2.11 and 2.13",
         )
-    made = custom_ops.OPDEFS.get(f"{op.namespace}::{op._opname}")
-    found = getattr(made, "_backend_fns", {})
-    function: Callable[..., Any] | None = found.get("cpu") or found.get(None)
+    impl = custom_ops.OPDEFS.get(f"{op.namespace}::{op._opname}")
+    backend_fns = getattr(impl, "_backend_fns", {})
+    function: Callable[..., Any] | None = backend_fns.get("cpu") or backend_fns.get(None)
     if function is None:
         raise ModelError(
             "operator-without-code",

@@ -14,16 +14,16 @@ def without_markers(program: ExportedProgram) -> ExportedProgram:
     metadata; weights are shared, not copied.  Needs nothing of cgcompile to be saved or loaded."""
     if not any(marker(node) for module in _modules(program.graph_module) for node in module.graph.nodes):
         return program
-    made = copied_graph(program)
-    renamed = _drop(made)
-    for module in _modules(made):
-        if module is not made:
+    root = copied_graph(program)
+    renamed = _drop(root)
+    for module in _modules(root):
+        if module is not root:
             _drop(module)
-    return with_graph(program, made, renamed)
+    return with_graph(program, root, renamed)
 
 
 def _modules(module: GraphModule) -> list[GraphModule]:
-    return [each for each in module.modules() if isinstance(each, GraphModule)]
+    return [submodule for submodule in module.modules() if isinstance(submodule, GraphModule)]
 
 
 def _drop(module: GraphModule) -> dict[str, str]:

@@ -69,21 +69,21 @@ def find_aliases(exported: Exported, outputs: Sequence[TensorSpec], state: Seque
 
     def at(key: IntKey) -> dict[_Pair, View]:
         tensors = sample(exported.source, dict(zip(exported.sizes, key, strict=True))).tensors
-        found = _shared(exported.flat, tensors, changed, [spec.name for spec in outputs])
-        return _whatever_branch(exported.programs.at(key), found) if found else found
+        shared_views = _shared(exported.flat, tensors, changed, [spec.name for spec in outputs])
+        return _whatever_branch(exported.programs.at(key), shared_views) if shared_views else shared_views
 
     first = at(keys[0])
     if not first:
         return ()
     every = {key: first if key == keys[0] else at(key) for key in keys}
-    for key, found in every.items():
-        if found.keys() != first.keys():
+    for key, views_at_key in every.items():
+        if views_at_key.keys() != first.keys():
             raise ModelError(
                 "outputs-shared",
                 f"{exported.source.label}: which outputs share memory changes with the sizes ({keys[0]} and {key}): "
                 f"a reshape or contiguous() copies at some of them",
             )
-    views = {pair: {key: found[pair] for key, found in every.items()} for pair in first}
+    views = {pair: {key: views_at_key[pair] for key, views_at_key in every.items()} for pair in first}
     return tuple(
         [OutputAlias(output=pair[0], memory=pair[1], index=pair[2], name=pair[3], views=views[pair]) for pair in first]
     )  # fmt: skip
@@ -110,7 +110,7 @@ def _with_aliases(
 ) -> Program:
     values, outputs = list(program.values), list(program.outputs)
     for alias in aliases:
-        view, own = alias.views[program.key], values[program.outputs[alias.output]]
+        view, value = alias.views[program.key], values[program.outputs[alias.output]]
         other = _weight(alias, weights) if alias.name else _value(alias, program)
         same = [mine == theirs or size < 2 for mine, theirs, size in zip(other.strides, view.base, other.shape, strict=True)]
         if not all(same):
@@ -119,55 +119,55 @@ def _with_aliases(
                 f"output {specs[alias.output].name!r}, int_key {program.key}: in eager PyTorch it shares memory with a tensor that "
                 f"the compiled code lays out otherwise",
             )
-        if own.memory == "host":
-            values[program.outputs[alias.output]] = replace(own, offset=view.offset, strides=view.strides)
+        if value.memory == "host":
+            values[program.outputs[alias.output]] = replace(value, offset=view.offset, strides=view.strides)
             continue
-        values.append(replace(own, memory=other.memory, offset=other.offset + view.offset, strides=view.strides))
+        values.append(replace(value, memory=other.memory, offset=other.offset + view.offset, strides=view.strides))
         outputs[alias.output] = len(values) - 1
     return replace(program, values=tuple(values), outputs=tuple(outputs))
 
 
-def _index(each: OutputAlias, weights: Sequence[Weight]) -> int:
-    return next(i for i, row in enumerate(weights) if row.name == each.name) if each.name else each.index
+def _index(alias: OutputAlias, weights: Sequence[Weight]) -> int:
+    return next(i for i, row in enumerate(weights) if row.name == alias.name) if alias.name else alias.index
 
 
-def _weight(each: OutputAlias, weights: Sequence[Weight]) -> Weight:
+def _weight(alias: OutputAlias, weights: Sequence[Weight]) -> Weight:
     """Raises outputs-shared for a weight that only the host has."""
-    row = weights[_index(each, weights)]
+    row = weights[_index(alias, weights)]
     if row.memory == HOST:
         raise ModelError("outputs-shared", f"an output shares memory with the weight {row.name!r}, which only the host has")
     return row
 
 
-def _value(each: OutputAlias, program: Program) -> Value:
-    return program.values[(program.inputs if each.memory == "inputs" else program.outputs)[each.index]]
+def _value(alias: OutputAlias, program: Program) -> Value:
+    return program.values[(program.inputs if alias.memory == "inputs" else program.outputs)[alias.index]]
 
 
 def _shared(flat: FlatModule, tensors: Sequence[torch.Tensor], state: frozenset[str], names: Sequence[str]) -> dict[_Pair, View]:
     """What the outputs of a call share, in the order of the outputs."""
-    given = tuple([tensor.clone() for tensor in tensors])
+    inputs = tuple([tensor.clone() for tensor in tensors])
     owners: dict[_Memory, tuple[Shared, int, str, torch.Tensor]] = {}
     for name, weight in (*flat.model.named_parameters(), *flat.model.named_buffers()):
         owners.setdefault(_storage(weight), ("state" if name in state else "weights", 0, name, weight))
-    for index, tensor in enumerate(given):
+    for index, tensor in enumerate(inputs):
         owners[_storage(tensor)] = ("inputs", index, "", tensor)
     try:
         with torch.no_grad():
-            outputs: tuple[torch.Tensor, ...] = flat(*given)
-        found: dict[_Pair, View] = {}
+            outputs: tuple[torch.Tensor, ...] = flat(*inputs)
+        views: dict[_Pair, View] = {}
         for index, output in enumerate(outputs):
             if output.numel() and (owner := owners.get(_storage(output))):
                 memory, number, name, base = owner
                 _check_dtype(names[index], output, base)
-                found[index, memory, number, name] = _view(output, base)
-        owned = {pair[0] for pair in found}
-        found |= _among(outputs, [index for index in range(len(outputs)) if index not in owned], names)
+                views[index, memory, number, name] = _view(output, base)
+        owned = {pair[0] for pair in views}
+        views |= _among(outputs, [index for index in range(len(outputs)) if index not in owned], names)
     finally:
         flat.snapshot.restore()
-    return dict(sorted(found.items()))
+    return dict(sorted(views.items()))
 
 
-def _whatever_branch(program: ExportedProgram, found: Mapping[_Pair, View]) -> dict[_Pair, View]:
+def _whatever_branch(program: ExportedProgram, views: Mapping[_Pair, View]) -> dict[_Pair, View]:
     """Those that a call shares whichever branches it takes: where a branch's result is on the way, those that the program shares,
     too, in which a branch's result has memory of its own."""
     graph, specs = program.graph, program.graph_signature.output_specs
@@ -175,8 +175,8 @@ def _whatever_branch(program: ExportedProgram, found: Mapping[_Pair, View]) -> d
     for node in graph.nodes:
         if _decides(node, program.graph_module) or not decided.isdisjoint(node.all_input_nodes):
             decided.add(node)
-    made = zip(graph.output_node().args[0], specs, strict=True)
-    outputs = [node for node, spec in made if spec.kind is OutputKind.USER_OUTPUT]
+    node_specs = zip(graph.output_node().args[0], specs, strict=True)
+    outputs = [node for node, spec in node_specs if spec.kind is OutputKind.USER_OUTPUT]
     places = {_memory(node) for node in graph.find_nodes(op="placeholder")} - {None}
 
     def stays(pair: _Pair) -> bool:
@@ -185,7 +185,7 @@ def _whatever_branch(program: ExportedProgram, found: Mapping[_Pair, View]) -> d
             return outputs[output] not in decided or _memory(outputs[output]) in places
         return decided.isdisjoint({outputs[output], outputs[base]}) or _memory(outputs[output]) == _memory(outputs[base])
 
-    return {pair: view for pair, view in found.items() if stays(pair)}
+    return {pair: view for pair, view in views.items() if stays(pair)}
 
 
 def _decides(node: Node, module: GraphModule) -> bool:
@@ -208,20 +208,20 @@ def _among(outputs: Sequence[torch.Tensor], rest: Iterable[int], names: Sequence
             if group:
                 _check_dtype(names[index], outputs[index], outputs[group[0]])
             group.append(index)
-    found: dict[int, int] = {}
+    bases: dict[int, int] = {}
     for group in groups.values():
         ordered = sorted(group, key=lambda index: (-_span(outputs[index]), index))
         for position, index in enumerate(ordered):
             for base in ordered[:position]:
-                if base in found or not _overlap(outputs[base], outputs[index]):
+                if base in bases or not _overlap(outputs[base], outputs[index]):
                     continue
                 if not _inside(outputs[index], outputs[base]):
                     raise ModelError(
                         "outputs-shared", f"outputs {names[base]!r} and {names[index]!r} overlap, and neither holds the other"
                     )
-                found[index] = base
+                bases[index] = base
                 break
-    return {(index, "outputs", base, ""): _view(outputs[index], outputs[base]) for index, base in found.items()}
+    return {(index, "outputs", base, ""): _view(outputs[index], outputs[base]) for index, base in bases.items()}
 
 
 def _check_dtype(name: str, output: torch.Tensor, other: torch.Tensor) -> None:
@@ -260,7 +260,7 @@ def _inside(tensor: torch.Tensor, base: torch.Tensor) -> bool:
 def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors of one storage have an element in common, found by marking: chunks of a tensor have none."""
     begin = min(one.storage_offset(), other.storage_offset())
-    end = max(each.storage_offset() + _span(each) for each in (one, other))
+    end = max(tensor.storage_offset() + _span(tensor) for tensor in (one, other))
     marks = torch.zeros(end - begin, dtype=torch.bool)
     marks.as_strided(one.shape, one.stride(), one.storage_offset() - begin).fill_(True)
     return bool(marks.as_strided(other.shape, other.stride(), other.storage_offset() - begin).any())

@@ -64,7 +64,7 @@ def prepare(
     if rows := exported.source.rows:
         from .state_rows import with_counted_rows  # late: few models have any
 
-        programs = programs.changed(partial(with_counted_rows, rows=rows, told=exported.source.told))
+        programs = programs.changed(partial(with_counted_rows, rows=rows, run_device=exported.source.told))
     varying = tuple([PREFIX + name for row in rows for name in row.buffers])
     signatures = [functionalized[key] if program is bare.at(key) else functional(program) for key, program in programs.each]
     state = tuple(sorted({name for signature in signatures for name in state_buffers(signature)}))
@@ -87,18 +87,18 @@ def prepare(
     )  # fmt: skip
 
 
-def together(each: Sequence[Prepared]) -> tuple[Prepared, ...]:
+def together(entries: Sequence[Prepared]) -> tuple[Prepared, ...]:
     """The entries of one model, each of which knows the state and the weights of all.
 
     Raises data-dependent-branch for a value that Python got of a buffer that calls change."""
-    changes = {name for one in each for name in one.changes}
-    weights = {name: value for one in each for name, value in one.weights.items()}
+    changes = {name for one in entries for name in one.changes}
+    weights = {name: value for one in entries for name, value in one.weights.items()}
     state = tuple(sorted(changes | {name for name in weights if name.startswith(ROWS)}))
-    for name in each[0].varying:
+    for name in entries[0].varying:
         if name not in changes:
             raise ModelError("state-refused", f"state: no call writes to {name.removeprefix(PREFIX)!r}", "leave it out of state()")
     plain = {name.removeprefix(PREFIX) for name in state}
-    for one in each:
+    for one in entries:
         for name in sorted(one.baked.keys() & plain):
             text = f"{one.baked[name]}: data-dependent-branch: Python reads the value of {name!r}, which calls change"
             raise ModelError("data-dependent-branch", text)
@@ -106,7 +106,7 @@ def together(each: Sequence[Prepared]) -> tuple[Prepared, ...]:
     def alias(row: OutputAlias) -> OutputAlias:
         return replace(row, memory="state") if row.name in plain else row
 
-    return tuple([replace(one, state=state, weights=weights, aliases=tuple(map(alias, one.aliases))) for one in each])
+    return tuple([replace(one, state=state, weights=weights, aliases=tuple(map(alias, one.aliases))) for one in entries])
 
 
 def _self_test_calls(exported: Exported, reference: Reference, state: Sequence[str]) -> int:

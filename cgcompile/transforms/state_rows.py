@@ -96,9 +96,9 @@ def with_more_rows(program: ExportedProgram, rows: Sequence[StateRows], more: in
     return with_graph(program, root, {}, state_dict=grown(program.state_dict), constants=grown(program.constants))
 
 
-def with_counted_rows(program: ExportedProgram, rows: Sequence[StateRows], told: torch.device) -> ExportedProgram:
-    """The program, whose state may have any number of rows; itself where it touches none.  `told`: where it will run.  Weights are
-    shared, not copied.  Raises state-refused."""
+def with_counted_rows(program: ExportedProgram, rows: Sequence[StateRows], run_device: torch.device) -> ExportedProgram:
+    """The program, whose state may have any number of rows; itself where it touches none.  `run_device`: where it will run.
+    Weights are shared, not copied.  Raises state-refused."""
     names = weight_placeholders(program)
     of_name = {PREFIX + name: group for group in rows for name in group.buffers}
     if of_name.keys().isdisjoint(names.values()):
@@ -111,7 +111,7 @@ def with_counted_rows(program: ExportedProgram, rows: Sequence[StateRows], told:
         value = torch.full((1,), group.number, dtype=torch.int64, device=device)
         counts[group.name], specs = add_buffer(root.graph, specs, rows_buffer(group.name), value)
         tensors[rows_buffer(group.name)] = value
-    asserting = told.type == "cpu"
+    asserting = run_device.type == "cpu"
     _Rewriting(root, {node: (group, counts[group.name]) for node, group in state.items()}, asserting).run()
     _close(root)
     return with_graph(program, root, {}, input_specs=specs, state_dict=tensors)

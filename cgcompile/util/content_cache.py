@@ -169,9 +169,9 @@ def remove_kept() -> tuple[Kept, ...]:
     again what it misses.  Raises cache-unsafe, cache-unwritable."""
     with _told(cache_place()):
         removed = _counted(lambda name, folder: os.unlink(name, dir_fd=folder))
-        for each in removed:
+        for removed_stage in removed:
             with suppress(OSError):  # something else is in it, or a build has put something there
-                os.rmdir(cache_place() / each.stage)
+                os.rmdir(cache_place() / removed_stage.stage)
         with suppress(OSError):
             os.rmdir(cache_place())
         return removed
@@ -184,7 +184,7 @@ def _counted(act: Callable[[str, int], None]) -> tuple[Kept, ...]:
     except FileNotFoundError:
         return ()
     os.close(root)
-    found = []
+    stages = []
     for place in sorted(path for path in cache_place().resolve().iterdir() if path.is_dir() and not path.is_symlink()):
         folder, files, size = _opened(place), 0, 0
         try:
@@ -194,8 +194,8 @@ def _counted(act: Callable[[str, int], None]) -> tuple[Kept, ...]:
                     files, size = files + 1, size + length
         finally:
             os.close(folder)
-        found += [Kept(stage=place.name, files=files, bytes=size)] if files else []
-    return tuple(found)
+        stages += [Kept(stage=place.name, files=files, bytes=size)] if files else []
+    return tuple(stages)
 
 
 def _ours(name: str, folder: int) -> int | None:
@@ -209,8 +209,8 @@ def _ours(name: str, folder: int) -> int | None:
         return None
     with open(handle, "rb") as file:
         about = os.fstat(handle)
-        own = stat.S_ISREG(about.st_mode) and about.st_uid == os.geteuid()
-        return about.st_size if own and MAGIC.startswith(file.read(len(MAGIC)) or (MAGIC if begun else b"-")) else None
+        is_ours = stat.S_ISREG(about.st_mode) and about.st_uid == os.geteuid()
+        return about.st_size if is_ours and MAGIC.startswith(file.read(len(MAGIC)) or (MAGIC if begun else b"-")) else None
 
 
 BEGUN = ".new-"

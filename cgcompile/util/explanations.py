@@ -62,18 +62,18 @@ def explanations(more: Mapping[str, Mapping[str, Cause]] | None = None) -> tuple
     `more`: further catalogues of errors, by the package that raises them.
     """
     catalogues = {"cgcompile": errors.CATALOGUE, "cgbundle": runtime_errors.CATALOGUE, **(more or {})}
-    found = sorted(_findings(), key=lambda each: each.name)
-    found.append(_padding())
-    found += [_error(package, code, cause) for package, catalogue in catalogues.items() for code, cause in catalogue.items()]
-    return tuple(found)
+    entries = sorted(_findings(), key=lambda explanation: explanation.name)
+    entries.append(_padding())
+    entries += [_error(package, code, cause) for package, catalogue in catalogues.items() for code, cause in catalogue.items()]
+    return tuple(entries)
 
 
 def nearest(name: str, known: Iterable[str]) -> list[str]:
     """The names that are most like a mistyped one, the nearest first: that one alone where it is clearly nearest."""
     wanted = spelled(name)
     close = difflib.get_close_matches(wanted, sorted(set(known)), n=3)
-    likeness = [difflib.SequenceMatcher(None, each, wanted).ratio() for each in close]
-    return [each for each, like in zip(close, likeness, strict=True) if like > likeness[0] - CLEARLY]
+    likeness = [difflib.SequenceMatcher(None, candidate, wanted).ratio() for candidate in close]
+    return [candidate for candidate, like in zip(close, likeness, strict=True) if like > likeness[0] - CLEARLY]
 
 
 def spelled(name: str) -> str:
@@ -89,22 +89,22 @@ def _error(package: str, code: str, cause: Cause) -> Explanation:
 
 
 def _padding() -> Explanation:
-    each = [(reason.printed, f"{reason.meaning}. To do: {reason.cure}") for reason in REASONS]
-    return Explanation(name="padding", kind="padding", headline=HEADLINE, fields=(("fix", ALWAYS), *each))
+    reasons = [(reason.printed, f"{reason.meaning}. To do: {reason.cure}") for reason in REASONS]
+    return Explanation(name="padding", kind="padding", headline=HEADLINE, fields=(("fix", ALWAYS), *reasons))
 
 
 # --- rules --------------------------------------------------------------------------------------------------------
 
 
 def _findings() -> Iterator[Explanation]:
-    own = files(__package__.partition(".")[0])
+    package_root = files(__package__.partition(".")[0])
     for place in RULES:
-        yield from _of_place(own.joinpath(place))
+        yield from _of_place(package_root.joinpath(place))
     yield from _of_place(files(runtime_errors.__package__).joinpath(ALLOWABLE))
 
 
 def _of_place(place: Traversable) -> Iterator[Explanation]:
-    for file in sorted(place.iterdir(), key=lambda each: each.name) if place.is_dir() else [place]:
+    for file in sorted(place.iterdir(), key=lambda child: child.name) if place.is_dir() else [place]:
         if file.name.endswith(".py"):
             yield from _of_source(ast.parse(file.read_text(encoding="utf-8")))
 

@@ -36,7 +36,7 @@ class Definitions:
         function = self.names.get(name)
         if function is None or function.args.posonlyargs or function.args.vararg or function.args.kwarg:
             return None
-        return tuple([each.arg for each in (*function.args.args, *function.args.kwonlyargs)])
+        return tuple([argument.arg for argument in (*function.args.args, *function.args.kwonlyargs)])
 
 
 def kind_of(label: str) -> str:
@@ -91,7 +91,7 @@ def _described(value: Any) -> str:
     """`a tuple of 2 Tensors`, `a Tensor`."""
     name = type(value).__name__
     if isinstance(value, tuple | list | dict) and value:
-        kinds = {type(each).__name__ for each in (value.values() if isinstance(value, dict) else value)}
+        kinds = {type(member).__name__ for member in (value.values() if isinstance(value, dict) else value)}
         what = f"{kinds.pop()}{'' if len(value) == 1 else 's'}" if len(kinds) == 1 else "values"
         return f"a {name} of {len(value)} {what}"
     return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
@@ -145,11 +145,11 @@ def definitions(path: Path, label: str) -> Definitions:
         raise not_python(error, label) from None
     except (UnicodeDecodeError, ValueError) as error:
         raise ModelError("source-invalid", f"{label}: not a Python file: {error}") from None
-    found: dict[str, ast.FunctionDef | None] = {}
+    bound_names: dict[str, ast.FunctionDef | None] = {}
     for name, function in _bound(tree.body, plain=True):
-        found[name] = None if name in found else function
+        bound_names[name] = None if name in bound_names else function
     used = {name for node in ast.walk(tree) for name in _dynamic(node)}
-    return Definitions(names=found, whole="*" not in found and "__getattr__" not in found and not used & DYNAMIC)
+    return Definitions(names=bound_names, whole="*" not in bound_names and "__getattr__" not in bound_names and not used & DYNAMIC)
 
 
 def missing_module(path: str, label: str) -> BuildError:
@@ -198,13 +198,13 @@ def _bound(body: list[ast.stmt], plain: bool) -> Iterator[tuple[str, ast.Functio
                 yield alias.asname or alias.name.partition(".")[0], None
         else:
             nested = [node for node in ast.iter_child_nodes(statement) if not isinstance(node, ast.stmt)]
-            for each in nested:
-                for node in ast.walk(each):
+            for child in nested:
+                for node in ast.walk(child):
                     if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
                         yield node.id, None
             blocks = (getattr(statement, name, []) for name in ("body", "orelse", "finalbody"))
-            handlers = [each.body for each in getattr(statement, "handlers", [])]
-            cases = [each.body for each in getattr(statement, "cases", [])]
+            handlers = [handler.body for handler in getattr(statement, "handlers", [])]
+            cases = [match_case.body for match_case in getattr(statement, "cases", [])]
             for block in (*blocks, *handlers, *cases):
                 yield from _bound(block, plain=False)
 

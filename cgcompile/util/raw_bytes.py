@@ -42,10 +42,10 @@ def copied(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.detach()
     if tensor.device.type != "cpu" or not _is_dense(tensor) or tensor.nbytes < LARGE:
         return tensor.clone()
-    made = torch.frombuffer(mmap.mmap(-1, tensor.nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
-    for old, new in _blocks(raw(tensor), made, lambda old, new: bool(old.any())):
+    buffer = torch.frombuffer(mmap.mmap(-1, tensor.nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
+    for old, new in _blocks(raw(tensor), buffer, lambda old, new: bool(old.any())):
         new.copy_(old)
-    return made.view(tensor.dtype).view(tensor.shape)
+    return buffer.view(tensor.dtype).view(tensor.shape)
 
 
 def put_back(tensor: torch.Tensor, first: torch.Tensor) -> None:
@@ -82,8 +82,8 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def positions(mask: torch.Tensor) -> torch.Tensor:
     """Where a flat bool tensor is true, int64, ascending."""
-    found = [part.nonzero().reshape(-1) + number * AT_ONCE for number, part in enumerate(mask.split(AT_ONCE))]
-    return found[0] if len(found) == 1 else torch.cat(found)
+    indices = [part.nonzero().reshape(-1) + number * AT_ONCE for number, part in enumerate(mask.split(AT_ONCE))]
+    return indices[0] if len(indices) == 1 else torch.cat(indices)
 
 
 def changes(before: torch.Tensor, after: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -107,13 +107,13 @@ def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def seen_as(storage: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """The storage of `storage` as `like` sees its own: dtype, offset, shape and strides."""
-    made = torch.empty(0, dtype=like.dtype, device=storage.device)
-    return made.set_(storage.untyped_storage(), like.storage_offset(), like.size(), like.stride())
+    view = torch.empty(0, dtype=like.dtype, device=storage.device)
+    return view.set_(storage.untyped_storage(), like.storage_offset(), like.size(), like.stride())
 
 
 def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A tensor of these values and strides on `device`; itself where it is there."""
     if tensor.device == device:
         return tensor
-    made = tensor.to(device)
-    return made if made.stride() == tensor.stride() else seen_as(storage_bytes(tensor).to(device), tensor)
+    device_tensor = tensor.to(device)
+    return device_tensor if device_tensor.stride() == tensor.stride() else seen_as(storage_bytes(tensor).to(device), tensor)

@@ -35,17 +35,17 @@ def decode(kind: type[Record], data: bytes) -> Record:
     except RecursionError:
         raise ValueError("nested too deeply") from None
     blobs = _Blobs(data, end)
-    made: Record = _value(kind, plain, blobs)
+    record: Record = _value(kind, plain, blobs)
     if blobs.place != len(data):
         raise ValueError(f"{len(data) - blobs.place} bytes belong to nothing")
-    return made
+    return record
 
 
 def _plain(value: object, blobs: list[bytes]) -> object:
     if type(value) in SCALARS:
         return value
     if type(value) is tuple:
-        return [_plain(each, blobs) for each in value]
+        return [_plain(element, blobs) for element in value]
     if type(value) is bytes:
         blobs.append(value)
         return {"bytes": len(value)}
@@ -73,21 +73,21 @@ def _value(kind: Any, plain: Any, blobs: _Blobs) -> Any:
     if kind is None or not _fits(kind, plain):
         raise ValueError(f"{str(plain)[:40]} is no {getattr(kind, '__name__', kind)}")
     if get_origin(kind) is tuple:
-        return tuple([_value(member, each, blobs) for member, each in _pairs(get_args(kind), plain)])
+        return tuple([_value(member, element, blobs) for member, element in _pairs(get_args(kind), plain)])
     if kind is bytes:
         return blobs.take(plain["bytes"])
     if hasattr(kind, "__dataclass_fields__"):
         names = _members(kind)
-        given = plain[kind.__name__]
-        if type(given) is not list or len(given) != len(names):
+        fields = plain[kind.__name__]
+        if type(fields) is not list or len(fields) != len(names):
             raise ValueError(f"{kind.__name__} has {len(names)} fields")
-        return kind(**{name: _value(member, each, blobs) for (name, member), each in zip(names, given, strict=True)})
+        return kind(**{name: _value(member, field_value, blobs) for (name, member), field_value in zip(names, fields, strict=True)})
     return plain
 
 
 def _pairs(members: tuple[Any, ...], plain: list[Any]) -> Iterator[tuple[Any, Any]]:
     if members[-1:] == (Ellipsis,):
-        return ((members[0], each) for each in plain)
+        return ((members[0], element) for element in plain)
     return zip(members, plain, strict=True)  # raises ValueError for another number
 
 

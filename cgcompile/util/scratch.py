@@ -75,9 +75,9 @@ def _remove_leftovers(parent: Path) -> None:
     """Removes this user's folders below `parent` whose processes have ended."""
     for folder in parent.glob(f"{PREFIX}*"):
         with suppress(OSError):  # whoever removes it meanwhile is as good
-            found = folder.lstat()
-            ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
-            if ours and time.time() - found.st_mtime > YOUNG:
+            status = folder.lstat()
+            ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
+            if ours and time.time() - status.st_mtime > YOUNG:
                 with _locked(folder) as alone:
                     if alone:
                         shutil.rmtree(folder, ignore_errors=True)

@@ -88,5 +88,5 @@ def _text(want: torch.Tensor, have: torch.Tensor, count: int, place: int, shape:
         index, at = divmod(index, size)
         axes.append(at)
     where = f" at {axes[::-1]}" if shape else ""
-    got, expected = [f"{float(each[place]):.6g}" if is_float(each.dtype) else str(each[place].item()) for each in (have, want)]
+    got, expected = [f"{float(flat[place]):.6g}" if is_float(flat.dtype) else str(flat[place].item()) for flat in (have, want)]
     return f"{count} of {want.numel()} {'parts' if parts == 2 else 'values'} differ, {which}{where}: {got}, expected {expected}"

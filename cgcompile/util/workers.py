@@ -83,9 +83,9 @@ def ask(
                 if ended:
                     raise CancelledError
                 started.append(worker := _Worker(kind, len(started)))
-        found = worker.ask(request)
+        reply = worker.ask(request)
         (idle.append if kind.reused else _Worker.close)(worker)
-        return found
+        return reply
 
     def kill() -> None:
         nonlocal ended
@@ -153,7 +153,7 @@ class _Worker:
         try:
             pickle.dump(request.content, self.process.stdin)
             self.process.stdin.flush()
-            found, refusal = pickle.load(self.process.stdout)
+            reply, refusal = pickle.load(self.process.stdout)
         except (BrokenPipeError, EOFError, pickle.UnpicklingError) as error:
             status = self.process.wait()
             lines = [line.strip() for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
@@ -161,7 +161,7 @@ class _Worker:
             raise BuildError(self.kind.died, f"{request.what}: {self.kind.title} ended with status {status}: {last}") from error
         if refusal:
             raise named(*refusal)
-        return found
+        return reply
 
     def close(self) -> None:
         self.kill()
@@ -201,12 +201,12 @@ def serve(work: Callable[[Any], object]) -> None:
             request = pickle.load(requests)
         except EOFError:
             return
-        found, refusal = None, None
+        reply, refusal = None, None
         try:
-            found = work(request)
+            reply = work(request)
         except BuildError as error:
             refusal = error.code, str(error), error.hint
-        pickle.dump((found, refusal), answers)
+        pickle.dump((reply, refusal), answers)
         answers.flush()
 
 
@@ -306,10 +306,10 @@ def _end(connection: Connection, process: int) -> None:
     """Kills a forked process, and what it started and has not waited for."""
     with suppress(ProcessLookupError):
         os.kill(process, signal.SIGKILL)
-    while left := [each for each in _session(process) if each != process]:
-        for each in left:
+    while left := [member for member in _session(process) if member != process]:
+        for member in left:
             with suppress(ProcessLookupError):
-                os.kill(each, signal.SIGKILL)
+                os.kill(member, signal.SIGKILL)
         os.sched_yield()
     os.waitpid(process, 0)  # only now: another process could get its number, and a session of that number
     connection.close()
@@ -317,10 +317,10 @@ def _end(connection: Connection, process: int) -> None:
 
 def _session(leader: int) -> list[int]:
     """The processes of a session that have not ended."""
-    found = []
+    processes = []
     for name in filter(str.isdecimal, os.listdir("/proc")):
         with suppress(OSError):
             state, _, _, session = Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()[:4]
             if int(session) == leader and state not in "ZX":
-                found.append(int(name))
-    return found
+                processes.append(int(name))
+    return processes

@@ -42,12 +42,12 @@ def show_benchmark(report: Benchmark) -> None:
     show(record([*left, *([("outputs", said)] if (said := outputs(report)) else []), *report.notes]))
 
 
-def _part(title: str, found: tuple[Sequence[str], Sequence[Sequence[object]]]) -> None:
+def _part(title: str, heads_rows: tuple[Sequence[str], Sequence[Sequence[object]]]) -> None:
     from rich.text import Text
 
     show("")
     show(Text(safe(title), "bold"))
-    show(table(*found))
+    show(table(*heads_rows))
 
 
 def head(report: Benchmark) -> list[tuple[str, str]]:
@@ -89,10 +89,10 @@ def calls(report: Benchmark, what: str) -> tuple[Sequence[str], Sequence[Sequenc
     for key, name in zip(report.keys, report.names, strict=True):
         base = report.bundle.timing(what, key)
         for way in report.ways:
-            found = way.timing(what, key)
-            if found is None:
+            measurement = way.timing(what, key)
+            if measurement is None:
                 continue
-            seconds = found.seconds
+            seconds = measurement.seconds
             least = precise(min(seconds)) if len(seconds) > 1 else NONE
             most = precise(max(seconds)) if len(seconds) > 1 else NONE
             shown = name if way is report.bundle else ""

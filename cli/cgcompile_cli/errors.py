@@ -115,8 +115,8 @@ KEPT = ("--sizes", "--target", "--fallback-op", "--train")
 def hint(error: CgbundleError, arguments: Sequence[str]) -> str:
     """What to do about `error`, as something to type where the library's own hint speaks of Python, or of the user's command."""
     spell = SPELLED.get(error.code)
-    told = spell(error, arguments) if spell else error.hint
-    return told.replace(COMMAND, again(arguments)) if arguments else told
+    advice = spell(error, arguments) if spell else error.hint
+    return advice.replace(COMMAND, again(arguments)) if arguments else advice
 
 
 def again(arguments: Sequence[str], *more: str) -> str:

@@ -32,8 +32,8 @@ def parse(entry: EntrySpec, text: str) -> tuple[int, ...]:
             meant = f" (did you mean {near}?)" if near else ""
             raise CallError("key-missing", f"no dimension {called!r}{meant}: the bundle has {listed(names) or 'none'}")
     if "=" in text:
-        given = dict(part.strip().split("=", 1) for part in text.split(",") if "=" in part)
-        words = [given.get(name, "") for name in names] if given.keys() == set(names) and text.count("=") == len(names) else []
+        sizes = dict(part.strip().split("=", 1) for part in text.split(",") if "=" in part)
+        words = [sizes.get(name, "") for name in names] if sizes.keys() == set(names) and text.count("=") == len(names) else []
     else:
         words = [] if text == "-" else text.replace(",", "x").split("x")
     try:
@@ -45,7 +45,7 @@ def parse(entry: EntrySpec, text: str) -> tuple[int, ...]:
         shape = f" ({' x '.join(names)})" if names else ""
         raise CallError(
             "key-missing",
-            f"no int_key {text!r}: the bundle has {listed([spell(each) for each in recorded])}{shape}",
+            f"no int_key {text!r}: the bundle has {listed([spell(recorded_key) for recorded_key in recorded])}{shape}",
             "name a recorded one; calls of other sizes are served by them where the dimension is padded or chunked",
         )
     return key

@@ -21,11 +21,11 @@ class Command(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if not ctx.resilient_parsing:  # a shell asks for words
             parser: Any = self.make_parser(ctx)
-            _, _, given = parser.parse_args(args=list(args))
-            for each in given:
-                takes_one = each.param_type_name == "option" and not (each.multiple or each.is_flag or each.count)
-                if takes_one and (number := given.count(each)) > 1:
-                    raise errors.UsageError(f"{each.opts[0]} takes one value, got {number}", f"{ctx.command_path} --help")
+            _, _, params = parser.parse_args(args=list(args))
+            for param in params:
+                takes_one = param.param_type_name == "option" and not (param.multiple or param.is_flag or param.count)
+                if takes_one and (number := params.count(param)) > 1:
+                    raise errors.UsageError(f"{param.opts[0]} takes one value, got {number}", f"{ctx.command_path} --help")
         return super().parse_args(ctx, args)
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:

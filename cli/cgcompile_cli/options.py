@@ -33,8 +33,8 @@ def baseline_names(incomplete: str) -> Words:
     from cgcompile.tools.bench.baselines import BASELINES
 
     before, comma, _ = incomplete.rpartition(",")
-    given = before.split(",")
-    return _beginning([(f"{before}{comma}{name}", about) for name, about in BASELINES.items() if name not in given], incomplete)
+    words = before.split(",")
+    return _beginning([(f"{before}{comma}{name}", about) for name, about in BASELINES.items() if name not in words], incomplete)
 
 
 def rule_names(incomplete: str) -> Words:

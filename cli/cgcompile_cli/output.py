@@ -102,10 +102,10 @@ def complain(message: str, hint: str) -> None:
     """An error: one line on stderr, and one with what to do where there is something.  Without Rich, which would take longer to
     import than most errors to find."""
     colour = coloured(sys.stderr)
-    for label, code, told in (("error: ", RED, message), ("hint: ", CYAN, hint)):
-        if told:
+    for label, code, text in (("error: ", RED, message), ("hint: ", CYAN, hint)):
+        if text:
             head = f"\x1b[{code}m{label}\x1b[0m" if colour else label
-            sys.stderr.write(f"{head}{safe(folded(told))}\n")
+            sys.stderr.write(f"{head}{safe(folded(text))}\n")
 
 
 RED, CYAN = "1;31", "1;36"
@@ -127,25 +127,25 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
     from rich.table import Table
 
     headed = any(head.strip(">") for head in heads)
-    made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=headed, header_style="dim")
+    rich_table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=headed, header_style="dim")
     for head in heads:
-        made.add_column(head.removeprefix(">"), justify="right" if head.startswith(">") else "left", overflow="fold")
+        rich_table.add_column(head.removeprefix(">"), justify="right" if head.startswith(">") else "left", overflow="fold")
     for row in rows:
-        made.add_row(*[safe(cell) for cell in row])
-    return made
+        rich_table.add_row(*[safe(cell) for cell in row])
+    return rich_table
 
 
 def record(fields: Iterable[Field]) -> Table:
     """Named fields one below the other, each a line or lines of text (made safe) or something of Rich's."""
     from rich.table import Table
 
-    made = Table.grid(padding=(0, 2, 0, 0))
-    made.add_column(style="bold", no_wrap=True)
-    made.add_column(overflow="fold")
+    rich_table = Table.grid(padding=(0, 2, 0, 0))
+    rich_table.add_column(style="bold", no_wrap=True)
+    rich_table.add_column(overflow="fold")
     for name, value in fields:
         lines = [value] if isinstance(value, str) else value
-        made.add_row(name, "\n".join(map(safe, lines)) if isinstance(lines, Sequence) else lines)
-    return made
+        rich_table.add_row(name, "\n".join(map(safe, lines)) if isinstance(lines, Sequence) else lines)
+    return rich_table
 
 
 def shortened(rows: Sequence[Any], limit: int = SHOWN) -> tuple[Sequence[Any], int]:

@@ -78,11 +78,11 @@ class Spent:
 
 def spent() -> Spent:
     """Of this process."""
-    own, others = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
+    usage, others = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
     unit = 1 if sys.platform == "darwin" else 1024
     return Spent(
-        own=own.ru_utime + own.ru_stime, others=others.ru_utime + others.ru_stime,
-        memory=own.ru_maxrss * unit, largest=others.ru_maxrss * unit,
+        own=usage.ru_utime + usage.ru_stime, others=others.ru_utime + others.ru_stime,
+        memory=usage.ru_maxrss * unit, largest=others.ru_maxrss * unit,
     )  # fmt: skip
 
 

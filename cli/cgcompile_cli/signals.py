@@ -51,7 +51,7 @@ def descendants(process: int) -> list[int]:
         with suppress(OSError):  # it has ended meanwhile
             parent = path.read_text(errors="replace").rpartition(")")[2].split()[1]
             children.setdefault(int(parent), []).append(int(path.parent.name))
-    found = list(children.get(process, []))
-    for each in found:
-        found += children.get(each, [])  # the list grows while it is read
-    return found
+    processes = list(children.get(process, []))
+    for child in processes:
+        processes += children.get(child, [])  # the list grows while it is read
+    return processes

@@ -116,16 +116,16 @@ def plain_programs(manifest: Manifest, entry: EntrySpec) -> list[dict[str, Any]]
 def signature(path: str) -> dict[str, str] | None:
     """The key that claims to have signed it (64 digits, not checked), or what is wrong; None without a signature."""
     try:
-        found = signatures.read(archive.Archive(path))
+        claim = signatures.read(archive.Archive(path))
     except BundleError as error:
         return {"error": str(error)}
-    return {"key": found.key.hex()} if found else None
+    return {"key": claim.key.hex()} if claim else None
 
 
 def signed(path: str) -> str:
     """`by key d75a98... (not checked)`, `no`, or what is wrong with the signature."""
-    told = signature(path)
-    return "no" if told is None else f"by key {told['key']} (not checked)" if "key" in told else f"wrongly: {told['error']}"
+    claim = signature(path)
+    return "no" if claim is None else f"by key {claim['key']} (not checked)" if "key" in claim else f"wrongly: {claim['error']}"
 
 
 def bulk(manifest: Manifest) -> str:
@@ -139,7 +139,7 @@ def target(row: Target) -> str:
     from cgbundle.cpu.libtorch import OPENMP  # late: it imports ctypes
 
     held = max(
-        [level for level in LEVELS if set(level.features) - UNASKED <= set(row.features)], key=lambda each: each.name, default=None
+        [level for level in LEVELS if set(level.features) - UNASKED <= set(row.features)], key=lambda tier: tier.name, default=None
     )
     ranked = sorted(set(row.features) - set(held.features if held else ()), key=lambda name: (not name.startswith(TELLING), name))
     named = [held.name, *ranked] if held else ranked
@@ -152,7 +152,7 @@ def target(row: Target) -> str:
 
 def shape(sizes: Sequence[Any]) -> str:
     """`[batch, 64]`."""
-    return "[" + ", ".join([text(each) for each in sizes]) + "]"
+    return "[" + ", ".join([text(expression) for expression in sizes]) + "]"
 
 
 def returned(entry: EntrySpec) -> list[tuple[TensorSpec, str]]:
@@ -181,19 +181,19 @@ def signature_rows(manifest: Manifest, entry: EntrySpec) -> list[tuple[str, str,
         )
     }
     fixed = [
-        ("in", constant.name, type(constant.value).__name__, cut(repr(constant.value)), given(constant))
+        ("in", constant.name, type(constant.value).__name__, cut(repr(constant.value)), constant_remark(constant))
         for constant in constants(entry)
     ]
-    taken, made = [*rows["in"], *fixed], rows["out"]
-    return [*(taken or [("in", "none", "", "", "")]), *(made or [("out", "none", "", "", "")])]
+    taken, outputs = [*rows["in"], *fixed], rows["out"]
+    return [*(taken or [("in", "none", "", "", "")]), *(outputs or [("out", "none", "", "", "")])]
 
 
-def given(constant: Constant) -> str:
+def constant_remark(constant: Constant) -> str:
     """`(constant, may be left out)`, `(constant, must be given: the model's default is 1.0)`."""
     if not constant.required:
         return "(constant, may be left out)"
-    own = f": the model's default is {cut(repr(constant.default[0]))}" if constant.default else ""
-    return f"(constant, must be given{own})"
+    model_default = f": the model's default is {cut(repr(constant.default[0]))}" if constant.default else ""
+    return f"(constant, must be given{model_default})"
 
 
 def cut(text: str) -> str:
@@ -217,17 +217,17 @@ def padding(row: Dimension) -> str:
 
 def unpadded(entry: EntrySpec) -> list[str]:
     """`seq takes 16, 64 only: ...` of every dimension at whose recorded sizes alone calls are taken."""
-    told = "other sizes are refused; `padding` above says why, `cgcompile explain padding` what to do"
+    hint = "other sizes are refused; `padding` above says why, `cgcompile explain padding` what to do"
     return [
-        f"{dimension.name} takes {listed(dimension.sizes)} only: {told}" for dimension in entry.dimensions if dimension.pad == "no"
+        f"{dimension.name} takes {listed(dimension.sizes)} only: {hint}" for dimension in entry.dimensions if dimension.pad == "no"
     ]
 
 
 def sizes(manifest: Manifest, entry: EntrySpec) -> str:
     """`batch 1, 8 x seq 32, 128: 4 int_keys`, and `, exported per size` where each has an exported program of its own."""
     axes = " x ".join([f"{dimension.name} {listed(dimension.sizes)}" for dimension in entry.dimensions])
-    own = ", exported per size" if file_names.per_size(manifest, entry) else ""
-    return f"{axes or 'no dimensions'}: {count(len(entry.programs), 'int_key')}{own}"
+    suffix = ", exported per size" if file_names.per_size(manifest, entry) else ""
+    return f"{axes or 'no dimensions'}: {count(len(entry.programs), 'int_key')}{suffix}"
 
 
 def mutated_buffers(manifest: Manifest, entry: EntrySpec) -> list[str]:
@@ -281,10 +281,10 @@ def weights(manifest: Manifest) -> list[str]:
     """`6 weights, 1.2 MiB` and a line per tie."""
     tied, hidden = shortened(ties(manifest), 3)
     changed = stateful(manifest)
-    own = weight_bytes(manifest) - sum(nbytes(weight.dtype, weight.shape) for weight in changed)
+    fixed_bytes = weight_bytes(manifest) - sum(nbytes(weight.dtype, weight.shape) for weight in changed)
     tables = sum(weight.name.startswith(TABLE) for weight in manifest.weights)
     held = count(len(manifest.weights) - len(changed) - tables, "weight") + (f" and {count(tables, 'table')}" if tables else "")
-    lines = [f"{held}, {size(own)}", *(" = ".join(names) for names in tied)]
+    lines = [f"{held}, {size(fixed_bytes)}", *(" = ".join(names) for names in tied)]
     return [*lines, *([f"and {hidden} more ties"] if hidden else [])]
 
 
@@ -342,7 +342,7 @@ def files(manifest: Manifest) -> Table:
     folders: dict[str, list[int]] = defaultdict(list)
     for file in manifest.files:
         folders[file.path.rpartition("/")[0]].append(file.bytes)
-    many = {folder for folder, found in folders.items() if folder and len(found) > 3}
+    many = {folder for folder, byte_counts in folders.items() if folder and len(byte_counts) > 3}
     rows = [(size(len(manifest_text.encode(manifest))), file_names.MANIFEST)]
     rows += [(size(file.bytes), file.path) for file in manifest.files if file.path.rpartition("/")[0] not in many]
     rows += [(size(sum(folders[folder])), f"{folder}/ ({count(len(folders[folder]), 'file')})") for folder in sorted(many)]

@@ -53,51 +53,51 @@ def main() -> int:
     parser.add_argument("--again", action="append", default=[], choices=VERDICTS, help="rows that are done again; may be repeated")
     parser.add_argument("--left", action="store_true", help="the cases that have no row in the results, after their target")
     parser.add_argument("--table", type=Path, nargs="+", metavar="FILE", help="the summary of earlier runs")
-    given = parser.parse_args()
-    if given.table:
-        print(summary(read(*given.table)))
+    args = parser.parse_args()
+    if args.table:
+        print(summary(read(*args.table)))
         return 0
-    cases = [case for case in all_cases() if re.search(given.only, case.name)]
-    members = [each for case in all_cases() for each in case.members if given.only and re.search(given.only, each.name)]
-    cases += [each for each in members if not any(each in case.members for case in cases)]
+    cases = [case for case in all_cases() if re.search(args.only, case.name)]
+    members = [member for case in all_cases() for member in case.members if args.only and re.search(args.only, member.name)]
+    cases += [member for member in members if not any(member in case.members for case in cases)]
     cases = spread(cases)
-    if given.first:
-        cases.sort(key=lambda case: not re.search(given.first, case.name))
-    if given.list:
+    if args.first:
+        cases.sort(key=lambda case: not re.search(args.first, case.name))
+    if args.list:
         print("\n".join([case.name for case in cases]))
         return 0
-    targets, before = given.target or ["cpu"], {(row.name, row.target): row for row in read(given.results)}
-    undone = (*UNDONE, *given.again, *([BUILT] if given.replay else []))
+    targets, before = args.target or ["cpu"], {(row.name, row.target): row for row in read(args.results)}
+    undone = (*UNDONE, *args.again, *([BUILT] if args.replay else []))
     waiting = {target: {case.name for case in left(cases, target, before.values(), undone)} for target in targets}
     every = {case.name: case for case in [*cases, *[member for case in cases for member in case.members]]}.values()
     jobs = [Job(case, target) for case in every for target in targets if case.name in waiting[target]]
-    if given.left:
+    if args.left:
         print("\n".join([f"{job.target} {job.case.name}" for job in jobs]))
         return 0
-    if given.replay:
-        jobs = [job for job in jobs if place_of(given.replay, job).is_dir()]
-    if given.keep:
-        given.keep.mkdir(parents=True, exist_ok=True)
+    if args.replay:
+        jobs = [job for job in jobs if place_of(args.replay, job).is_dir()]
+    if args.keep:
+        args.keep.mkdir(parents=True, exist_ok=True)
     plan = Plan(
-        jobs=given.jobs, limit=given.limit, until=time.time() + 60 * given.minutes if given.minutes else 0.0, prove=given.prove,
-        keep=given.replay or given.keep, bare=given.bare and given.keep is not None, replay=given.replay is not None,
-        gpus=given.gpus,
+        jobs=args.jobs, limit=args.limit, until=time.time() + 60 * args.minutes if args.minutes else 0.0, prove=args.prove,
+        keep=args.replay or args.keep, bare=args.bare and args.keep is not None, replay=args.replay is not None,
+        gpus=args.gpus,
     )  # fmt: skip
 
     def tell(row: Row) -> None:
-        if given.replay and (built := before.get((row.name, row.target))):
+        if args.replay and (built := before.get((row.name, row.target))):
             row = replace(row, seconds=built.seconds + row.seconds, stages={**(built.stages or {}), **(row.stages or {})})
-        if not (given.replay and row.verdict in UNDONE):  # the bundle waits for another run
-            append(given.results, row)
+        if not (args.replay and row.verdict in UNDONE):  # the bundle waits for another run
+            append(args.results, row)
         print(f"{row.seconds:6.1f} s  {row.target:5}  {row.verdict:14}  {row.name}  {row.message[:160]}", flush=True)
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         run(plan, jobs, tell)
     except KeyboardInterrupt:
-        print(f"stopped; the rows are in {given.results}", file=sys.stderr)
+        print(f"stopped; the rows are in {args.results}", file=sys.stderr)
         return 130
-    rows = [row for row in read(given.results) if row.target in targets]
+    rows = [row for row in read(args.results) if row.target in targets]
     print(summary(rows))
     return 0 if all(row.verdict in (*GOOD, *UNDONE) for row in rows) else 1
 

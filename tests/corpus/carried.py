@@ -29,14 +29,14 @@ def draw_alike_everywhere() -> None:
 
 def leave_out_weights(bundle: Path, module: torch.nn.Module) -> None:
     """Changes a bundle in place: it cannot be loaded until `with_weights`."""
-    path, own = bundle / file_names.WEIGHTS, _tensors(module)
+    path, tensors = bundle / file_names.WEIGHTS, _tensors(module)
     with open(path, "rb") as file:
         entries = safetensors.read_header(file, str(path))
     data = memoryview(path.read_bytes())
     left_out = [
         (name, entry.begin, entry.end)
         for name, entry in entries.items()
-        if name in own and _bytes(own[name]) == data[entry.begin : entry.end]
+        if name in tensors and _bytes(tensors[name]) == data[entry.begin : entry.end]
     ]
     with open(bundle / KEPT, "wb") as file:
         file.write(json.dumps({"size": len(data), "left_out": left_out}).encode() + b"\n")
@@ -52,19 +52,19 @@ def with_weights(bundle: Path, module: torch.nn.Module, into: Path) -> Path:
     """The bundle, or a copy in the folder `into` that has the weights again.  Raises ValueError where they are others."""
     if not (bundle / KEPT).exists():
         return bundle
-    made, own = into / bundle.name, _tensors(module)
-    shutil.copytree(bundle, made, ignore=shutil.ignore_patterns(KEPT))
+    bundle_copy, tensors = into / bundle.name, _tensors(module)
+    shutil.copytree(bundle, bundle_copy, ignore=shutil.ignore_patterns(KEPT))
     line, _, rest = (bundle / KEPT).read_bytes().partition(b"\n")
     about, parts, place, used = json.loads(line), [], 0, 0
     for name, begin, end in [*about["left_out"], ("", about["size"], about["size"])]:
-        parts += [rest[used : used + begin - place], _bytes(own[name]) if name else b""]
+        parts += [rest[used : used + begin - place], _bytes(tensors[name]) if name else b""]
         used, place = used + begin - place, end
     data = b"".join(parts)
-    (made / file_names.WEIGHTS).write_bytes(data)
-    files = {each.path: each.sha256 for each in archive.read_manifest(str(made)).files}
+    (bundle_copy / file_names.WEIGHTS).write_bytes(data)
+    files = {file.path: file.sha256 for file in archive.read_manifest(str(bundle_copy)).files}
     if hashlib.sha256(data).hexdigest() != files[file_names.WEIGHTS]:
         raise ValueError(f"{bundle}: the case makes other weights here")
-    return made
+    return bundle_copy
 
 
 def _tensors(module: torch.nn.Module) -> Mapping[str, torch.Tensor]:

@@ -66,11 +66,11 @@ class Case:
 
     def between(self) -> dict[str, int]:
         """A size per dimension that is not recorded, but lies below the largest; {} where there is none."""
-        found = {}
+        inner_sizes = {}
         for name, sizes in self.sizes.items():
             inner = [size for size in range(sizes[0] + 1, sizes[-1]) if size not in sizes]
-            found[name] = inner[-1] if inner else sizes[-1]
-        return found if any(found[name] not in sizes for name, sizes in self.sizes.items()) else {}
+            inner_sizes[name] = inner[-1] if inner else sizes[-1]
+        return inner_sizes if any(inner_sizes[name] not in sizes for name, sizes in self.sizes.items()) else {}
 
 
 @contextmanager

@@ -77,8 +77,8 @@ def run(plan: Plan, jobs: Iterable[Job], tell: Callable[[Row], None]) -> None:
 
     with ThreadPoolExecutor(plan.jobs) as pool:
         try:
-            for each in [pool.submit(work, number) for number in range(plan.jobs)]:
-                each.result()
+            for future in [pool.submit(work, number) for number in range(plan.jobs)]:
+                future.result()
         finally:
             stop.set()  # the threads are waited for
 
@@ -136,8 +136,8 @@ def _process(
     """What a process of the case says, or how it ended.  `gpu`: its number, "" for none, None for what the machine has."""
     begun = time.perf_counter()
     nothing = Row(name=job.case.name, target=job.target, verdict=CRASHED)
-    given = [job.case.name, job.target, str(bundle), plan.prove, str(os.getpid()), *more]
-    command = [sys.executable, "-m", "tests.corpus.worker", *given]
+    arguments = [job.case.name, job.target, str(bundle), plan.prove, str(os.getpid()), *more]
+    command = [sys.executable, "-m", "tests.corpus.worker", *arguments]
     share = _share(number, plan.jobs)
     # one thread each; kernels are compiled by as many processes as the case has processors for itself
     environment = {

@@ -84,11 +84,11 @@ def checked(case: Case, module: torch.nn.Module, inputs: Any) -> Row:
 def refusal(case: Case, target: str, error: CgbundleError) -> Row:
     """The verdict on an error of ours: a finding that names a line of the model's, a wrong result, or a defect."""
     text = str(error)
-    found = next((place for place in PLACE.findall(text) if "-packages/torch/" not in place), "")
-    verdict = REFUSED if error.code in FINDINGS and error.exit_code == 1 and found else FAILED
+    model_line = next((place for place in PLACE.findall(text) if "-packages/torch/" not in place), "")
+    verdict = REFUSED if error.code in FINDINGS and error.exit_code == 1 and model_line else FAILED
     if error.code == "proof-failed" and "differ" in text:
         verdict = WRONG
-    return Row(name=case.name, target=target, verdict=verdict, message=text, code=error.code, place=found)
+    return Row(name=case.name, target=target, verdict=verdict, message=text, code=error.code, place=model_line)
 
 
 def replayed(case: Case, target: str, bundle: Path, stages: Mapping[str, float]) -> Row:
@@ -110,8 +110,8 @@ def _calls(case: Case, program: cgbundle.Program, target: str) -> tuple[float, s
     """(largest error as a part of its bound, what is wrong first, what became of the size between)."""
     device = "cpu" if target == "cpu" else "cuda"
     with as_for(target):
-        made = case.build()
-    with _on_device(*made, torch.device(device, 0) if device == "cuda" else CPU) as (module, inputs):
+        built = case.build()
+    with _on_device(*built, torch.device(device, 0) if device == "cuda" else CPU) as (module, inputs):
         worst = 0.0
         for key in program.int_keys:
             sizes = dict(zip(case.sizes, key, strict=True))
@@ -142,8 +142,8 @@ def _call(
     device = "cpu" if target == "cpu" else "cuda"
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEED)
-        given = inputs(**sizes)
-    args, kwargs = _arguments(_moved(given, device))
+        arguments = inputs(**sizes)
+    args, kwargs = _arguments(_moved(arguments, device))
     own_args, own_kwargs = copy.deepcopy((args, kwargs))
     if len(program.state):
         program.reset()
@@ -179,20 +179,20 @@ def _compared(
         if have is None:
             return worst, f"output {path} is missing; there are {', '.join(got) or 'none'}"
         bound = bounds[index] if bounds else tolerance(want.dtype)
-        found = compare(want.to(have.device), have)
-        if found.error > bound:
-            return found.error / (bound or 1.0), f"output {path}: by {found.error:.1e}, allowed {bound:.1e}: {found.text}"
-        worst = max(worst, found.error / bound if is_float(want.dtype) and bound else 0.0)
+        outcome = compare(want.to(have.device), have)
+        if outcome.error > bound:
+            return outcome.error / (bound or 1.0), f"output {path}: by {outcome.error:.1e}, allowed {bound:.1e}: {outcome.text}"
+        worst = max(worst, outcome.error / bound if is_float(want.dtype) and bound else 0.0)
     return worst, ""
 
 
-def _arguments(given: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _arguments(arguments: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """As `inputs()` may give them: (args, kwargs), a tuple, a dict by name, or a tensor."""
-    if isinstance(given, tuple) and len(given) == 2 and isinstance(given[0], tuple) and isinstance(given[1], dict):
-        return given
-    if isinstance(given, Mapping):
-        return (), dict(given)
-    return (tuple(given) if isinstance(given, tuple | list) else (given,)), {}
+    if isinstance(arguments, tuple) and len(arguments) == 2 and isinstance(arguments[0], tuple) and isinstance(arguments[1], dict):
+        return arguments
+    if isinstance(arguments, Mapping):
+        return (), dict(arguments)
+    return (tuple(arguments) if isinstance(arguments, tuple | list) else (arguments,)), {}
 
 
 def _moved(value: Any, device: str) -> Any:

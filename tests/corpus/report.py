@@ -24,10 +24,10 @@ def _target(target: str, every: Sequence[Row]) -> list[str]:
         families[row.name.rpartition("/")[0]][row.verdict] += 1
     lines = [f"## {target}", "", f"| family | {' | '.join(used)} |", f"|---|{'---|' * len(used)}"]
     lines += [
-        f"| {family} | {' | '.join(str(counts[each] or '') for each in used)} |" for family, counts in sorted(families.items())
+        f"| {family} | {' | '.join(str(counts[label] or '') for label in used)} |" for family, counts in sorted(families.items())
     ]
     total = Counter(row.verdict for row in rows)
-    lines.append(f"| all | {' | '.join(str(total[each]) for each in used)} |")
+    lines.append(f"| all | {' | '.join(str(total[label]) for label in used)} |")
     tried = [row for row in rows if row.verdict not in UNDONE]
     good = [row for row in tried if row.verdict in GOOD]
     between = Counter(row.between for row in rows if row.between)

@@ -81,7 +81,7 @@ def read(*paths: Path) -> list[Row]:
 
 def left(cases: Iterable[Each], target: str, rows: Iterable[Row], undone: Sequence[str] = UNDONE) -> list[Each]:
     """The cases that have no row for a target but of the verdicts `undone`, and such members of groups that are not right."""
-    found = {row.name: row.verdict for row in rows if row.target == target and row.verdict not in undone}
+    verdicts = {row.name: row.verdict for row in rows if row.target == target and row.verdict not in undone}
     every = {case.name: case for case in cases}
-    alone = [each for case in every.values() if found.get(case.name, RIGHT) not in GOOD for each in case.members]
-    return [case for name, case in (every | {each.name: each for each in alone}).items() if name not in found]
+    alone = [member for case in every.values() if verdicts.get(case.name, RIGHT) not in GOOD for member in case.members]
+    return [case for name, case in (every | {member.name: member for member in alone}).items() if name not in verdicts]

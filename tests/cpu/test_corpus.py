@@ -96,10 +96,10 @@ def test_truncated_normals_are_torchs_but_for_rounding(monkeypatch: pytest.Monke
 
     theirs = drawn()
     draw_alike_everywhere()
-    made = drawn()
+    ours = drawn()
     exact = torch.special.erfinv(torch.linspace(-0.95, 0.95, 1000, dtype=torch.float64)).float()
     assert torch.equal(torch.linspace(-0.95, 0.95, 1000, dtype=torch.float64).erfinv_().float(), exact)
-    torch.testing.assert_close(made, theirs, atol=1e-8, rtol=1e-6)
+    torch.testing.assert_close(ours, theirs, atol=1e-8, rtol=1e-6)
 
 
 def test_layers_have_the_same_weights_in_every_process() -> None:
@@ -121,19 +121,19 @@ def test_a_published_model_passes_the_checks(name: str, tmp_path: Path) -> None:
 
 
 def test_a_bundle_is_called_with_other_inputs_and_between_the_sizes(bundle: Path) -> None:
-    def made() -> Made:
+    def tiny_model() -> Made:
         tiny: dict[str, Any] = {}
         exec(MODEL, tiny)
         return tiny["model"](), tiny["inputs"]
 
-    case = Case(name="tiny", make=made)
+    case = Case(name="tiny", make=tiny_model)
     row = replayed(case, "cpu", bundle, {"export": 1.0})
     assert (row.verdict, row.message, row.between) == (RIGHT, "", "right")
     assert 0 < row.error < 1  # other inputs than the self-test's, rounded elsewhere
     assert row.stages is not None and row.stages.keys() == {"export", "load", "compare"}
 
     def changed() -> Made:
-        module, inputs = made()
+        module, inputs = tiny_model()
         with torch.no_grad():
             next(module.parameters()).add_(0.01)
         return module, inputs

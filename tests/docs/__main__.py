@@ -21,15 +21,15 @@ def main() -> None:
     running.add_argument("pages", nargs="+", type=Path)
     running.add_argument("--slow", action="store_true", help="run what is too dear for every run")
     running.add_argument("--gpu", action="store_true", help="run what needs a GPU")
-    given = parser.parse_args()
-    if given.command is None:
+    args = parser.parse_args()
+    if args.command is None:
         FOLDER.mkdir(exist_ok=True)
         for name, text in written().items():
             (FOLDER / name).write_text(text, encoding="utf-8")
         return
     from tests.docs.run import run_pages
 
-    run_pages([page.resolve() for page in given.pages], whole={word for word in ("slow", "gpu") if getattr(given, word)})
+    run_pages([page.resolve() for page in args.pages], whole={word for word in ("slow", "gpu") if getattr(args, word)})
 
 
 if __name__ == "__main__":

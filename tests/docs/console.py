@@ -23,14 +23,14 @@ class Command:
 
 def commands(text: str) -> list[Command]:
     """Of a console block; every line of a `sh` block is a command."""
-    found: list[tuple[str, list[str]]] = []
+    pairs: list[tuple[str, list[str]]] = []
     for line in text.splitlines():
         if line.startswith("$ "):
-            found.append((line[2:], []))
+            pairs.append((line[2:], []))
         else:
-            assert found, f"output before any command: {line}"
-            found[-1][1].append(line)
-    return [Command(line=line, shown="\n".join(shown)) for line, shown in found]
+            assert pairs, f"output before any command: {line}"
+            pairs[-1][1].append(line)
+    return [Command(line=line, shown="\n".join(shown)) for line, shown in pairs]
 
 
 def words(line: str) -> tuple[dict[str, str], list[str]]:

@@ -31,17 +31,17 @@ class Block:
 
 def pages() -> list[Path]:
     """Every page of the repository."""
-    found = (path for path in ROOT.rglob("*.md") if not SKIPPED & set(path.relative_to(ROOT).parts))
-    return sorted(found)
+    paths = (path for path in ROOT.rglob("*.md") if not SKIPPED & set(path.relative_to(ROOT).parts))
+    return sorted(paths)
 
 
 def blocks(text: str) -> Iterator[Block]:
     """The fenced blocks, in order."""
     fence, opened, lines = "", (), []
     for number, line in enumerate(text.splitlines(), 1):
-        found = FENCE.match(line)
-        if not fence and found:
-            fence, opened, lines = found[1], (number, found[2]), []
+        fence_match = FENCE.match(line)
+        if not fence and fence_match:
+            fence, opened, lines = fence_match[1], (number, fence_match[2]), []
         elif fence and line == fence:
             language, *words = opened[1].split() or [""]
             yield Block(language=language, words=tuple(words), text="\n".join([*lines, ""]), line=opened[0] + 1)
@@ -53,16 +53,16 @@ def blocks(text: str) -> Iterator[Block]:
 
 def begins_after(text: str) -> list[str]:
     """The pages whose folders this page's folder begins with."""
-    return [found[1] for line in text.splitlines() if (found := AFTER.match(line))]
+    return [after_match[1] for line in text.splitlines() if (after_match := AFTER.match(line))]
 
 
 def prose(text: str) -> str:
     """The text without its blocks."""
     kept, fence = [], ""
     for line in text.splitlines():
-        found = FENCE.match(line)
-        if not fence and found:
-            fence = found[1]
+        fence_match = FENCE.match(line)
+        if not fence and fence_match:
+            fence = fence_match[1]
         elif line == fence:
             fence = ""
         elif not fence:
@@ -72,15 +72,15 @@ def prose(text: str) -> str:
 
 def anchors(text: str) -> set[str]:
     """What `#...` may name on a page: its headings, as GitHub spells them."""
-    found: set[str] = set()
+    names: set[str] = set()
     for heading in re.findall(r"^#+ (.*)$", prose(text), re.MULTILINE):
         name = plain = re.sub(r"[^\w\- ]", "", re.sub(r"\[([^]]*)]\([^)]*\)", r"\1", heading)).strip().lower().replace(" ", "-")
         count = 0
-        while name in found:
+        while name in names:
             count += 1
             name = f"{plain}-{count}"
-        found.add(name)
-    return found
+        names.add(name)
+    return names
 
 
 def links(text: str) -> list[str]:

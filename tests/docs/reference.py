@@ -65,7 +65,7 @@ def _page(title: str, opening: str, parts: Iterator[str]) -> str:
 def python(package: str, doc: str | None, names: Mapping[str, Any]) -> str:
     """The reference of a package: functions and classes first, then what it raises."""
     opening = _prose(doc or "")
-    ordered = sorted(names.items(), key=lambda each: (_is_error(each[1]), not callable(each[1]) or isinstance(each[1], type)))
+    ordered = sorted(names.items(), key=lambda pair: (_is_error(pair[1]), not callable(pair[1]) or isinstance(pair[1], type)))
     return _page(f"import {package}", opening, (part for name, value in ordered for part in _member(package, name, value)))
 
 
@@ -90,23 +90,23 @@ def _aliases(function: Any) -> Iterator[str]:
         for parameter in inspect.signature(function).parameters.values()
         for word in re.findall(r"\w+", str(parameter.annotation))
     }
-    told = []
+    lines = []
     for module in [sys.modules[function.__module__], *_below(function.__module__)]:
         for statement, said in pairwise(ast.parse(inspect.getsource(module)).body):
             target = getattr(statement, "target", None) or next(iter(getattr(statement, "targets", ())), None)
             if isinstance(target, ast.Name) and target.id in named and isinstance(said, ast.Expr):
                 doc = inspect.cleandoc(ast.literal_eval(said.value)).replace("\n", " ")
-                told.append(f"- `{target.id}`: {_escaped(doc)}")
-    yield from ["\n".join(sorted(set(told)))] if told else []
+                lines.append(f"- `{target.id}`: {_escaped(doc)}")
+    yield from ["\n".join(sorted(set(lines)))] if lines else []
 
 
 def _below(name: str) -> list[Any]:
     """The modules of ours that a module imports names from, also those for annotations alone; what its functions import is late
     and may be torch."""
     body = ast.parse(inspect.getsource(sys.modules[name])).body
-    body += [inner for each in body if isinstance(each, ast.If) for inner in each.body]
-    found = [each for each in body if isinstance(each, ast.ImportFrom) and each.level]
-    paths = [importlib.util.resolve_name("." * each.level + (each.module or ""), name.rpartition(".")[0]) for each in found]
+    body += [inner for node in body if isinstance(node, ast.If) for inner in node.body]
+    imports = [node for node in body if isinstance(node, ast.ImportFrom) and node.level]
+    paths = [importlib.util.resolve_name("." * node.level + (node.module or ""), name.rpartition(".")[0]) for node in imports]
     return [importlib.import_module(path) for path in dict.fromkeys(paths)]
 
 
@@ -118,16 +118,16 @@ def _class(name: str, value: type) -> Iterator[str]:
         yield "\n".join(f"- `{field.name}: {_annotation(field.type)}`" for field in dataclasses.fields(value))
     if _is_error(value) and value is not cgbundle.errors.CgbundleError:
         return  # what they have is their base's
-    for member, found in members(value).items():
-        if isinstance(found, property):
+    for member, attribute in members(value).items():
+        if isinstance(attribute, property):
             yield f"### {name}.{member}"
-            returned = inspect.signature(found.fget).return_annotation if found.fget else "Any"
+            returned = inspect.signature(attribute.fget).return_annotation if attribute.fget else "Any"
             yield _code(f"{member}: {_annotation(returned)}")
-            yield _prose(inspect.getdoc(found) or "")
+            yield _prose(inspect.getdoc(attribute) or "")
         else:
             yield f"### {name}.{member}"
-            yield _code(signature(member, inspect.unwrap(getattr(found, "__func__", found))))
-            yield _prose(inspect.getdoc(found) or "")
+            yield _code(signature(member, inspect.unwrap(getattr(attribute, "__func__", attribute))))
+            yield _prose(inspect.getdoc(attribute) or "")
 
 
 SPECIAL = ("__call__", "__getitem__", "__setitem__")
@@ -137,33 +137,33 @@ SPECIAL = ("__call__", "__getitem__", "__setitem__")
 def members(value: type) -> dict[str, Any]:
     """The public methods and properties that a class defines itself or takes from a base of ours, in the order of their
     definition, `__call__` and its kind first."""
-    own = {
-        member: found
+    attributes = {
+        member: attr
         for base in reversed(value.__mro__)
         if base.__module__.startswith(("cgbundle", "cgcompile"))
-        for member, found in vars(base).items()
-        if (member in SPECIAL or not member.startswith("_")) and (callable(found) or isinstance(found, property | classmethod))
+        for member, attr in vars(base).items()
+        if (member in SPECIAL or not member.startswith("_")) and (callable(attr) or isinstance(attr, property | classmethod))
     }
-    return dict(sorted(own.items(), key=lambda each: each[0] not in SPECIAL))
+    return dict(sorted(attributes.items(), key=lambda pair: pair[0] not in SPECIAL))
 
 
 def signature(name: str, function: Any) -> str:
     """`build(model, inputs=None, *, ...) -> Built`, a parameter a line where it is long."""
-    found = inspect.signature(function)
-    given = [parameter for parameter in found.parameters.values() if parameter.name != "self"]
+    sig = inspect.signature(function)
+    params = [parameter for parameter in sig.parameters.values() if parameter.name != "self"]
     shown: list[str] = []
-    for place, each in enumerate(given):
-        if each.kind is each.KEYWORD_ONLY and not any(e.kind in (e.KEYWORD_ONLY, e.VAR_POSITIONAL) for e in given[:place]):
+    for place, param in enumerate(params):
+        if param.kind is param.KEYWORD_ONLY and not any(e.kind in (e.KEYWORD_ONLY, e.VAR_POSITIONAL) for e in params[:place]):
             shown.append("*")
-        stars = {each.VAR_POSITIONAL: "*", each.VAR_KEYWORD: "**"}.get(each.kind, "")
-        kind = "" if each.annotation is each.empty else f": {_annotation(each.annotation)}"
-        default = "" if each.default is each.empty else f" = {each.default!r}" if kind else f"={each.default!r}"
-        shown.append(f"{stars}{each.name}{kind}{default}")
-    returned = "" if found.return_annotation is found.empty else f" -> {_annotation(found.return_annotation)}"
+        stars = {param.VAR_POSITIONAL: "*", param.VAR_KEYWORD: "**"}.get(param.kind, "")
+        kind = "" if param.annotation is param.empty else f": {_annotation(param.annotation)}"
+        default = "" if param.default is param.empty else f" = {param.default!r}" if kind else f"={param.default!r}"
+        shown.append(f"{stars}{param.name}{kind}{default}")
+    returned = "" if sig.return_annotation is sig.empty else f" -> {_annotation(sig.return_annotation)}"
     line = f"{name}({', '.join(shown)}){returned}"
     if len(line) <= 110:
         return line
-    return "\n".join([f"{name}(", *[f"    {each}," for each in shown], f"){returned}"])
+    return "\n".join([f"{name}(", *[f"    {part}," for part in shown], f"){returned}"])
 
 
 def _annotation(value: Any) -> str:
@@ -178,13 +178,13 @@ def _code(text: str) -> str:
 
 def _prose(doc: str) -> str:
     """A docstring as Markdown: what is indented in it is code."""
-    made: list[str] = []
+    paragraphs: list[str] = []
     for paragraph in inspect.cleandoc(doc).split("\n\n"):
         if all(line.startswith("    ") for line in paragraph.splitlines() if line):
-            made.append(f"```\n{textwrap.dedent(paragraph)}\n```" if paragraph.strip() else "")  # ruff would format Python
+            paragraphs.append(f"```\n{textwrap.dedent(paragraph)}\n```" if paragraph.strip() else "")  # ruff would format Python
         else:
-            made.append(_escaped(paragraph))
-    return "\n\n".join(each for each in made if each)
+            paragraphs.append(_escaped(paragraph))
+    return "\n\n".join(part for part in paragraphs if part)
 
 
 def _escaped(text: str) -> str:
@@ -233,26 +233,26 @@ def _command(name: str, command: Any) -> Iterator[str]:
     yield "\n".join(["| | | default |", "|---|---|---|", *[f"| {a} | {_escaped(b)} | {c} |" for a, b, c in rows]])
 
 
-def _argument(each: Any) -> str:
-    return str(each.metavar or each.name.upper())
+def _argument(argument: Any) -> str:
+    return str(argument.metavar or argument.name.upper())
 
 
-def _option(each: Any) -> str:
+def _option(option: Any) -> str:
     """`--target TARGET`, `--lower eager\\|inductor`."""
-    kind = "" if each.is_flag else f" {each.metavar or '|'.join(_choices(each)) or each.name.upper()}"
-    more = " (repeatable)" if each.multiple else ""
-    return " / ".join(f"`{name}{kind}`".replace("|", "\\|") for name in [*each.opts, *each.secondary_opts]) + more
+    kind = "" if option.is_flag else f" {option.metavar or '|'.join(_choices(option)) or option.name.upper()}"
+    more = " (repeatable)" if option.multiple else ""
+    return " / ".join(f"`{name}{kind}`".replace("|", "\\|") for name in [*option.opts, *option.secondary_opts]) + more
 
 
-def _choices(each: Any) -> tuple[str, ...]:
+def _choices(option: Any) -> tuple[str, ...]:
     """Of an option that is a Literal; Typer has had two ways to say so since 0.26."""
-    kind = getattr(each, "type", None)
-    return tuple(kind.choices) if hasattr(kind, "choices") else typing.get_args(each.type_descriptor.annotation)
+    kind = getattr(option, "type", None)
+    return tuple(kind.choices) if hasattr(kind, "choices") else typing.get_args(option.type_descriptor.annotation)
 
 
-def _default(each: Any) -> str:
-    given = each.default() if callable(each.default) else each.default
-    return "" if given in (None, False, (), [], "") or each.required else f"`{given}`"
+def _default(parameter: Any) -> str:
+    default_value = parameter.default() if callable(parameter.default) else parameter.default
+    return "" if default_value in (None, False, (), [], "") or parameter.required else f"`{default_value}`"
 
 
 def _code_plain(text: str) -> str:
@@ -271,13 +271,13 @@ def findings() -> str:
         "What `cgcompile check` and `build` may find in a model; `cgcompile explain NAME` shows the same. A finding of severity "
         "`refuse` stops a build, `host` puts operations on the CPU between two graphs, `note` is for information."
     )
-    return _page("Findings", opening, (part for each in known for part in _finding(each)))
+    return _page("Findings", opening, (part for explanation in known for part in _finding(explanation)))
 
 
-def _finding(each: Explanation) -> Iterator[str]:
-    yield f"## {each.name}"
-    yield f"{about(each)[0].upper()}{about(each)[1:]}. {_escaped(each.headline)}"
-    yield "\n".join(f"- **{FIELDS[label]}**: {_escaped(said)}" for label, said in each.fields)
+def _finding(explanation: Explanation) -> Iterator[str]:
+    yield f"## {explanation.name}"
+    yield f"{about(explanation)[0].upper()}{about(explanation)[1:]}. {_escaped(explanation.headline)}"
+    yield "\n".join(f"- **{FIELDS[label]}**: {_escaped(said)}" for label, said in explanation.fields)
 
 
 TITLES = {
@@ -301,7 +301,7 @@ def errors() -> str:
 
 def _catalogue(package: str, known: list[Explanation]) -> Iterator[str]:
     yield f"## {TITLES[package]}"
-    rows = [each for each in known if each.package == package]
+    rows = [row for row in known if row.package == package]
     yield "\n".join([
         "| code | raised as, exit status | cause | cure |", "|---|---|---|---|",
         *[f"| `{row.name}` | {row.error}, {row.exit_code} | {_cell(row.headline)} | {_cell(dict(row.fields)['fix'])} |"

@@ -86,8 +86,8 @@ class Runner:
         """{"status", "output"} of a command.  A build of the same file with the same options is copied."""
         key = self._key(arguments, folder)
         if key in self._built and not (folder / self._built[key][0].name).exists():
-            made, answer = self._built[key]
-            shutil.copytree(made, folder / made.name)
+            bundle, answer = self._built[key]
+            shutil.copytree(bundle, folder / bundle.name)
             return answer
         if self._commands is None:
             self._commands = Worker("tests.docs.forked", self.base, self.environment)
@@ -122,8 +122,8 @@ class Worker:
         self._process.stdin.flush()
         line = self._process.stdout.readline()
         assert line, f"the process ended with status {self._process.wait()}"
-        found: dict[str, Any] = json.loads(line)
-        return found
+        answer: dict[str, Any] = json.loads(line)
+        return answer
 
     def close(self) -> None:
         """Ends it."""
@@ -150,9 +150,9 @@ class PageRun:
         if self._python:
             self._python.close()
 
-    def all(self, found: Sequence[Block]) -> None:
+    def all(self, page_blocks: Sequence[Block]) -> None:
         """Runs the blocks.  Raises AssertionError."""
-        for block, after in zip(found, [*found, None][1:], strict=True):
+        for block, after in zip(page_blocks, [*page_blocks, None][1:], strict=True):
             shown = after.text if after is not None and after.language == "text" and not FILE.match(after.text) else ""
             try:
                 self._block(block, shown)

@@ -24,7 +24,7 @@ WORD = re.compile(rf"(?<![\w.])({NUMBER})( ?)(min \d+ s|[A-Za-z]+|%)?(?![\w])")
 
 def difference(shown: str, got: str) -> str:
     """The first line of `shown` that is not in `got` where it should be, or ""."""
-    given = [line.rstrip() for line in got.splitlines()]
+    lines = [line.rstrip() for line in got.splitlines()]
     parts: list[list[str]] = [[]]
     for line in shown.splitlines():
         if line.strip() == ANYTHING:
@@ -38,14 +38,14 @@ def difference(shown: str, got: str) -> str:
         if index == 0:
             starts = [0]
         elif last:
-            starts = [len(given) - len(part)] if len(given) - len(part) >= place else []
+            starts = [len(lines) - len(part)] if len(lines) - len(part) >= place else []
         else:
-            starts = list(range(place, len(given) - len(part) + 1))
-        found = next((start for start in starts if _fits(patterns, given[start : start + len(part)])), None)
-        if found is None:
-            return _first_missing(part, patterns, given[place:])
-        place = found + len(part)
-    return "" if place == len(given) or len(parts) > 1 else f"nothing more than was shown, got: {given[place]}"
+            starts = list(range(place, len(lines) - len(part) + 1))
+        begin = next((start for start in starts if _fits(patterns, lines[start : start + len(part)])), None)
+        if begin is None:
+            return _first_missing(part, patterns, lines[place:])
+        place = begin + len(part)
+    return "" if place == len(lines) or len(parts) > 1 else f"nothing more than was shown, got: {lines[place]}"
 
 
 def pattern(line: str) -> re.Pattern[str]:
@@ -56,21 +56,21 @@ def pattern(line: str) -> re.Pattern[str]:
 
 
 def _piece(text: str) -> str:
-    made, place = "", 0
-    for found in WORD.finditer(text):
-        number, space, unit = found.groups()
+    expression, place = "", 0
+    for match in WORD.finditer(text):
+        number, space, unit = match.groups()
         kind = next((kind for kind in UNITS if unit and unit.split()[0] in kind), None)
         if kind is None and not re.search(r"[.e]", number):
             continue
-        made += _plain(text[place : found.start()]) + NUMBER
+        expression += _plain(text[place : match.start()]) + NUMBER
         if kind is not None:
-            made += (" ?" if space else "") + "(?:" + "|".join(map(re.escape, kind)) + r")(?: \d+ s)?"
+            expression += (" ?" if space else "") + "(?:" + "|".join(map(re.escape, kind)) + r")(?: \d+ s)?"
         elif unit:
-            made += _plain(space + unit)
+            expression += _plain(space + unit)
         else:
-            made += _plain(space)
-        place = found.end()
-    return made + _plain(text[place:])
+            expression += _plain(space)
+        place = match.end()
+    return expression + _plain(text[place:])
 
 
 def _plain(text: str) -> str:
@@ -78,11 +78,11 @@ def _plain(text: str) -> str:
 
 
 def _fits(patterns: Sequence[re.Pattern[str]], lines: Sequence[str]) -> bool:
-    return len(patterns) == len(lines) and all(each.fullmatch(line) for each, line in zip(patterns, lines, strict=True))
+    return len(patterns) == len(lines) and all(regex.fullmatch(line) for regex, line in zip(patterns, lines, strict=True))
 
 
-def _first_missing(part: Sequence[str], patterns: Sequence[re.Pattern[str]], given: Sequence[str]) -> str:
-    for line, each in zip(part, patterns, strict=True):
-        if not any(each.fullmatch(one) for one in given):
+def _first_missing(part: Sequence[str], patterns: Sequence[re.Pattern[str]], lines: Sequence[str]) -> str:
+    for line, regex in zip(part, patterns, strict=True):
+        if not any(regex.fullmatch(one) for one in lines):
             return line
     return " / ".join(part) + " (together, at this place)"

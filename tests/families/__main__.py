@@ -78,7 +78,7 @@ def judged_half(name: str, tokens: int) -> str:
     from cgcompile.errors import ModelError
     from cgcompile.language_models.architectures.text_half import WHOLE
     from cgcompile.language_models.comparison.probe import check_kind
-    from cgcompile.language_models.comparison.refusal import told
+    from cgcompile.language_models.comparison.refusal import error_text
     from cgcompile.language_models.comparison.texts import compare_texts, small_reference
     from cgcompile.language_models.networks import folder_configuration, folder_network
     from cgcompile.language_models.recipe import small
@@ -88,7 +88,7 @@ def judged_half(name: str, tokens: int) -> str:
         kind = next(kind for kind in WHOLE if type(config) in kind._model_mapping)
         reference = small_reference(config, kind)
     except Exception as error:  # noqa: BLE001 transformers' own
-        return f"no small copy: {told(error)}"
+        return f"no small copy: {error_text(error)}"
     with tempfile.TemporaryDirectory() as folder:
         try:
             reference.save_pretrained(folder)
@@ -97,7 +97,7 @@ def judged_half(name: str, tokens: int) -> str:
         except ModelError as error:
             return f"{'WRONG' if 'text differs' in str(error) else 'refused'}: {error}"
         except Exception as error:  # noqa: BLE001 what it is about
-            return f"traceback: {told(error)}"
+            return f"traceback: {error_text(error)}"
     return "equal"
 
 
@@ -154,7 +154,7 @@ def judged(name: str, tokens: int = TOKENS) -> str:
     from transformers import AutoConfig
 
     from cgcompile.errors import ModelError
-    from cgcompile.language_models.comparison.refusal import told
+    from cgcompile.language_models.comparison.refusal import error_text
     from cgcompile.language_models.comparison.texts import compare_small
     from cgcompile.language_models.recipe import small
 
@@ -162,14 +162,14 @@ def judged(name: str, tokens: int = TOKENS) -> str:
     try:
         config = AutoConfig.for_model(**options)
     except Exception as error:  # noqa: BLE001 transformers' own
-        return f"no configuration: {told(error)}"
+        return f"no configuration: {error_text(error)}"
     try:
         compare_small(config, small, tokens, tokens)
     except ModelError as error:
         kind = "WRONG" if "text differs" in str(error) else "refused"
         return f"{kind}: {error}"
     except Exception as error:  # noqa: BLE001 what it is about
-        return f"traceback: {told(error)}"
+        return f"traceback: {error_text(error)}"
     return "equal"
 
 

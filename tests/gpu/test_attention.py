@@ -42,7 +42,7 @@ class Step(nn.Module):
             if self.shared < HEADS:
                 repeats = HEADS // self.shared
                 keys, values = [
-                    each[:, :, None].expand(-1, -1, repeats, -1, -1).reshape(1, HEADS, PLACES, HEAD) for each in (keys, values)
+                    tensor[:, :, None].expand(-1, -1, repeats, -1, -1).reshape(1, HEADS, PLACES, HEAD) for tensor in (keys, values)
                 ]
             scores = (query @ keys.transpose(-2, -1)).float() / HEAD**0.5
             mixed = torch.softmax(scores.masked_fill(later, float("-inf")), -1).to(x.dtype) @ values
@@ -60,8 +60,8 @@ def test_steps_over_a_cache(record: str, shared: int, dtype: torch.dtype, tmp_pa
     model = Step(shared, dtype).eval()
     path = tmp_path / "step.cgb"
     proof = {"prove": "none"} if record == "cross-compile" else {}
-    given = torch.randn(1, WIDTH, dtype=dtype), torch.tensor([3])
-    cgcompile.build(model, lambda: given, out=path, target="cuda", record=record, **proof)
+    inputs = torch.randn(1, WIDTH, dtype=dtype), torch.tensor([3])
+    cgcompile.build(model, lambda: inputs, out=path, target="cuda", record=record, **proof)
     assert any(b"attention" in file.read_bytes() for file in (path / "graphs").iterdir())
     bound = 2e-2 if dtype is torch.bfloat16 else 2e-4
     eager = model.cuda()
@@ -70,6 +70,6 @@ def test_steps_over_a_cache(record: str, shared: int, dtype: torch.dtype, tmp_pa
             buffer.zero_()
         with cgbundle.load(path, mode=mode) as program, torch.no_grad():
             for place in [*range(24), 79, 5, 24]:
-                given = torch.randn(1, WIDTH, dtype=dtype, device="cuda"), torch.tensor([place], device="cuda")
-                got, wanted = program(*given), eager(*given)
+                inputs = torch.randn(1, WIDTH, dtype=dtype, device="cuda"), torch.tensor([place], device="cuda")
+                got, wanted = program(*inputs), eager(*inputs)
                 torch.testing.assert_close(got, wanted, rtol=bound, atol=bound)

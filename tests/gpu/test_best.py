@@ -88,13 +88,13 @@ def test_the_same_model_is_not_searched_again(built: Any, tmp_path: Path) -> Non
 
 def test_a_search_without_time_keeps_the_first_lowering(cache: None, tmp_path: Path) -> None:
     layers = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.ReLU())
-    made = cgcompile.build(
+    built = cgcompile.build(
         layers, lambda batch: torch.randn(batch, 32), sizes=[2], out=tmp_path / "m.cgb", autotune=True, autotune_timeout=0.5
     )
-    assert chosen(made.manifest) == ["inductor"]
-    reasons = {row.name: row.reason for row in made.manifest.entries[0].programs[0].lowerings}
+    assert chosen(built.manifest) == ["inductor"]
+    reasons = {row.name: row.reason for row in built.manifest.entries[0].programs[0].lowerings}
     assert reasons["max-autotune"] == reasons["eager"] == "not recorded in the 0.5 seconds that the search may take"
-    assert dict(made.manifest.provenance.options)["autotune_timeout"] == "0.5"
+    assert dict(built.manifest.provenance.options)["autotune_timeout"] == "0.5"
 
 
 def test_a_model_cut_by_the_host_that_keeps_state(cache: None, tmp_path: Path) -> None:
@@ -109,12 +109,12 @@ def test_a_model_cut_by_the_host_that_keeps_state(cache: None, tmp_path: Path) -
             x = torch.relu(self.before(x))
             return self.after(x / (1.0 + x[x > 0].sum().item() / x.numel())) + self.calls
 
-    made = cgcompile.build(Cut().eval(), lambda batch: torch.randn(batch, 32), sizes=[4], out=tmp_path / "cut.cgb", autotune=True)
-    rows = made.manifest.entries[0].programs[0].lowerings
+    built = cgcompile.build(Cut().eval(), lambda batch: torch.randn(batch, 32), sizes=[4], out=tmp_path / "cut.cgb", autotune=True)
+    rows = built.manifest.entries[0].programs[0].lowerings
     print(rows)
-    graphs = sum(step.kind == "graph" for step in made.manifest.entries[0].programs[0].steps)
+    graphs = sum(step.kind == "graph" for step in built.manifest.entries[0].programs[0].steps)
     assert graphs == 2 and all(len(row.microseconds) == graphs for row in rows if not row.reason)
-    with cgbundle.load(made.path) as program:
+    with cgbundle.load(built.path) as program:
         x = torch.randn(4, 32, device="cuda")
         first, second = program(x).clone(), program(x).clone()
     assert torch.allclose(second - first, torch.ones(32, device="cuda"), atol=1e-4)

@@ -90,13 +90,13 @@ def test_streams_in_turn_do_not_disturb_each_other(case: Case, program: Any) -> 
     expected = {size: [program(value) for value in inputs] for size, inputs in values.items()}
     streams = [torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream()]
     torch.cuda.synchronize()
-    made = []
+    pairs = []
     for _ in range(200):
         size, index = draw.choice(built.SIZES), draw.randrange(3)
         with torch.cuda.stream(draw.choice(streams)):
-            made.append((program(values[size][index]), expected[size][index]))
+            pairs.append((program(values[size][index]), expected[size][index]))
     torch.cuda.synchronize()
-    assert all(torch.equal(got, want) for got, want in made)
+    assert all(torch.equal(got, want) for got, want in pairs)
 
 
 def test_a_lazy_program_and_its_sessions_run_what_they_were_loaded_with(cases: dict[str, Case], tmp_path: Path) -> None:

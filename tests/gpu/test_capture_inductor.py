@@ -32,16 +32,16 @@ def test_what_was_compiled_serves_other_weights_and_one_more_size(tmp_path: Path
     def lowered(seed: int, sizes: list[int]) -> set[str]:
         """The int_keys that were lowered before the recording."""
         torch.manual_seed(seed)
-        model, told = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Tanh()).eval(), set[str]()
+        model, texts = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Tanh()).eval(), set[str]()
         path = tmp_path / f"{seed}.cgb"
         cgcompile.build(
             model, lambda batch: (torch.randn(batch, 32),), sizes=sizes, out=path, target="cuda",
-            progress=lambda event: told.add(event.text),
+            progress=lambda event: texts.add(event.text),
         )  # fmt: skip
         x = torch.randn(sizes[-1], 32, device="cuda")
         with cgbundle.load(path) as program:
             torch.testing.assert_close(program(x), model.cuda()(x), rtol=1e-4, atol=1e-4)
-        return {text.rpartition("lowering ")[2] for text in told if text.startswith("prime") and "lowering" in text}
+        return {text.rpartition("lowering ")[2] for text in texts if text.startswith("prime") and "lowering" in text}
 
     assert lowered(0, [1, 8]) == {"(1,)", "(8,)"}
     assert lowered(1, [1, 8]) == set()

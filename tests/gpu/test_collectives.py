@@ -30,9 +30,9 @@ SPACE = 16 << 20
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:
-    made = Ranks(ExchangeMemory(world=WORLD, packets=2 << 20, buffers=8 << 20))
-    yield made
-    assert made.status() == [0, 0]
+    group = Ranks(ExchangeMemory(world=WORLD, packets=2 << 20, buffers=8 << 20))
+    yield group
+    assert group.status() == [0, 0]
 
 
 @pytest.fixture(scope="module")
@@ -45,14 +45,14 @@ def fill(places: list[tuple[Any, Any]], size: int, dtype: Any, seed: int) -> lis
     """Numbers of a dtype in the inputs, and copies of them on the CPU."""
     generator = torch.Generator().manual_seed(seed)
     drawn = [torch.randn(size // dtype.itemsize, generator=generator).to(dtype) for _ in range(WORLD)]
-    for (given, made), values in zip(places, drawn, strict=True):
-        given[:size].view(dtype).copy_(values)
-        made.fill_(0xA5)
+    for (source, target), values in zip(places, drawn, strict=True):
+        source[:size].view(dtype).copy_(values)
+        target.fill_(0xA5)
     return drawn
 
 
 def wanted(drawn: list[Any], combine: Combine, rank: int, *, scattered: bool, sender: int) -> Any:
-    parts = [each.chunk(WORLD)[rank] if scattered else each for each in drawn]
+    parts = [values.chunk(WORLD)[rank] if scattered else values for values in drawn]
     if combine == "side by side":
         return torch.cat([part for place, part in enumerate(parts) if sender in (-1, place)])
     return sum(part.float() for part in parts[1:]).add(parts[0].float()).to(parts[0].dtype)
@@ -70,8 +70,8 @@ def test_what_they_give(ranks: Ranks, places: Any, way: Way, combine: Combine, s
         sender = number % WORLD if way == "buffers" and combine == "side by side" and number % 3 == 0 else -1
         drawn = fill(places, size * (WORLD if scattered else 1), dtype, number)
         launch = CollectiveLaunch(way=way, count=size // PIECE[way], blocks=blocks, threads=threads)
-        given, made = [[place[each].data_ptr() for place in places] for each in range(2)]
-        ranks.replay(ranks.graph([Collective(launch, combine, given, made, size if scattered else 0, sender)]))
+        inputs, outputs = [[place[side].data_ptr() for place in places] for side in range(2)]
+        ranks.replay(ranks.graph([Collective(launch, combine, inputs, outputs, size if scattered else 0, sender)]))
         for rank, (_, output) in enumerate(places):
             right = wanted(drawn, combine, rank, scattered=scattered, sender=sender)
             came = output[: right.numel() * dtype.itemsize].view(dtype).cpu()
@@ -81,15 +81,15 @@ def test_what_they_give(ranks: Ranks, places: Any, way: Way, combine: Combine, s
 
 def test_random_sizes_in_replayed_graphs(ranks: Ranks, places: Any) -> None:
     random = Random(0)
-    (given, made), size = [[place[each].data_ptr() for place in places] for each in range(2)], 0
+    (inputs, outputs), size = [[place[side].data_ptr() for place in places] for side in range(2)], 0
     listed, sizes = [], []
     while True:
-        each = 16 * random.randrange(1, random.choice((64, 4096, 40_000)))
-        if size + each > SPACE:
+        chunk = 16 * random.randrange(1, random.choice((64, 4096, 40_000)))
+        if size + chunk > SPACE:
             break
-        listed.append(Collective(collective_launch(each), "bfloat16", [at + size for at in given], [at + size for at in made]))
-        sizes.append(each)
-        size += each
+        listed.append(Collective(collective_launch(chunk), "bfloat16", [at + size for at in inputs], [at + size for at in outputs]))
+        sizes.append(chunk)
+        size += chunk
     graphs = ranks.graph(listed)
     for seed in range(20):
         drawn = fill(places, size, torch.bfloat16, seed)
@@ -102,10 +102,10 @@ def test_random_sizes_in_replayed_graphs(ranks: Ranks, places: Any) -> None:
 
 @pytest.mark.parametrize("way", PIECE)
 def test_a_rank_that_is_missing_is_named_and_nothing_hangs(places: Any, way: Way) -> None:
-    own = Ranks(ExchangeMemory(world=WORLD, packets=1 << 20, buffers=1 << 20), limit=50_000_000)
-    given, made = [[place[each].data_ptr() for place in places] for each in range(2)]
+    group = Ranks(ExchangeMemory(world=WORLD, packets=1 << 20, buffers=1 << 20), limit=50_000_000)
+    inputs, outputs = [[place[side].data_ptr() for place in places] for side in range(2)]
     launch = CollectiveLaunch(way=way, count=4096, blocks=16, threads=256)
-    graphs = own.graph([Collective(launch, "float32", given, made)] * 50)
-    assert own.replay(graphs) < 50 and own.status() == [0, 0]
-    took = own.replay(graphs, ranks=[0])
-    assert own.status() == [2, 0] and 45 < took < 500
+    graphs = group.graph([Collective(launch, "float32", inputs, outputs)] * 50)
+    assert group.replay(graphs) < 50 and group.status() == [0, 0]
+    took = group.replay(graphs, ranks=[0])
+    assert group.status() == [2, 0] and 45 < took < 500

@@ -79,12 +79,12 @@ def test_a_callers_capture_takes_them_node_by_node(bench: Bench) -> None:
     check("cuStreamBeginCapture", bindings.cuStreamBeginCapture(stream, mode))
     executor.join(stream)
     graph = int(check("cuStreamEndCapture", bindings.cuStreamEndCapture(stream)))
-    made = check("cuGraphInstantiate", cu.cuGraphInstantiate(graph, 0))
+    executable = check("cuGraphInstantiate", cu.cuGraphInstantiate(graph, 0))
     for choices, flag in CASES:
         bench.give(choices, flag)
-        check("cuGraphLaunch", cu.cuGraphLaunch(made, stream))
+        check("cuGraphLaunch", cu.cuGraphLaunch(executable, stream))
         assert bench.found() == expected(choices, flag)
-    check("cuGraphExecDestroy", cu.cuGraphExecDestroy(made))
+    check("cuGraphExecDestroy", cu.cuGraphExecDestroy(executable))
     check("cuGraphDestroy", cu.cuGraphDestroy(graph))
     executor.close()
 
@@ -121,15 +121,15 @@ def test_how_long_a_switch_takes(tmp_path: Path, capsys: pytest.CaptureFixture[s
             executor, stream = bench.executor("graph"), bench.context.stream
             bench.give((0,) * ways, ways - 1)
             begin, end = (check("cuEventCreate", cu.cuEventCreate(0)) for _ in range(2))
-            found = []
+            microseconds = []
             for _ in range(20):
                 check("cuEventRecord", cu.cuEventRecord(begin, stream))
                 executor.launch(stream)
                 check("cuEventRecord", cu.cuEventRecord(end, stream))
                 check("cuStreamSynchronize", cu.cuStreamSynchronize(stream))
-                found.append(1e3 * check("cuEventElapsedTime", cu.cuEventElapsedTime(begin, end)))
+                microseconds.append(1e3 * check("cuEventElapsedTime", cu.cuEventElapsedTime(begin, end)))
             assert bench.found()[1] == 9 + ways
-            times.append(sorted(found)[len(found) // 2])
+            times.append(sorted(microseconds)[len(microseconds) // 2])
             executor.close()
     with capsys.disabled():
         print(f"\nthe last of {ways} ways: a switch {times[0]:.1f} us, branches inside of each other {times[1]:.1f} us")
@@ -145,16 +145,16 @@ def traced(name: str, folder: Path, recorder: str) -> tuple[Path, Any, list[Any]
 
     make, inputs, kinds = MODELS[name]
     torch.manual_seed(1)
-    model, given = make().eval(), inputs()
+    model, examples = make().eval(), inputs()
     path = folder / f"{name}.cgb"
     if recorder == "cross-compile":
-        build(model, lambda: (given[0],), path)
+        build(model, lambda: (examples[0],), path)
     else:
         from tests.gpu.helpers.hidden import built_without_gpu
 
         built_without_gpu("conditional", name, path)
     assert sorted(types(path)) == list(kinds)
-    return path, model.cuda(), given
+    return path, model.cuda(), examples
 
 
 def build(model: Any, inputs: Any, path: Path) -> Path:
@@ -176,15 +176,15 @@ def types(path: Path) -> list[str]:
 def test_every_way_is_eagers(tmp_path: Path, name: str, recorder: str) -> None:
     import torch
 
-    path, model, given = traced(name, tmp_path, recorder)
+    path, model, examples = traced(name, tmp_path, recorder)
     for mode in MODES:
         with cgbundle.load(path, mode=mode) as program:
             assert len(program.manifest.entries[0].programs[0].steps) == 1, "one graph, one launch"
-            for x in [*given, *reversed(given)]:
+            for x in [*examples, *reversed(examples)]:
                 with torch.no_grad():
                     wanted = model(x.cuda())
-                found = program(x.cuda())
-                both = [each if isinstance(each, tuple) else (each,) for each in (found, wanted)]
+                output = program(x.cuda())
+                both = [result if isinstance(result, tuple) else (result,) for result in (output, wanted)]
                 for got, want in zip(*both, strict=True):
                     torch.testing.assert_close(got, want, rtol=2e-3, atol=2e-3)
 
@@ -192,9 +192,9 @@ def test_every_way_is_eagers(tmp_path: Path, name: str, recorder: str) -> None:
 def test_the_host_waits_for_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
-    path, _, given = traced("nested", tmp_path, "cross-compile")
+    path, _, examples = traced("nested", tmp_path, "cross-compile")
     with cgbundle.load(path) as program:
-        inputs = [x.cuda() for x in given]
+        inputs = [x.cuda() for x in examples]
         torch.cuda.synchronize()
         program(inputs[0])
         counted = Counting(driver.cu)
@@ -211,7 +211,7 @@ def test_random_numbers_and_state_in_a_loop(tmp_path: Path) -> None:
     from tests.helpers.models.conditional_models import TURNS, WIDTH, Drawing
 
     path = build(Drawing(), lambda: (torch.zeros(WIDTH),), tmp_path / "drawing.cgb")
-    found = []
+    runs = []
     for mode in MODES:
         with cgbundle.load(path, mode=mode) as program:
             program.seed(5)
@@ -222,26 +222,26 @@ def test_random_numbers_and_state_in_a_loop(tmp_path: Path) -> None:
                 seen += 1 if int(turns) > 3 else -1
                 assert float(state) == seen
                 calls.append((v.cpu(), int(turns)))
-            found.append(calls)
+            runs.append(calls)
             assert [turns for _, turns in calls] == sorted([turns for _, turns in calls], reverse=True), "the scale doubles"
             assert not torch.equal(calls[0][0], calls[1][0])
-    for one, two in zip(*found, strict=True):
+    for one, two in zip(*runs, strict=True):
         assert torch.equal(one[0], two[0]) and one[1] == two[1]
 
 
 def test_a_part_of_the_callers_capture(tmp_path: Path) -> None:
     import torch
 
-    path, model, given = traced("nested", tmp_path, "cross-compile")
+    path, model, examples = traced("nested", tmp_path, "cross-compile")
     with cgbundle.load(path, outputs="view") as program:
-        x = given[0].cuda()
+        x = examples[0].cuda()
         result = program(x)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             result = program(x)
-        for each in given:
-            x.copy_(each)
+        for example in examples:
+            x.copy_(example)
             graph.replay()
             with torch.no_grad():
                 wanted = model(x)

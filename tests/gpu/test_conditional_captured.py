@@ -41,8 +41,8 @@ def build(model: nn.Module, inputs: Callable[[], Any], path: Path, lower: str) -
 
 
 def recordings(path: Path) -> list[Recording]:
-    found = [file.read_bytes() for file in sorted((path / "graphs").iterdir())]
-    return [decode(data) for data in found if data.startswith(RECORDING.magic)]  # beside them are module variables
+    contents = [file.read_bytes() for file in sorted((path / "graphs").iterdir())]
+    return [decode(data) for data in contents if data.startswith(RECORDING.magic)]  # beside them are module variables
 
 
 def types(path: Path) -> list[str]:
@@ -67,13 +67,13 @@ def leaves(value: Any) -> list[Any]:
     return list(value) if isinstance(value, tuple) else [value]
 
 
-def compare(path: Path, model: nn.Module, given: list[Any]) -> None:
-    """Each of `given` is the arguments of a call; the model, on the GPU, changes none of its buffers."""
+def compare(path: Path, model: nn.Module, examples: list[Any]) -> None:
+    """Each of `examples` is the arguments of a call; the model, on the GPU, changes none of its buffers."""
     for mode in MODES:
         with cgbundle.load(path, mode=mode) as program:
             assert [step.kind for step in program.manifest.entries[0].programs[0].steps] == ["graph"], "one graph, one launch"
-            for number, x in enumerate([*given, *reversed(given)]):
-                arguments = [each.cuda() for each in x]
+            for number, x in enumerate([*examples, *reversed(examples)]):
+                arguments = [tensor.cuda() for tensor in x]
                 with torch.no_grad():
                     wanted = model(*arguments)
                 for got, want in zip(leaves(program(*arguments)), leaves(wanted), strict=True):
@@ -86,21 +86,21 @@ def compare(path: Path, model: nn.Module, given: list[Any]) -> None:
 def test_every_way_is_eagers(tmp_path: Path, name: str, lower: str) -> None:
     make, inputs, kinds = MODELS[name]
     torch.manual_seed(1)
-    model, given = make().eval(), inputs()
-    built = build(model, lambda: (given[0],), tmp_path / "made.cgb", lower)
+    model, examples = make().eval(), inputs()
+    built = build(model, lambda: (examples[0],), tmp_path / "made.cgb", lower)
     assert sorted(types(built.path)) == list(kinds)
     assert built.manifest.entries[0].self_test.compare == "bits", "proved in a fresh process over poisoned memory, bit for bit"
-    compare(built.path, model.cuda(), [(x,) for x in given])
+    compare(built.path, model.cuda(), [(x,) for x in examples])
 
 
 @pytest.mark.parametrize("lower", ["inductor", "eager"])
 def test_a_lookup_that_the_example_must_not_take(tmp_path: Path, lower: str) -> None:
-    ids = [torch.tensor(each) for each in ([9, 12], [0, 3], [1, 0], [3, 900])]
+    ids = [torch.tensor(values) for values in ([9, 12], [0, 3], [1, 0], [3, 900])]
     torch.manual_seed(1)
     model, x = Guarded().eval(), torch.randn(2, 8)
     built = build(model, lambda: (ids[0], x), tmp_path / "made.cgb", lower)
     assert sorted(types(built.path)) == ["if", "while"]
-    compare(built.path, model.cuda(), [(each, x) for each in ids])
+    compare(built.path, model.cuda(), [(indices, x) for indices in ids])
 
 
 @pytest.mark.parametrize("lower", ["inductor", "eager"])
@@ -123,7 +123,7 @@ def test_state_and_inputs_that_are_written(tmp_path: Path, lower: str) -> None:
 
 def test_random_numbers_and_state_in_a_loop(tmp_path: Path) -> None:
     built = build(Drawing(), lambda: (torch.zeros(WIDTH),), tmp_path / "drawing.cgb", "inductor")
-    found = []
+    runs = []
     for mode in MODES:
         with cgbundle.load(built.path, mode=mode) as program:
             program.seed(5)
@@ -134,10 +134,10 @@ def test_random_numbers_and_state_in_a_loop(tmp_path: Path) -> None:
                 seen += 1 if int(turns) > 3 else -1
                 assert float(state) == seen
                 calls.append((v.cpu(), int(turns)))
-            found.append(calls)
+            runs.append(calls)
             assert [turns for _, turns in calls] == sorted([turns for _, turns in calls], reverse=True), "the scale doubles"
             assert not torch.equal(calls[0][0], calls[1][0])
-    for one, two in zip(*found, strict=True):
+    for one, two in zip(*runs, strict=True):
         assert torch.equal(one[0], two[0]) and one[1] == two[1]
 
 
@@ -187,8 +187,8 @@ def test_an_operation_of_the_host_in_a_body_makes_it_a_region_of_the_host(tmp_pa
     model = HostInside()
     built = build(model, lambda: (torch.randn(4, 16),), tmp_path / "made.cgb", "inductor")
     assert types(built.path) == [] and "host" in [region.kind for region in built.manifest.regions]
-    (found,) = [finding for finding in built.manifest.entries[0].findings if finding.rule == "control-flow"]
-    assert found.severity == "host" and "test_conditional_captured.py" in found.message
+    (control_flow,) = [finding for finding in built.manifest.entries[0].findings if finding.rule == "control-flow"]
+    assert control_flow.severity == "host" and "test_conditional_captured.py" in control_flow.message
     with cgbundle.load(built.path) as program:
         x = torch.randn(4, 16, device="cuda")
         assert torch.allclose(program(x), model(x), **CLOSE)
@@ -198,15 +198,15 @@ def test_the_host_waits_for_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     make, inputs, _ = MODELS["nested"]
     path = build(make().eval(), lambda: (inputs()[0],), tmp_path / "made.cgb", "inductor").path
     with cgbundle.load(path) as program:
-        given = [x.cuda() for x in inputs()]
+        examples = [x.cuda() for x in inputs()]
         torch.cuda.synchronize()
-        program(given[0])
+        program(examples[0])
         counted = Counting(driver.cu)
         install(monkeypatch, counted)  # type: ignore[arg-type]
-        for x in given:
+        for x in examples:
             program(x)
         monkeypatch.undo()
-        assert counted.calls["cuGraphLaunch"] == len(given)
+        assert counted.calls["cuGraphLaunch"] == len(examples)
         assert not [name for name in counted.calls if "Synchronize" in name or "DtoH" in name]
 
 
@@ -218,14 +218,14 @@ def test_what_a_branch_costs(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     with cgbundle.load(path, outputs="view") as program:
         times = []
         for shift in (-1, 1):
-            given = (x + shift).cuda()
+            sample = (x + shift).cuda()
             for _ in range(20):
-                program(given)
+                program(sample)
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             torch.cuda.synchronize()
             begin.record()
             for _ in range(200):
-                program(given)
+                program(sample)
             end.record()
             torch.cuda.synchronize()
             times.append(begin.elapsed_time(end) / 200 * 1e3)

@@ -30,6 +30,6 @@ def test_the_padding_of_a_traced_convolution_is_zeros(tmp_path: Path, monkeypatc
     model.cuda()
     with cgbundle.load(path) as program, torch.no_grad():
         for batch in (1, 2):
-            given = images(batch).cuda()
-            found = compare(model(given), program(given))
-            assert found.error <= tolerance(torch.float32), found.text
+            pixels = images(batch).cuda()
+            comparison = compare(model(pixels), program(pixels))
+            assert comparison.error <= tolerance(torch.float32), comparison.text

@@ -49,8 +49,8 @@ def draw(size: int, seed: int) -> torch.Tensor:
         return torch.randn(size, WIDTH)
 
 
-def outputs(made: Any) -> list[torch.Tensor]:
-    return [getattr(each, "tensor", each) for each in (made if isinstance(made, tuple) else (made,))]
+def outputs(result: Any) -> list[torch.Tensor]:
+    return [getattr(output, "tensor", output) for output in (result if isinstance(result, tuple) else (result,))]
 
 
 def test_the_steps_are_as_planned(case: Case) -> None:
@@ -84,8 +84,8 @@ def test_many_calls_without_waiting_keep_their_values(case: Case) -> None:
     path, network = case
     values = [draw(8, seed) for seed in range(20)]
     with cgbundle.load(path) as program, torch.no_grad():
-        made = [outputs(program(value.cuda())) for value in values]
-        for got, value in zip(made, values, strict=True):
+        results = [outputs(program(value.cuda())) for value in values]
+        for got, value in zip(results, values, strict=True):
             for one, want in zip(got, outputs(network(value)), strict=True):
                 torch.testing.assert_close(one.cpu(), want, rtol=1e-4, atol=1e-5)
 
@@ -99,19 +99,19 @@ def test_dead_memory_may_hold_anything(case: Case) -> None:
     try:
         for number, program in enumerate(manifest.entries[0].programs):
             tensors = self_test.inputs_of(stored, manifest.entries[0], program.key)  # held: the addresses are theirs
-            given = [tensor.address for tensor in tensors]
-            clean = read(backend, program, number, given, poisoned=False)
-            assert read(backend, program, number, given, poisoned=True) == clean
+            addresses = [tensor.address for tensor in tensors]
+            clean = read(backend, program, number, addresses, poisoned=False)
+            assert read(backend, program, number, addresses, poisoned=True) == clean
     finally:
         stored.close()
         backend.close()
 
 
-def read(backend: CudaBackend, program: Program, number: int, given: Any, poisoned: bool) -> list[bytes]:
+def read(backend: CudaBackend, program: Program, number: int, addresses: Any, poisoned: bool) -> list[bytes]:
     """The outputs' bytes of one replay."""
     arena = dict(backend._manifest.memories)["arena"]
     with backend.locked(None) as stream:
-        backend.run(number, given, None, stream)  # puts the inputs into their places
+        backend.run(number, addresses, None, stream)  # puts the inputs into their places
         bound = backend._bound[number]
         if poisoned:
             backend._memories.poison(POISON, stream)
@@ -120,7 +120,7 @@ def read(backend: CudaBackend, program: Program, number: int, given: Any, poison
             if poisoned:
                 for start, end in dead(program, place, arena):
                     memory.fill(backend._memories.address("arena", start), end - start, POISON, stream)
-        made = []
+        buffers = []
         for index in program.outputs:
             value = program.values[index]
             room = bytearray(max(1, span(value)))
@@ -132,15 +132,15 @@ def read(backend: CudaBackend, program: Program, number: int, given: Any, poison
                 stream,
                 target_on_device=False,
             )
-            made.append((room, held))
+            buffers.append((room, held))
     synchronize(backend)
-    return [bytes(room) for room, _ in made]
+    return [bytes(room) for room, _ in buffers]
 
 
 def dead(program: Program, place: int, arena: int) -> list[tuple[int, int]]:
     """The pieces of the arena that hold nothing which a step after `place`, or the caller, reads."""
-    made = {index for step in program.steps[: place + 1] for index in step.outputs}
-    later = made & ({index for step in program.steps[place + 1 :] for index in step.inputs} | set(program.outputs))
+    written = {index for step in program.steps[: place + 1] for index in step.outputs}
+    later = written & ({index for step in program.steps[place + 1 :] for index in step.inputs} | set(program.outputs))
     alive = sorted(
         (value.offset, value.offset + span(value)) for index in later if (value := program.values[index]).memory == "arena"
     )

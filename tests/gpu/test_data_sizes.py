@@ -33,14 +33,14 @@ def test_calls_return_true_sizes(record: str, tmp_path: Path) -> None:
     for mode in MODES:
         for outputs in ("copy", "view"):
             with cgbundle.load(path, mode=mode, outputs=outputs) as program, torch.no_grad():
-                assert [[step.kind for step in each.steps] for each in program.manifest.entries[0].programs] == [["graph"]] * 2
+                assert [[step.kind for step in spec.steps] for spec in program.manifest.entries[0].programs] == [["graph"]] * 2
                 for seed in range(60):
                     torch.manual_seed(seed)
                     (x,) = boxes(SIZES[seed % 2])
                     x = (x * 0 + nothing if seed % 5 == 0 else x.abs() * 30 if seed % 5 == 1 else x).cuda()
-                    wanted, found = eager(x), program(x)
+                    wanted, actual = eager(x), program(x)
                     seen.add(len(wanted["boxes"]))
-                    for want, got in zip(tree_leaves(wanted), tree_leaves(found), strict=True):
+                    for want, got in zip(tree_leaves(wanted), tree_leaves(actual), strict=True):
                         value = got.tensor if outputs == "view" else got
                         assert value.device == x.device
                         torch.testing.assert_close(value, want, rtol=1e-4, atol=1e-4)

@@ -27,14 +27,14 @@ BUNDLE = GOLDEN / "v1/mlp.cgb"
 def program(request: pytest.FixtureRequest) -> Iterator[Any]:
     try:
         driver.require()
-        made = cgbundle.load(BUNDLE, outputs=request.param)
+        loaded = cgbundle.load(BUNDLE, outputs=request.param)
     except CgbundleError as error:
         pytest.skip(str(error))
-    with made:
-        yield made
+    with loaded:
+        yield loaded
 
 
-def given(program: Any, key: tuple[int, ...], seed: int) -> Any:
+def random_input(program: Any, key: tuple[int, ...], seed: int) -> Any:
     spec = program.inputs[0]
     shape = [size if isinstance(size, int) else key[0] for size in spec.shape]
     return torch.rand(shape, generator=torch.Generator().manual_seed(seed)).to(getattr(torch, spec.dtype)).cuda()
@@ -52,7 +52,7 @@ def wanted(program: Any, value: Any) -> Any:
 
 def test_every_way_to_call_answers_alike(program: Any) -> None:
     key = program.int_keys[-1]
-    values = [given(program, key, seed) for seed in range(3)]
+    values = [random_input(program, key, seed) for seed in range(3)]
     expected = [wanted(program, value) for value in values]
     program(values[0])
     direct = len(program._known)
@@ -87,17 +87,17 @@ def test_copies_are_part_of_the_launch(program: Any, monkeypatch: pytest.MonkeyP
     """Each is kept while hundreds of calls follow, of this key and of others, direct and not."""
     aimed: list[int] = []
     call = driver.cu.cuGraphExecMemcpyNodeSetParams
-    monkeypatch.setattr(driver.cu, "cuGraphExecMemcpyNodeSetParams", lambda *given: aimed.append(1) or call(*given))
+    monkeypatch.setattr(driver.cu, "cuGraphExecMemcpyNodeSetParams", lambda *arguments: aimed.append(1) or call(*arguments))
     keys = program.int_keys
-    values = {(key, seed): given(program, key, seed) for key in keys for seed in range(3)}
-    expected = {each: wanted(program, value) for each, value in values.items()}
-    made = []
+    values = {(key, seed): random_input(program, key, seed) for key in keys for seed in range(3)}
+    expected = {pair: wanted(program, value) for pair, value in values.items()}
+    results = []
     for turn in range(300):
-        each = keys[turn % len(keys)], turn % 3
-        result = program(values[each].cpu() if turn % 7 == 6 else values[each])
-        made.append((each, kept(result) if program._views else result))
-    for each, result in made:
-        assert torch.equal(result.cuda(), expected[each])
+        pair = keys[turn % len(keys)], turn % 3
+        result = program(values[pair].cpu() if turn % 7 == 6 else values[pair])
+        results.append((pair, kept(result) if program._views else result))
+    for pair, result in results:
+        assert torch.equal(result.cuda(), expected[pair])
     assert len(aimed) == 0 if program._views else len(aimed) > 200
 
 
@@ -131,24 +131,24 @@ def test_copies_go_to_whatever_memory_torch_takes(settings: str) -> None:
 
 def test_a_capture_after_direct_calls_holds_the_replay(program: Any) -> None:
     key = program.int_keys[0]
-    value, other = given(program, key, 0), given(program, key, 1)
-    expected = [wanted(program, each) for each in (value, other)]
+    value, other = random_input(program, key, 0), random_input(program, key, 1)
+    expected = [wanted(program, tensor) for tensor in (value, other)]
     for _ in range(3):
         program(value)
     static, graph = value.clone(), torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     with torch.cuda.graph(graph):
-        made = kept(program(static))
-    for each, result in zip((value, other, value), (*expected, expected[0]), strict=True):
-        static.copy_(each)
+        captured = kept(program(static))
+    for tensor, result in zip((value, other, value), (*expected, expected[0]), strict=True):
+        static.copy_(tensor)
         graph.replay()
-        assert torch.equal(made, result)
-        assert torch.equal(kept(program(each)), result)
+        assert torch.equal(captured, result)
+        assert torch.equal(kept(program(tensor)), result)
 
 
 def test_threads_take_turns(program: Any) -> None:
     key = program.int_keys[-1]
-    values = [given(program, key, seed) for seed in range(4)]
+    values = [random_input(program, key, seed) for seed in range(4)]
     expected = [wanted(program, value) for value in values]
     wrong: list[int] = []
 
@@ -170,7 +170,7 @@ def test_threads_take_turns(program: Any) -> None:
 
 
 def test_a_profile_times_the_steps_of_direct_calls(program: Any) -> None:
-    value = given(program, program.int_keys[0], 0)
+    value = random_input(program, program.int_keys[0], 0)
     program(value)
     with program.profile() as profile:
         program(value)

@@ -56,8 +56,8 @@ def bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture
 def program(bundle: Path) -> Iterator[cgbundle.Program]:
-    with cgbundle.load(bundle, outputs="view") as made:
-        yield made
+    with cgbundle.load(bundle, outputs="view") as loaded:
+        yield loaded
 
 
 class Counted:
@@ -81,8 +81,8 @@ def ids(batch: int) -> Any:
 
 @pytest.mark.parametrize("mode", ["graph", "stream"])
 def test_a_thousand_calls_in_any_order_are_eager_pytorchs(bundle: Path, mode: str) -> None:
-    with cgbundle.load(bundle, mode=mode, outputs="view") as made:
-        print(f"{bundle.stem} {mode}: largest error {check_donations(made, 'cuda', 200):.1e}, {dict(made.memory)}")
+    with cgbundle.load(bundle, mode=mode, outputs="view") as program:
+        print(f"{bundle.stem} {mode}: largest error {check_donations(program, 'cuda', 200):.1e}, {dict(program.memory)}")
 
 
 def test_what_is_reserved(bundle: Path) -> None:
@@ -97,15 +97,15 @@ def test_a_donated_input_is_not_copied(program: cgbundle.Program, monkeypatch: p
         monkeypatch.setattr(module, "cu", counted)
     first, words = program.encode(drawn(8, 16, FEATURES)), ids(8)
     counted.copies = 0
-    made = program.step(first, words)
+    output = program.step(first, words)
     assert counted.copies == 1  # of the ids
     program.step(first.tensor.clone(), words)
     assert counted.copies == 3
-    made = program.step(first, words)
+    output = program.step(first, words)
     assert counted.copies == 4
-    program.score(made["logits"], made["hidden"])
+    program.score(output["logits"], output["hidden"])
     assert counted.copies == 4
-    again = program.step(made["hidden"], words)  # its own output: it would write over it
+    again = program.step(output["hidden"], words)  # its own output: it would write over it
     assert counted.copies == 6
     program.score(again["logits"], first)  # of two entries
     assert counted.copies == 6
@@ -125,11 +125,11 @@ def test_the_static_buffer_is_not_read(program: cgbundle.Program) -> None:
 def test_a_donated_view_is_good_until_its_own_entry_is_called(program: cgbundle.Program) -> None:
     first = program.encode(drawn(2, 4, FEATURES))
     kept = first.tensor.clone()
-    made = program.step(first, ids(2))
+    output = program.step(first, ids(2))
     program.other(drawn(64, FEATURES))
     program.poison(0xFF, reserved=False)
     assert torch.equal(first.tensor, kept)
-    program.score(made["logits"], first)
+    program.score(output["logits"], first)
     program.encode(drawn(8, 4, FEATURES))
     with raises("stale-view", match="call 1 of 'encode' was read after call 2 of 'encode'"):
         program.step(first, ids(2))
@@ -145,30 +145,30 @@ def test_tensors_of_other_sessions_and_of_the_host_are_copied_in(program: cgbund
         expected = model.step(model.encode(x), words)["hidden"]
     with program.session() as other:
         assert (other.step(program.encode(x), words)["hidden"].tensor - expected).abs().max() <= 1e-4
-    made = program.step(program.encode(x.cpu()), words.cpu())["hidden"]
-    assert not made.tensor.is_cuda and (made.tensor - expected.cpu()).abs().max() <= 1e-4
+    output = program.step(program.encode(x.cpu()), words.cpu())["hidden"]
+    assert not output.tensor.is_cuda and (output.tensor - expected.cpu()).abs().max() <= 1e-4
 
 
 def test_in_a_callers_graph(program: cgbundle.Program) -> None:
     model, x, words = donated().cuda(), drawn(2, 4, FEATURES), ids(2)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        made = program.step(program.encode(x), words)["logits"].tensor
+        logits = program.step(program.encode(x), words)["logits"].tensor
     for _ in range(3):
         x.normal_()
         graph.replay()
         with torch.no_grad():
-            assert (made - model.step(model.encode(x), words)["logits"]).abs().max() <= 1e-4
+            assert (logits - model.step(model.encode(x), words)["logits"]).abs().max() <= 1e-4
 
 
 @pytest.mark.parametrize("how", ["lazy", "profile"])
 def test_graphs_that_are_built_late_or_timed(bundle: Path, how: str) -> None:
-    with cgbundle.load(bundle, outputs="view", lazy=how == "lazy") as made:
+    with cgbundle.load(bundle, outputs="view", lazy=how == "lazy") as program:
         if how == "profile":
-            with made.profile() as profile:
-                check_donations(made, "cuda", 5)
+            with program.profile() as profile:
+                check_donations(program, "cuda", 5)
             assert any(span.track == profile.GPU for span in profile.spans)
-        check_donations(made, "cuda", 5, seed=1)
+        check_donations(program, "cuda", 5, seed=1)
 
 
 def test_memory_is_what_the_manifest_says(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,9 +182,9 @@ def test_memory_is_what_the_manifest_says(bundle: Path, monkeypatch: pytest.Monk
 
     for module in (memory, shared):
         monkeypatch.setattr(module, "allocate", counted)
-    with cgbundle.load(bundle, outputs="view") as made:
-        made.score(made.step(made.encode(drawn(8, 16, FEATURES)), ids(8))["logits"], drawn(8, WIDTH))
-        sizes = [size for name, size in made.memory.items() if name != "code"]  # which the driver holds
+    with cgbundle.load(bundle, outputs="view") as program:
+        program.score(program.step(program.encode(drawn(8, 16, FEATURES)), ids(8))["logits"], drawn(8, WIDTH))
+        sizes = [size for name, size in program.memory.items() if name != "code"]  # which the driver holds
     assert sorted(asked) == sorted(max(size, memory.SMALLEST) for size in sizes)
 
 

@@ -63,8 +63,8 @@ def test_sessions_have_a_state_of_their_own(bundle: Path) -> None:
 
         def work(seed: int) -> None:
             try:
-                with program.session() as own, torch.cuda.stream(torch.cuda.Stream()):
-                    check_calls(own, models[seed], "cuda", 100, seed)
+                with program.session() as own_session, torch.cuda.stream(torch.cuda.Stream()):
+                    check_calls(own_session, models[seed], "cuda", 100, seed)
             except AssertionError as failure:
                 failures.append(failure)
 

@@ -49,9 +49,9 @@ pytestmark = pytest.mark.skipif(bool(missing()), reason=f"no GPU: {missing()}")
 @pytest.fixture(scope="module")
 def context() -> Iterator[Context]:
     """A share in the context that lasts as long as these tests: what is free in it can be compared."""
-    made = Context(0)
-    yield made
-    made.release()
+    device_context = Context(0)
+    yield device_context
+    device_context.release()
 
 
 @pytest.fixture(scope="module")
@@ -89,8 +89,8 @@ def test_both_modes_replay_what_was_recorded(bundle: tuple[Manifest, Path], mode
     try:
         for seed in range(3):
             for number, key in enumerate(KEYS):
-                given = inputs(key, seed)
-                assert call(backend, number, given) == expected(given)
+                values = inputs(key, seed)
+                assert call(backend, number, values) == expected(values)
                 if poison is not None:
                     backend.poison(poison)
     finally:
@@ -102,8 +102,8 @@ def test_close_gives_every_byte_back(context: Context, bundle: tuple[Manifest, P
     free = []
     for number in range(100):
         backend = opened(*bundle, mode=MODES[number % 2])
-        given = inputs(KEYS[0], number)
-        assert call(backend, 0, given) == expected(given)
+        values = inputs(KEYS[0], number)
+        assert call(backend, 0, values) == expected(values)
         kept = backend.copy_out(run(backend, 1, [None])[0], 4 * KEYS[1] * FLOATS, None)
         backend.close()
         backend.close()
@@ -141,20 +141,20 @@ def test_the_last_share_ends_the_context(bundle: tuple[Manifest, Path]) -> None:
 
 def test_device_inputs_and_callers_streams(context: Context, bundle: tuple[Manifest, Path]) -> None:
     backend = opened(*bundle)
-    given = inputs(KEYS[1])
-    size = 4 * len(given)
+    values = inputs(KEYS[1])
+    size = 4 * len(values)
     with context:
         mine = check("cuStreamCreate", cu.cuStreamCreate(1))
     for stream in (None, 0, int(mine), None, int(mine), 0):
         source = allocate(backend, size, stream)
         with backend.locked(stream) as handle:
-            memory.copy(source.address, given.buffer_info()[0], size, handle, source_on_device=False)
+            memory.copy(source.address, values.buffer_info()[0], size, handle, source_on_device=False)
         (output,) = run(backend, 1, [(source.address, True, size)], stream)
         kept = backend.copy_out(output, size, stream)
         backend.poison(0xFF)  # on another stream, and yet behind the copy
         result = array("f", bytes(size))
         to_host(backend, result.buffer_info()[0], kept.address, size, stream)
-        assert result == expected(given)
+        assert result == expected(values)
         source.free()
         kept.free()
     backend.close()
@@ -225,11 +225,11 @@ class Bench:
         )
         self.memories.poison(0xFF, stream)
         executor.launch(stream)
-        found = (ctypes.c_uint32 * count)()
-        check("cuMemcpyDtoHAsync", cu.cuMemcpyDtoHAsync(ctypes.addressof(found), bases[ARENA_AT], 4 * count, stream))
+        buffer = (ctypes.c_uint32 * count)()
+        check("cuMemcpyDtoHAsync", cu.cuMemcpyDtoHAsync(ctypes.addressof(buffer), bases[ARENA_AT], 4 * count, stream))
         check("cuStreamSynchronize", cu.cuStreamSynchronize(stream))
         executor.close()
-        return list(found)
+        return list(buffer)
 
 
 @pytest.fixture
@@ -237,9 +237,9 @@ def bench(context: Context, bundle: tuple[Manifest, Path]) -> Iterator[Bench]:
     manifest, folder = bundle
     (file,) = [file for file in manifest.files if file.path.startswith("kernels/")]
     with context:
-        made = Bench(context, manifest, folder, file.path.rpartition("/")[2])
-        with made.cleanup:
-            yield made
+        harness = Bench(context, manifest, folder, file.path.rpartition("/")[2])
+        with harness.cleanup:
+            yield harness
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -247,8 +247,8 @@ def test_clusters_and_priorities(bench: Bench, mode: str) -> None:
     function = Function(image=bench.image, symbol="cluster_size", params=((0, 8),), attributes=())
     node = launch(0, bytes(8), relocations((0, ARENA_AT, 0)))
     pair = replace(node, attributes=((4, (2, 1, 1)), (8, (-1, 0, 0))))
-    for given, size in ((node, 1), (pair, 2)):
-        recording = Recording(key=(), functions=(function,), nodes=(given,), edges=())
+    for kernel, size in ((node, 1), (pair, 2)):
+        recording = Recording(key=(), functions=(function,), nodes=(kernel,), edges=())
         assert bench.words(recording, mode, 5) == [size] * 4 + [0xFFFFFFFF]
 
 
@@ -289,9 +289,9 @@ def test_memsets_of_every_element(bench: Bench, mode: str, element: int) -> None
     word = int.from_bytes(flat.value.to_bytes(element, "little") * (4 // element), "little")
     untouched = 0xFFFFFFFF
     for node, places in ((flat, (0, 1)), (rows, (0, 128, 256))):
-        found = bench.words(Recording(key=(), functions=(), nodes=(node,), edges=()), mode, 300)
-        assert [index for index, value in enumerate(found) if value != untouched] == list(places)
-        assert {found[index] for index in places} == {word}
+        contents = bench.words(Recording(key=(), functions=(), nodes=(node,), edges=()), mode, 300)
+        assert [index for index, value in enumerate(contents) if value != untouched] == list(places)
+        assert {contents[index] for index in places} == {word}
 
 
 @pytest.mark.parametrize("mode", MODES)

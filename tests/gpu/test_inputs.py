@@ -42,8 +42,8 @@ def on_gpu(bundle: Path, program: Any) -> dict[tuple[int, ...], list[Any]]:
         rows = {key: inputs_of(self_test, program.manifest.entries[0], key) for key in program.int_keys}
         return {
             key: [
-                torch.frombuffer(bytearray(each.tobytes()), dtype=getattr(torch, each.dtype)).reshape(each.shape).cuda()
-                for each in row
+                torch.frombuffer(bytearray(tensor.tobytes()), dtype=getattr(torch, tensor.dtype)).reshape(tensor.shape).cuda()
+                for tensor in row
             ]
             for key, row in rows.items()
         }
@@ -54,9 +54,9 @@ def on_gpu(bundle: Path, program: Any) -> dict[tuple[int, ...], list[Any]]:
 def elsewhere(value: Any, at: int) -> Any:
     """A copy of a tensor `at` bytes behind a place that is aligned as fresh tensors are."""
     raw = torch.empty(value.nbytes + at, dtype=torch.uint8, device="cuda")[at:]
-    made = raw.view(value.dtype).view(value.shape)
-    made.copy_(value)
-    return made
+    copy = raw.view(value.dtype).view(value.shape)
+    copy.copy_(value)
+    return copy
 
 
 def flat(result: Any) -> list[Any]:
@@ -68,39 +68,39 @@ def test_any_tensors_in_any_order(bundle: Path, monkeypatch: pytest.MonkeyPatch)
         asked: list[int] = []
         call = driver.cu.cuGraphExecKernelNodeSetParams
 
-        def counted(*given: Any) -> Any:
+        def counted(*arguments: Any) -> Any:
             asked.append(1)
-            return call(*given)
+            return call(*arguments)
 
         monkeypatch.setattr(driver.cu, "cuGraphExecKernelNodeSetParams", counted)
         self_tests = on_gpu(bundle, program)
         others = {
-            key: [torch.roll(each, 1, 0).contiguous() if each.dim() else each for each in row] for key, row in self_tests.items()
+            key: [torch.roll(item, 1, 0).contiguous() if item.dim() else item for item in row] for key, row in self_tests.items()
         }
         with monkeypatch.context() as patch:
             patch.setattr(graph_executor, "READERS", 0)
             with cgbundle.load(bundle) as copying:
                 wanted = {
-                    (key, which): [each.clone() for each in flat(copying(*row))]
+                    (key, which): [tensor.clone() for tensor in flat(copying(*row))]
                     for which, rows in enumerate((self_tests, others))
                     for key, row in rows.items()
                 }
                 assert not asked
-        rng, made = random.Random(0), []
+        rng, results = random.Random(0), []
         for _ in range(CALLS):
             key, which = rng.choice(program.int_keys), rng.randrange(2)
             row = (self_tests, others)[which][key]
             way = rng.choice(("same", "fresh", "odd", "host"))
             if way == "host":
-                given = [each.cpu() for each in row]
+                tensors = [tensor.cpu() for tensor in row]
             elif way == "same":
-                given = row
+                tensors = row
             else:
-                given = [elsewhere(each, 0 if way == "fresh" else 16) for each in row]
-            made.append((key, which, flat(program(*given))))
-            del given  # its memory may be another tensor's from here on, in the order of the stream
-        for key, which, found in made:
-            for one, other in zip(found, wanted[key, which], strict=True):
+                tensors = [elsewhere(tensor, 0 if way == "fresh" else 16) for tensor in row]
+            results.append((key, which, flat(program(*tensors))))
+            del tensors  # its memory may be another tensor's from here on, in the order of the stream
+        for key, which, outputs in results:
+            for one, other in zip(outputs, wanted[key, which], strict=True):
                 assert torch.equal(one.cpu(), other.cpu())
         assert len(asked) > CALLS // 8
 
@@ -108,16 +108,16 @@ def test_any_tensors_in_any_order(bundle: Path, monkeypatch: pytest.MonkeyPatch)
 def test_large_inputs_and_outputs_of_the_host(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As threads copy them, in small chunks here: the bits of copies by the driver."""
     with cgbundle.load(bundle) as program:
-        given = {key: [each.cpu() for each in row] for key, row in on_gpu(bundle, program).items()}
-        wanted = {key: flat(program(*row)) for key, row in given.items()}
+        inputs = {key: [tensor.cpu() for tensor in row] for key, row in on_gpu(bundle, program).items()}
+        wanted = {key: flat(program(*row)) for key, row in inputs.items()}
         asked: list[int] = []
         call = driver.cu.cuMemHostRegister
-        monkeypatch.setattr(driver.cu, "cuMemHostRegister", lambda *given: asked.append(1) or call(*given))
+        monkeypatch.setattr(driver.cu, "cuMemHostRegister", lambda *arguments: asked.append(1) or call(*arguments))
         monkeypatch.setattr(threaded_copies, "CHUNK", 4096)
         monkeypatch.setattr(gpu_outputs, "LARGE", 16)
         for turn in range(10):
-            for key, row in given.items():
-                values = [each.pin_memory() for each in row] if turn == 5 else row
+            for key, row in inputs.items():
+                values = [tensor.pin_memory() for tensor in row] if turn == 5 else row
                 for one, other in zip(flat(program(*values)), wanted[key], strict=True):
                     assert torch.equal(one, other)
         assert asked

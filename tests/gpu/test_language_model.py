@@ -19,9 +19,9 @@ from tests.helpers.models.causal_lm import (  # noqa: E402
     PAGES,
     SLOTS,
     Engine,
+    causal_model,
     check_family,
     check_requests,
-    made,
     nobodys_page_is_zero,
 )  # fmt: skip
 
@@ -34,14 +34,14 @@ def test_greedy_tokens_are_transformers(family: str) -> None:
 
 def test_pages_are_used_again_by_requests_that_come_and_go() -> None:
     with torch.device("cuda"):
-        llama = made("llama")
+        llama = causal_model("llama")
         check_requests(Engine(llama), llama)
         assert nobodys_page_is_zero(llama)
 
 
 @pytest.mark.parametrize(("family", "lower"), [("llama", "inductor"), ("gemma2", "eager")])
 def test_a_bundle_of_which_pages_are_used_again(family: str, lower: str, tmp_path: Path) -> None:
-    model = made(family, turns=0)
+    model = causal_model(family, turns=0)
     sizes = {"prefill": {"batch": [4], "seq": [16], "blocks": [12]}, "decode": {"batch": [4], "blocks": [12]}}
     sizes["choose"] = {"batch": [4]}
     inputs = ExampleInputs(config=model.network.config, pages=PAGES, slots=SLOTS, turns=0).entries()
@@ -53,7 +53,7 @@ def test_a_bundle_of_which_pages_are_used_again(family: str, lower: str, tmp_pat
 
 def test_a_folder(tmp_path: Path) -> None:
     """With the defaults of a GPU: a loop of 32 tokens, two lengths of chunks, and a cache that the memory takes."""
-    model = made("llama")
+    model = causal_model("llama")
     model.network.save_pretrained(tmp_path / "hub")
     (tmp_path / "hub/tokenizer.json").write_text("{}")
     cgcompile.build(str(tmp_path / "hub"), lanes=[1, 4], out=tmp_path / "lm.cgb", target="cuda", dtype="float32")

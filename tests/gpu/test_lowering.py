@@ -39,8 +39,8 @@ class Recurrent(nn.Module):
         self.layer = nn.LSTM(WIDTH, 16, 2, batch_first=True, bidirectional=True)
 
     def forward(self, x: torch.Tensor) -> Any:
-        made, (hidden, cell) = self.layer(x)
-        return made, hidden.transpose(0, 1), cell.transpose(0, 1)
+        output, (hidden, cell) = self.layer(x)
+        return output, hidden.transpose(0, 1), cell.transpose(0, 1)
 
 
 class Flex(nn.Module):
@@ -84,8 +84,8 @@ class Together(nn.Module):
         super().__init__()
         self.parts = nn.ModuleList(parts)
 
-    def forward(self, *given: torch.Tensor) -> Any:
-        return [part(each) for part, each in zip(self.parts, given, strict=True)]
+    def forward(self, *inputs: torch.Tensor) -> Any:
+        return [part(tensor) for part, tensor in zip(self.parts, inputs, strict=True)]
 
 
 class AllLoop(nn.Module):
@@ -158,16 +158,16 @@ def test_what_torch_compile_would_trace_again_is_captured(name: str, tmp_path: P
     torch.manual_seed(7)
     with cgbundle.load(str(built.path)) as program:
         for size in sizes:
-            given = tuple(t.to("cuda") for t in draw(size))
+            inputs = tuple(t.to("cuda") for t in draw(size))
             with torch.no_grad():
-                wanted = model(*given)
-            got = program(*given)
+                wanted = model(*inputs)
+            got = program(*inputs)
             for mine, its in zip(_flat(got), _flat(wanted), strict=True):
                 torch.testing.assert_close(mine, its, rtol=2e-2, atol=1e-2)
 
 
-def _flat(made: Any) -> list[torch.Tensor]:
-    return [made] if isinstance(made, torch.Tensor) else [leaf for each in made for leaf in _flat(each)]
+def _flat(output: Any) -> list[torch.Tensor]:
+    return [output] if isinstance(output, torch.Tensor) else [leaf for element in output for leaf in _flat(element)]
 
 
 class Block(nn.Module):

@@ -97,16 +97,16 @@ def test_sessions_whose_kernels_have_variables_give_the_same_bits_side_by_side(t
         return (torch.randn(batch, 1000),)
 
     path = cgcompile.build(Spectrum(), inputs, sizes=[8], out=tmp_path / "fft.cgb", lower="eager").path
-    given = [torch.randn(8, 1000, device="cuda") for _ in range(4)]
+    tensors = [torch.randn(8, 1000, device="cuda") for _ in range(4)]
     wrong: list[int] = []
     with cgbundle.load(path) as program:
         assert program.manifest.module_state
-        expected = [program(x) for x in given]
+        expected = [program(x) for x in tensors]
         torch.cuda.synchronize()
 
         def work(number: int) -> None:
             with program.session() as session:
-                wrong.extend(number for _ in range(300) if not torch.equal(session(given[number]), expected[number]))
+                wrong.extend(number for _ in range(300) if not torch.equal(session(tensors[number]), expected[number]))
 
         threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
         for thread in threads:

@@ -24,8 +24,8 @@ def none_at_load(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("none_at_load")
 def test_calls_that_come_before_their_graph(bundle: Path) -> None:
     with cgbundle.load(bundle, lazy=False) as program:
-        given = on_gpu(bundle, program)
-        wanted = {key: [each.clone() for each in flat(program(*row))] for key, row in given.items()}
+        inputs = on_gpu(bundle, program)
+        wanted = {key: [tensor.clone() for tensor in flat(program(*row))] for key, row in inputs.items()}
         torch.cuda.synchronize()
     for _ in range(10):
         with cgbundle.load(bundle) as program:
@@ -33,7 +33,7 @@ def test_calls_that_come_before_their_graph(bundle: Path) -> None:
 
             def work(program: Any = program, failures: list[BaseException] = failures) -> None:
                 try:
-                    for key, row in given.items():
+                    for key, row in inputs.items():
                         for one, other in zip(flat(program(*row)), wanted[key], strict=True):
                             assert torch.equal(one, other)
                 except BaseException as error:  # noqa: BLE001 - the test's thread raises it
@@ -51,15 +51,15 @@ def test_calls_that_come_before_their_graph(bundle: Path) -> None:
 @pytest.mark.usefixtures("none_at_load")
 def test_a_capture_right_after_the_load(bundle: Path) -> None:
     with cgbundle.load(bundle, lazy=False) as program:
-        given = on_gpu(bundle, program)
-        wanted = {key: [each.clone() for each in flat(program(*row))] for key, row in given.items()}
+        inputs = on_gpu(bundle, program)
+        wanted = {key: [tensor.clone() for tensor in flat(program(*row))] for key, row in inputs.items()}
         torch.cuda.synchronize()
-    for key, row in given.items():
+    for key, row in inputs.items():
         with cgbundle.load(bundle) as program:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
-                made = flat(program(*row))
+                outputs = flat(program(*row))
             graph.replay()
             torch.cuda.synchronize()
-            for one, other in zip(made, wanted[key], strict=True):
+            for one, other in zip(outputs, wanted[key], strict=True):
                 assert torch.equal(one, other)

@@ -46,9 +46,9 @@ def test_tensors_of_a_gpu_and_of_the_cpu_are_cast(place: str, batch: int) -> Non
             assert same(casting(ids.to(dtype)), plain(ids))
         stream = torch.cuda.Stream()
         with torch.cuda.stream(stream):
-            made = casting(ids.int())
+            output = casting(ids.int())
         stream.synchronize()
-        assert same(made, plain(ids))
+        assert same(output, plain(ids))
         with raises("input-dtype", match="expected dtype int64, got float32"):
             casting(ids.float())
         with raises("input-dtype", match="expected dtype int64, got int32"):
@@ -67,16 +67,16 @@ def test_a_tensor_on_a_gpu_without_a_library_is_not_cast() -> None:
 @pytest.mark.parametrize("lazy", [False, True])
 def test_a_warm_program_answers_as_a_fresh_one_does(path: Path, lazy: bool) -> None:
     with cgbundle.load(path) as fresh, cgbundle.load(path, lazy=lazy) as warm:
-        given = [torch.ones(4, 16, device="cuda"), torch.zeros(1, dtype=torch.int64, device="cuda")][: len(fresh.inputs)]
+        tensors = [torch.ones(4, 16, device="cuda"), torch.zeros(1, dtype=torch.int64, device="cuda")][: len(fresh.inputs)]
         for program in (fresh, warm):
             if program.manifest.random is not None:
                 program.seed(3)
-            program(*[each.clone() for each in given])
+            program(*[tensor.clone() for tensor in tensors])
         before = {name: warm.state[name].tobytes() for name in warm.state}
         warm.warmup()
         assert {name: warm.state[name].tobytes() for name in warm.state} == before
         for _ in range(2):
-            one, other = ([each.clone() for each in given] for _ in range(2))
+            one, other = ([tensor.clone() for tensor in tensors] for _ in range(2))
             assert same(warm(*one), fresh(*other))
 
 
@@ -88,8 +88,8 @@ def test_steps_are_timed_on_the_gpu(mode: str, place: str, tmp_path: Path) -> No
         before = program(ids)
         with program.profile() as profile:
             for _ in range(20):
-                made = program(ids)
-        assert same(made, before)
+                output = program(ids)
+        assert same(output, before)
         call, step = profile.rows()
         assert (call.times, call.track, step.times, step.track) == (20, "CPU", 20, "GPU")
         assert 1e-6 < step.least <= step.most < 0.1
@@ -109,10 +109,10 @@ def test_a_captured_call_is_not_timed_and_works() -> None:
         expected = program(ids)
         graph = torch.cuda.CUDAGraph()
         with program.profile() as profile, torch.cuda.graph(graph):
-            made = program(ids)
+            output = program(ids)
         graph.replay()
         torch.cuda.synchronize()
-        assert same(made, expected) and {span.track for span in profile.spans} != {"GPU"}
+        assert same(output, expected) and {span.track for span in profile.spans} != {"GPU"}
 
 
 def test_a_bundle_without_operations_on_the_host_has_no_threads() -> None:

@@ -32,8 +32,8 @@ TARGETS = ("captured", "cross-compiled")
 
 def build(name: str, how: str, folder: Path) -> Path:
     model = getattr(path_models, name)().eval()
-    given: dict[str, Any] = {"target": "sm_90"} if how == "cross-compiled" else {"target": "cuda", "record": "capture"}
-    built = cgcompile.build(model, lambda: (path_models.rows(),), out=folder / "paths.cgb", **given)
+    options: dict[str, Any] = {"target": "sm_90"} if how == "cross-compiled" else {"target": "cuda", "record": "capture"}
+    built = cgcompile.build(model, lambda: (path_models.rows(),), out=folder / "paths.cgb", **options)
     kinds = [step.kind for step in built.manifest.entries[0].programs[0].steps]
     assert kinds == ["graph", *(["copy", "host"] if name in RAISING else [])], f"one launch, then one flag for the host: {kinds}"
     return built.path
@@ -42,10 +42,10 @@ def build(name: str, how: str, folder: Path) -> Path:
 def outputs(call: Any, x: Any) -> list[Any] | str:
     """The tensors of one call on the host, with the input behind it; "raised" where it raises."""
     try:
-        made = call(x)
+        result = call(x)
     except (CallError, AssertionError):
         return "raised"
-    return [tensor.cpu() for tensor in (*(made if isinstance(made, tuple | list) else [made]), x)]
+    return [tensor.cpu() for tensor in (*(result if isinstance(result, tuple | list) else [result]), x)]
 
 
 @pytest.mark.parametrize("how", TARGETS)
@@ -92,13 +92,13 @@ def test_random_numbers_of_either_way(tmp_path: Path, how: str) -> None:
 def test_the_numbers_of_one_way_are_no_others(tmp_path: Path, how: str) -> None:
     path = build("Drawn", how, tmp_path)
     with cgbundle.load(path) as program:
-        found = []
+        draws = []
         for sign in (1, -1, 1, 1, -1):
             program.seed(5)
-            found.append(program(sign * torch.ones(3, 4, device="cuda")).clone())
-        assert torch.equal(found[0], found[2]) and torch.equal(found[1], found[4]) and not torch.equal(found[0], found[1])
-        assert (found[0] >= 1).all() and (found[0] <= 3).all()
-        assert not torch.equal(found[3], program(torch.ones(3, 4, device="cuda")))
+            draws.append(program(sign * torch.ones(3, 4, device="cuda")).clone())
+        assert torch.equal(draws[0], draws[2]) and torch.equal(draws[1], draws[4]) and not torch.equal(draws[0], draws[1])
+        assert (draws[0] >= 1).all() and (draws[0] <= 3).all()
+        assert not torch.equal(draws[3], program(torch.ones(3, 4, device="cuda")))
 
 
 def test_a_size_that_depends_on_data_before_the_question(tmp_path: Path) -> None:

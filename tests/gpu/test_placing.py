@@ -112,13 +112,13 @@ def inputs(batch: int) -> tuple[torch.Tensor]:
     return (torch.randn(batch, 16),)
 
 
-@pytest.mark.parametrize("made", [Counted, Moving, Recurrent, Literals], ids=lambda made: made.__name__.lower())
-def test_a_model_runs_on_the_gpu_alone_and_is_the_callers_again(made: Any, tmp_path: Path) -> None:
-    model = made().eval()
+@pytest.mark.parametrize("model_class", [Counted, Moving, Recurrent, Literals], ids=lambda kind: kind.__name__.lower())
+def test_a_model_runs_on_the_gpu_alone_and_is_the_callers_again(model_class: Any, tmp_path: Path) -> None:
+    model = model_class().eval()
     before = {name: (value.data_ptr(), value.device) for name, value in model.state_dict().items()}
     built = cgcompile.build(model, inputs, sizes=[1, 4], out=tmp_path / "x.cgb", target="cuda", lower="eager")
     assert {name: (value.data_ptr(), value.device) for name, value in model.state_dict().items()} == before
-    there = made().eval()
+    there = model_class().eval()
     there.load_state_dict(model.state_dict())
     there.cuda()
     if isinstance(there, Counted):
@@ -224,13 +224,13 @@ def test_what_objects_hold_is_placed_for_a_comparison() -> None:
         assert copy.deepcopy(module)(torch.zeros(2, device=device)).device == device
 
 
-@pytest.mark.parametrize("made", [torch.nn.LSTM, torch.nn.GRU, torch.nn.RNN])
-def test_packed_sequences_go_through_a_layer_and_back(made: Any) -> None:
+@pytest.mark.parametrize("layer_class", [torch.nn.LSTM, torch.nn.GRU, torch.nn.RNN])
+def test_packed_sequences_go_through_a_layer_and_back(layer_class: Any) -> None:
     device = torch.device("cuda", 0)
-    layer, x, lengths = made(4, 3, batch_first=True).to(device), torch.rand(2, 5, 4, device=device), torch.tensor([5, 3])
+    layer, x, lengths = layer_class(4, 3, batch_first=True).to(device), torch.rand(2, 5, 4, device=device), torch.tensor([5, 3])
     packed = torch.nn.utils.rnn.pack_padded_sequence
     want = torch.nn.utils.rnn.pad_packed_sequence(layer(packed(x, lengths, batch_first=True))[0], batch_first=True)
-    given = lengths.to(device)
-    with torch.no_grad(), track_devices((x, given), SideEffects(), real=device) as effects:
-        got = torch.nn.utils.rnn.pad_packed_sequence(layer(packed(x, given.cpu(), batch_first=True))[0], batch_first=True)
+    gpu_lengths = lengths.to(device)
+    with torch.no_grad(), track_devices((x, gpu_lengths), SideEffects(), real=device) as effects:
+        got = torch.nn.utils.rnn.pad_packed_sequence(layer(packed(x, gpu_lengths.cpu(), batch_first=True))[0], batch_first=True)
     assert torch.equal(got[0], want[0]) and torch.equal(got[1].cpu(), want[1]) and effects.obstacles == []

@@ -73,8 +73,8 @@ def test_a_graph_whose_kernels_overlap_has_the_bits_of_one_launch_after_the_othe
     assert early_edges(path) > 10
     with cgbundle.load(path) as graph, cgbundle.load(path, mode="stream") as stream:
         for number in range(TOKENS if name == "step" else CALLS):
-            given = call(number)
-            together, apart = [program(given) for program in (graph, stream)]
-            together, apart = [each if isinstance(each, tuple) else (each,) for each in (together, apart)]
+            tensors = call(number)
+            together, apart = [program(tensors) for program in (graph, stream)]
+            together, apart = [result if isinstance(result, tuple) else (result,) for result in (together, apart)]
             for one, other in zip(together, apart, strict=True):
                 assert torch.equal(one, other), f"call {number}"

@@ -25,8 +25,8 @@ PATH = GOLDEN / "v1/gpt_two.cgb"
 
 @pytest.fixture(scope="module")
 def replicas() -> Iterator[cgbundle.Replicas]:
-    with cgbundle.load(PATH, devices=[0, 1], replicas=True) as made:
-        yield made
+    with cgbundle.load(PATH, devices=[0, 1], replicas=True) as loaded:
+        yield loaded
 
 
 def self_test(program: cgbundle.Program, key: tuple[int, ...], kind: str) -> Any:
@@ -43,23 +43,23 @@ def self_test(program: cgbundle.Program, key: tuple[int, ...], kind: str) -> Any
 
 def test_inputs_of_a_gpu_are_served_there(replicas: cgbundle.Replicas) -> None:
     for key in replicas.int_keys:
-        given, wanted = [self_test(replicas.programs[0], key, kind) for kind in ("input", "output")]
+        sample, wanted = [self_test(replicas.programs[0], key, kind) for kind in ("input", "output")]
         for device in (1, 0, 1):
-            made = replicas(given.to(f"cuda:{device}"))
-            assert made.device.index == device
-            assert torch.equal(made.cpu(), wanted)
+            output = replicas(sample.to(f"cuda:{device}"))
+            assert output.device.index == device
+            assert torch.equal(output.cpu(), wanted)
 
 
 def test_threads_with_inputs_of_the_cpu_keep_both_devices_busy(replicas: cgbundle.Replicas) -> None:
     key = replicas.int_keys[-1]
-    given, wanted = [self_test(replicas.programs[0], key, kind) for kind in ("input", "output")]
+    sample, wanted = [self_test(replicas.programs[0], key, kind) for kind in ("input", "output")]
     wrong: list[Any] = []
 
     def serve() -> None:
         for _ in range(200):
-            made = replicas(given)
-            if not torch.equal(made, wanted):
-                wrong.append(made)
+            output = replicas(sample)
+            if not torch.equal(output, wanted):
+                wrong.append(output)
 
     threads = [threading.Thread(target=serve) for _ in range(6)]
     with replicas.programs[0].profile() as first, replicas.programs[1].profile() as second:

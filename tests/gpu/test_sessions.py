@@ -38,10 +38,10 @@ class Cell(torch.nn.Module):
         self.register_buffer("steps", torch.arange(10, 14))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        made = torch.tanh(x @ self.weight + self.memory)
-        self.memory.mul_(0.5).add_(made.mean(0))
+        output = torch.tanh(x @ self.weight + self.memory)
+        self.memory.mul_(0.5).add_(output.mean(0))
         self.steps.add_(1)
-        return made
+        return output
 
 
 class Plain(torch.nn.Module):
@@ -77,22 +77,22 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(params=["graph", "stream"])
 def cell(request: pytest.FixtureRequest, paths: dict[str, Path]) -> Iterator[cgbundle.Program]:
-    with cgbundle.load(paths["cell"], mode=request.param) as made:
-        yield made
+    with cgbundle.load(paths["cell"], mode=request.param) as program:
+        yield program
 
 
 @pytest.fixture(params=["graph", "stream"])
 def plain(request: pytest.FixtureRequest, paths: dict[str, Path]) -> Iterator[cgbundle.Program]:
-    with cgbundle.load(paths["plain"], mode=request.param) as made:
-        yield made
+    with cgbundle.load(paths["plain"], mode=request.param) as program:
+        yield program
 
 
 def close(got: Any, want: torch.Tensor) -> None:
     torch.testing.assert_close(torch.as_tensor(got).cpu(), want.cpu(), rtol=1e-3, atol=1e-3)
 
 
-def on_host(each: cgbundle.Program, name: str) -> torch.Tensor:
-    return torch.from_dlpack(each.state[name])
+def on_host(program: cgbundle.Program, name: str) -> torch.Tensor:
+    return torch.from_dlpack(program.state[name])
 
 
 # --- state ---------------------------------------------------------------------------------------------------------
@@ -121,13 +121,13 @@ def test_calls_on_many_streams_keep_the_order_of_state(cell: cgbundle.Program) -
     model, streams = Cell().cuda(), [torch.cuda.current_stream(), *[torch.cuda.Stream() for _ in range(3)]]
     rows = [example(4, number) for number in range(64)]
     torch.cuda.synchronize()
-    made = []
+    outputs = []
     for number, x in enumerate(rows):
         with torch.cuda.stream(streams[number * 7 % 4]):
-            made.append(cell(x))
+            outputs.append(cell(x))
     torch.cuda.synchronize()
     with torch.no_grad():
-        for x, got in zip(rows, made, strict=True):
+        for x, got in zip(rows, outputs, strict=True):
             close(got, model(x))
 
 
@@ -138,10 +138,10 @@ def calls_of(seed: int) -> list[torch.Tensor]:
     return [example(SIZES[(seed + number) % 3], 1000 * seed + number % 50) for number in range(SPIN)]
 
 
-def run(each: cgbundle.Program, calls: list[torch.Tensor]) -> list[torch.Tensor]:
-    made = [each(x) for x in calls]
+def run(program: cgbundle.Program, calls: list[torch.Tensor]) -> list[torch.Tensor]:
+    outputs = [program(x) for x in calls]
     torch.cuda.current_stream().synchronize()
-    return made
+    return outputs
 
 
 @pytest.mark.parametrize("own_streams", [False, True])
@@ -151,7 +151,7 @@ def test_eight_sessions_in_eight_threads_equal_one_after_the_other_bit_for_bit(p
         for seed in range(8):
             loaded.reset()
             wanted.append((run(loaded, calls_of(seed)), on_host(loaded, "memory")))
-        found: dict[int, Any] = {}
+        results: dict[int, Any] = {}
         ready = threading.Barrier(8)
 
         def work(seed: int, session: cgbundle.Program) -> None:
@@ -159,29 +159,29 @@ def test_eight_sessions_in_eight_threads_equal_one_after_the_other_bit_for_bit(p
             torch.cuda.synchronize()
             ready.wait(60)
             with torch.cuda.stream(torch.cuda.Stream() if own_streams else torch.cuda.default_stream()):
-                found[seed] = (run(session, calls), on_host(session, "memory"))
+                results[seed] = (run(session, calls), on_host(session, "memory"))
 
-        made = [loaded.session() for _ in range(8)]
-        threads = [threading.Thread(target=work, args=pair) for pair in enumerate(made)]
+        sessions = [loaded.session() for _ in range(8)]
+        threads = [threading.Thread(target=work, args=pair) for pair in enumerate(sessions)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join(300)
         for seed, (outputs, state) in enumerate(wanted):
-            assert all(torch.equal(got, want) for got, want in zip(found[seed][0], outputs, strict=True)), seed
-            assert torch.equal(found[seed][1], state), seed
+            assert all(torch.equal(got, want) for got, want in zip(results[seed][0], outputs, strict=True)), seed
+            assert torch.equal(results[seed][1], state), seed
 
 
 @pytest.mark.alone
 def test_the_memory_of_sessions_is_the_prediction_and_they_give_every_byte_back(paths: dict[str, Path]) -> None:
     with cgbundle.load(paths["cell"]) as loaded:
-        made = [loaded.session() for _ in range(3)]
+        sessions = [loaded.session() for _ in range(3)]
         torch.cuda.synchronize()
         sizes = loaded.session_memory
         assert (
             set(sizes) <= {"state", "inputs", "arena", "host", "code"} and sizes["state"] == dict(loaded.manifest.memories)["state"]
         )
-        for session in made:
+        for session in sessions:
             assert session._backend._memories.sizes.items() <= sizes.items()
         free, _ = torch.cuda.mem_get_info()
         more = [loaded.session() for _ in range(8)]
@@ -225,22 +225,22 @@ def test_two_threads_in_one_session_are_told(cell: cgbundle.Program) -> None:
 @pytest.mark.parametrize("batch", SIZES)
 def test_a_call_with_the_static_buffers_copies_nothing_in(plain: cgbundle.Program, batch: int) -> None:
     with plain.session() as session:
-        for each in (plain, session):
-            x = torch.from_dlpack(each.buffers((batch,))[0])
-            assert x.is_cuda and x.is_contiguous() and x.data_ptr() == each.buffers((batch,))[0].address
+        for program in (plain, session):
+            x = torch.from_dlpack(program.buffers((batch,))[0])
+            assert x.is_cuda and x.is_contiguous() and x.data_ptr() == program.buffers((batch,))[0].address
             x.copy_(example(batch, 3))
-            each(x)  # the calls after the first copy their outputs alike
+            program(x)  # the calls after the first copy their outputs alike
             with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-                made = each(x)
+                output = program(x)
                 torch.cuda.synchronize()
             with torch.no_grad():
-                close(made, Plain().cuda()(example(batch, 3)))
+                close(output, Plain().cuda()(example(batch, 3)))
             into = [event.name for event in profile.events() if "Memcpy DtoD" in event.name]
             fresh = example(batch, 3)
             odd = torch.empty(fresh.nbytes + 16, dtype=torch.uint8, device="cuda")[16:].view(fresh.dtype).view(fresh.shape)
             odd.copy_(fresh)  # where no launch may read it: what is aligned is not copied either
             with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-                each(odd)
+                program(odd)
                 torch.cuda.synchronize()
             assert len(into) < len([event.name for event in profile.events() if "Memcpy DtoD" in event.name])
 
@@ -265,8 +265,8 @@ def test_a_call_joins_a_graph_that_the_caller_captures(paths: dict[str, Path], o
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=side if before == "side" else None):
             doubled = x * 2
-            made = plain(doubled)
-            total = (made if outputs == "copy" else made.tensor) + 1
+            output = plain(doubled)
+            total = (output if outputs == "copy" else output.tensor) + 1
         for seed in range(3):
             x.copy_(example(batch, seed))
             graph.replay()
@@ -308,10 +308,10 @@ def test_what_cannot_be_captured_is_refused_and_the_capture_goes_on(paths: dict[
             for use in (lazy.reset, lambda: lazy.state["memory"], lambda: lazy.state_bytes(0)):
                 with raises("capture-refused"):
                     use()
-            made = plain(x)
+            output = plain(x)
         graph.replay()
         with torch.no_grad():
-            close(made, Plain().cuda()(x))
+            close(output, Plain().cuda()(x))
         torch.cuda.synchronize()
         del graph
 
@@ -334,9 +334,9 @@ def test_sessions_open_and_close_while_another_thread_captures(paths: dict[str, 
             while thread.is_alive() and (captured < 20 or len(opened) < 20):
                 graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph):
-                    made = session(x)
+                    output = session(x)
                 graph.replay()
-                close(made, Plain().cuda()(x))
+                close(output, Plain().cuda()(x))
                 del graph
                 captured += 1
         stop.set()

@@ -99,7 +99,7 @@ class Swapping(torch.nn.Module):
             self.register_buffer(name, torch.full((4,), float(number)))
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        a, b, c, d = [each.clone() for each in (self.a, self.b, self.c, self.d)]
+        a, b, c, d = [tensor.clone() for tensor in (self.a, self.b, self.c, self.d)]
         for place, value in zip((self.a, self.b, self.c, self.d), (b, a, d + 0, c), strict=True):
             place.copy_(value)
         return torch.stack([self.a, self.b, self.c, self.d]) + x[:, :4], x.argmax(-1)

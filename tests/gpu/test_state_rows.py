@@ -66,7 +66,7 @@ def test_kernels_of_pytorch_are_refused(tmp_path: Path) -> None:
 def test_a_language_model_with_two_sizes_of_its_cache(tmp_path: Path, record: str) -> None:
     """Its tokens are those of transformers' `generate`, with the fewest pages and with many, by steps and by its loop."""
     pytest.importorskip("transformers")
-    from tests.helpers.models.causal_lm import Engine, made, prompt, reference
+    from tests.helpers.models.causal_lm import Engine, causal_model, prompt, reference
     from tests.helpers.models.language_models import network
     from tests.helpers.models.tokenizers import write_tokenizer
 
@@ -76,7 +76,7 @@ def test_a_language_model_with_two_sizes_of_its_cache(tmp_path: Path, record: st
     path = cgcompile.build(
         folder, context=64, lanes=[2], dtype="float32", target="cuda", record=record, out=tmp_path / "tiny.cgb"
     ).path  # fmt: skip
-    model = made(str(folder))
+    model = causal_model(str(folder))
     for pages in (None, 5, 400):
         with cgbundle.load(path, state=None if pages is None else {"pages": pages}) as program:
             rows = program.state.rows["pages"]

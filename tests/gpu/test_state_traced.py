@@ -26,8 +26,8 @@ from tests.helpers.places import ROOT  # noqa: E402
 def traced(name: str, folder: Path, recorder: str) -> Path:
     if recorder == "without-gpu":
         return built_without_gpu("state", name, folder / f"{name}.cgb")
-    made, inputs = STATEFUL[name]
-    return build(made(), inputs, list(SIZES), folder / f"{name}.cgb", recorder)
+    make, inputs = STATEFUL[name]
+    return build(make(), inputs, list(SIZES), folder / f"{name}.cgb", recorder)
 
 
 def build(model: Any, inputs: Any, sizes: Any, path: Path, recorder: str = "cross-compile") -> Path:
@@ -72,19 +72,19 @@ def test_outputs_that_share_memory_share_it(tmp_path: Path, recorder: str) -> No
 
 @pytest.mark.parametrize("name", ["step", "views", "kinds"])
 def test_written_inputs_are_handed_back(tmp_path: Path, name: str) -> None:
-    made, inputs, written = written_models.MODELS[name]
-    path = build(made(), inputs, list(SIZES), tmp_path / "written.cgb")
-    network = made().cuda()
+    make, inputs, written = written_models.MODELS[name]
+    path = build(make(), inputs, list(SIZES), tmp_path / "written.cgb")
+    network = make().cuda()
     for device in ("cuda", "cpu"):
         with cgbundle.load(path) as program:
             assert program.manifest.entries[0].mutated_inputs == written
             for round_ in range(4):
                 fresh = tuple([tensor.cuda() for tensor in written_models.draw(inputs, SIZES[round_ % 2], round_)])
                 wanted, after = written_models.eager(network, fresh)
-                given = [tensor.to(device, copy=True) for tensor in fresh]
-                result = program(*given)
+                tensors = [tensor.to(device, copy=True) for tensor in fresh]
+                result = program(*tensors)
                 results = result if isinstance(result, tuple) else (result,)
-                for got, want in zip([*results, *given], [*wanted, *after], strict=True):
+                for got, want in zip([*results, *tensors], [*wanted, *after], strict=True):
                     coarse = 2e-2 if want.dtype is torch.bfloat16 else 1e-4
                     torch.testing.assert_close(got.cpu(), want.cpu(), rtol=coarse, atol=coarse)
     passed(path)

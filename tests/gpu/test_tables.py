@@ -32,12 +32,12 @@ def model(weights: dict[str, numpy.ndarray], x: numpy.ndarray) -> numpy.ndarray:
 @pytest.mark.parametrize("weights", ["map", "copy"])
 def test_every_length_has_its_table(mode: str, lazy: bool, weights: str) -> None:
     stored = safetensors.Mapped(str(BUNDLE / WEIGHTS), WEIGHTS)
-    own = {name: numpy.frombuffer(stored.data(name), numpy.float32).reshape(entry.shape) for name, entry in stored.entries.items()}
+    w = {name: numpy.frombuffer(stored.data(name), numpy.float32).reshape(entry.shape) for name, entry in stored.entries.items()}
     random = numpy.random.default_rng(0)
     with cgbundle.load(BUNDLE, mode=mode, lazy=lazy, weights=weights, check="full") as program:
         for length in (4, 6, 3, 5, 6, 4):
             x = random.standard_normal((length, 8), numpy.float32)
-            assert numpy.abs(program(x) - model(own, x)).max() < 1e-5
+            assert numpy.abs(program(x) - model(w, x)).max() < 1e-5
         with program.session() as session:
             x = random.standard_normal((6, 8), numpy.float32)
             assert numpy.array_equal(session(x), program(x))
@@ -53,17 +53,17 @@ def test_the_self_test_and_a_file_that_is_cut(tmp_path: Path) -> None:
 
 def test_an_update_leaves_tables_as_they_are() -> None:
     stored = safetensors.Mapped(str(BUNDLE / WEIGHTS), WEIGHTS)
-    own = {
+    w = {
         name: numpy.frombuffer(stored.data(name), numpy.float32).reshape(entry.shape).copy()
         for name, entry in stored.entries.items()
     }
     x = numpy.ones((6, 8), numpy.float32)
     with cgbundle.load(BUNDLE) as program:
-        own["read.bias"] += 1
-        program.update({"read.weight": own["read.weight"], "read.bias": own["read.bias"]})
-        assert numpy.abs(program(x) - model(own, x)).max() < 1e-5
+        w["read.bias"] += 1
+        program.update({"read.weight": w["read.weight"], "read.bias": w["read.bias"]})
+        assert numpy.abs(program(x) - model(w, x)).max() < 1e-5
         program.update(BUNDLE)
-        assert numpy.abs(program(x) - (model(own, x) - 1)).max() < 1e-5
+        assert numpy.abs(program(x) - (model(w, x) - 1)).max() < 1e-5
 
 
 @pytest.mark.parametrize("record", ["cross-compile", "capture"])

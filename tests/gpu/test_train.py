@@ -45,8 +45,8 @@ def test_steps_are_those_of_eager_pytorch(built: cgcompile.Built, batches: Batch
     with torch.no_grad():
         expected = [float(eager.step(*batch)) for batch in batches]
     with cgbundle.load(built.path, mode=mode) as program:
-        found = losses(program, batches)
-        assert found == pytest.approx(expected, rel=1e-3) and found[-1] < found[0]
+        actual = losses(program, batches)
+        assert actual == pytest.approx(expected, rel=1e-3) and actual[-1] < actual[0]
         assert (program.evaluate(batches[0][0]) == eager.evaluate(batches[0][0])).float().mean() > 0.99
 
 

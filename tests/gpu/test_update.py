@@ -32,12 +32,12 @@ SPIN = 300
 
 def other(network: Any, seed: int) -> Any:
     """The network with weights of the same kind."""
-    made = copy.deepcopy(network)
+    clone = copy.deepcopy(network)
     generator = torch.Generator(device="cuda").manual_seed(seed)
     with torch.no_grad():
-        for value in made.parameters():
+        for value in clone.parameters():
             value.copy_(value + value.abs().mean() * torch.randn(value.shape, device="cuda", generator=generator).to(value.dtype))
-    return made
+    return clone
 
 
 def weights_of(network: Any, device: str = "cpu") -> dict[str, Any]:
@@ -75,9 +75,9 @@ def test_weights_come_from_files_and_from_either_side(cases: dict[str, Case], tm
         for seed, give in enumerate(GIVEN.values(), 1):
             network = other(case.network, seed)
             program.update(give(network, tmp_path))
-            for each in (program, session):
+            for caller in (program, session):
                 with torch.no_grad():
-                    check(each(value), network(value), case.tolerance)
+                    check(caller(value), network(value), case.tolerance)
         program.update(case.path)
         case.check(session(value), value)
 
@@ -94,9 +94,9 @@ def test_what_does_not_fit_changes_nothing(cases: dict[str, Case], tmp_path: Pat
     with cgbundle.load(case.path) as program:
         before = program(value)
         os.truncate(path, path.stat().st_size - 4)
-        for given in (path, {**weights_of(network), first: torch.ones(3)}, {**weights_of(network, "cuda"), "none": torch.ones(3)}):
+        for source in (path, {**weights_of(network), first: torch.ones(3)}, {**weights_of(network, "cuda"), "none": torch.ones(3)}):
             with raises("update-invalid"):
-                program.update(given)
+                program.update(source)
         assert torch.equal(program(value), before) and not program.updated
 
 
@@ -117,15 +117,15 @@ def test_no_recording_holds_what_a_weight_was(tmp_path: Path, level: str) -> Non
 
         def forward(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
             x = torch.relu(self.norm(self.convolution(x)) * self.scale).mean(2).transpose(1, 2)
-            made, _ = self.recurrence(x)
-            return self.head(made[:, -1] + self.embedding(ids))
+            output, _ = self.recurrence(x)
+            return self.head(output[:, -1] + self.embedding(ids))
 
     torch.manual_seed(0)
     network = Mixed().eval()
     draw = lambda batch: (torch.randn(batch, 3, 16, 16), torch.randint(0, 50, (batch,)))  # noqa: E731
     built = cgcompile.build(network, draw, sizes=[4], out=tmp_path / "mixed.cgb", target="cuda", record="capture", lower=level)
     assert not [row for row in built.manifest.frozen if row.reason == "folded"]
-    given = [value.cuda() for value in draw(4)]
+    inputs = [value.cuda() for value in draw(4)]
     network = network.cuda()
     with cgbundle.load(built.path) as program:
         for seed in range(1, 4):
@@ -134,7 +134,7 @@ def test_no_recording_holds_what_a_weight_was(tmp_path: Path, level: str) -> Non
                 changed.norm.running_mean.normal_()
                 changed.norm.running_var.uniform_(0.5, 2)
                 program.update(weights_of(changed, "cuda"))
-                check(program(*given), changed(*given), 5e-3)
+                check(program(*inputs), changed(*inputs), 5e-3)
 
 
 @pytest.mark.parametrize("alone", [False, True], ids=["program", "sessions"])
@@ -143,13 +143,13 @@ def test_every_answer_is_by_the_old_weights_or_the_new_ones_entirely(cases: dict
     case = cases["gpt"]
     value = case.draw(4)
     networks = [case.network, *[other(case.network, seed) for seed in range(1, 9)]]
-    given = [weights_of(network, ("cuda", "cpu")[number % 2]) for number, network in enumerate(networks)]
+    weight_sets = [weights_of(network, ("cuda", "cpu")[number % 2]) for number, network in enumerate(networks)]
     with cgbundle.load(case.path) as program:
         expected = []
-        for each in given:
-            program.update(each)
+        for weights in weight_sets:
+            program.update(weights)
             expected.append(program(value).clone())
-        program.update(given[0])
+        program.update(weight_sets[0])
         callers = [program.session() if alone else program for _ in range(4)]
         seen: list[list[int]] = [[] for _ in callers]
         failures: list[BaseException] = []
@@ -163,9 +163,9 @@ def test_every_answer_is_by_the_old_weights_or_the_new_ones_entirely(cases: dict
                     while not last:
                         last = done.is_set() and len(seen[place]) >= SPIN  # then this call begins behind the last update
                         got = callers[place](value)
-                        found = [number for number, want in enumerate(expected) if torch.equal(got, want)]
-                        assert len(found) == 1, "an answer by neither"
-                        seen[place].append(found[0])
+                        matches = [number for number, want in enumerate(expected) if torch.equal(got, want)]
+                        assert len(matches) == 1, "an answer by neither"
+                        seen[place].append(matches[0])
             except BaseException as error:
                 failures.append(error)
                 done.set()
@@ -176,7 +176,7 @@ def test_every_answer_is_by_the_old_weights_or_the_new_ones_entirely(cases: dict
             thread.start()
         begun.wait()
         for number in range(1, len(networks)):
-            program.update(given[number])
+            program.update(weight_sets[number])
             got = program.session()(value)
             assert torch.equal(got, expected[number])
             time.sleep(0.01)
@@ -184,7 +184,7 @@ def test_every_answer_is_by_the_old_weights_or_the_new_ones_entirely(cases: dict
         for thread in threads:
             thread.join()
     assert not failures
-    assert all(own == sorted(own) and own[-1] == len(networks) - 1 for own in seen), [sorted(set(own)) for own in seen]
+    assert all(order == sorted(order) and order[-1] == len(networks) - 1 for order in seen), [sorted(set(order)) for order in seen]
 
 
 @pytest.mark.parametrize("record", ["capture", "cross-compile"])

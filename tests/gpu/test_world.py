@@ -76,11 +76,11 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def program(path: Path) -> Iterator[cgbundle.Program]:
-    with cgbundle.load(path, devices=[0, 1], timeout=5.0) as made:
-        yield made
+    with cgbundle.load(path, devices=[0, 1], timeout=5.0) as loaded:
+        yield loaded
 
 
-def given(key: int, seed: int) -> Any:
+def input_tensor(key: int, seed: int) -> Any:
     return torch.tensor(inputs(key, seed)).reshape(key, FLOATS)
 
 
@@ -89,7 +89,7 @@ def wanted(key: int, seed: int) -> Any:
 
 
 def test_its_self_test(program: cgbundle.Program) -> None:
-    assert [each.exact for each in replay_self_test(program)] == [True, True]
+    assert [row.exact for row in replay_self_test(program)] == [True, True]
 
 
 @pytest.mark.parametrize("devices", [[0, 1], [1, 0], [0, 0]])
@@ -97,31 +97,31 @@ def test_its_self_test(program: cgbundle.Program) -> None:
 def test_calls_in_any_order(path: Path, devices: list[int], mode: str) -> None:
     random = Random(0)
     with cgbundle.load(path, devices=devices, mode=mode, timeout=5.0) as program:
-        made = []
+        results = []
         for number in range(300):
             key = random.choice((4, 8))
-            x = given(key, number)
-            made.append((key, number, program(x.to(f"cuda:{devices[0]}") if random.random() < 0.7 else x)))
-        for key, number, output in made:
+            x = input_tensor(key, number)
+            results.append((key, number, program(x.to(f"cuda:{devices[0]}") if random.random() < 0.7 else x)))
+        for key, number, output in results:
             assert torch.equal(output.cpu(), wanted(key, number)), number
 
 
 def test_streams_of_the_callers(program: cgbundle.Program) -> None:
     streams = [torch.cuda.Stream(0) for _ in range(3)]
-    made = []
+    outputs = []
     for number in range(60):
         with torch.cuda.stream(streams[number % 3]):
-            x = given(8, number).to("cuda:0", non_blocking=True)
-            made.append(program(x))
+            x = input_tensor(8, number).to("cuda:0", non_blocking=True)
+            outputs.append(program(x))
     torch.cuda.synchronize(0)
-    assert all(torch.equal(each.cpu(), wanted(8, number)) for number, each in enumerate(made))
+    assert all(torch.equal(output.cpu(), wanted(8, number)) for number, output in enumerate(outputs))
 
 
 def test_a_rank_that_does_not_come(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = cgbundle.load(path, devices=[0, 1], timeout=0.5)
     monkeypatch.setattr(program._backend, "_follow", lambda *_: None)
     with raises("rank-timeout", match="rank 0 on device 0 has waited 0.5 s for rank 1 in vain"):
-        program(given(4, 0))
+        program(input_tensor(4, 0))
     program.close()
 
 
@@ -150,8 +150,8 @@ def test_processes_that_call_alike(path: Path, tmp_path: Path) -> None:
 
 def test_a_call_of_another_size_is_an_error(path: Path, tmp_path: Path) -> None:
     processes = [started(path, rank, tmp_path / "meeting", 3, key) for rank, key in enumerate((4, 8))]
-    told = [process.communicate(timeout=60)[0] for process in processes]
-    assert all(each.startswith("ranks-unlike") for each in told), told
+    logs = [process.communicate(timeout=60)[0] for process in processes]
+    assert all(log.startswith("ranks-unlike") for log in logs), logs
 
 
 def kill(path: Path, meeting: Path, killed: int, pause: float) -> None:

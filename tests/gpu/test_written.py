@@ -31,21 +31,21 @@ Case = tuple[Path, Any, Any, tuple[int, ...]]
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     """A bundle, its model on the GPU, the model's inputs, and the inputs that it writes to."""
     name, level = request.param
-    made, inputs, written = MODELS[name]
+    make, inputs, written = MODELS[name]
     path = tmp_path_factory.mktemp("written") / f"{name}.cgb"
-    cgcompile.build(made(), inputs, sizes=list(SIZES), out=path, target="cuda", lower=level, record="capture")
-    return path, made().cuda(), inputs, written
+    cgcompile.build(make(), inputs, sizes=list(SIZES), out=path, target="cuda", lower=level, record="capture")
+    return path, make().cuda(), inputs, written
 
 
 def close(got: Any, want: torch.Tensor) -> None:
-    found = torch.as_tensor(got)
-    assert found.dtype == want.dtype and found.shape == want.shape
+    actual = torch.as_tensor(got)
+    assert actual.dtype == want.dtype and actual.shape == want.shape
     coarse = {torch.bfloat16: 2e-2}.get(want.dtype, 1e-4) if want.is_floating_point() else 0
-    torch.testing.assert_close(found.cpu(), want.cpu(), rtol=coarse, atol=min(coarse, 1e-4))
+    torch.testing.assert_close(actual.cpu(), want.cpu(), rtol=coarse, atol=min(coarse, 1e-4))
 
 
-def outputs(made: Any) -> list[Any]:
-    return [getattr(each, "tensor", each) for each in (made if isinstance(made, tuple) else (made,))]
+def outputs(result: Any) -> list[Any]:
+    return [getattr(output, "tensor", output) for output in (result if isinstance(result, tuple) else (result,))]
 
 
 def spread(tensor: torch.Tensor) -> torch.Tensor:
@@ -63,11 +63,11 @@ def test_inputs_and_outputs_equal_eager(case: Case, kind: str, handed: str, mode
         for round_ in range(4):
             fresh = tuple([tensor.cuda() for tensor in draw(inputs, SIZES[round_ % 2], round_)])
             wanted, after = eager(network, fresh)
-            given = [(spread if apart else torch.clone)(tensor.to(device)) for tensor in fresh]
-            for got, want in zip(outputs(program(*given)), wanted, strict=True):
+            tensors = [(spread if apart else torch.clone)(tensor.to(device)) for tensor in fresh]
+            for got, want in zip(outputs(program(*tensors)), wanted, strict=True):
                 assert got.device.type == device
                 close(got, want)
-            for tensor, want in zip(given, after, strict=True):
+            for tensor, want in zip(tensors, after, strict=True):
                 close(tensor, want)
 
 
@@ -86,18 +86,18 @@ def test_numpy_arrays_are_updated_before_the_call_returns(case: Case) -> None:
         for round_ in range(4):
             fresh = draw(inputs, SIZES[round_ % 2], round_)
             wanted, after = eager(network, tuple([tensor.cuda() for tensor in fresh]))
-            given = [tensor.clone().numpy() for tensor in fresh]
-            for got, want in zip(outputs(program(*given)), wanted, strict=True):
+            arrays = [tensor.clone().numpy() for tensor in fresh]
+            for got, want in zip(outputs(program(*arrays)), wanted, strict=True):
                 close(got, want)
-            for array, want in zip(given, after, strict=True):
+            for array, want in zip(arrays, after, strict=True):
                 close(array, want)
 
 
 @pytest.fixture(scope="module")
 def decoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made, inputs, _ = MODELS["step"]
+    make, inputs, _ = MODELS["step"]
     path = tmp_path_factory.mktemp("written") / "decoder.cgb"
-    cgcompile.build(made(), inputs, sizes=list(SIZES), out=path, target="cuda", record="capture")
+    cgcompile.build(make(), inputs, sizes=list(SIZES), out=path, target="cuda", record="capture")
     return path
 
 
@@ -138,5 +138,5 @@ def test_other_tensors_of_the_caller_stay_as_they_are(decoder: Path) -> None:
 def test_a_recording_of_a_known_write_is_kept(tmp_path: Path) -> None:
     recorded, _plain = record_case("overwriting", tmp_path, "eager", written={(2,): (0,)})
     replayed = recorded.replays[2,]
-    found = replayed.contents
-    assert replayed.deterministic and found.written and found.written[0] != found.inputs[0]
+    recording = replayed.contents
+    assert replayed.deterministic and recording.written and recording.written[0] != recording.inputs[0]

@@ -39,7 +39,7 @@ def _count(x: RawGraph, y: RawGraph, paired: object) -> Census:
         relocations += len(block.relocations)
         undefined += len(undefined_at)
         one_sided += len(({w.at for w in m.block.words} ^ {w.at for w in n.block.words}) & undefined_at)
-        shifted += sum(address_at(m.block, each) != address_at(n.block, each) for each in at)
+        shifted += sum(address_at(m.block, offset) != address_at(n.block, offset) for offset in at)
     constants = words - relocations - undefined
     return Census(
         words=words, relocations=relocations, constants=constants, undefined=undefined, one_sided=one_sided, shifted=shifted

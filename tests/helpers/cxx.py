@@ -44,22 +44,22 @@ def precompiled(source: str, options: list[str], folder: str) -> tuple[str, ...]
                 file.write(headers)  # one source alone costs less than its headers
             return ()
         if not os.path.exists(f"{header}.gch"):
-            made = f"{header}.made"
-            if subprocess.run([COMPILER, "-x", "c++-header", *options, header, "-o", made], check=False).returncode:
+            temporary = f"{header}.made"
+            if subprocess.run([COMPILER, "-x", "c++-header", *options, header, "-o", temporary], check=False).returncode:
                 return ()  # the source itself will say what is wrong
-            os.rename(made, f"{header}.gch")
+            os.rename(temporary, f"{header}.gch")
     return ("-include", header)
 
 
 def leading_includes(source: str) -> str:
     """The `#include` lines before the first line of code."""
-    found = []
+    includes = []
     for line in source.splitlines():
         if line.startswith("#include"):
-            found.append(line)
+            includes.append(line)
         elif line.strip() and not line.startswith("//"):
             break
-    return "\n".join([*found, ""])
+    return "\n".join([*includes, ""])
 
 
 if __name__ == "__main__":

@@ -26,12 +26,12 @@ def cost(work: Callable[[], str], limit: int = 20) -> tuple[str, float, float]:
             before = _resident()
             begin = time.process_time()
             try:
-                found = work()
+                outcome = work()
             except BaseException as error:  # noqa: BLE001 (the parent asserts what it is)
-                found = f"{type(error).__module__}.{type(error).__name__}: {error}"[:500]
+                outcome = f"{type(error).__module__}.{type(error).__name__}: {error}"[:500]
             seconds = time.process_time() - begin
             grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024 - before
-            os.write(write, json.dumps([found, seconds, grown]).encode())
+            os.write(write, json.dumps([outcome, seconds, grown]).encode())
             status = 0
         finally:
             os._exit(status)
@@ -41,8 +41,8 @@ def cost(work: Callable[[], str], limit: int = 20) -> tuple[str, float, float]:
     _, status = os.waitpid(child, 0)
     if not data:
         return f"ended with status {os.waitstatus_to_exitcode(status)}", float(limit), 0.0
-    found, seconds, grown = json.loads(data)
-    return found, seconds, grown
+    outcome, seconds, grown = json.loads(data)
+    return outcome, seconds, grown
 
 
 def _resident() -> float:

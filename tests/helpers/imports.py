@@ -40,4 +40,4 @@ def _ours(name: str, path: Path) -> Iterator[str]:
             outer = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
             base = ".".join([*outer, *([node.module] if node.module else [])])
             for alias in node.names:
-                yield from [found for found in (f"{base}.{alias.name}", base) if found in modules()][:1]
+                yield from [module_name for module_name in (f"{base}.{alias.name}", base) if module_name in modules()][:1]

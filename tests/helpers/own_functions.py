@@ -62,13 +62,13 @@ class Code:
         self.library = ctypes.CDLL(str(path))
 
     def handle(self, tensor: torch.Tensor) -> c_void_p:
-        sizes, strides = [(c_int64 * max(1, tensor.dim()))(*each) for each in (tensor.shape, tensor.stride())]
-        made = c_void_p()
+        sizes, strides = [(c_int64 * max(1, tensor.dim()))(*numbers) for numbers in (tensor.shape, tensor.stride())]
+        tensor_handle = c_void_p()
         create = self.library.aoti_torch_create_tensor_from_blob
         create.argtypes = (c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int32, c_int32, c_int32, c_void_p)
         code = libtorch.LibTorch(self.library).dtype(str(tensor.dtype).removeprefix("torch."))
-        assert create(tensor.data_ptr(), tensor.dim(), sizes, strides, 0, code, 0, 0, byref(made)) == 0
-        return made
+        assert create(tensor.data_ptr(), tensor.dim(), sizes, strides, 0, code, 0, 0, byref(tensor_handle)) == 0
+        return tensor_handle
 
     def __call__(self, name: str, *arguments: Any) -> int:
         handles = [self.handle(argument) if isinstance(argument, torch.Tensor) else argument for argument in arguments]
@@ -104,7 +104,7 @@ class Code:
         """A copy of a tensor that it has made, which is deleted: of its dtype, shape and strides."""
         torch_library, place = libtorch.LibTorch(self.library), c_void_p()
         number, shape, strides = torch_library.layout(handle.value or 0)
-        dtype = next(each for each in DTYPES if torch_library.dtype(str(each).removeprefix("torch.")) == number)
+        dtype = next(candidate for candidate in DTYPES if torch_library.dtype(str(candidate).removeprefix("torch.")) == number)
         assert torch_library.data_pointer(handle, byref(place)) == 0
         last = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
         data = bytearray(ctypes.string_at(place.value or 0, dtype.itemsize * (last + 1))) if 0 not in shape else bytearray()

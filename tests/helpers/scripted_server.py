@@ -52,7 +52,7 @@ class Scripted:
         return self.made([row[-1].id for row in rows], lambda: rows)
 
     def _lane(self, lane: Any, before: Any) -> list[Any]:
-        made, sampling = [], lane.sampling
+        generated, sampling = [], lane.sampling
         for place, token in enumerate(lane.ids if lane.behind < 0 else [before.tokens[lane.behind]], lane.start):
             self._write(lane, place, token)
         for place in range(lane.start + len(lane.ids), lane.start + len(lane.ids) + lane.most):
@@ -63,18 +63,18 @@ class Scripted:
                 before_it = lane.ids[-1] if lane.behind < 0 else before.tokens[lane.behind]
                 token = self._ruled(lane.rules, place, before_it, token, fresh=len(lane.ids) > 1 or lane.behind < 0)
             others = tuple([(token - number, -0.5 - number) for number in range(sampling.alternatives)])
-            made.append(self.token(token, -0.5, others))
-            if ends or len(made) == lane.most:
+            generated.append(self.token(token, -0.5, others))
+            if ends or len(generated) == lane.most:
                 break
             self._write(lane, place, token)
-        return made
+        return generated
 
     def _ruled(self, rules: Any, place: int, last: int, token: int, *, fresh: bool) -> int:
         changed = rules.follow(place, last, fresh=fresh)
-        assert all(rules.bias(each) == bias for each, bias in changed.items())
-        allowed = [each for each in (*range(256), END) if rules.words[each // 32] >> each % 32 & 1]
-        ends = [each for each in (END, *byte_tokenizer().encode('}]"').ids) if each in allowed and len(allowed) < 257]
-        return ends[0] if ends else max(allowed, key=lambda each: (rules.bias(each), each == token, -each))
+        assert all(rules.bias(choice) == bias for choice, bias in changed.items())
+        allowed = [choice for choice in (*range(256), END) if rules.words[choice // 32] >> choice % 32 & 1]
+        ends = [choice for choice in (END, *byte_tokenizer().encode('}]"').ids) if choice in allowed and len(allowed) < 257]
+        return ends[0] if ends else max(allowed, key=lambda choice: (rules.bias(choice), choice == token, -choice))
 
     def _write(self, lane: Any, place: int, token: int) -> None:
         def where(place: int) -> tuple[int, int]:
@@ -87,7 +87,7 @@ class Scripted:
 def said(start: int, count: int) -> str:
     """What Scripted says with seed 0 from a place on: `count` bytes."""
     data = SCRIPT.encode()
-    return bytes([data[(start + each) % len(data)] for each in range(count)]).decode(errors="replace")
+    return bytes([data[(start + offset) % len(data)] for offset in range(count)]).decode(errors="replace")
 
 
 class Running:
@@ -120,9 +120,9 @@ class Running:
         connection.close()
         kind = headers.get("content-type", "")
         if kind.startswith("text/event-stream"):
-            events = [each.removeprefix("data: ") for each in text.split("\n\n") if each]
-            assert all("\n" not in each for each in events)
-            return answer.status, [each if each == "[DONE]" else json.loads(each) for each in events], headers
+            events = [event.removeprefix("data: ") for event in text.split("\n\n") if event]
+            assert all("\n" not in event for event in events)
+            return answer.status, [event if event == "[DONE]" else json.loads(event) for event in events], headers
         return answer.status, json.loads(text) if kind == "application/json" else text, headers
 
     def send(self, path: str, body: Any = None, method: str = "") -> http.client.HTTPConnection:
@@ -132,15 +132,15 @@ class Running:
         return connection
 
     def complete(self, prompt: Any = "abc", **more: Any) -> Any:
-        status, told, _ = self.ask("/v1/completions", {"prompt": prompt, "seed": 0, **more})
-        assert status == 200, told
-        return told
+        status, answer, _ = self.ask("/v1/completions", {"prompt": prompt, "seed": 0, **more})
+        assert status == 200, answer
+        return answer
 
     def chat(self, text: str = "Hi", **more: Any) -> Any:
         body = {"messages": [{"role": "user", "content": text}], "seed": 0, **more}
-        status, told, _ = self.ask("/v1/chat/completions", body)
-        assert status == 200, told
-        return told
+        status, answer, _ = self.ask("/v1/chat/completions", body)
+        assert status == 200, answer
+        return answer
 
     @staticmethod
     def until(true: Callable[[], bool]) -> None:
@@ -163,8 +163,8 @@ class Running:
 
 @contextmanager
 def running(folder: Path, **options: Any) -> Iterator[Running]:
-    found = Running(Scripted(), folder, **options)
+    server = Running(Scripted(), folder, **options)
     try:
-        yield found
+        yield server
     finally:
-        found.stop()
+        server.stop()

@@ -16,8 +16,8 @@ def uncompiled(
     rows = {}
     for key, planned in split.partitions.items():
         for region in [region for region in planned.regions if region.kind == "host" and region.operations]:
-            own = f"{region.name}-{'x'.join(map(str, key))}"
+            stem = f"{region.name}-{'x'.join(map(str, key))}"
             (stage / "host").mkdir(exist_ok=True)
-            (stage / "host" / f"{own}.so").write_bytes(b"\x7fELF")
-            rows[region.name, key] = Region(name=own, kind="host", reason=region.reason, file=f"host/{own}.so", constants=())
+            (stage / "host" / f"{stem}.so").write_bytes(b"\x7fELF")
+            rows[region.name, key] = Region(name=stem, kind="host", reason=region.reason, file=f"host/{stem}.so", constants=())
     return HostRegions(rows=rows, features=(), unbound=frozenset())

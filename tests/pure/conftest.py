@@ -18,10 +18,10 @@ settings.load_profile("pure")
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
     """The driver that the runtime finds; a test leaves nothing on it."""
-    made = FakeDriver()
-    install(monkeypatch, made)
-    yield made
-    if made.live or made.retained:
+    driver = FakeDriver()
+    install(monkeypatch, driver)
+    yield driver
+    if driver.live or driver.retained:
         gc.collect()  # sessions and programs that were forgotten
-    assert not made.live
-    assert made.retained == 0
+    assert not driver.live
+    assert driver.retained == 0

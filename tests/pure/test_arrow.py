@@ -141,23 +141,23 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 
 def imported(path: Path) -> set[str]:
     """Top-level packages that a file imports anywhere, late imports too."""
-    found = set()
+    packages = set()
     for node in ast.walk(ast.parse(path.read_bytes())):
         if isinstance(node, ast.Import):
-            found |= {alias.name.partition(".")[0] for alias in node.names}
+            packages |= {alias.name.partition(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
-            found.add(node.module.partition(".")[0])
+            packages.add(node.module.partition(".")[0])
         elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("import_module", "importlib.import_module", "__import__"):
-            found |= {
+            packages |= {
                 part.value.partition(".")[0] for part in node.args if isinstance(part, ast.Constant) and isinstance(part.value, str)
             }
-    return found
+    return packages
 
 
 def sources(package: str) -> list[Path]:
-    found = sorted((ROOT / package).rglob("*.py"))
-    assert found
-    return found
+    files = sorted((ROOT / package).rglob("*.py"))
+    assert files
+    return files
 
 
 @pytest.mark.parametrize("path", sources("bundles/cgbundle"), ids=lambda path: path.stem)
@@ -215,18 +215,18 @@ ENTRIES, DEPTH = 14, 3
 def layer(module: str) -> int:
     """The place of a module in its package's order."""
     package, _, rest = module.partition(".")
-    found = [place for place, name in enumerate(LAYERS[package]) if rest == name or rest.startswith(f"{name}.")]
-    assert found or not rest, f"{module} is in no layer"
-    return found[-1] if rest else len(LAYERS[package])
+    places = [place for place, name in enumerate(LAYERS[package]) if rest == name or rest.startswith(f"{name}.")]
+    assert places or not rest, f"{module} is in no layer"
+    return places[-1] if rest else len(LAYERS[package])
 
 
 @pytest.mark.parametrize("package", LAYERS)
 def test_imports_go_downwards_alone(package: str) -> None:
     assert not [
-        f"{module} -> {each}"
+        f"{module} -> {target}"
         for module, imports in graph().items()
-        for each in sorted(imports)
-        if module.partition(".")[0] == each.partition(".")[0] == package and layer(each) > layer(module)
+        for target in sorted(imports)
+        if module.partition(".")[0] == target.partition(".")[0] == package and layer(target) > layer(module)
     ]
 
 
@@ -244,9 +244,9 @@ def test_every_layer_is_there() -> None:
 
 @pytest.mark.parametrize("folder", list(PACKAGES.values()), ids=PACKAGES)
 def test_a_folder_holds_a_dozen_entries_and_lies_three_deep(folder: Path) -> None:
-    for each in [folder, *(path for path in folder.rglob("*") if path.is_dir() and path.name != "__pycache__")]:
-        entries = {path.name for path in each.iterdir()} - {"__init__.py", "py.typed", "README.md", "__pycache__"}
-        assert len(entries) <= ENTRIES and len(each.relative_to(ROOT).parts) <= DEPTH, f"{each}: {sorted(entries)}"
+    for directory in [folder, *(path for path in folder.rglob("*") if path.is_dir() and path.name != "__pycache__")]:
+        entries = {path.name for path in directory.iterdir()} - {"__init__.py", "py.typed", "README.md", "__pycache__"}
+        assert len(entries) <= ENTRIES and len(directory.relative_to(ROOT).parts) <= DEPTH, f"{directory}: {sorted(entries)}"
 
 
 def test_circles_and_climbs_are_seen() -> None:

@@ -64,7 +64,7 @@ def trees(folder: str) -> dict[str, ast.Module]:
     return {str(path.relative_to(ROOT)): ast.parse(path.read_bytes()) for path in sorted((ROOT / folder).rglob("*.py"))}
 
 
-def made() -> Iterator[tuple[str, str, ast.expr | None]]:
+def error_sites() -> Iterator[tuple[str, str, ast.expr | None]]:
     """Every place where the packages make an error: the file and line, the name of the class, and the code."""
     for folder in SOURCES:
         for path, tree in trees(folder).items():
@@ -107,7 +107,7 @@ def test_errors_are_defined_in_catalogues_alone() -> None:
 
 
 def test_every_error_is_made_with_a_code_of_its_class() -> None:
-    for place, name, code in made():
+    for place, name, code in error_sites():
         if isinstance(code, ast.Constant):
             assert code.value in ROWS and ROWS[code.value].error.__name__ == name, f"{place}: {name}({code.value!r})"
         else:
@@ -119,18 +119,18 @@ def test_every_code_that_is_asked_for_exists() -> None:
         for path, tree in trees(folder).items():
             for node in ast.walk(tree):
                 if isinstance(node, ast.Compare) and isinstance(node.left, ast.Attribute) and node.left.attr == "code":
-                    for each in ast.walk(node):
-                        assert not isinstance(each, ast.Constant) or each.value in ROWS, f"{path}:{node.lineno}: {each.value!r}"
+                    for child in ast.walk(node):
+                        assert not isinstance(child, ast.Constant) or child.value in ROWS, f"{path}:{node.lineno}: {child.value!r}"
 
 
 def test_every_code_is_raised_somewhere() -> None:
-    raised = {code.value for _, _, code in made() if isinstance(code, ast.Constant)}
+    raised = {code.value for _, _, code in error_sites() if isinstance(code, ast.Constant)}
     workers = {
-        each.value.value
+        argument.value.value
         for folder in SOURCES
         for tree in trees(folder).values()
-        for each in ast.walk(tree)
-        if isinstance(each, ast.keyword) and each.arg == "died" and isinstance(each.value, ast.Constant)
+        for argument in ast.walk(tree)
+        if isinstance(argument, ast.keyword) and argument.arg == "died" and isinstance(argument.value, ast.Constant)
     }
     assert not ROWS.keys() - raised - workers
 
@@ -213,8 +213,8 @@ def test_a_traceback_ends_with_the_hint_and_the_message_alone_has_none() -> None
 
 def test_a_kind_is_the_code_in_one_word() -> None:
     assert CallError("stale-view", "x").kind == "StaleView"
-    told = {"model.py:12: fails": "model.py:12", "no model: give one": "", "nothing": "", "a.cgb: exists": "a.cgb"}
-    assert {text: CallError("stale-view", text).where for text in told} == told
+    locations = {"model.py:12: fails": "model.py:12", "no model: give one": "", "nothing": "", "a.cgb: exists": "a.cgb"}
+    assert {text: CallError("stale-view", text).where for text in locations} == locations
 
 
 def test_nothing_in_the_runtime_catches_everything() -> None:

@@ -62,7 +62,7 @@ def copy(golden: Path, tmp_path: Path) -> Path:
 
 def call(*arguments: object) -> tuple[int, str]:
     """Exit code and standard output of a command."""
-    result = CliRunner().invoke(main.app, [str(each) for each in arguments], prog_name="cgcompile", env={"COLUMNS": "100"})
+    result = CliRunner().invoke(main.app, [str(argument) for argument in arguments], prog_name="cgcompile", env={"COLUMNS": "100"})
     return result.exit_code, result.stdout
 
 
@@ -103,10 +103,10 @@ def test_inspect_shows_a_golden(golden: Path, manifest: Manifest) -> None:
     assert code == 0 and manifest.name in text and (manifest.target.level or manifest.target.arch) in text
     code, text = call("inspect", golden, "--json")
     assert code == 0 and json.loads(text)["manifest"]["name"] == manifest.name
-    for each in manifest.entries:
-        assert each.name in [row["entry"] for row in json.loads(call("inspect", golden, "--json")[1])["entries"]]
-        for program in each.programs:
-            key = f"{each.name}:{'x'.join(map(str, program.key)) or '-'}"
+    for entry in manifest.entries:
+        assert entry.name in [row["entry"] for row in json.loads(call("inspect", golden, "--json")[1])["entries"]]
+        for program in entry.programs:
+            key = f"{entry.name}:{'x'.join(map(str, program.key)) or '-'}"
             code, text = call("inspect", golden, "--graph", key, "--json")
             assert code == 0 and tuple(json.loads(text)["key"]) == program.key
 
@@ -125,7 +125,7 @@ def test_the_manifest_is_canonical(golden: Path, manifest: Manifest) -> None:
 
 def test_every_key_was_verified_by_a_replay_or_by_interpreting_it(manifest: Manifest) -> None:
     traced = dict(manifest.provenance.options).get("record") == "cross-compile"
-    for proof in [proof for each in manifest.entries for proof in each.self_test.proofs]:
+    for proof in [proof for entry in manifest.entries for proof in entry.self_test.proofs]:
         assert proof.method == ("interpret" if traced else "replay") and proof.error <= proof.tolerance
     if manifest.target.kind == "cuda":
         assert (manifest.entries[0].self_test.compare == self_test.BITS) is not traced
@@ -251,9 +251,9 @@ def test_a_changed_byte_in_any_file_is_found(copy: Path, place: float) -> None:
             data[int(place * (len(data) - 1))] ^= 0x01
 
         change(copy / name, flip)
-        found = damage(copy)
-        assert found and all("\n" not in text for text in found), name
-        assert name == file_names.MANIFEST or any(text.startswith(name) for text in found), (name, found)
+        defects = damage(copy)
+        assert defects and all("\n" not in text for text in defects), name
+        assert name == file_names.MANIFEST or any(text.startswith(name) for text in defects), (name, defects)
         code, _ = call("verify", copy, "--json")
         assert code in (1, 2)
         (copy / name).write_bytes(original)

@@ -49,8 +49,8 @@ def test_equal_numbers_have_no_error_whatever_they_are(numbers: list[float]) -> 
 
 @given(doubles, doubles)
 def test_the_error_is_a_number_from_0_to_infinity(expected: list[float], got: list[float]) -> None:
-    found = error(expected, (got * 6)[: len(expected)])
-    assert found >= 0
+    measured_error = error(expected, (got * 6)[: len(expected)])
+    assert measured_error >= 0
 
 
 @given(finite, st.floats(-1e100, 1e100), st.data())
@@ -142,7 +142,7 @@ def test_what_differs_is_said_for_people(
     dtype: str, shape: tuple[int, ...], expected: list[Any], got: list[Any], text: str
 ) -> None:
     code = "q" if dtype == "int64" else "d"
-    packed = [struct.pack(f"<{len(each)}{code}", *each) for each in (expected, got)]
+    packed = [struct.pack(f"<{len(values)}{code}", *values) for values in (expected, got)]
     assert describe(dtype, shape, *packed) == text
 
 
@@ -153,12 +153,12 @@ def test_blocks_say_what_the_whole_says(dtype: str, data: bytes, more: st.DataOb
     got = bytearray(expected)
     for place in more.draw(st.lists(st.integers(0, max(0, len(got) - 1)), max_size=4 if got else 0)):
         got[place] = more.draw(st.integers(0, 255))
-    told = []
+    comparisons = []
     for block in (16, 48, 1 << 16):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(comparison, "BLOCK", block)
-            told.append((repr(difference(dtype, expected, bytes(got))), describe(dtype, (len(got),), expected, bytes(got))))
-    assert told[0] == told[1] == told[2]
+            comparisons.append((repr(difference(dtype, expected, bytes(got))), describe(dtype, (len(got),), expected, bytes(got))))
+    assert comparisons[0] == comparisons[1] == comparisons[2]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int64"])
@@ -170,12 +170,12 @@ def test_a_large_cache_is_compared_in_little_memory(dtype: str) -> None:
     one, other = bytes(expected), bytes(got)
     tracemalloc.start()
     try:
-        found, said = difference(dtype, one, other), describe(dtype, (1 << 23,), one, other)
+        error, said = difference(dtype, one, other), describe(dtype, (1 << 23,), one, other)
         _, most = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
     assert most < 8 << 20
-    assert (found == 0.25) == (dtype != "int64") and "differ" in said
+    assert (error == 0.25) == (dtype != "int64") and "differ" in said
 
 
 def test_the_nearest_to_its_bound_speaks_for_all() -> None:
@@ -186,13 +186,13 @@ def test_the_nearest_to_its_bound_speaks_for_all() -> None:
 
 
 @pytest.mark.parametrize(
-    ("compare", "exact", "found", "passed"),
+    ("compare", "exact", "measured_error", "passed"),
     [("bits", True, 0.0, True), ("bits", False, 0.0, False), ("tolerance", False, 0.1, True), ("tolerance", False, 0.11, False),
      ("tolerance", False, NAN, False), ("tolerance", False, INFINITY, False)],
 )  # fmt: skip
-def test_a_result_passes_by_bits_or_by_tolerance(compare: str, exact: bool, found: float, passed: bool) -> None:
+def test_a_result_passes_by_bits_or_by_tolerance(compare: str, exact: bool, measured_error: float, passed: bool) -> None:
     fine = Compared(title="output a (float32)", error=0.0, bound=0.1, exact=True, text="")
-    tensor = Compared(title="output b (float32)", error=found, bound=0.1, exact=exact, text="")
+    tensor = Compared(title="output b (float32)", error=measured_error, bound=0.1, exact=exact, text="")
     result = Result(entry="forward", key=(1,), tensors=(fine, tensor))
     assert result.passed(compare) is passed and result.exact is exact
     assert [tensor["passed"] for tensor in result.plain(compare)["tensors"]] == [True, passed]
@@ -222,7 +222,7 @@ def test_a_self_test_that_holds_is_exact(tmp_path: Path, outputs: str) -> None:
     backend = FakeBackend(manifest(), first_two)
     results = self_test.replay_self_test(Program(manifest(), backend, "pad", outputs, self_test=kept_self_test(bundle(tmp_path))))
     assert [(result.key, result.error, result.exact) for result in results] == [((1,), 0.0, True), ((4,), 0.0, True)]
-    assert [given for _, (given,) in backend.calls] == [[0.0, 1.0, 2.0], [float(number) for number in range(12)]]
+    assert [values for _, (values,) in backend.calls] == [[0.0, 1.0, 2.0], [float(number) for number in range(12)]]
 
 
 def token_and_logits(base: Manifest) -> Manifest:
@@ -239,19 +239,19 @@ def token_and_logits(base: Manifest) -> Manifest:
         )
         for program in base.entries[0].programs
     ]  # fmt: skip
-    made = replace(
+    token_self_test = replace(
         base.entries[0].self_test,
         bounds=(4e-2, 0.0),
         proofs=tuple([replace(proof, tolerance=4e-2) for proof in base.entries[0].self_test.proofs]),
     )
     result = {"tuple": [{"tensor": 0}, {"tensor": 1}]}
-    return edited(base, outputs=specs, programs=tuple(programs), result=result, self_test=made)
+    return edited(base, outputs=specs, programs=tuple(programs), result=result, self_test=token_self_test)
 
 
 def test_an_integer_is_not_judged_by_the_bound_of_the_floats_beside_it(tmp_path: Path) -> None:
     """17 for 1000 of a vocabulary is within 4 % of the largest."""
-    made = token_and_logits(manifest())
-    tokens = {size: [1000 + row for row in range(size)] for (size,) in [program.key for program in made.entries[0].programs]}
+    fabricated = token_and_logits(manifest())
+    tokens = {size: [1000 + row for row in range(size)] for (size,) in [program.key for program in fabricated.entries[0].programs]}
     tensors = self_test_tensors_of(tokens)
     with open(tmp_path / file_names.SELF_TEST, "wb") as file:
         safetensors_writer.write(file, tensors)
@@ -260,7 +260,7 @@ def test_an_integer_is_not_judged_by_the_bound_of_the_floats_beside_it(tmp_path:
         near = [number * 1.01 for number in first_two(key, inputs)[0]]
         return [near, [number + (17 if number == 1002 else 0) for number in tokens[key[0]]]]
 
-    program = Program(made, FakeBackend(made, replayed), "pad", "copy", self_test=kept_self_test(str(tmp_path)))
+    program = Program(fabricated, FakeBackend(fabricated, replayed), "pad", "copy", self_test=kept_self_test(str(tmp_path)))
     one, four = self_test.replay_self_test(program)
     assert one.passed("tolerance") and 0 < one.error < 4e-2
     assert not four.passed("tolerance")
@@ -270,17 +270,17 @@ def test_an_integer_is_not_judged_by_the_bound_of_the_floats_beside_it(tmp_path:
 
 
 def self_test_tensors_of(tokens: dict[int, list[int]]) -> dict[str, safetensors_writer.Tensor]:
-    made = self_test_tensors_files()
+    tensors = self_test_tensors_files()
     for size, numbers in tokens.items():
         data = struct.pack(f"<{size}q", *numbers)
-        made[file_names.self_test_entry((size,), "output", 1)] = ("int64", (size,), lambda data=data: data)
-    return made
+        tensors[file_names.self_test_entry((size,), "output", 1)] = ("int64", (size,), lambda data=data: data)
+    return tensors
 
 
 @pytest.mark.parametrize(("compare", "passed"), [("tolerance", [True, False]), ("bits", [True, False])])
 def test_a_self_test_that_fails_says_which_key_and_by_how_much(tmp_path: Path, compare: str, passed: list[bool]) -> None:
-    made = edited(manifest(), self_test=replace(manifest().entries[0].self_test, compare=compare))
-    program = Program(made, FakeBackend(made, off_by_half), "pad", "copy", self_test=kept_self_test(bundle(tmp_path)))
+    fabricated = edited(manifest(), self_test=replace(manifest().entries[0].self_test, compare=compare))
+    program = Program(fabricated, FakeBackend(fabricated, off_by_half), "pad", "copy", self_test=kept_self_test(bundle(tmp_path)))
     results = self_test.replay_self_test(program)
     assert [result.exact for result in results] == [True, False]
     assert [result.passed(compare) for result in results] == passed

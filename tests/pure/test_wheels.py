@@ -44,9 +44,9 @@ def wheel(folder: Path, into: Path) -> tuple[Path, set[str], Message]:
 
 
 def test_the_runtime_is_a_wheel_that_needs_nothing(tmp_path: Path) -> None:
-    path, folders, told = wheel(ROOT / "bundles", tmp_path / "dist")
+    path, folders, metadata = wheel(ROOT / "bundles", tmp_path / "dist")
     assert folders == {"cgbundle", f"cgbundle-{__version__}.dist-info"}
-    assert all("extra == " in row for row in told.get_all("Requires-Dist", []))
+    assert all("extra == " in row for row in metadata.get_all("Requires-Dist", []))
     with ZipFile(path) as opened:
         opened.extractall(tmp_path / "site")
     files = {file.relative_to(tmp_path / "site") for file in (tmp_path / "site/cgbundle").rglob("*") if file.is_file()}
@@ -61,6 +61,6 @@ def test_the_runtime_is_a_wheel_that_needs_nothing(tmp_path: Path) -> None:
 
 
 def test_the_compilers_wheel_has_no_runtime(tmp_path: Path) -> None:
-    _, folders, told = wheel(ROOT, tmp_path)
+    _, folders, metadata = wheel(ROOT, tmp_path)
     assert folders == {*PACKAGES, f"cgcompile-{__version__}.dist-info"} - {"cgbundle"}
-    assert f"cgbundle=={__version__}" in told.get_all("Requires-Dist", [])
+    assert f"cgbundle=={__version__}" in metadata.get_all("Requires-Dist", [])

@@ -314,14 +314,14 @@ def _flat_arguments(spec: EntrySpec) -> int:
 
 def _flattener(spec: EntrySpec) -> Callable[..., Sequence[Any]]:
     """`structure.flattener` for a call of the entry, made at the first one that has to be taken apart."""
-    made: list[Callable[..., Sequence[Any]]] = []
+    flatteners: list[Callable[..., Sequence[Any]]] = []
 
     def flatten(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Sequence[Any]:
-        if not made:
+        if not flatteners:
             from .structure import flattener  # many calls are tensors by position alone
 
-            made.append(flattener(spec.call, spec.parameters))
-        return made[0](args, kwargs)
+            flatteners.append(flattener(spec.call, spec.parameters))
+        return flatteners[0](args, kwargs)
 
     return flatten
 

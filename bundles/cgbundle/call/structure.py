@@ -72,8 +72,8 @@ class _Names:
         if not unknown:
             return None
         free = [name for name in self.trees if name not in kwargs]
-        told = " or ".join([f"{name!r}{meant(name, free)}" for name in unknown])
-        return CallError("input-structure", f"no input is called {told}: the bundle takes {self._needed()}")
+        names = " or ".join([f"{name!r}{meant(name, free)}" for name in unknown])
+        return CallError("input-structure", f"no input is called {names}: the bundle takes {self._needed()}")
 
     def _missing(self, name: str, args: tuple[Any, ...]) -> CallError:
         if holds_tensor(self.trees[name]):

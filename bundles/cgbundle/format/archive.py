@@ -90,10 +90,10 @@ class Archive:
         """Raises file-damaged unless the file is there, a plain one, and has its length."""
         if self._is_outer(file):
             return
-        found = os.fstat(self.descriptor(file.path)).st_size
+        size = os.fstat(self.descriptor(file.path)).st_size
         self.drop(file.path)
-        if found != file.bytes:
-            raise BundleError("file-damaged", f"{file.path}: {found} bytes, expected {file.bytes}")
+        if size != file.bytes:
+            raise BundleError("file-damaged", f"{file.path}: {size} bytes, expected {file.bytes}")
 
     def check_hash(self, file: File) -> None:
         """Raises file-damaged unless the file's SHA-256 is the manifest's.  What is used as a whole is held from then on."""
@@ -108,10 +108,10 @@ class Archive:
 
     def data(self, name: str) -> bytes:
         """The contents of a file, its hash checked.  Raises file-damaged."""
-        found = self._held.get(name)
-        if found is None:
-            found = self._held[name] = self.contents(self._row(name))
-        return found
+        content = self._held.get(name)
+        if content is None:
+            content = self._held[name] = self.contents(self._row(name))
+        return content
 
     def contents(self, file: File) -> bytes:
         """The contents of a file, read now, its hash checked.  Raises file-damaged."""
@@ -121,10 +121,10 @@ class Archive:
         if file.bytes > limits.HELD_BYTES:
             raise BundleError("file-damaged", f"{file.path}: {file.bytes} bytes, more than the limit of {limits.HELD_BYTES}")
         with self._reading:
-            found = b"".join(pieces(self.descriptor(file.path), file.path, file.bytes))
+            content = b"".join(pieces(self.descriptor(file.path), file.path, file.bytes))
             self.drop(file.path)
-        _check_digest(file, hashlib.sha256(found).hexdigest())
-        return found
+        _check_digest(file, hashlib.sha256(content).hexdigest())
+        return content
 
     def tensors(self, name: str) -> dict[str, Entry]:
         """The header of a safetensors file.  Raises file-damaged, weights-invalid."""
@@ -140,25 +140,25 @@ class Archive:
     def descriptor(self, name: str) -> int:
         """The open file, opened at its first use, for reads at offsets; it is closed by `close`.  Raises file-damaged."""
         with self._reading:
-            found = self._files.get(name)
-            if found is None:
+            fd = self._files.get(name)
+            if fd is None:
                 folder, _, last = name.rpartition("/")
                 try:
-                    found = open_file(last, self.folder(folder))
+                    fd = open_file(last, self.folder(folder))
                 except BundleError as error:
                     raise BundleError("file-damaged", f"{name}: {error}") from None
                 if name in (WEIGHTS, TABLES) and self._copy_weights:
-                    found = copied(found)
-                self._files[name], self._changed[name] = found, os.fstat(found).st_mtime_ns
-            return found
+                    fd = copied(fd)
+                self._files[name], self._changed[name] = fd, os.fstat(fd).st_mtime_ns
+            return fd
 
     def folder(self, name: str) -> int:
         """A folder of the bundle, opened at its first use, "" for the bundle's own.  Raises file-damaged."""
-        found = self._folders.get(name)
-        if found is None:
+        fd = self._folders.get(name)
+        if fd is None:
             parent, _, last = name.rpartition("/")
-            found = self._folders[name] = open_entry(last, FOLDER, self.folder(parent))
-        return found
+            fd = self._folders[name] = open_entry(last, FOLDER, self.folder(parent))
+        return fd
 
     def drop(self, name: str) -> None:
         """Closes an open file that is not read again: a bundle may have more files than a process may open."""
@@ -180,15 +180,15 @@ class Archive:
         the one that this manifest names."""
         folder = rank_folder(number)
         try:
-            made = Archive(os.path.join(self.path, folder), copy_weights=self._copy_weights, outer=self)
+            archive = Archive(os.path.join(self.path, folder), copy_weights=self._copy_weights, outer=self)
         except BundleError as error:
             raise BundleError("file-damaged", f"{folder}{MANIFEST}: {error}") from None
         try:
-            _check_digest(self._row(f"{folder}{MANIFEST}"), hashlib.sha256(made.text).hexdigest())
+            _check_digest(self._row(f"{folder}{MANIFEST}"), hashlib.sha256(archive.text).hexdigest())
         except BundleError:
-            made.close()
+            archive.close()
             raise
-        return made
+        return archive
 
     def close(self) -> None:
         """Closes every descriptor; what is held or mapped stays."""
@@ -205,10 +205,10 @@ class Archive:
             missing = str(error) == DAMAGE[errno.ENOENT]
             what = f"a directory without {MANIFEST}" if missing else f"its {MANIFEST} is {error}"
             raise BundleError("not-a-bundle", f"{self.path}: {what}, not a bundle") from None
-        limit, found = limits.JSON_BYTES, os.fstat(descriptor)
-        self._files[MANIFEST], self._changed[MANIFEST] = descriptor, found.st_mtime_ns
-        if found.st_size > limit:
-            raise BundleError("manifest-invalid", f"{MANIFEST}: {found.st_size} bytes, more than the limit of {limit}")
+        limit, status = limits.JSON_BYTES, os.fstat(descriptor)
+        self._files[MANIFEST], self._changed[MANIFEST] = descriptor, status.st_mtime_ns
+        if status.st_size > limit:
+            raise BundleError("manifest-invalid", f"{MANIFEST}: {status.st_size} bytes, more than the limit of {limit}")
         with open(descriptor, "rb", closefd=False) as file:
             return file.read(limit + 1)
 
@@ -223,9 +223,9 @@ class Archive:
         return row
 
 
-def _check_digest(file: File, found: str) -> None:
-    if found != file.sha256:
-        raise BundleError("file-damaged", f"{file.path}: SHA-256 is {found[:16]}..., expected {file.sha256[:16]}...")
+def _check_digest(file: File, digest: str) -> None:
+    if digest != file.sha256:
+        raise BundleError("file-damaged", f"{file.path}: SHA-256 is {digest[:16]}..., expected {file.sha256[:16]}...")
 
 
 def read_manifest(path: str) -> Manifest:

@@ -63,18 +63,18 @@ def whole_program_file(entry: str = FORWARD) -> str:
 
 def program_files(manifest: Manifest) -> tuple[str, ...]:
     """The files of the exported programs: of each entry one for all int_keys, or one for each."""
-    found: list[str] = []
+    paths: list[str] = []
     for entry in manifest.entries:
         keys = [program.key for program in entry.programs]
         whole = not per_size(manifest, entry)
-        found += [whole_program_file(entry.name)] if whole else [program_file(key, entry.name) for key in keys]
-    return tuple(found)
+        paths += [whole_program_file(entry.name)] if whole else [program_file(key, entry.name) for key in keys]
+    return tuple(paths)
 
 
 def per_size(manifest: Manifest, entry: EntrySpec) -> bool:
     """Whether every int_key of the entry has an exported program of its own."""
-    own = {program_file(program.key, entry.name) for program in entry.programs}
-    return any(file.path in own for file in manifest.files)
+    paths = {program_file(program.key, entry.name) for program in entry.programs}
+    return any(file.path in paths for file in manifest.files)
 
 
 def _folder(entry: str) -> str:
@@ -102,8 +102,8 @@ def missing_entry(name: str, entries: Collection[str]) -> EntryMissing:
 
 def missing_attribute(owner: object, name: str, entries: Collection[str]) -> AttributeError:
     """The same of an attribute of `owner`, whose entries are attributes."""
-    found = f"no attribute {name!r}{meant(name, entries)}, and the bundle no entry but {', '.join(entries)}"
-    return AttributeError(f"{type(owner).__name__!r} object has {found}")
+    problem = f"no attribute {name!r}{meant(name, entries)}, and the bundle no entry but {', '.join(entries)}"
+    return AttributeError(f"{type(owner).__name__!r} object has {problem}")
 
 
 def all_programs(manifest: Manifest) -> tuple[Program, ...]:

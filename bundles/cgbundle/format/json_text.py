@@ -71,11 +71,11 @@ def _finite(digits: str) -> float:
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) != len(pairs):
+    members = dict(pairs)
+    if len(members) != len(pairs):
         [(name, _)] = Counter([name for name, _ in pairs]).most_common(1)
         raise ValueError(f"{name[:40]!r} stands twice in an object")
-    return made
+    return members
 
 
 def _whole(digits: str) -> int:

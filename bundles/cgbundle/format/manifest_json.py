@@ -120,11 +120,11 @@ def _record(kind: type) -> Decoder:
         prefix = f"{where}." if where else ""
         if not decoders.keys() - absent.keys() <= value.keys() <= decoders.keys():
             _refuse_fields(value, decoders, absent, prefix)
-        made = {field: decoders[field](item, prefix + field) for field, item in value.items()}
-        for field, item in made.items():
+        fields = {field: decoders[field](item, prefix + field) for field, item in value.items()}
+        for field, item in fields.items():
             if field in absent and item == absent[field] and type(item) is type(absent[field]):
                 raise BundleError("manifest-invalid", f"{prefix}{field}: has its default, and has to be left out")
-        return kind(**made)
+        return kind(**fields)
 
     return decoder
 

@@ -46,25 +46,25 @@ Place = tuple[Any, ...]
 
 def _check_all(trees: list[tuple[Any, Any]], where: str, tensors: int) -> None:
     """Without recursion, and with paths that are spelled where something is wrong alone: a tree may be hostile."""
-    found: list[int] = []
+    indices: list[int] = []
     waiting: list[tuple[Place, Any, int]] = [((place,), tree, 0) for place, tree in reversed(trees)]
     while waiting:
         place, tree, depth = waiting.pop()
-        waiting += [((place, key), child, depth + 1) for key, child in reversed(_children(tree, place, depth, found))]
-    if found != list(range(tensors)):
-        named = ", ".join(map(json_text.brief, found[:8]))
+        waiting += [((place, key), child, depth + 1) for key, child in reversed(_children(tree, place, depth, indices))]
+    if indices != list(range(tensors)):
+        named = ", ".join(map(json_text.brief, indices[:8]))
         raise invalid(where, f"names the tensors {named or 'none'}, expected each of {tensors} once, in order")
 
 
-def _children(tree: Any, place: Place, depth: int, found: list[int]) -> list[tuple[Any, Any]]:
-    """(key or index, tree) of what lies in a tree, which is sound in itself; the number of a tensor goes to `found`."""
+def _children(tree: Any, place: Place, depth: int, indices: list[int]) -> list[tuple[Any, Any]]:
+    """(key or index, tree) of what lies in a tree, which is sound in itself; the number of a tensor goes to `indices`."""
     if depth > limits.TREE_DEPTH:
         raise invalid(_spell(place), "nested too deeply")
     if type(tree) is not dict or len(tree) != 1:
         raise invalid(_spell(place), "expected an object with one key")
     ((kind, body),) = tree.items()
     if kind == "tensor" and type(body) is int:
-        found.append(body)
+        indices.append(body)
         return []
     if kind == "value" and (body is None or type(body) in (bool, int, float, str)):
         _check_value(body, place)
@@ -185,5 +185,5 @@ def recorded_constant(tree: Tree) -> Any:
         return body
     if kind == "dict":
         return {key: recorded_constant(child) for key, child in body}
-    found = {name: recorded_constant(child) for name, child in children(tree)}
-    return found if kind == "record" else list(found.values()) if kind == "list" else tuple(found.values())
+    constants = {name: recorded_constant(child) for name, child in children(tree)}
+    return constants if kind == "record" else list(constants.values()) if kind == "list" else tuple(constants.values())

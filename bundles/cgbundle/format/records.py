@@ -35,8 +35,8 @@ def members(kind: type) -> dict[str, str]:
 
 def defaults(kind: Any) -> dict[str, Any]:
     """The defaults of the fields that have one."""
-    found: dict[str, Any] = kind.__field_defaults__
-    return found
+    field_defaults: dict[str, Any] = kind.__field_defaults__
+    return field_defaults
 
 
 def _completed(plain: type) -> type:
@@ -46,14 +46,14 @@ def _completed(plain: type) -> type:
     ready = {name: body.pop(name) for name in names if name in body}
     expected, values = frozenset(names), attrgetter(*names)
 
-    def __init__(self: Any, /, **given: Any) -> None:
-        if len(given) < len(expected):
-            given = ready | given
-        if given.keys() != expected:
-            wrong = ", ".join(sorted(given.keys() ^ expected))
+    def __init__(self: Any, /, **arguments: Any) -> None:
+        if len(arguments) < len(expected):
+            arguments = ready | arguments
+        if arguments.keys() != expected:
+            wrong = ", ".join(sorted(arguments.keys() ^ expected))
             raise TypeError(f"{plain.__name__}: arguments that are missing or unknown: {wrong}")
         for name, put in setters:
-            put(self, given[name])
+            put(self, arguments[name])
 
     def __eq__(self: Any, other: Any) -> bool:
         return bool(values(self) == values(other)) if other.__class__ is self.__class__ else NotImplemented
@@ -76,13 +76,13 @@ def _completed(plain: type) -> type:
     methods = (__init__, __eq__, __hash__, __repr__, __reduce__, __setattr__, __delattr__)
     body |= {method.__name__: method for method in methods}
     body |= {"__slots__": names, "__field_defaults__": ready, "__dataclass_fields__": _Fields()}
-    made = type(plain.__name__, plain.__bases__, body)
-    setters = [(name, getattr(made, name).__set__) for name in names]
-    return made
+    record_class = type(plain.__name__, plain.__bases__, body)
+    setters = [(name, getattr(record_class, name).__set__) for name in names]
+    return record_class
 
 
-def _again(kind: type, given: dict[str, Any]) -> Any:
-    return kind(**given)
+def _again(kind: type, fields: dict[str, Any]) -> Any:
+    return kind(**fields)
 
 
 class _Fields:
@@ -92,6 +92,6 @@ class _Fields:
         from dataclasses import MISSING, field, make_dataclass  # no load needs it
 
         rows = [(name, text, field(default=defaults(kind).get(name, MISSING))) for name, text in members(kind).items()]
-        made: Any = make_dataclass(kind.__name__, rows, kw_only=True)
-        kind.__dataclass_fields__ = found = dict(made.__dataclass_fields__)  # type: ignore[attr-defined]
-        return found
+        dataclass_type: Any = make_dataclass(kind.__name__, rows, kw_only=True)
+        kind.__dataclass_fields__ = fields = dict(dataclass_type.__dataclass_fields__)  # type: ignore[attr-defined]
+        return fields

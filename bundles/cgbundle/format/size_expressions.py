@@ -59,7 +59,7 @@ def standing(dimension: str, shapes: Sequence[tuple[str, Sizes]]) -> str:
         for axis, size in enumerate(shape):
             if dimension in names(size):
                 axes.setdefault(f"axis {axis}", []).append(name if size == dimension else f"{name} ({text(size)})")
-    return ", ".join([f"{axis} of {', '.join(found)}" for axis, found in axes.items()])
+    return ", ".join([f"{axis} of {', '.join(tensors)}" for axis, tensors in axes.items()])
 
 
 def text(size: Size) -> str:

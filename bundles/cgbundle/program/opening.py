@@ -57,7 +57,7 @@ KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "rendezvous": (lambda value: value is None or isinstance(value, str | os.PathLike), "a path, or None"),
     "variant": (lambda value: value is None or isinstance(value, str), "the name of a variant, or None"),
     "state": (
-        lambda value: value is None or (isinstance(value, dict) and all(type(each) is int for each in value.values())),
+        lambda value: value is None or (isinstance(value, dict) and all(type(count) is int for count in value.values())),
         "numbers of rows by dimension, such as {'pages': 4096}, or None",
     ),
 }
@@ -130,13 +130,13 @@ def open_bundle(
             else:
                 _import_libraries()
                 backend = CudaBackend(bundle, device, mode, context=context, poison=poison, lazy=lazy, threads=threads, rows=rows)
-            own = others[0] if others and rank is not None else bundle
-            program = _program(own, backend, on_miss, outputs, cast)
-            if rank is not None and own.manifest.random is not None:
+            rank_bundle = others[0] if others and rank is not None else bundle
+            program = _program(rank_bundle, backend, on_miss, outputs, cast)
+            if rank is not None and rank_bundle.manifest.random is not None:
                 program.seed(backend.seed)  # type: ignore[attr-defined]  # of one rank: all ranks draw the same
         try:
-            for each in (bundle, *others):
-                each.check_unchanged()
+            for archive in (bundle, *others):
+                archive.check_unchanged()
         except BundleError:
             program.close()
             raise
@@ -245,20 +245,20 @@ def _check_threads(manifest: Manifest, threads: int) -> None:
         raise CallError("option-refused", f"threads={threads}: the bundle is for {target}, and nothing of it runs on the CPU")
 
 
-def _check_options(given: Mapping[str, Any]) -> None:
+def _check_options(options: Mapping[str, Any]) -> None:
     """Raises ValueError for a value that an option does not have, and for options that contradict each other."""
     for name, (fits, expected) in KINDS.items():
-        if not fits(given[name]):
-            raise _wrong(name, given[name], expected)
+        if not fits(options[name]):
+            raise _wrong(name, options[name], expected)
     for name, known in WORDS.items():
-        if not isinstance(given[name], str) or given[name] not in known:
-            raise _wrong(name, given[name], f"one of {', '.join(map(repr, known))}")
-    device, devices, rank, rendezvous = [given[name] for name in ("device", "devices", "rank", "rendezvous")]
+        if not isinstance(options[name], str) or options[name] not in known:
+            raise _wrong(name, options[name], f"one of {', '.join(map(repr, known))}")
+    device, devices, rank, rendezvous = [options[name] for name in ("device", "devices", "rank", "rendezvous")]
     if (rank is None) != (rendezvous is None) or (rank is not None and devices is not None):
         raise ValueError(f"rank={rank}, rendezvous={rendezvous!r}, devices={devices}: expected both of the first, and no devices")
-    if given["replicas"] and rank is not None:
+    if options["replicas"] and rank is not None:
         raise ValueError(f"replicas=True, rank={rank}: expected one of them: a rank is one share of a model, a replica all of it")
-    again = given["replicas"] and (device or (devices is not None and len(set(devices)) < max(1, len(devices))))
+    again = options["replicas"] and (device or (devices is not None and len(set(devices)) < max(1, len(devices))))
     if again or (device and devices is not None):
         raise ValueError(f"device={device}, devices={devices}: expected devices alone, different ones, at least one")
 

@@ -216,8 +216,8 @@ def open_ranks(
     assert world is not None
     others += check_ranks(bundle)
     chosen = range(world.size) if devices is None else devices
-    own = context.take()
-    return RanksBackend(bundle, others, chosen, mode, context=own, poison=poison, threads=threads, timeout=timeout)
+    cuda_context = context.take()
+    return RanksBackend(bundle, others, chosen, mode, context=cuda_context, poison=poison, threads=threads, timeout=timeout)
 
 
 # --- one rank, in a process of its own ----------------------------------------------------------------------------------
@@ -308,5 +308,5 @@ def open_rank(
         raise CallError("ranks-refused", f"rank={rank}: the model has {world.size} ranks, 0 to {world.size - 1}")
     if rank:
         others.append(check_rank(bundle, rank))
-    own = others[0] if rank else bundle
-    return OneRankBackend(own, bundle, device, path, mode, context=context.take(), threads=threads, timeout=timeout)
+    rank_bundle = others[0] if rank else bundle
+    return OneRankBackend(rank_bundle, bundle, device, path, mode, context=context.take(), threads=threads, timeout=timeout)

@@ -106,13 +106,13 @@ def _host(path: str, claim: Mapping[str, Any], part: int, until: float, timeout:
         while len(descriptors) < size:
             missing = [number for number in range(size) if number not in descriptors]
             connection = stack.enter_context(_accepted(listener, until, missing, timeout))
-            told, received = _received(connection, until, missing, timeout)
+            message, received = _received(connection, until, missing, timeout)
             stack.callback(_close_all, received)
-            reason = _reason(claim, told, descriptors) if len(received) == 1 else "it sent no memory"
+            reason = _reason(claim, message, descriptors) if len(received) == 1 else "it sent no memory"
             if reason:
                 _send(connection, {"error": reason})
                 raise CallError("ranks-unlike", f"{path}: {reason}")
-            descriptors[told["rank"]], others[told["rank"]] = received[0], connection
+            descriptors[message["rank"]], others[message["rank"]] = received[0], connection
         seed = int.from_bytes(os.urandom(8), "little") >> 1
         page = os.memfd_create("cgbundle-ranks")
         stack.callback(os.close, page)
@@ -128,22 +128,22 @@ def _join(path: str, claim: Mapping[str, Any], part: int, until: float, timeout:
     with ExitStack() as stack:
         connection = stack.enter_context(_connected(path, until, timeout))
         _send(connection, claim, [part])
-        told, received = _received(connection, until, [0], timeout)
-        if "error" in told or len(received) != size + 1:
+        message, received = _received(connection, until, [0], timeout)
+        if "error" in message or len(received) != size + 1:
             _close_all(received)
-            raise CallError("ranks-unlike", f"{path}: rank 0 says: {told.get('error', 'nothing')}")
+            raise CallError("ranks-unlike", f"{path}: rank 0 says: {message.get('error', 'nothing')}")
         *parts, page = received
         stack.callback(os.close, page)
-        return Met(parts, Board(page, rank, size), int(told["seed"]))
+        return Met(parts, Board(page, rank, size), int(message["seed"]))
 
 
-def _reason(claim: Mapping[str, Any], told: Mapping[str, Any], known: Mapping[int, int]) -> str:
+def _reason(claim: Mapping[str, Any], message: Mapping[str, Any], known: Mapping[int, int]) -> str:
     """Why a process cannot take part, or ""."""
-    rank = told.get("rank")
-    if told.get("bundle") != claim["bundle"]:
+    rank = message.get("rank")
+    if message.get("bundle") != claim["bundle"]:
         return f"rank {rank} has loaded another bundle than rank 0"
-    if not isinstance(rank, int) or told.get("size") != claim["size"] or not 0 < rank < claim["size"]:
-        return f"a process says that it is rank {rank} of {told.get('size')}, the model has {claim['size']}"
+    if not isinstance(rank, int) or message.get("size") != claim["size"] or not 0 < rank < claim["size"]:
+        return f"a process says that it is rank {rank} of {message.get('size')}, the model has {claim['size']}"
     return f"two processes say that they are rank {rank}" if rank in known else ""
 
 
@@ -199,10 +199,10 @@ def _received(connection: socket.socket, until: float, missing: Sequence[int], t
     if not data:
         raise _late(missing, timeout)
     try:
-        told = json.loads(data)
+        message = json.loads(data)
     except ValueError:
-        told = None
-    return told if isinstance(told, dict) else {}, list(descriptors)
+        message = None
+    return message if isinstance(message, dict) else {}, list(descriptors)
 
 
 def _late(missing: Sequence[int], timeout: float) -> MachineError:

@@ -207,11 +207,11 @@ def open_replicas(bundle: Archive, devices: Sequence[int] | None, opened: Callab
     with ThreadPoolExecutor(len(chosen), "cgbundle-replica") as pool:
         loading = [pool.submit(opened, number) for number in chosen]
     try:
-        made = Replicas([each.result() for each in loading])
+        replicas = Replicas([future.result() for future in loading])
         bundle.check_unchanged()
     except BaseException:
-        for each in loading:
-            if each.exception() is None:
-                each.result().close()
+        for future in loading:
+            if future.exception() is None:
+                future.result().close()
         raise
-    return made
+    return replicas

@@ -143,8 +143,8 @@ def read(value: Any, name: str) -> tuple[int, str, Sequence[int], Sequence[int] 
             f"input {name!r}: DLPack dtype (code {source.code}, {source.bits} bits, {source.lanes} lanes) is not supported",
         )
     if not 0 <= source.ndim <= MOST_AXES or (source.ndim and not source.shape):
-        told = f"{source.ndim} axes{'' if source.shape else ' and no shape'}"
-        raise CallError("input-kind", f"input {name!r}: its DLPack capsule has {told}")
+        layout = f"{source.ndim} axes{'' if source.shape else ' and no shape'}"
+        raise CallError("input-kind", f"input {name!r}: its DLPack capsule has {layout}")
     shape = source.shape[: source.ndim]
     strides = source.strides[: source.ndim] if source.strides else None
     address = (source.data or 0) + source.byte_offset

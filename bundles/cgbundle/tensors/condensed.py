@@ -105,8 +105,8 @@ def compare(dtype: str, stored: Mapping[str, bytes], got: bytes) -> tuple[float,
         if (apart := _apart(x, y)) > furthest:
             furthest, text = apart, f"sample {number // (2 if dtype.startswith('complex') else 1)}: {y:.6g}, expected {x:.6g}"
     for block in others:
-        found = statistics(dtype, got[block * BLOCK : (block + 1) * BLOCK])
-        for what, x, y in zip(("largest absolute value", "mean", "root mean square"), rows[block], found, strict=True):
+        actual = statistics(dtype, got[block * BLOCK : (block + 1) * BLOCK])
+        for what, x, y in zip(("largest absolute value", "mean", "root mean square"), rows[block], actual, strict=True):
             if (apart := _apart(x, y)) > furthest:
                 furthest, text = apart, f"block {block}: its {what} is {y:.6g}, expected {x:.6g}"
     return furthest / scale, text

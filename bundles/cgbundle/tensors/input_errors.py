@@ -32,10 +32,10 @@ def explained(
 ) -> CgbundleError:
     """The error of a replay, or where an input of the CPU has an element out of its range, an input-value that names the first.
     `writes`: the call changes state, and the hint says what has become of that."""
-    told = _index_out_of_range(error, specs, descriptors)
-    if writes and told.code in HALF_DONE:
-        return type(told)(told.code, str(told), told.hint + WRITTEN)
-    return told
+    explanation = _index_out_of_range(error, specs, descriptors)
+    if writes and explanation.code in HALF_DONE:
+        return type(explanation)(explanation.code, str(explanation), explanation.hint + WRITTEN)
+    return explanation
 
 
 def _index_out_of_range(error: CgbundleError, specs: Sequence[TensorSpec], descriptors: Sequence[Descriptor]) -> CgbundleError:

@@ -172,5 +172,5 @@ def check_place(address: int, dtype: str, shape: Sequence[int], strides: Sequenc
         first, last = address + sum(min(0, end) for end in ends), address + sum(max(0, end) for end in ends)
         fine = first > 0 and last < ADDRESSES
     if not fine:
-        told = f"shape {list(shape)}, strides {None if strides is None else list(strides)}, address {address:#x}"
-        raise CallError("input-kind", f"input {name!r}: no memory has {told}")
+        layout = f"shape {list(shape)}, strides {None if strides is None else list(strides)}, address {address:#x}"
+        raise CallError("input-kind", f"input {name!r}: no memory has {layout}")

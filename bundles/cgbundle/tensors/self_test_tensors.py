@@ -53,11 +53,11 @@ class ComparedTensor:
 
 def self_test_tensors(manifest: Manifest, entry: EntrySpec) -> list[ComparedTensor]:
     """The outputs, the inputs that a call changes, and the weights of memory state, in this order."""
-    found = [_compared("output", index, spec) for index, spec in enumerate(entry.outputs)]
+    tensors = [_compared("output", index, spec) for index, spec in enumerate(entry.outputs)]
     mutated = [(index, entry.inputs[index]) for index in entry.mutated_inputs]
-    found += [_compared("mutated", index, spec) for index, spec in mutated]
+    tensors += [_compared("mutated", index, spec) for index, spec in mutated]
     state = [(index, weight) for index, weight in enumerate(manifest.weights) if weight.memory == "state"]
-    return found + [_compared("state", index, weight) for index, weight in state]
+    return tensors + [_compared("state", index, weight) for index, weight in state]
 
 
 def _compared(kind: str, index: int, row: TensorSpec | Weight) -> ComparedTensor:

@@ -48,7 +48,7 @@ def strays(bundle: Archive) -> list[BundleError]:
     signature.  A folder that no named file lies in is not looked into."""
     named = {file_names.MANIFEST, file_names.SIGNATURE, *[file.path for file in bundle.manifest.files]}
     known = {*file_names.OWN_FOLDERS, *[folder for name in named for folder in file_names.folders(name)]}
-    found, waiting = [], [""]
+    problems, waiting = [], [""]
     for folder in waiting:  # grows while it is walked
         with os.scandir(bundle.folder(folder)) as rows:
             for row in rows:
@@ -57,8 +57,8 @@ def strays(bundle: Archive) -> list[BundleError]:
                 if is_folder and name in known:
                     waiting.append(name)
                 elif is_folder or name not in named:
-                    found.append(f"{name}: not named in the manifest" if not is_folder else f"{name}: a folder of no named file")
-    return [BundleError("file-damaged", text) for text in sorted(found)]
+                    problems.append(f"{name}: not named in the manifest" if not is_folder else f"{name}: a folder of no named file")
+    return [BundleError("file-damaged", text) for text in sorted(problems)]
 
 
 def _check_variants(bundle: Archive) -> None:
@@ -86,29 +86,29 @@ def _check_variants(bundle: Archive) -> None:
 def check_ranks(bundle: Archive, level: str = "load") -> list[Archive]:
     """The bundles of a bundle's ranks other than 0, opened and checked as it is.  Raises as `check_bundle`, and manifest-invalid or
     table-invalid for a rank that is called otherwise than rank 0, or exchanges other data."""
-    found: list[Archive] = []
+    rank_bundles: list[Archive] = []
     try:
         for number in range(1, bundle.manifest.world.size if bundle.manifest.world else 1):
-            found.append(check_rank(bundle, number, level))
+            rank_bundles.append(check_rank(bundle, number, level))
     except BundleError:
-        for each in found:
-            each.close()
+        for rank_bundle in rank_bundles:
+            rank_bundle.close()
         raise
-    return found
+    return rank_bundles
 
 
 def check_rank(bundle: Archive, number: int, level: str = "load") -> Archive:
     """One of them."""
-    made = bundle.rank(number)
+    rank_bundle = bundle.rank(number)
     try:
         with _inside(file_names.rank_folder(number)):
-            check_bundle(made, level)
-            _check_alike(made.manifest, bundle.manifest, number)
-            _check_exchanges(made, bundle)
+            check_bundle(rank_bundle, level)
+            _check_alike(rank_bundle.manifest, bundle.manifest, number)
+            _check_exchanges(rank_bundle, bundle)
     except BundleError:
-        made.close()
+        rank_bundle.close()
         raise
-    return made
+    return rank_bundle
 
 
 def _check_all_ranks(bundle: Archive) -> None:
@@ -147,16 +147,16 @@ def _check_exchanges(bundle: Archive, first: Archive) -> None:
     from ..tables.collectives import exchanges
     from ..tables.table import Table
 
-    made = []
-    for each in (bundle, first):
-        world = each.manifest.world
-        files = [[step.file for step in program.steps if step.file] for program in all_programs(each.manifest)]
-        made.append([[one for file in own for one in exchanges(Table(each.data(file), file), world)] for own in files])
-    for program, own, others in zip(all_programs(bundle.manifest), *made, strict=True):
-        if own != others:
-            alike = [one == other for one, other in zip(own, others, strict=False)]
+    sides = []
+    for archive in (bundle, first):
+        world = archive.manifest.world
+        files = [[step.file for step in program.steps if step.file] for program in all_programs(archive.manifest)]
+        sides.append([[one for file in paths for one in exchanges(Table(archive.data(file), file), world)] for paths in files])
+    for program, actual, others in zip(all_programs(bundle.manifest), *sides, strict=True):
+        if actual != others:
+            alike = [one == other for one, other in zip(actual, others, strict=False)]
             place = alike.index(False) if False in alike else len(alike)
-            text = f"int_key {program.key}: {len(own)} exchanges, rank 0 has {len(others)}; they part at number {place}"
+            text = f"int_key {program.key}: {len(actual)} exchanges, rank 0 has {len(others)}; they part at number {place}"
             raise BundleError("table-invalid", text)
 
 
@@ -166,18 +166,18 @@ def examine(bundle: Archive) -> list[CgbundleError]:
     Raises format-unsupported, and manifest-invalid where the manifest cannot be read.
     """
     manifest = bundle.manifest
-    found: dict[str, CgbundleError] = {}
+    errors: dict[str, CgbundleError] = {}
 
     def holds(check: Callable[..., None], *arguments: object) -> bool:
         try:
             check(*arguments)
         except BundleError as error:
-            found.setdefault(str(error), error)
+            errors.setdefault(str(error), error)
             return False
         return True
 
     if not holds(check_manifest, manifest):
-        return list(found.values())
+        return list(errors.values())
     broken = set()
     for file in manifest.files:
         if not holds(bundle.check_hash, file):
@@ -188,8 +188,8 @@ def examine(bundle: Archive) -> list[CgbundleError]:
     if not broken:
         holds(check_tables, bundle)
         holds(check_host_code, bundle)
-    if not found and manifest.world and not manifest.world.rank:
+    if not errors and manifest.world and not manifest.world.rank:
         holds(_check_all_ranks, bundle)
-    if not found:
+    if not errors:
         holds(_check_variants, bundle)
-    return [*found.values(), *strays(bundle)]
+    return [*errors.values(), *strays(bundle)]

@@ -27,29 +27,29 @@ def check_conditionals(table: Table) -> None:
     for number, position in enumerate(nodes):
         where = f"{table.where}: nodes[{position}]"
         home, loop = table.graph(position), table.conditional_type[number] == WHILE
-        found: dict[int, list[int]] = {}
-        for each, handle in setters:
+        by_graph: dict[int, list[int]] = {}
+        for kernel, handle in setters:
             if handle == number:
-                found.setdefault(table.graph(each), []).append(each)
+                by_graph.setdefault(table.graph(kernel), []).append(kernel)
         expected = {home, *homes[number]} if loop else {home}
-        if strays := sorted(set(found) - expected):
+        if strays := sorted(set(by_graph) - expected):
             raise invalid(
-                f"{table.where}: nodes[{found[strays[0]][0]}].handles",
+                f"{table.where}: nodes[{by_graph[strays[0]][0]}].handles",
                 f"sets the condition of node {position}, which is not of its graph",
             )
         for graph in sorted(expected):
-            if len(found.get(graph, ())) != 1:
+            if len(by_graph.get(graph, ())) != 1:
                 what = "before it" if graph == home else "in its body"
-                raise invalid(where, f"{len(found.get(graph, ()))} kernels set its condition {what}, expected one")
-        if (found[home][0], position) not in before:
-            raise invalid(where, f"no edge from node {found[home][0]}, which sets its condition")
+                raise invalid(where, f"{len(by_graph.get(graph, ()))} kernels set its condition {what}, expected one")
+        if (by_graph[home][0], position) not in before:
+            raise invalid(where, f"no edge from node {by_graph[home][0]}, which sets its condition")
 
 
 def _bodies(table: Table, nodes: list[int]) -> list[list[int]]:
     """Of every conditional node the graphs of its bodies."""
     if (listed := table.conditional_body.tolist()) != list(range(table.counts["bodies"])):
         raise invalid(f"{table.where}: nodes.bodies", f"{listed[:4]}..., expected each body once and in order")
-    found = []
+    graphs = []
     depths = [0] * (table.counts["bodies"] + 1)
     for number, position in enumerate(nodes):
         where = f"{table.where}: nodes[{position}]"
@@ -66,8 +66,8 @@ def _bodies(table: Table, nodes: list[int]) -> list[list[int]]:
             depths[body + 1] = depths[home] + 1
             if depths[body + 1] > BODY_DEPTH:
                 raise invalid(f"{where}.bodies", f"more than {BODY_DEPTH} inside each other")
-        found.append([body + 1 for body in range(first, last)])
-    return found
+        graphs.append([body + 1 for body in range(first, last)])
+    return graphs
 
 
 def _setters(table: Table) -> list[tuple[int, int]]:
@@ -76,8 +76,8 @@ def _setters(table: Table) -> list[tuple[int, int]]:
     if not symbols and not table.counts["handles"]:
         return []
     for row in symbols:
-        own = slice(table.param_bounds[row], table.param_bounds[row + 1])
-        if list(zip(table.param_offset[own], table.param_size[own], strict=True)) != PARAMS:
+        bounds = slice(table.param_bounds[row], table.param_bounds[row + 1])
+        if list(zip(table.param_offset[bounds], table.param_size[bounds], strict=True)) != PARAMS:
             raise invalid(f"{table.where}: functions[{row}].params", f"of {SET_CONDITION}: expected {PARAMS}")
     handles = {
         kernel: (at, number)
@@ -85,7 +85,7 @@ def _setters(table: Table) -> list[tuple[int, int]]:
     }
     if len(handles) != table.counts["handles"]:
         raise invalid(f"{table.where}: nodes.handles", "two of one kernel")
-    found = []
+    setters = []
     kernels = [position for position, kind in enumerate(table.kind) if kind == KERNEL]
     for row, (function, position) in enumerate(zip(table.function, kernels, strict=True)):
         if (function in symbols) != (row in handles):
@@ -93,8 +93,8 @@ def _setters(table: Table) -> list[tuple[int, int]]:
             raise invalid(f"{table.where}: nodes[{position}].handles", what)
         if row in handles:
             _check_setter(table, row, position, handles[row][0])
-            found.append((position, handles[row][1]))
-    return found
+            setters.append((position, handles[row][1]))
+    return setters
 
 
 def _check_setter(table: Table, row: int, position: int, at: int) -> None:

@@ -36,9 +36,9 @@ def check_loaded(bundle: Archive, *, full: bool = False) -> None:
 
 def _own_files(manifest: Manifest) -> list[File]:
     """The files of one variant of several, but for its kernel images, whose hashes are checked when they are loaded."""
-    own = file_names.recordings(manifest) | {region.file for region in manifest.regions}
-    own |= {manifest.module_state, file_names.SELF_TEST, *file_names.weight_files(manifest), *file_names.program_files(manifest)}
-    return [file for file in manifest.files if file.path in own]
+    paths = file_names.recordings(manifest) | {region.file for region in manifest.regions}
+    paths |= {manifest.module_state, file_names.SELF_TEST, *file_names.weight_files(manifest), *file_names.program_files(manifest)}
+    return [file for file in manifest.files if file.path in paths]
 
 
 def check_weights(bundle: Archive) -> None:
@@ -54,13 +54,13 @@ def _check_tensors(file: str, entries: Mapping[str, Entry], weights: Sequence[We
         entry = entries.get(weight.tensor)
         if entry is None:
             raise BundleError("weights-invalid", f"{file}: tensor {weight.tensor!r} is missing")
-        found = list(entry.shape)
+        actual = list(entry.shape)
         stored = [weight.shape[axis] for axis in memory_order(weight.shape, weight.strides)]
-        same = sorted(found) == sorted(stored) and _without_ones(found) == _without_ones(stored)
+        same = sorted(actual) == sorted(stored) and _without_ones(actual) == _without_ones(stored)
         if entry.dtype != weight.dtype or not same:
             raise BundleError(
                 "weights-invalid",
-                f"{file}: tensor {weight.tensor!r} is {entry.dtype} {found}, expected {weight.dtype} {stored}",
+                f"{file}: tensor {weight.tensor!r} is {entry.dtype} {actual}, expected {weight.dtype} {stored}",
             )
     for name in sorted(entries.keys() - {weight.tensor for weight in weights}) if alone else ():
         raise BundleError("weights-invalid", f"{file}: tensor {name!r} is no weight's")
@@ -94,8 +94,8 @@ def check_tables(bundle: Archive) -> None:
             if manifest.donated:
                 check_untouched(table, donated)
             if tuple(table.key) != program.key:
-                found = f"key: {tuple(table.key)}, the manifest uses it for {program.key}"
-                raise BundleError("table-invalid", f"{step.file}: {found}")
+                mismatch = f"key: {tuple(table.key)}, the manifest uses it for {program.key}"
+                raise BundleError("table-invalid", f"{step.file}: {mismatch}")
             if manifest.state_dimensions:
                 from .state import check_rows_of_recording  # few models have any
 
@@ -127,11 +127,11 @@ def check_host_code(bundle: Archive) -> None:
         if region.file:
             from . import host_code  # no bundle of graphs alone needs it
 
-            found, expected = host_code.read(bundle.data(region.file)), host_code.described(manifest, index)
+            actual, expected = host_code.read(bundle.data(region.file)), host_code.described(manifest, index)
             where = f"regions[{index}].file"
-            require(found is not None, where, f"{region.file} does not say what it was built for")
-            if found != expected:
-                field = host_code.difference(found or b"", expected)
+            require(actual is not None, where, f"{region.file} does not say what it was built for")
+            if actual != expected:
+                field = host_code.difference(actual or b"", expected)
                 require(False, where, f"{region.file} was built for other {field or 'rows'} than the manifest has")
 
 

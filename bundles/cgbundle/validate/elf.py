@@ -33,8 +33,8 @@ def check_elf(data: bytes, where: str, kind: int | None = None) -> None:
     """Raises image-invalid, its message starting with `where`, unless all that the headers of an ELF file name lies inside it, and
     it is of type `kind`."""
     try:
-        found, _, _, segments, sections, _, segment_size, segment_count, section_size, section_count, _ = HEADER.unpack_from(data)
-        if not data.startswith(MAGIC) or kind not in (None, found):
+        e_type, _, _, segments, sections, _, segment_size, segment_count, section_size, section_count, _ = HEADER.unpack_from(data)
+        if not data.startswith(MAGIC) or kind not in (None, e_type):
             raise _invalid(where, "not a shared object" if kind == SHARED_OBJECT else "not an ELF file of 64 bits")
         for index in range(segment_count):
             _, offset, size = SEGMENT.unpack_from(data, segments + index * segment_size)

@@ -75,10 +75,10 @@ def read(data: bytes) -> bytes | None:
     return data[end - length : end]
 
 
-def difference(found: bytes, expected: bytes) -> str:
+def difference(actual: bytes, expected: bytes) -> str:
     """The first field that differs between two texts of `described`; "" where one of them is none."""
     try:
-        here, there = parse(found), parse(expected)
+        here, there = parse(actual), parse(expected)
         return str(next(name for name in sorted(there) if here.get(name) != there[name]))
     except (ValueError, AttributeError, StopIteration):
         return ""

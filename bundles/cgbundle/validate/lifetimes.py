@@ -49,8 +49,8 @@ def check_lifetimes(program: Program, where: str) -> None:
             if begin < end:
                 row = (begin, end, number, last.get(index, -1), index)
                 rows.setdefault(program.values[index].memory, []).append(row)
-    for found in rows.values():
-        _check_memory(program, found, where)
+    for memory_rows in rows.values():
+        _check_memory(program, memory_rows, where)
 
 
 def _check_memory(program: Program, rows: list[tuple[int, int, int, int, int]], where: str) -> None:
@@ -114,7 +114,7 @@ def check_overwrites(program: Program, place: int, table: Table) -> None:
     alive = [index for index in before if last.get(index, -1) > place]
     if not alive:
         return
-    living, own = Spans.of(program.values, alive), Spans.of(program.values, (*step.inputs, *step.outputs))
+    living, step_spans = Spans.of(program.values, alive), Spans.of(program.values, (*step.inputs, *step.outputs))
     for memory, begin, size in written(table):
         index = living.over(memory, begin, begin + size)
         if index is not None:
@@ -122,7 +122,7 @@ def check_overwrites(program: Program, place: int, table: Table) -> None:
             raise BundleError("table-invalid", f"{table.where}: a node writes over {used}")
     for memory, begin in _points(table):
         index = living.over(memory, begin, begin + 1)
-        if index is not None and own.over(memory, begin, begin + 1) is None:
+        if index is not None and step_spans.over(memory, begin, begin + 1) is None:
             used = f"value {index}, which {_reader(program, last[index])}"
             raise BundleError("table-invalid", f"{table.where}: a node uses {used}, and the step does not name it")
 

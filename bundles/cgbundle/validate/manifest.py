@@ -129,8 +129,8 @@ def _check_files(manifest: Manifest) -> None:
         parts = file.path.split("/")
         plain = file.path.isprintable() and "\\" not in file.path
         plain = plain and all(part not in ("", ".", "..") and len(part.encode()) <= limits.PATH_PART for part in parts)
-        own = file.path in (file_names.MANIFEST, file_names.SIGNATURE)
-        require(plain and not own, f"{where}.path", f"{file.path[:60]!r} is no path inside the bundle")
+        reserved = file.path in (file_names.MANIFEST, file_names.SIGNATURE)
+        require(plain and not reserved, f"{where}.path", f"{file.path[:60]!r} is no path inside the bundle")
         if file.path.startswith(file_names.KERNELS):
             require(file.path == file_names.KERNELS + file.sha256, f"{where}.path", "a kernel image is not named by its SHA-256")
     within = {folder for path in paths for folder in file_names.folders(path)}
@@ -246,11 +246,11 @@ def _check_data_sizes(entry: EntrySpec) -> None:
     places = [(row.output, row.axis) for row in rows]
     require(places == sorted(set(places)), "data_sizes", "not ascending, or an axis stands twice")
     counts = sorted({row.count for row in rows})
-    own = len(outputs) - len(counts)
-    require(counts == list(range(own, len(outputs))), "data_sizes", "the counts are not the last outputs")
+    model_outputs = len(outputs) - len(counts)
+    require(counts == list(range(model_outputs, len(outputs))), "data_sizes", "the counts are not the last outputs")
     for index, row in enumerate(rows):
         where = f"data_sizes[{index}]"
-        require(row.output < own and row.axis < len(outputs[row.output].shape), where, "no such axis of an output")
+        require(row.output < model_outputs and row.axis < len(outputs[row.output].shape), where, "no such axis of an output")
         count = outputs[row.count]
         require(count.dtype == "int64" and not count.shape, f"{where}.count", f"{count.name!r} is not an int64 of no axes")
     shared = {alias.output for alias in entry.aliases}
@@ -261,10 +261,10 @@ def _check_data_sizes(entry: EntrySpec) -> None:
 
 def _check_parameters(entry: EntrySpec) -> None:
     """A parameter for every argument of the call, those by name last, and defaults that are constants."""
-    found = entry.parameters
-    require(len(found) == len(entry.call["call"]), "parameters", "are not those of the call")
-    for index, parameter in enumerate(found):
+    rows = entry.parameters
+    require(len(rows) == len(entry.call["call"]), "parameters", "are not those of the call")
+    for index, parameter in enumerate(rows):
         if parameter.default is not None:
             pytree.check(parameter.default, f"parameters[{index}].default", 0)
-        late = index and found[index - 1].keyword and not parameter.keyword
+        late = index and rows[index - 1].keyword and not parameter.keyword
         require(not late, f"parameters[{index}].keyword", "a parameter by position follows one by name")

@@ -110,8 +110,8 @@ def _check_ties(weights: Sequence[Weight]) -> None:
         known = owner is not None and owner.tensor == weight.tensor
         require(known, f"{where}.tensor", f"{weight.tensor[:80]!r} is the name of no weight that lies there")
         assert owner is not None
-        own, other = [(row.dtype, row.shape, row.strides, row.memory == STATE) for row in (weight, owner)]
-        require(own == other, where, f"is laid out otherwise than {owner.name!r}, the same tensor")
+        layout, other = [(row.dtype, row.shape, row.strides, row.memory == STATE) for row in (weight, owner)]
+        require(layout == other, where, f"is laid out otherwise than {owner.name!r}, the same tensor")
         apart = HOST in (weight.memory, owner.memory)
         require(apart or weight.offset == owner.offset, f"{where}.offset", f"lies elsewhere than {owner.name!r}, the same tensor")
 

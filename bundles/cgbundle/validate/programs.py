@@ -23,8 +23,8 @@ def check_programs(manifest: Manifest, entry: EntrySpec) -> None:
     count = prod(len(dimension.sizes) for dimension in entry.dimensions)
     require(len(entry.programs) == count, "programs", f"{len(entry.programs)}, the dimensions' sizes make {count}")
     keys = list(product(*[dimension.sizes for dimension in entry.dimensions]))
-    found = [program.key for program in entry.programs]
-    require(found == keys, "programs", f"keys {found[:4]}... are not the product of the dimensions' sizes")
+    program_keys = [program.key for program in entry.programs]
+    require(program_keys == keys, "programs", f"keys {program_keys[:4]}... are not the product of the dimensions' sizes")
     for index, program in enumerate(entry.programs):
         _check_program(manifest, entry, program, f"programs[{index}]")
 
@@ -201,9 +201,9 @@ def check_order(
     `changed`, may be copied over as a whole, and no later step reads what was there.  What the `aliases`, by output, lie in is
     written.
     """
-    given = set(program.inputs)
-    written = given | {index for index, value in enumerate(program.values) if value.memory in PERSISTENT}
-    made: dict[int, int] = {}
+    call_inputs = set(program.inputs)
+    written = call_inputs | {index for index, value in enumerate(program.values) if value.memory in PERSISTENT}
+    writers: dict[int, int] = {}
     inputs = Spans.of(program.values, program.inputs)
     changing = {program.values[program.inputs[index]]: program.inputs[index] for index in changed}
     gone: set[int] = set()
@@ -213,9 +213,9 @@ def check_order(
             require(index in written, at, f"reads value {index}, which nothing has written")
             require(index not in gone, at, f"reads value {index}, which an earlier step has written over")
         for index in set(step.outputs):
-            require(index not in given, at, f"writes value {index}, an input of the call")
-            require(index not in made, at, f"writes value {index}, which steps[{made.get(index)}] has written")
-            made[index] = place
+            require(index not in call_inputs, at, f"writes value {index}, an input of the call")
+            require(index not in writers, at, f"writes value {index}, which steps[{writers.get(index)}] has written")
+            writers[index] = place
         written.update(step.outputs)
         if step.kind == "copy":
             target = program.values[step.outputs[0]]

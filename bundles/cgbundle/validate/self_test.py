@@ -40,8 +40,8 @@ def _check_values(spec: EntrySpec, program: Program, entries: Mapping[str, Entry
             names.add(name)
             entry = _entry(entries, name)
             if (entry.dtype, entry.shape) != (value.dtype, value.shape):
-                found, wanted = f"{entry.dtype} {list(entry.shape)}", f"{value.dtype} {list(value.shape)}"
-                raise BundleError("weights-invalid", f"{file_names.SELF_TEST}: tensor {name!r} is {found}, expected {wanted}")
+                actual, wanted = f"{entry.dtype} {list(entry.shape)}", f"{value.dtype} {list(value.shape)}"
+                raise BundleError("weights-invalid", f"{file_names.SELF_TEST}: tensor {name!r} is {actual}, expected {wanted}")
     return names
 
 
@@ -69,12 +69,12 @@ def _check_condensed(entries: Mapping[str, Entry], name: str, endings: Sequence[
     """The names of what takes the place of a tensor of `count` elements; None where a replay shows how many there are."""
     for shapes in condensed.expected_shapes(name, dtype, count or 0):
         if shapes.keys() == {name + ending for ending in endings}:
-            for each, (kind, shape) in shapes.items():
-                row = _entry(entries, each)
+            for tensor_name, (kind, shape) in shapes.items():
+                row = _entry(entries, tensor_name)
                 fits = row.shape == shape if count is not None else (len(row.shape), row.shape[1:]) == (len(shape), shape[1:])
                 if row.dtype != kind or not fits:
                     raise BundleError(
-                        "weights-invalid", f"{file_names.SELF_TEST}: tensor {each!r} is {row.dtype} {list(row.shape)}"
+                        "weights-invalid", f"{file_names.SELF_TEST}: tensor {tensor_name!r} is {row.dtype} {list(row.shape)}"
                     )
             return set(shapes)
     raise BundleError("weights-invalid", f"{file_names.SELF_TEST}: tensor {name!r}: a part of what takes its place is missing")

@@ -83,8 +83,8 @@ def check_state_dimensions(manifest: Manifest) -> None:
     for number, entry in enumerate(manifest.entries):
         at = f"entries[{number}]"
         require(not set(counts) & {*entry.mutated_buffers}, f"{at}.mutated_buffers", "a number of rows, which calls read")
-        given = any(alias.memory == STATE and alias.index in taken | set(counts) for alias in entry.aliases)
-        require(not given, f"{at}.aliases", "an output is a part of state that has any number of rows")
+        aliased = any(alias.memory == STATE and alias.index in taken | set(counts) for alias in entry.aliases)
+        require(not aliased, f"{at}.aliases", "an output is a part of state that has any number of rows")
         for place, program in enumerate(entry.programs):
             inside = any(value.memory == STATE and extent(value)[1] > begin for value in program.values)
             require(not inside, f"{at}.programs[{place}].values", "one lies in state that has any number of rows")
@@ -94,7 +94,7 @@ def check_rows_of_recording(manifest: Manifest, table: Table) -> None:
     """Raises table-invalid where a recording touches state that has any number of rows otherwise than by kernels that are given
     the address of one of the fewest rows."""
     varying = [manifest.weights[index] for dimension in manifest.state_dimensions for index in dimension.weights]
-    ends = sorted([(each.offset, each.offset + span(each)) for each in varying])
+    ends = sorted([(weight.offset, weight.offset + span(weight)) for weight in varying])
     begin, state = ends[0][0], MEMORIES.index(STATE)
     sets = zip(table.memset_memory, table.memset_offset, strict=True)
     copies = zip(table.memcpy_memory, table.memcpy_offset, strict=True)
@@ -179,8 +179,8 @@ def check_donations(manifest: Manifest) -> None:
             0 <= donation.output < len(source.outputs), f"{where}.output", f"{donation.source!r} has no output {donation.output}"
         )
         require(0 <= donation.input < len(target.inputs), f"{where}.input", f"{donation.target!r} has no input {donation.input}")
-        made, taken = source.outputs[donation.output], target.inputs[donation.input]
-        require(made.dtype == taken.dtype, where, f"an output of dtype {made.dtype}, that input takes {taken.dtype}")
+        output_spec, taken = source.outputs[donation.output], target.inputs[donation.input]
+        require(output_spec.dtype == taken.dtype, where, f"an output of dtype {output_spec.dtype}, that input takes {taken.dtype}")
         shared = any(alias.output == donation.output and alias.memory != "outputs" for alias in source.aliases)
         require(not shared, f"{where}.output", "shares memory with an input, a weight or state")
         require(donation.input not in target.mutated_inputs, f"{where}.input", "calls write to it")
@@ -193,7 +193,7 @@ def check_donations(manifest: Manifest) -> None:
         require(total <= limits.CHAINED, "donations", f"{total} programs, more than the limit of {limits.CHAINED} in all")
         made_as = Counter([layout(program.values[program.outputs[donation.output]]) for program in makers])
         taken_as = Counter([layout(program.values[program.inputs[donation.input]]) for program in takers])
-        pairs = sum(count * taken_as[each] for each, count in made_as.items())
+        pairs = sum(count * taken_as[memory_layout] for memory_layout, count in made_as.items())
         require(pairs > 0, f"donations[{place}]", "output and input are laid out alike at no int_keys")
         total += pairs
         require(total <= limits.CHAINED, "donations", f"{total} pairs of programs, more than the limit of {limits.CHAINED} in all")
@@ -202,11 +202,11 @@ def check_donations(manifest: Manifest) -> None:
 
 def _check_donated(manifest: Manifest) -> None:
     """On a GPU each source of a donation has a part of the arena to itself, in which the donated outputs lie."""
-    made: dict[str, set[int]] = {}
+    sources: dict[str, set[int]] = {}
     for donation in manifest.donations if manifest.target.kind == "cuda" else ():
-        made.setdefault(donation.source, set()).add(donation.output)
+        sources.setdefault(donation.source, set()).add(donation.output)
     names = [row.entry for row in manifest.donated]
-    require(sorted(names) == sorted(made), "donated", f"is for {names}, the donations' sources are {sorted(made)}")
+    require(sorted(names) == sorted(sources), "donated", f"is for {names}, the donations' sources are {sorted(sources)}")
     arena, places = dict(manifest.memories).get("arena", 0), []
     for index, row in enumerate(manifest.donated):
         inside = row.offset + row.bytes <= arena
@@ -223,7 +223,7 @@ def _check_donated(manifest: Manifest) -> None:
                 over = others.over(value.memory, *extent(value))
                 where = f"{at}programs[{place}].values[{index}]"
                 require(over is None, where, "lies in a part of the arena that another entry donates")
-            for output in made.get(entry.name, ()):
+            for output in sources.get(entry.name, ()):
                 value = program.values[program.outputs[output]]
                 (begin, end), (first_byte, past) = extent(value), parts[entry.name]
                 kept = not span(value) or (value.memory == "arena" and first_byte <= begin and end <= past)

@@ -169,12 +169,12 @@ class RequestQueue:
         await asyncio.wait([done])
         seconds = loop.time() - began
         self._pace = seconds if not self._pace else 0.8 * self._pace + 0.2 * seconds
-        rows, contexts = tuple([each.rows for each in batch]), tuple([each.context for each in batch])
+        rows, contexts = tuple([waiting.rows for waiting in batch]), tuple([waiting.context for waiting in batch])
         error = done.exception()
-        self._watch(Batch(rows, tuple([began - each.since for each in batch]), seconds, contexts, failed=error is not None))
+        self._watch(Batch(rows, tuple([began - waiting.since for waiting in batch]), seconds, contexts, failed=error is not None))
         if error is None:
             return list(done.result())
-        return [error] if len(batch) == 1 else [each for one in batch for each in await self._answers([one])]
+        return [error] if len(batch) == 1 else [answer for one in batch for answer in await self._answers([one])]
 
     async def _next_group(self) -> Hashable | None:
         """The group that goes next: of those that are full or have waited long enough, the one whose first request waits longest.
@@ -184,7 +184,7 @@ class RequestQueue:
             self._arrived.clear()
             now = loop.time()
             due = {group: queue[0].since + self._wait for group, queue in self._queues.items()}
-            full = {group for group, queue in self._queues.items() if sum(each.rows for each in queue) >= self._largest}
+            full = {group for group, queue in self._queues.items() if sum(waiting.rows for waiting in queue) >= self._largest}
             ready = [group for group in due if due[group] <= now or group in full or not self._open]
             if ready:
                 return min(ready, key=lambda group: due[group])

@@ -112,9 +112,9 @@ def calls_of(program: cgbundle.Program, calls: int, spans: Spans) -> Call:
                     ids.extend([*row, *padding])
                     mask.extend([*[1] * len(row), *padding])
             with spans.span("replay", len(rows)):
-                made = session(from_bytes(ids, "int64", shape), from_bytes(mask, "int64", shape))
+                output = session(from_bytes(ids, "int64", shape), from_bytes(mask, "int64", shape))
             with spans.span("rows", len(rows)):
-                return made.tolist()
+                return output.tolist()
         finally:
             free.put(session)
 

@@ -192,11 +192,11 @@ def numbers(file: Mapped, path: Path, name: str, shape: tuple[int, int]) -> arra
     data, count = file.data(name), shape[0] * shape[1]
     if entry.dtype == "float16":
         return array("f", struct.unpack(f"<{count}e", data))
-    made = array("f")
+    factor = array("f")
     if entry.dtype == "float32":
-        made.frombytes(data)
-        return made
+        factor.frombytes(data)
+        return factor
     wide = bytearray(4 * count)  # the upper half of a float32 is its bfloat16
     wide[2::4], wide[3::4] = data[0::2], data[1::2]
-    made.frombytes(wide)
-    return made
+    factor.frombytes(wide)
+    return factor

@@ -73,7 +73,7 @@ class Answer:
                 reason = "tool_calls"
             if not (text or calls or reason):
                 return None
-        made = Piece(text, tuple(self._pending), self._offset, reason, tuple(calls))
+        piece = Piece(text, tuple(self._pending), self._offset, reason, tuple(calls))
         self._pending = []
         self._offset += len(text)
-        return made
+        return piece

@@ -57,23 +57,23 @@ class BundleModel:
         self._takes_length = any(spec.name == "length" for spec in self._entries["prefill"].inputs)
         self._tables: dict[tuple[str, int, int, int], list[LaneTables]] = {}
         self._sizes = {name: [sizes_of(entry, key) for key in entry.int_keys] for name, entry in self._entries.items()}
-        blocks = min(max(each["blocks"] for each in self._sizes[name]) for name in ("prefill", "decode"))
-        loops = [each["batch"] for each in self._sizes.get("generate", ()) if each["blocks"] >= blocks]
-        made = self._entries["generate"].outputs if loops else ()
-        built = [each.shape[1] for each in made if each.name == "tokens" and isinstance(each.shape[1], int)] or [1]
-        chunks = [each for each in self._sizes["prefill"] if each["blocks"] >= blocks]
-        chunk = max(each["seq"] for each in chunks)
+        blocks = min(max(size["blocks"] for size in self._sizes[name]) for name in ("prefill", "decode"))
+        loops = [size["batch"] for size in self._sizes.get("generate", ()) if size["blocks"] >= blocks]
+        loop_outputs = self._entries["generate"].outputs if loops else ()
+        built = [spec.shape[1] for spec in loop_outputs if spec.name == "tokens" and isinstance(spec.shape[1], int)] or [1]
+        chunks = [size for size in self._sizes["prefill"] if size["blocks"] >= blocks]
+        chunk = max(size["seq"] for size in chunks)
         self.limits = Limits(
             page=cache.page, pages=cache.pages, slots=cache.slots, blocks=blocks, chunk=chunk,
-            readers=tuple(sorted({each["batch"] for each in chunks if each["seq"] == chunk})),
-            lanes=max(each["batch"] for each in self._sizes["decode"] if each["blocks"] >= blocks),
+            readers=tuple(sorted({size["batch"] for size in chunks if size["seq"] == chunk})),
+            lanes=max(size["batch"] for size in self._sizes["decode"] if size["blocks"] >= blocks),
             loop_lanes=max(loops, default=0), turns=min(turns, *built), several=not cache.states,
             shared=not cache.states and not self._takes_length, ahead=not self._takes_length,
             vocabulary=cache.vocabulary if "choose" in self._entries else 0,
         )  # fmt: skip
         self._chooser: Chooser | None = None
         if "choose" in self._entries:
-            self._chooser = Chooser(self._entries["choose"], [each["batch"] for each in self._sizes["choose"]])
+            self._chooser = Chooser(self._entries["choose"], [size["batch"] for size in self._sizes["choose"]])
 
     def prepare(self, step: Step) -> Call:
         """A call for a step.  Its inputs are written now, also while the call before it runs.  Two may wait, to be called in order.
@@ -104,15 +104,15 @@ class BundleModel:
         lengths = [tables.length.tensor] if step.entry == "prefill" and self._takes_length else []
         deferred = [row for row, lane in enumerate(step.lanes) if lane.rules is not None]
         following = self._follow(step, tables, deferred) if deferred else None
-        made = self._entries[step.entry](*[column.tensor for column in columns], tables.fields, *lengths)
+        output = self._entries[step.entry](*[column.tensor for column in columns], tables.fields, *lengths)
         if following is None:
-            return Made(made["token"].tolist(), lambda: with_reread([[token] for token in tokens_of(step.lanes, made)], made))
+            return Made(output["token"].tolist(), lambda: with_reread([[token] for token in tokens_of(step.lanes, output)], output))
         assert self._chooser is not None
-        whole = tokens_of(step.lanes, made)
+        whole = tokens_of(step.lanes, output)
         chosen = self._chooser.choose([step.lanes[row] for row in deferred], following, fresh=step.entry == "prefill")
         for row, token in zip(deferred, chosen, strict=True):
             whole[row] = token
-        return Made([token.id for token in whole], lambda: with_reread([[token] for token in whole], made))
+        return Made([token.id for token in whole], lambda: with_reread([[token] for token in whole], output))
 
     def _of_lanes(self, tables: LaneTables) -> list[Column]:
         return [tables.slot] if self.bank is None else [tables.slot, tables.adapter]
@@ -121,8 +121,8 @@ class BundleModel:
         """Puts an adapter into the bank, from the next call on.  Raises AdapterError for numbers that are not finite, which leave
         zeros at that place, and CgbundleError."""
         where, scale = array("q", [place]), array("f", [adapter.scale])
-        made = self._entries[ENTRY](from_bytes(where, "int64", (1,)), from_bytes(scale, "float32", (1,)), dict(adapter.factors))
-        if not made["finite"].tolist():
+        output = self._entries[ENTRY](from_bytes(where, "int64", (1,)), from_bytes(scale, "float32", (1,)), dict(adapter.factors))
+        if not output["finite"].tolist():
             raise AdapterError("the adapter has numbers that are not finite, or too large for the dtype of the bundle")
 
     def _follow(self, step: Step, tables: LaneTables, deferred: Sequence[int]) -> Following:
@@ -135,13 +135,13 @@ class BundleModel:
     def _loop(self, step: Step, tables: LaneTables, _behind: Sequence[tuple[int, int]], _before: Made | None) -> Made:
         columns = [tables.ids, tables.start, tables.pages, *self._of_lanes(tables)]
         others = tables.fields, tables.stop.tensor, tables.most.tensor
-        made = self._entries["generate"](*[column.tensor for column in columns], *others)
-        tokens, logprobs, counts = [made[name].tolist()[: len(step.lanes)] for name in ("tokens", "logprobs", "count")]
+        output = self._entries["generate"](*[column.tensor for column in columns], *others)
+        tokens, logprobs, counts = [output[name].tolist()[: len(step.lanes)] for name in ("tokens", "logprobs", "count")]
         rows = [
             [Token(*pair) for pair in zip(row[:count], theirs, strict=False)]
             for row, theirs, count in zip(tokens, logprobs, counts, strict=True)
         ]
-        rows = with_reread(rows, made)
+        rows = with_reread(rows, output)
         return Made([row[-1].id for row in rows], lambda: rows)
 
     def _smallest(self, step: Step) -> dict[str, int]:

@@ -93,20 +93,20 @@ class Chooser:
         tables = self._tables[size]
         tables.begin(lanes, fresh=fresh)
         tables.change(lanes, changes)
-        made = self._entry(*tables.inputs)
+        output = self._entry(*tables.inputs)
         while any(changes):  # more biases than a call sets: the last of some calls has them all
             tables.begin(lanes, fresh=False)
             tables.change(lanes, changes)
-            made = self._entry(*tables.inputs)
-        return tokens_of(lanes, made)
+            output = self._entry(*tables.inputs)
+        return tokens_of(lanes, output)
 
 
-def tokens_of(lanes: Sequence[Lane], made: Mapping[str, Any]) -> list[Token]:
+def tokens_of(lanes: Sequence[Lane], output: Mapping[str, Any]) -> list[Token]:
     """The token of every lane, with its log-probability and those of others where its request asks for any."""
-    tokens, logprobs = made["token"].tolist(), made["logprob"].tolist()
+    tokens, logprobs = output["token"].tolist(), output["logprob"].tolist()
     if not any([lane.sampling.alternatives for lane in lanes]):
         return [Token(token, logprob) for token, logprob, _ in zip(tokens, logprobs, lanes, strict=False)]
-    best, theirs = made["top_token"].tolist(), made["top_logprob"].tolist()
+    best, theirs = output["top_token"].tolist(), output["top_logprob"].tolist()
     return [
         Token(tokens[row], logprobs[row], tuple(zip(best[row], theirs[row], strict=True))[: lane.sampling.alternatives])
         for row, lane in enumerate(lanes)

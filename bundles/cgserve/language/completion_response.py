@@ -52,11 +52,11 @@ class Completion(Response):
                     if asked.stream:
                         await self._stream(asked, stream, pieces, answers, prompts, send)
                     else:
-                        told = await self._whole(asked, pieces, answers, prompts)
+                        response = await self._whole(asked, pieces, answers, prompts)
             code = 200
             metrics.whole.observe(time.perf_counter() - began)
             if not asked.stream:
-                await told(scope, receive, send)
+                await response(scope, receive, send)
         except asyncio.CancelledError:
             code = 499  # who asked went away
             raise
@@ -84,10 +84,10 @@ class Completion(Response):
         metrics = self._served.metrics
         try:
             async with asyncio.timeout(self._served.seconds):
-                made = await anext(stream)
+                update = await anext(stream)
             metrics.first.observe(time.perf_counter() - began)
             while True:
-                index, progress = made
+                index, progress = update
                 piece = answers[index].push(progress)
                 if piece is not None:
                     if piece.reason is not None:
@@ -95,7 +95,7 @@ class Completion(Response):
                         self._check_rules(index)
                     yield index, piece
                 try:
-                    made = await anext(stream)
+                    update = await anext(stream)
                 except StopAsyncIteration:
                     return
         finally:
@@ -111,13 +111,13 @@ class Completion(Response):
         self, asked: Asked, pieces: AsyncIterator[tuple[int, Piece]], answers: Sequence[Answer], prompts: int
     ) -> Response:
         """The answer in one."""
-        found: list[list[Piece]] = [[] for _ in answers]
+        by_choice: list[list[Piece]] = [[] for _ in answers]
         async for index, piece in pieces:
-            found[index].append(piece)
-        choices = [choice(asked, index, joined(each), self._served.language) for index, each in enumerate(found)]
+            by_choice[index].append(piece)
+        choices = [choice(asked, index, joined(parts), self._served.language) for index, parts in enumerate(by_choice)]
         if asked.echo:
             pairs = zip(choices, self._requests, strict=True)
-            choices = [with_echo(told, request.prompt, self._served.language) for told, request in pairs]
+            choices = [with_echo(choice_json, request.prompt, self._served.language) for choice_json, request in pairs]
         usage = usage_of(prompts, sum(answer.count for answer in answers))
         return JSONResponse(self._head(asked) | {"choices": choices, "usage": usage})
 
@@ -130,12 +130,12 @@ class Completion(Response):
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
         head, spoken, begun, unsent = self._head(asked), set[int](), False, list[str]()
 
-        async def event(told: dict[str, Any] | str, *, more: bool = True) -> None:
+        async def event(payload: dict[str, Any] | str, *, more: bool = True) -> None:
             nonlocal begun
             if not begun:
                 await send({"type": "http.response.start", "status": 200, "headers": headers})
                 begun = True
-            text = told if isinstance(told, str) else json.dumps(told, ensure_ascii=False, separators=(",", ":"))
+            text = payload if isinstance(payload, str) else json.dumps(payload, ensure_ascii=False, separators=(",", ":"))
             unsent.append(f"data: {text}\n\n")
             if not more or not stream.behind or len(unsent) == TOGETHER:
                 body = "".join(unsent).encode()
@@ -144,11 +144,11 @@ class Completion(Response):
 
         try:
             async for index, piece in pieces:
-                told = choice(asked, index, piece, self._served.language, first=index not in spoken)
+                choice_json = choice(asked, index, piece, self._served.language, first=index not in spoken)
                 if asked.echo and index not in spoken:
-                    told = with_echo(told, self._requests[index].prompt, self._served.language)
+                    choice_json = with_echo(choice_json, self._requests[index].prompt, self._served.language)
                 spoken.add(index)
-                await event(head | {"choices": [told]} | ({"usage": None} if asked.usage else {}))
+                await event(head | {"choices": [choice_json]} | ({"usage": None} if asked.usage else {}))
         except Refusal as refusal:
             if not begun:
                 raise

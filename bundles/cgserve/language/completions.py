@@ -141,10 +141,10 @@ def read_request(text: bytes, *, chat: bool) -> Asked:
     )  # fmt: skip
 
 
-def read_by(read: Callable[[Any], Any], given: Any, name: str) -> Any:
+def read_by(read: Callable[[Any], Any], field_value: Any, name: str) -> Any:
     """What a function reads of a field.  Raises Refusal for its ValueError."""
     try:
-        return read(given)
+        return read(field_value)
     except ValueError as error:
         raise Refusal(400, str(error), name) from None
 
@@ -174,24 +174,24 @@ def object_of(text: bytes) -> dict[str, Any]:
 
 def sampling_of(body: dict[str, Any]) -> dict[str, float]:
     """How the body wants tokens to be chosen, by the fields of Sampling.  Raises Refusal."""
-    found: dict[str, float] = {"seed": int.from_bytes(os.urandom(4), "little")}
+    sampling: dict[str, float] = {"seed": int.from_bytes(os.urandom(4), "little")}
     for name, field_name, high in (("temperature", "temperature", 2.0), ("top_p", "top_p", 1.0), ("min_p", "min_p", 1.0)):
         if name in body:
-            found[field_name] = number(body, name, 0.0, high, 1.0)
+            sampling[field_name] = number(body, name, 0.0, high, 1.0)
     if "repetition_penalty" in body:
-        found["penalty"] = number(body, "repetition_penalty", 0.01, 100.0, 1.0)
+        sampling["penalty"] = number(body, "repetition_penalty", 0.01, 100.0, 1.0)
     if "top_k" in body:
-        found["top_k"] = max(0, whole(body, "top_k", -1, 1 << 31, 0))
+        sampling["top_k"] = max(0, whole(body, "top_k", -1, 1 << 31, 0))
     if "seed" in body:
-        found["seed"] = whole(body, "seed", -(1 << 63), (1 << 63) - 1, 0) & 0xFFFFFFFF
-    return found
+        sampling["seed"] = whole(body, "seed", -(1 << 63), (1 << 63) - 1, 0) & 0xFFFFFFFF
+    return sampling
 
 
-def stop_tokens_of(given: Any) -> tuple[int, ...]:
+def stop_tokens_of(tokens: Any) -> tuple[int, ...]:
     """Tokens that end an answer.  Raises Refusal."""
-    if not isinstance(given, list) or not all(type(token) is int and token >= 0 for token in given):
+    if not isinstance(tokens, list) or not all(type(token) is int and token >= 0 for token in tokens):
         raise Refusal(400, "stop_token_ids: expected a list of tokens", "stop_token_ids")
-    return tuple(given)
+    return tuple(tokens)
 
 
 def of_kind(body: dict[str, Any], name: str, kind: type, default: Any, words: str) -> Any:
@@ -218,31 +218,31 @@ def number(body: dict[str, Any], name: str, low: float, high: float, default: fl
     return float(value)
 
 
-def prompts_of(given: Any) -> tuple[Prompt, ...]:
+def prompts_of(prompt: Any) -> tuple[Prompt, ...]:
     """A text, tokens, or a list of either.  Raises Refusal."""
-    several = given if isinstance(given, list) and given and not all(type(each) is int for each in given) else [given]
-    found: list[Prompt] = []
-    for each in several:
-        if isinstance(each, str):
-            found.append(each)
-        elif isinstance(each, list) and each and all(type(token) is int for token in each):
-            found.append(tuple(each))
+    several = prompt if isinstance(prompt, list) and prompt and not all(type(token) is int for token in prompt) else [prompt]
+    prompts: list[Prompt] = []
+    for entry in several:
+        if isinstance(entry, str):
+            prompts.append(entry)
+        elif isinstance(entry, list) and entry and all(type(token) is int for token in entry):
+            prompts.append(tuple(entry))
         else:
             raise Refusal(400, "prompt: expected a string, a list of tokens, or a list of these", "prompt")
-    return tuple(found)
+    return tuple(prompts)
 
 
-def messages_of(given: Any) -> tuple[dict[str, Any], ...]:
+def messages_of(messages: Any) -> tuple[dict[str, Any], ...]:
     """Messages with a role and a text; of a content in parts, which have to be text, the whole.  Raises Refusal."""
-    if not isinstance(given, list) or not given:
+    if not isinstance(messages, list) or not messages:
         raise Refusal(400, "messages: expected a list of messages", "messages")
-    found = []
-    for index, each in enumerate(given):
+    conversation = []
+    for index, message in enumerate(messages):
         where = f"messages[{index}]"
-        if not isinstance(each, dict) or not isinstance(each.get("role"), str):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise Refusal(400, f"{where}: expected an object with a role and a content", "messages")
-        content = each.get("content")
-        if content is None and each["role"] == "assistant":
+        content = message.get("content")
+        if content is None and message["role"] == "assistant":
             content = ""
         if isinstance(content, list) and all(
             isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str) for part in content
@@ -250,14 +250,14 @@ def messages_of(given: Any) -> tuple[dict[str, Any], ...]:
             content = "".join([part["text"] for part in content])
         if not isinstance(content, str):
             raise Refusal(400, f"{where}.content: expected a string, or parts of type text", "messages")
-        found.append({**each, "content": content})
-    return tuple(found)
+        conversation.append({**message, "content": content})
+    return tuple(conversation)
 
 
-def stop_of(given: Any) -> tuple[str, ...]:
+def stop_of(stop: Any) -> tuple[str, ...]:
     """One string or several.  Raises Refusal."""
-    several = [given] if isinstance(given, str) else given
-    if not isinstance(several, list) or len(several) > STOP_STRINGS or not all(isinstance(each, str) and each for each in several):
+    several = [stop] if isinstance(stop, str) else stop
+    if not isinstance(several, list) or len(several) > STOP_STRINGS or not all(isinstance(text, str) and text for text in several):
         raise Refusal(400, f"stop: expected a string, or up to {STOP_STRINGS}", "stop")
     return tuple(several)
 
@@ -266,8 +266,8 @@ def alternatives_of(body: dict[str, Any], *, chat: bool) -> int | None:
     """How many likeliest tokens are to be told; None where not even the log-probability of the one that was made is.  Raises
     Refusal."""
     if not chat:
-        told: int | None = whole(body, "logprobs", 0, ALTERNATIVES["completion"], None)
-        return told
+        logprobs: int | None = whole(body, "logprobs", 0, ALTERNATIVES["completion"], None)
+        return logprobs
     wanted = of_kind(body, "logprobs", bool, False, "true or false")
     count: int = whole(body, "top_logprobs", 0, ALTERNATIVES["chat"], 0)
     if count and not wanted:
@@ -278,34 +278,34 @@ def alternatives_of(body: dict[str, Any], *, chat: bool) -> int | None:
 # --- what is answered ---------------------------------------------------------------------------------------------------
 
 
-def with_echo(told: dict[str, Any], prompt: Sequence[int], language: Language) -> dict[str, Any]:
+def with_echo(choice_json: dict[str, Any], prompt: Sequence[int], language: Language) -> dict[str, Any]:
     """A completion's choice with the tokens of a prompt in front; their log-probabilities are not known."""
     text = language.text(prompt)
-    told = told | {"text": text + told["text"]}
-    if told["logprobs"] is None:
-        return told
+    choice_json = choice_json | {"text": text + choice_json["text"]}
+    if choice_json["logprobs"] is None:
+        return choice_json
     before, unknown = [language.one(token) for token in prompt], [None] * len(prompt)
-    rest = told["logprobs"]
+    rest = choice_json["logprobs"]
     logprobs = {
         "tokens": before + rest["tokens"], "token_logprobs": unknown + rest["token_logprobs"],
         "top_logprobs": unknown + rest["top_logprobs"],
         "text_offset": [len("".join(before[:place])) for place in range(len(before))] + rest["text_offset"],
     }  # fmt: skip
-    return told | {"logprobs": logprobs}
+    return choice_json | {"logprobs": logprobs}
 
 
-def usage_of(prompt: int, made: int) -> dict[str, int]:
+def usage_of(prompt: int, completion: int) -> dict[str, int]:
     """Counts of tokens."""
-    return {"prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made}
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
 def choice(asked: Asked, index: int, piece: Piece, language: Language, *, first: bool = False) -> dict[str, Any]:
     """A choice: of a whole answer, or where a stream is asked for of one piece; `first`: that of a stream, which says who
     speaks."""
     logprobs = None if asked.alternatives is None else (chat_logprobs if asked.chat else logprobs_of)(piece, language)
-    told: dict[str, Any] = {"index": index, "logprobs": logprobs, "finish_reason": piece.reason}
+    choice_json: dict[str, Any] = {"index": index, "logprobs": logprobs, "finish_reason": piece.reason}
     if not asked.chat:
-        return told | {"text": piece.text}
+        return choice_json | {"text": piece.text}
     calls = [  # templates of Mistral take ids of nine letters and digits alone
         {"id": uuid.uuid4().hex[:9], "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
         for call in piece.calls
@@ -313,9 +313,9 @@ def choice(asked: Asked, index: int, piece: Piece, language: Language, *, first:
     content = {} if calls and not piece.text else {"content": piece.text}
     if asked.stream:
         called = {"tool_calls": [{"index": call.index, **row} for call, row in zip(piece.calls, calls, strict=True)]}
-        return told | {"delta": ({"role": "assistant"} if first else {}) | content | (called if calls else {})}
+        return choice_json | {"delta": ({"role": "assistant"} if first else {}) | content | (called if calls else {})}
     message = {"role": "assistant", "content": None, "refusal": None} | content
-    return told | {"message": message | ({"tool_calls": calls} if calls else {})}
+    return choice_json | {"message": message | ({"tool_calls": calls} if calls else {})}
 
 
 def finite(logprob: float) -> float:
@@ -342,11 +342,12 @@ def logprobs_of(piece: Piece, language: Language) -> dict[str, Any]:
 def chat_logprobs(piece: Piece, language: Language) -> dict[str, Any]:
     """Of a chat completion, a token behind the other."""
 
-    def told(token: int, logprob: float) -> dict[str, Any]:
+    def token_logprob(token: int, logprob: float) -> dict[str, Any]:
         return {"token": language.one(token), "logprob": finite(logprob), "bytes": language.bytes_of(token)}
 
     content = [
-        told(token.id, token.logprob) | {"top_logprobs": [told(*other) for other in token.alternatives]} for token in piece.tokens
+        token_logprob(token.id, token.logprob) | {"top_logprobs": [token_logprob(*other) for other in token.alternatives]}
+        for token in piece.tokens
     ]
     return {"content": content, "refusal": None}
 

@@ -95,10 +95,10 @@ class Stream:
     async def __anext__(self) -> tuple[int, Progress]:
         """Raises ModelFailed."""
         while self._open:
-            found = await self._queue.get()
-            if isinstance(found, ModelFailed):
-                raise found
-            index, progress = found
+            update = await self._queue.get()
+            if isinstance(update, ModelFailed):
+                raise update
+            index, progress = update
             if index in self._open:
                 if progress.reason is not None:
                     self._open.remove(index)
@@ -142,8 +142,8 @@ class Engine:
     @property
     def state(self) -> State:
         """Of now, or of a moment ago: the thread may be about to change it."""
-        own = self._scheduler
-        return State(own.running, own.waiting, own.pages.taken, own.pages.free, own.preempted, own.shared)
+        sched = self._scheduler
+        return State(sched.running, sched.waiting, sched.pages.taken, sched.pages.free, sched.preempted, sched.shared)
 
     @property
     def open_requests(self) -> int:
@@ -223,8 +223,8 @@ class Engine:
 
     # --- in the event loop ---------------------------------------------------------------------------------------------
 
-    def _tell(self, made: Sequence[Progress]) -> None:
-        for progress in made:
+    def _tell(self, updates: Sequence[Progress]) -> None:
+        for progress in updates:
             if progress.reason is not None:
                 now = self._loop.time()
                 self._pace = 0.8 * self._pace + 0.2 * min(60.0, now - self._ended) if self._ended else self._pace
@@ -273,34 +273,34 @@ class Engine:
             wait = False
         return True
 
-    def _finish(self, step: Step, made: Outcome, seconds: float) -> None:
-        if made is None:  # the call before it failed
+    def _finish(self, step: Step, outcome: Outcome, seconds: float) -> None:
+        if outcome is None:  # the call before it failed
             self._scheduler.undo()
-        elif isinstance(made, CgbundleError):  # those of this call are lost; others may go on
-            self.failures, self.last_error = self.failures + 1, made
-            self._loop.call_soon_threadsafe(self._fail, self._scheduler.fail(), " ".join(str(made).split()))
-        elif isinstance(made, BaseException):
-            raise made
+        elif isinstance(outcome, CgbundleError):  # those of this call are lost; others may go on
+            self.failures, self.last_error = self.failures + 1, outcome
+            self._loop.call_soon_threadsafe(self._fail, self._scheduler.fail(), " ".join(str(outcome).split()))
+        elif isinstance(outcome, BaseException):
+            raise outcome
         else:
             self.failures = 0
-            told = self._scheduler.finish(made.rows())
+            updates = self._scheduler.finish(outcome.rows())
             self._watch(step, seconds)
-            if told:
-                self._loop.call_soon_threadsafe(self._tell, told)
+            if updates:
+                self._loop.call_soon_threadsafe(self._tell, updates)
 
     # --- in the model's thread -------------------------------------------------------------------------------------------
 
     def _call_all(self) -> None:
         """One call after the other, each as soon as the one before it has ended."""
-        made: Outcome = None
+        outcome: Outcome = None
         while (asked := self._calls.get()) is not None:
             if not isinstance(asked, tuple):
                 asked()
                 continue
             call, chained = asked
-            before, began = made if isinstance(made, Made) else None, time.perf_counter()
+            before, began = outcome if isinstance(outcome, Made) else None, time.perf_counter()
             try:
-                made = None if chained and before is None else call(before)
+                outcome = None if chained and before is None else call(before)
             except BaseException as error:  # noqa: BLE001  the engine's thread raises it
-                made = error
-            self._outcomes.put((made, time.perf_counter() - began))
+                outcome = error
+            self._outcomes.put((outcome, time.perf_counter() - began))

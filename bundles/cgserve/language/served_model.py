@@ -58,13 +58,13 @@ class ServedModel:
         adapter = self.adapters.get(name)
         created = self._created if adapter is None else adapter.created
         parent = {} if adapter is None else {"parent": self.name}
-        told = {"id": name, "object": "model", "created": created, "owned_by": "cgbundle", "max_model_len": self.context}
-        return told | parent
+        card = {"id": name, "object": "model", "created": created, "owned_by": "cgbundle", "max_model_len": self.context}
+        return card | parent
 
     def adapter_of(self, name: str | None) -> Adapter:
         """What requests with this name are served with."""
-        found = self.adapters.get(name or "")
-        return NO_ADAPTER if found is None else found.adapter
+        served = self.adapters.get(name or "")
+        return NO_ADAPTER if served is None else served.adapter
 
     async def load_adapter(self, name: str, folder: Path) -> None:
         """Reads an adapter and serves the model with it under `name`.  Raises AdapterError, CgbundleError, ModelFailed."""
@@ -74,7 +74,7 @@ class ServedModel:
                 raise AdapterError("the bundle has no bank of adapters: build it with cgcompile build FOLDER --adapters N")
             if not name or name == self.name or name in self.adapters:
                 raise AdapterError(f"adapter {name!r}: the name is taken" if name else "an adapter needs a name")
-            used = {each.adapter.place for each in self.adapters.values()} | self.engine.adapters
+            used = {loaded.adapter.place for loaded in self.adapters.values()} | self.engine.adapters
             place = next((place for place in range(1, bank.count + 1) if place not in used), 0)
             if not place:
                 raise AdapterError(f"adapter {name!r}: the bundle holds {bank.count} at a time (cgcompile build --adapters N)")
@@ -90,7 +90,7 @@ class ServedModel:
     def unload_adapter(self, name: str) -> bool:
         """Takes a name away, and gives whether it was there.  Open requests end as they would; its place is free behind them."""
         there = name in self.adapters
-        self.adapters = {each: served for each, served in self.adapters.items() if each != name}
+        self.adapters = {other: served for other, served in self.adapters.items() if other != name}
         return there
 
     def requests_of(self, asked: Asked) -> list[Request]:
@@ -110,19 +110,19 @@ class ServedModel:
         prompts = (
             [self._chat(asked.messages, asked.template, asked.toolbox)]
             if asked.chat
-            else [self._prompt(each, asked.special) for each in asked.prompts]
+            else [self._prompt(asked_prompt, asked.special) for asked_prompt in asked.prompts]
         )
-        found = []
+        requests = []
         for prompt in prompts:
             most = self.context - len(prompt) if asked.most is None else asked.most
             if len(prompt) + max(1, most) > self.context:
                 text = f"the model takes {self.context} tokens; the prompt has {len(prompt)}, and max_tokens is {max(1, most)}"
                 raise Refusal(400, text, "messages" if asked.chat else "prompt", "context_length_exceeded")
             for index in range(asked.choices):
-                told: dict[str, Any] = {**self.language.sampling, **asked.sampling, "alternatives": asked.alternatives or 0}
-                sampling = Sampling(**(told | {"seed": told["seed"] + index}))
-                found.append(self._request(asked, prompt, most, stop, sampling, matcher, adapter))
-        return found
+                options: dict[str, Any] = {**self.language.sampling, **asked.sampling, "alternatives": asked.alternatives or 0}
+                sampling = Sampling(**(options | {"seed": options["seed"] + index}))
+                requests.append(self._request(asked, prompt, most, stop, sampling, matcher, adapter))
+        return requests
 
     def _request(
         self, asked: Asked, prompt: tuple[int, ...], most: int, stop: tuple[int, ...], sampling: Sampling,
@@ -134,8 +134,8 @@ class ServedModel:
             raise Refusal(400, "max_tokens: 0 needs a prompt of two tokens", "max_tokens")
         read, rules = prompt[: len(prompt) - len(forced)], None
         if matcher is not None or asked.wishes or forced:
-            own = None if matcher is None else matcher.copy()
-            rules = TokenRules(self.engine.limits.vocabulary, len(read), asked.wishes, stop, own, forced)
+            matcher_copy = None if matcher is None else matcher.copy()
+            rules = TokenRules(self.engine.limits.vocabulary, len(read), asked.wishes, stop, matcher_copy, forced)
         count = most + len(forced)
         return Request(
             prompt=read, most=count, stop=stop, sampling=sampling, rules=rules, forced=len(forced), adapter=adapter
@@ -181,8 +181,8 @@ class ServedModel:
     def _check_length(self, text: str, field: str) -> None:
         """Raises Refusal for a text of more characters than the longest tokens have together."""
         if len(text) > self.characters:
-            told = f"the model takes {self.context} tokens, of {self.characters} characters at most; the prompt has {len(text)}"
-            raise Refusal(400, told, field, "context_length_exceeded")
+            cause = f"the model takes {self.context} tokens, of {self.characters} characters at most; the prompt has {len(text)}"
+            raise Refusal(400, cause, field, "context_length_exceeded")
 
     def _tokens(self, text: str, field: str, *, special: bool) -> tuple[int, ...]:
         """The tokens of a text.  Of a long one its beginning is tried first: a tokenizer takes seconds for megabytes, and hundreds
@@ -191,8 +191,8 @@ class ServedModel:
         tried = USUAL * self.context
         while tried < len(text):
             if len(self.language.tokens(text[:tried], special=special)) > self.context + SLACK:
-                told = f"the model takes {self.context} tokens; the first {tried} of the prompt's {len(text)} characters have more"
-                raise Refusal(400, told, field, "context_length_exceeded")
+                cause = f"the model takes {self.context} tokens; the first {tried} of the prompt's {len(text)} characters have more"
+                raise Refusal(400, cause, field, "context_length_exceeded")
             tried *= 2
         return self.language.tokens(text, special=special)
 

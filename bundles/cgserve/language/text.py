@@ -64,19 +64,19 @@ class StopStrings:
     def push(self, text: str) -> str:
         """The text that belongs to no stop string, nor may begin one.  Sets `found` where one is whole: nothing comes after."""
         self._held += text
-        places = [place for place in (self._held.find(each) for each in self._strings) if place >= 0]
+        places = [place for place in (self._held.find(string) for string in self._strings) if place >= 0]
         if places:
             self.found = True
-            told, self._held = self._held[: min(places)], ""
-            return told
-        keep = max((self._overlap(each) for each in self._strings), default=0)
-        told, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
-        return told
+            emitted, self._held = self._held[: min(places)], ""
+            return emitted
+        keep = max((self._overlap(string) for string in self._strings), default=0)
+        emitted, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
+        return emitted
 
     def end(self) -> str:
         """What was held back, because a stop string might have begun."""
-        told, self._held = self._held, ""
-        return told
+        rest, self._held = self._held, ""
+        return rest
 
     def _overlap(self, string: str) -> int:
         """How many characters at the end of what is held begin `string`."""
@@ -127,8 +127,8 @@ class Language:
 
     def tokens(self, text: str, *, special: bool) -> tuple[int, ...]:
         """The tokens of a text; `special`: with those that the tokenizer puts around it, which a chat template writes itself."""
-        (made,) = self._tokenizer.encode_batch([text], add_special_tokens=special)  # `encode` keeps the interpreter to itself
-        return tuple(made.ids)
+        (encoding,) = self._tokenizer.encode_batch([text], add_special_tokens=special)  # `encode` keeps the interpreter to itself
+        return tuple(encoding.ids)
 
     @property
     def source(self) -> str:
@@ -139,7 +139,7 @@ class Language:
     def encoded(self, texts: Sequence[str] | Sequence[tuple[str, str]]) -> list[tuple[list[int], list[int]]]:
         """The tokens of texts, or of pairs of them, with those that the tokenizer puts around; and of which text of a pair each
         is."""
-        return [(made.ids, made.type_ids) for made in self._tokenizer.encode_batch(list(texts))]
+        return [(encoding.ids, encoding.type_ids) for encoding in self._tokenizer.encode_batch(list(texts))]
 
     def text(self, tokens: Sequence[int]) -> str:
         """The text of tokens, without special ones."""
@@ -156,10 +156,10 @@ class Language:
         return None if BROKEN in text else list(text.encode())
 
     def _stop_tokens(self, ids: int | list[int] | None, name: str | None) -> tuple[int, ...]:
-        found = [] if ids is None else [ids] if isinstance(ids, int) else ids
-        if not found and name is not None and (number := self._tokenizer.token_to_id(name)) is not None:
-            found = [number]
-        return tuple(found)
+        tokens = [] if ids is None else [ids] if isinstance(ids, int) else ids
+        if not tokens and name is not None and (number := self._tokenizer.token_to_id(name)) is not None:
+            tokens = [number]
+        return tuple(tokens)
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -172,18 +172,18 @@ def defaults_of(generation: dict[str, Any]) -> dict[str, float]:
     names = {
         "temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "repetition_penalty": "penalty",
     }  # fmt: skip
-    found = {ours: generation[theirs] for theirs, ours in names.items() if type(generation.get(theirs)) in (int, float)}
-    if "top_k" in found:
-        found["top_k"] = max(0, int(found["top_k"]))
-    return {"temperature": 0.0, **found} if generation.get("do_sample") is False and not found else found
+    sampling = {ours: generation[theirs] for theirs, ours in names.items() if type(generation.get(theirs)) in (int, float)}
+    if "top_k" in sampling:
+        sampling["top_k"] = max(0, int(sampling["top_k"]))
+    return {"temperature": 0.0, **sampling} if generation.get("do_sample") is False and not sampling else sampling
 
 
 def labels_of(config: dict[str, Any]) -> tuple[str, ...]:
     """The classes of a config.json, in their order."""
-    if not any(str(each).endswith("ForSequenceClassification") for each in config.get("architectures") or ()):
+    if not any(str(architecture).endswith("ForSequenceClassification") for architecture in config.get("architectures") or ()):
         return ()
-    told = config.get("id2label") or {str(number): f"LABEL_{number}" for number in range(config.get("num_labels", 2))}
-    return tuple([str(told[number]) for number in sorted(told, key=int)])
+    labels = config.get("id2label") or {str(number): f"LABEL_{number}" for number in range(config.get("num_labels", 2))}
+    return tuple([str(labels[number]) for number in sorted(labels, key=int)])
 
 
 def named(value: Any) -> str:
@@ -194,5 +194,5 @@ def named(value: Any) -> str:
 def chosen(template: Any) -> str:
     """The template of tokenizer_config.json: the one called `default` where it lists several."""
     if isinstance(template, list):
-        return next((each["template"] for each in template if each.get("name") == "default"), "")
+        return next((entry["template"] for entry in template if entry.get("name") == "default"), "")
     return template or ""

@@ -67,21 +67,21 @@ class BundleCache:
         await asyncio.gather(*[model.close() for model in models], *self._tasks)
 
     async def _open(self, name: str) -> None:
-        found = (await asyncio.to_thread(scan, self._folder))[name]
-        if name in self._failed and self._failed[name][0] == found:
+        versions = (await asyncio.to_thread(scan, self._folder))[name]
+        if name in self._failed and self._failed[name][0] == versions:
             raise Refused(self._failed[name][1])
         self._failed.pop(name, None)
         model = Model(name, self._options, Watch())
-        await model.refresh(found, self._tell)
+        await model.refresh(versions, self._tell)
         while model.current is None and model.short and self._models:
             await self._evict(name)
             model = Model(name, self._options, Watch())
-            await model.refresh(found, self._tell)
+            await model.refresh(versions, self._tell)
         if model.current is None:
             _, why = model.refused[max(model.refused)]
             text = f"no version of {name!r} can be served: {why}"
             if not model.short:
-                self._failed[name] = found, text
+                self._failed[name] = versions, text
             raise Refused(text)
         wanted = sum(model.current.memory.values())
         while self._models and wanted + self._bytes() > self._limit:
@@ -98,9 +98,9 @@ class BundleCache:
 
     async def _refresh(self) -> None:
         async with self._turn:
-            found = await asyncio.to_thread(scan, self._folder)
+            bundles = await asyncio.to_thread(scan, self._folder)
             for name, model in list(self._models.items()):
-                await model.refresh(found.get(name, {}), self._tell)
+                await model.refresh(bundles.get(name, {}), self._tell)
                 if model.current is None:
                     del self._models[name]
                     await model.close()

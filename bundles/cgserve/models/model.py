@@ -27,11 +27,11 @@ class Model:
         self._options, self._watch = options, watch
         self._closing: set[asyncio.Task[None]] = set()
 
-    async def refresh(self, found: Mapping[int, tuple[Path, Identity]], tell: Tell) -> None:
-        """Serves the highest version of `found` that can be served.  `tell` is told of each load, switch and refusal."""
-        self.refused = {number: told for number, told in self.refused.items() if number in found and found[number][1] == told[0]}
-        for number in sorted(found, reverse=True):
-            path, identity = found[number]
+    async def refresh(self, paths: Mapping[int, tuple[Path, Identity]], tell: Tell) -> None:
+        """Serves the highest version of `paths` that can be served.  `tell` is told of each load, switch and refusal."""
+        self.refused = {number: pair for number, pair in self.refused.items() if number in paths and paths[number][1] == pair[0]}
+        for number in sorted(paths, reverse=True):
+            path, identity = paths[number]
             if self.current is not None and (self.current.number, self.current.identity) == (number, identity):
                 return
             if number in self.refused:
@@ -47,10 +47,10 @@ class Model:
                 continue
             entries = {"entries": list(version.entries)} if len(version.entries) + len(version.not_served) > 1 else {}
             left_out = {"not_served": version.not_served} if version.not_served else {}
-            told = {"model": self.name, "version": number, "before": self._switch(version)}
-            tell({"event": "serving", **told, **entries, **left_out, **rounded(version.seconds)})
+            fields = {"model": self.name, "version": number, "before": self._switch(version)}
+            tell({"event": "serving", **fields, **entries, **left_out, **rounded(version.seconds)})
             return
-        if self.current is not None and self.current.number not in found:
+        if self.current is not None and self.current.number not in paths:
             tell({"event": "gone", "model": self.name, "version": self._switch(None)})
 
     async def close(self) -> None:

@@ -50,11 +50,11 @@ class Repository:
     async def refresh(self) -> None:
         """Looks now.  Raises OSError where a folder cannot be read."""
         async with self._turn:
-            found = await asyncio.to_thread(self._look_at)
-            for name in found.keys() - self.models.keys():
+            bundles = await asyncio.to_thread(self._look_at)
+            for name in bundles.keys() - self.models.keys():
                 self.models[name] = Model(name, self._options, self._watch)
-            await asyncio.gather(*[model.refresh(found.get(name, {}), self._tell) for name, model in self.models.items()])
-            for name in [name for name, model in self.models.items() if name not in found and model.current is None]:
+            await asyncio.gather(*[model.refresh(bundles.get(name, {}), self._tell) for name, model in self.models.items()])
+            for name in [name for name, model in self.models.items() if name not in bundles and model.current is None]:
                 await self.models.pop(name).close()
 
     async def _look(self) -> None:
@@ -71,7 +71,7 @@ class Repository:
 
 def scan(folder: Path) -> Found:
     """The bundles of a folder of models.  Raises OSError where it cannot be read."""
-    found: Found = {}
+    bundles: Found = {}
     for model in sorted(folder.iterdir()):
         if model.name.startswith(".") or not model.is_dir():
             continue
@@ -82,12 +82,12 @@ def scan(folder: Path) -> Found:
                 with suppress(OSError):  # no bundle there, or not yet: a bundle is whole or absent
                     versions[int(version.name)] = (path, identity_of(path))
         if versions:
-            found[model.name] = versions
-    return found
+            bundles[model.name] = versions
+    return bundles
 
 
 def identity_of(bundle: Path) -> Identity:
     """Raises OSError where there is no bundle."""
     os.stat(bundle / "manifest.json")
     files = [file.stat() for file in sorted(bundle.rglob("*"))]  # one of them may be repaired in its place
-    return tuple([(told.st_ino, told.st_size, told.st_mtime_ns) for told in files])
+    return tuple([(status.st_ino, status.st_size, status.st_mtime_ns) for status in files])

@@ -79,7 +79,7 @@ class Version:
         self._options, self._first = options, before is None
         self._adapters = dict(options.adapters)
         if before is not None and before.language is not None:  # some may have come or gone since
-            self._adapters = {name: each.folder for name, each in before.language.adapters.items()}
+            self._adapters = {name: adapter.folder for name, adapter in before.language.adapters.items()}
         self._words = before.words if before is not None else None
         copies = max(1, len(options.devices))
         self._thread = ThreadPoolExecutor(copies, f"version-{self.number}")
@@ -99,8 +99,8 @@ class Version:
         """Takes requests.  Raises ValueError for a language model that was built in another way than this server calls it."""
         options, copies = self._options, max(1, len(self._options.devices))
         if language is not None and is_language_model(program.manifest):
-            each = program.programs if isinstance(program, cgbundle.Replicas) else [program]
-            models = [BundleModel(own, options.turns) for own in each]
+            replicas = program.programs if isinstance(program, cgbundle.Replicas) else [program]
+            models = [BundleModel(replica, options.turns) for replica in replicas]
             self.language = ServedModel(models, language, self.model, options.limit, watch.language(self.model), options.seconds)
             await self._cleanup.enter_async_context(self.language.engine)
             for name, folder in self._adapters.items():
@@ -110,10 +110,10 @@ class Version:
         for name, each_ports in ports.items():
             shown = self.model if len(program.entries) == 1 else f"{self.model}.{name}"
 
-            def told(batch: Batch, shown: str = shown, ports: Ports = each_ports) -> None:
+            def watch_batch(batch: Batch, shown: str = shown, ports: Ports = each_ports) -> None:
                 watch.batch(shown, self.number, ports, batch)
 
-            entry = TensorEntry(program[name], each_ports, self._thread, copies, options.wait / 1000, options.limit, told)
+            entry = TensorEntry(program[name], each_ports, self._thread, copies, options.wait / 1000, options.limit, watch_batch)
             self.entries[shown] = await self._cleanup.enter_async_context(entry)
         if language is not None and self.language is None:
             entry = self.entries[self.model]
@@ -247,12 +247,12 @@ def read_tokenizer(folder: Path, before: Language | None) -> Language:
 def first_keys(manifest: Manifest) -> list[IntKey]:
     """The smallest and the largest int_key of all that run the same code.  One lowering for a processor may have a hundred of them;
     a graph belongs to one."""
-    found: dict[tuple[str, ...], list[IntKey]] = {}
+    keys_by_code: dict[tuple[str, ...], list[IntKey]] = {}
     for entry in manifest.entries:
         for program in entry.programs:
             code = tuple([step.file or manifest.regions[step.region].file for step in program.steps if step.kind != "copy"])
-            found.setdefault((entry.name, *code), []).append(program.key)
-    return [key for keys in found.values() for key in {min(keys, key=prod), max(keys, key=prod)}]
+            keys_by_code.setdefault((entry.name, *code), []).append(program.key)
+    return [key for keys in keys_by_code.values() for key in {min(keys, key=prod), max(keys, key=prod)}]
 
 
 def rounded(seconds: Mapping[str, float]) -> dict[str, float]:

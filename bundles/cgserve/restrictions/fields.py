@@ -25,19 +25,19 @@ def schema_of(asked: Any) -> Mapping[str, Any] | None:
         return ANYTHING
     if kind != "json_schema":
         raise ValueError("response_format.type: expected text, json_object or json_schema")
-    told = asked.get("json_schema")
-    if not isinstance(told, dict) or not isinstance(told.get("schema"), dict):
+    json_schema = asked.get("json_schema")
+    if not isinstance(json_schema, dict) or not isinstance(json_schema.get("schema"), dict):
         raise ValueError("response_format.json_schema.schema: expected an object")
-    schema: dict[str, Any] = told["schema"]
+    schema: dict[str, Any] = json_schema["schema"]
     return schema
 
 
 def toolbox_of(body: Mapping[str, Any]) -> Toolbox:
     """What `tools`, `tool_choice` and `parallel_tool_calls` say."""
-    given = body.get("tools", [])
-    if not isinstance(given, list) or len(given) > TOOLS:
+    definitions = body.get("tools", [])
+    if not isinstance(definitions, list) or len(definitions) > TOOLS:
         raise ValueError(f"tools: expected a list of up to {TOOLS}")
-    tools = tuple([tool_of(tool, f"tools[{index}]") for index, tool in enumerate(given)])
+    tools = tuple([tool_of(tool, f"tools[{index}]") for index, tool in enumerate(definitions)])
     names = [tool.name for tool in tools]
     if len(set(names)) < len(names):
         raise ValueError("tools: two functions have the same name")
@@ -58,9 +58,9 @@ def toolbox_of(body: Mapping[str, Any]) -> Toolbox:
     return Toolbox(tools=tools, choice=choice if tools else "none", parallel=parallel)
 
 
-def tool_of(given: Any, where: str) -> Tool:
+def tool_of(definition: Any, where: str) -> Tool:
     """A tool of a body."""
-    function = given.get("function") if isinstance(given, dict) and given.get("type") == "function" else None
+    function = definition.get("function") if isinstance(definition, dict) and definition.get("type") == "function" else None
     if not isinstance(function, dict):
         raise ValueError(f"{where}: expected an object with the type function and a function")
     name, parameters = function.get("name"), function.get("parameters")
@@ -68,16 +68,16 @@ def tool_of(given: Any, where: str) -> Tool:
         raise ValueError(f"{where}.function.name: expected 1 to 64 letters, digits, _, . or -")
     if parameters is not None and not isinstance(parameters, dict):
         raise ValueError(f"{where}.function.parameters: expected a JSON schema")
-    return Tool(name=name, parameters=parameters or {**ANYTHING, "properties": {}, "additionalProperties": False}, told=given)
+    return Tool(name=name, parameters=parameters or {**ANYTHING, "properties": {}, "additionalProperties": False}, told=definition)
 
 
-def biases_of(given: Any) -> dict[int, float]:
+def biases_of(logit_bias: Any) -> dict[int, float]:
     """The biases of a `logit_bias`, by token."""
-    if not isinstance(given, dict) or len(given) > BIASES:
+    if not isinstance(logit_bias, dict) or len(logit_bias) > BIASES:
         raise ValueError(f"logit_bias: expected an object of up to {BIASES} tokens")
-    found = {}
-    for token, bias in given.items():
+    biases = {}
+    for token, bias in logit_bias.items():
         if not token.isascii() or not token.isdecimal() or type(bias) not in (int, float) or not -100 <= bias <= 100:
             raise ValueError("logit_bias: expected tokens with a number from -100 to 100")
-        found[int(token)] = float(bias)
-    return {token: bias for token, bias in found.items() if bias}
+        biases[int(token)] = float(bias)
+    return {token: bias for token, bias in biases.items() if bias}

@@ -75,12 +75,12 @@ class Grammars:
 
     def special(self, tags: Sequence[str]) -> dict[str, int]:
         """Those of some texts that are one token each which the engine does not count as text, and the tokens."""
-        found = {}
+        special_tokens = {}
         for tag in tags:
             tokens = self._tokens.tokenize_str(tag, parse_special=True)
             if len(tokens) == 1 and self._tokens.is_special_token(tokens[0]):
-                found[tag] = tokens[0]
-        return found
+                special_tokens[tag] = tokens[0]
+        return special_tokens
 
     def matcher(self, grammar: str) -> GrammarMatcher:
         """The beginning of a text.  Raises ValueError for a grammar that the engine does not take."""

@@ -159,8 +159,8 @@ def as_text(message: dict[str, Any]) -> dict[str, Any]:
     functions = [call["function"] for call in message.get("tool_calls") or () if isinstance(call, dict) and "function" in call]
     if not functions:
         return message
-    told = [json.dumps({name: function.get(name) for name in ("name", "arguments")}) for function in functions]
-    return {"role": message["role"], "content": "\n".join([*filter(None, [message["content"]]), *told])}
+    lines = [json.dumps({name: function.get(name) for name in ("name", "arguments")}) for function in functions]
+    return {"role": message["role"], "content": "\n".join([*filter(None, [message["content"]]), *lines])}
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,22 +192,22 @@ class CallReader:
     def _tagged(self, *, end: bool) -> tuple[str, list[ToolCall]]:
         """Of calls between tags, each as soon as it is whole."""
         opens, closes = self._form.begin.strip(), self._form.end.strip()
-        told, calls = "", list[ToolCall]()
+        text, calls = "", list[ToolCall]()
         while (start := self._held.find(opens)) >= 0:
             stop = self._held.find(closes, start)
             if stop < 0 and not end:
                 break
             inner = self._held[start + len(opens) : stop if stop >= 0 else None]
             rest = self._held[stop + len(closes) :] if stop >= 0 else ""
-            found = self._read(inner)
-            told += self._held[:start].rstrip() if found else self._held[: len(self._held) - len(rest)]
-            calls += found
-            self._held = rest.lstrip() if found else rest
+            new_calls = self._read(inner)
+            text += self._held[:start].rstrip() if new_calls else self._held[: len(self._held) - len(rest)]
+            calls += new_calls
+            self._held = rest.lstrip() if new_calls else rest
         certain = len(self._held) - (0 if end else held_back(self._held, opens))
         if start >= 0:
             certain = len(self._held[:start].rstrip())
-        told, self._held = told + self._held[:certain], self._held[certain:]
-        return told, calls
+        text, self._held = text + self._held[:certain], self._held[certain:]
+        return text, calls
 
     def _bare(self, *, end: bool) -> tuple[str, list[ToolCall]]:
         """Of calls that are JSON: an answer that begins so is read when it has ended."""
@@ -215,20 +215,20 @@ class CallReader:
         if not self._text and not end and (not begins or begins in "{[<"):
             return "", []
         calls = [] if self._text else self._read(self._held)
-        told, self._held, self._text = "" if calls else self._held, "", True
-        return told, calls
+        text, self._held, self._text = "" if calls else self._held, "", True
+        return text, calls
 
     def _read(self, text: str) -> list[ToolCall]:
         """The calls that a text consists of; none where anything else is in it."""
-        found, at = list[Any](), MARKS.match(text).end()  # type: ignore[union-attr]
+        values, at = list[Any](), MARKS.match(text).end()  # type: ignore[union-attr]
         try:
             while at < len(text):
                 value, at = DECODER.raw_decode(text, at)
-                found += value if isinstance(value, list) else [value]
+                values += value if isinstance(value, list) else [value]
                 at = len(text) - len(text[at:].lstrip("; ,\n\t\r"))
         except ValueError:
             return []
-        calls = [self._call(value) for value in found]
+        calls = [self._call(value) for value in values]
         if not calls or None in calls:
             return []
         self._count += len(calls)

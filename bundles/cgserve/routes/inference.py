@@ -117,7 +117,7 @@ class Inference:
         for name, model in self._repository.models.items():
             if model.current is not None:
                 number = str(model.current.number)
-                rows += [{"name": each, "version": number, "state": "READY", "reason": ""} for each in model.current.names]
+                rows += [{"name": entry, "version": number, "state": "READY", "reason": ""} for entry in model.current.names]
             for refused_one, (_identity, why) in model.refused.items():
                 rows.append({"name": name, "version": str(refused_one), "state": "UNAVAILABLE", "reason": str(why)})
         return rows
@@ -170,7 +170,7 @@ class Inference:
         models = self._repository.models
         model = models.get(name) or models.get(name.rpartition(".")[0])
         if model is None or (name not in models and model.current is not None and name not in model.current.names):
-            there = sorted([each for version in self._repository.serving() for each in version.names])
+            there = sorted([entry for version in self._repository.serving() for entry in version.names])
             raise Refusal(404, f"no model {name!r}; there are {', '.join(there) or 'none'}")
         if model.current is None:
             raise Refusal(503, f"no version of {name!r} serves", 1)

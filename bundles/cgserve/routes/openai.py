@@ -63,7 +63,7 @@ class OpenAI:
         serving = self._serving()
         if name is not None and name in serving:
             return serving[name]
-        adapted = {own: served for served in serving.values() for own in served.adapters}
+        adapted = {adapter: served for served in serving.values() for adapter in served.adapters}
         if name in adapted:
             return adapted[name]
         if name is None:
@@ -98,7 +98,7 @@ class OpenAI:
             asked = object_of(body)
             served = self._choose(of_kind(asked, "model", str, None, "a string"))
             tokens = asked.get("tokens")
-            if not isinstance(tokens, list) or not all(type(each) is int and 0 <= each < served.language.size for each in tokens):
+            if not isinstance(tokens, list) or not all(type(item) is int and 0 <= item < served.language.size for item in tokens):
                 raise Refusal(400, f"tokens: expected tokens from 0 to {served.language.size - 1}", "tokens")
             return {"prompt": served.language.text(tokens)}
 

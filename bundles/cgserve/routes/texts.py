@@ -51,7 +51,7 @@ class Texts:
         }  # fmt: skip
         for task, path in PATHS.items():
             paths = (f"/v1{path}", path) if path in OUTSIDE else (f"/v1{path}",)
-            self.routes += [Route(each, handlers[task], methods=["POST"]) for each in paths]
+            self.routes += [Route(url_path, handlers[task], methods=["POST"]) for url_path in paths]
 
     async def _embeddings(self, request: Request) -> Response:
         model, body, texts = await self._read(request, "embed")
@@ -59,7 +59,7 @@ class Texts:
         if form not in ("float", "base64"):
             raise Refusal(400, "encoding_format: expected float or base64", "encoding_format")
         rows = await self._answer(model, texts, numbers_of if form == "float" else base64_of)
-        data = [b'{"object":"embedding","index":%d,"embedding":%b}' % each for each in enumerate(rows)]
+        data = [b'{"object":"embedding","index":%d,"embedding":%b}' % pair for pair in enumerate(rows)]
         rest = to_json({"object": "list", "model": model.name, "usage": usage(texts)})
         return Response(b'%b,"data":[%b]}' % (rest[:-1], b",".join(data)), media_type="application/json")
 
@@ -106,9 +106,9 @@ class Texts:
             model.check_room(len(texts))
             if isinstance(texts[0], str):
                 return model, body, model.encoded(texts, field="input", truncate=truncate)
-            if not all(0 <= token < model.language.size for each in texts for token in each):
+            if not all(0 <= token < model.language.size for tokens in texts for token in tokens):
                 raise Refusal(400, f"input: expected tokens from 0 to {model.language.size - 1}", "input")
-            return model, body, [model.fitting(Encoded.of(each), field="input", truncate=truncate) for each in texts]
+            return model, body, [model.fitting(Encoded.of(tokens), field="input", truncate=truncate) for tokens in texts]
 
         while True:
             try:
@@ -123,7 +123,7 @@ class Texts:
     def _choose(self, name: str | None, task: Task) -> TextModel:
         """Raises Refusal."""
         serving = self._serving()
-        there = ", ".join([each for each, model in serving.items() if model.task == task]) or "none"
+        there = ", ".join([served_name for served_name, model in serving.items() if model.task == task]) or "none"
         if name is None:
             fitting = [model for model in serving.values() if model.task == task]
             if len(fitting) == 1:
@@ -142,10 +142,10 @@ class Texts:
             raise Refusal(400, f"model: {name!r} takes no texts here, or has no tokenizer; there is {there}", "model")
         raise Refusal(404, f"no model {name!r}; there is {there}", "model", "model_not_found")
 
-    async def _answer(self, model: TextModel, texts: Sequence[Encoded], made: Callable[[list[float]], T]) -> list[T]:
-        """What `made` makes of the output's row of each text, as it comes.  Raises Refusal."""
+    async def _answer(self, model: TextModel, texts: Sequence[Encoded], converter: Callable[[list[float]], T]) -> list[T]:
+        """What `converter` makes of the output's row of each text, as it comes.  Raises Refusal."""
         try:
-            return await model.answer(texts, made)
+            return await model.answer(texts, converter)
         except ExceptionGroup as group:
             error = group.exceptions[0]
         except Busy as busy:
@@ -178,12 +178,12 @@ def base64_of(row: list[float]) -> bytes:
     return b'"%b"' % base64.b64encode(array("f", row))
 
 
-def inputs_of(given: Any) -> list[Any]:
+def inputs_of(body_input: Any) -> list[Any]:
     """Texts, or lists of tokens.  Raises Refusal."""
-    tokens = isinstance(given, list) and bool(given) and all(type(each) is int for each in given)
-    several = given if isinstance(given, list) and given and not tokens else [given]
-    texts = all(isinstance(each, str) for each in several)
-    if not texts and not all(isinstance(each, list) and each and all(type(token) is int for token in each) for each in several):
+    tokens = isinstance(body_input, list) and bool(body_input) and all(type(token) is int for token in body_input)
+    several = body_input if isinstance(body_input, list) and body_input and not tokens else [body_input]
+    texts = all(isinstance(entry, str) for entry in several)
+    if not texts and not all(isinstance(entry, list) and entry and all(type(token) is int for token in entry) for entry in several):
         raise Refusal(400, "input: expected a string, a list of tokens, or a list of these", "input")
     if len(several) > TEXTS:
         raise Refusal(400, f"input: {len(several)} texts; at most {TEXTS} may be", "input")
@@ -193,9 +193,9 @@ def inputs_of(given: Any) -> list[Any]:
 def documents_of(body: Mapping[str, Any]) -> list[str]:
     """The texts of a rerank.  Raises Refusal."""
     listed = body.get("documents")
-    found = [each.get("text") if isinstance(each, dict) else each for each in listed] if isinstance(listed, list) else []
-    texts = [each for each in found if isinstance(each, str)]
-    if not texts or len(texts) > TEXTS or len(texts) < len(found):
+    documents = [entry.get("text") if isinstance(entry, dict) else entry for entry in listed] if isinstance(listed, list) else []
+    texts = [entry for entry in documents if isinstance(entry, str)]
+    if not texts or len(texts) > TEXTS or len(texts) < len(documents):
         raise Refusal(400, f"documents: expected 1 to {TEXTS} strings, or objects with a text", "documents")
     return texts
 
@@ -206,6 +206,6 @@ def usage(texts: Sequence[Encoded]) -> dict[str, int]:
     return {"prompt_tokens": count, "total_tokens": count}
 
 
-def answered(told: Mapping[str, Any]) -> Response:
+def answered(body: Mapping[str, Any]) -> Response:
     """A body as JSON: a tenth of json.dumps' time for rows of numbers."""
-    return Response(to_json(told, inf_nan_mode="null"), media_type="application/json")
+    return Response(to_json(body, inf_nan_mode="null"), media_type="application/json")

@@ -79,7 +79,7 @@ class Scheduler:
                 return flight.step
         return None
 
-    def finish(self, made: Sequence[Sequence[Token]]) -> list[Progress]:
+    def finish(self, lane_tokens: Sequence[Sequence[Token]]) -> list[Progress]:
         """Takes in what the model made for each lane of the oldest step under way.  A request that was cancelled meanwhile is left
         out, and so is one whose prompt goes on."""
         flight = self._flights.popleft()
@@ -88,8 +88,8 @@ class Scheduler:
                 self.pages.written(beginning)
             else:
                 self.pages.forget(beginning)
-        told = list[Progress]()
-        for (text, pages, makes, *_), tokens in zip(flight.rows, made, strict=True):
+        updates = list[Progress]()
+        for (text, pages, makes, *_), tokens in zip(flight.rows, lane_tokens, strict=True):
             if not makes:
                 continue  # what a chunk inside the prompt made is no part of the text
             text.ahead -= 1
@@ -111,8 +111,8 @@ class Scheduler:
             if reason is not None:
                 del self._open[text.key]
                 self._drop(text)
-            told.append(Progress(text.key, tokens, reason))
-        return told
+            updates.append(Progress(text.key, tokens, reason))
+        return updates
 
     def fail(self) -> list[Hashable]:
         """Forgets the requests of the oldest step under way, whose call failed.  Their keys."""
@@ -298,7 +298,7 @@ class Scheduler:
             return 1
         turns = min(limit, max([text.left for text in texts]))
         asked = [text.request for text in texts]
-        if turns == 1 or any([each.sampling.alternatives or each.rules is not None for each in asked]):
+        if turns == 1 or any([request.sampling.alternatives or request.rules is not None for request in asked]):
             return 1
         needed = sum(self._lacks(text, text.read + min(turns, text.left)) for text in texts)
         return turns if needed <= self.pages.free else 1

@@ -40,7 +40,7 @@ def describe(entry: Any, random: int | None) -> Ports:
             raise NotServable(f"{unknown[0].name} is {unknown[0].dtype}, which the protocol does not have")
         free = entry.data_sizes if specs is entry.outputs else ()
         sides.append(tuple([_port(spec, [row.axis for row in free if row.output == at]) for at, spec in enumerate(specs)]))
-    return Ports(sides[0], sides[1], _batches(entry), tuple([(each.name, tuple(each.sizes)) for each in entry.dimensions]))
+    return Ports(sides[0], sides[1], _batches(entry), tuple([(row.name, tuple(row.sizes)) for row in entry.dimensions]))
 
 
 def _port(spec: Any, free: Sequence[int]) -> Port:
@@ -119,12 +119,12 @@ def _caller(entry: Any, ports: Ports) -> Callable[[Sequence[Sequence[Given]]], l
         rows = [request[0].shape[0] for request in requests] if ports.batches else [1]
         columns = [[request[index] for request in requests] for index in range(len(dtypes))]
         tensors = [
-            from_bytes(column[0].data if len(column) == 1 else b"".join([each.data for each in column]), dtype, _stacked(column))
+            from_bytes(column[0].data if len(column) == 1 else b"".join([part.data for part in column]), dtype, _stacked(column))
             for column, dtype in zip(columns, dtypes, strict=True)
         ]
         answers: list[list[Given]] = [[] for _ in requests]
-        for made in entry.replay(tensors):
-            data, shape, at = made.tobytes(), tuple(made.shape), 0
+        for output in entry.replay(tensors):
+            data, shape, at = output.tobytes(), tuple(output.shape), 0
             step = len(data) // max(1, sum(rows))
             for answer, count in zip(answers, rows, strict=True):
                 whole = len(requests) == 1
@@ -137,4 +137,4 @@ def _caller(entry: Any, ports: Ports) -> Callable[[Sequence[Sequence[Given]]], l
 
 def _stacked(column: Sequence[Given]) -> tuple[int, ...]:
     first = column[0].shape
-    return first if len(column) == 1 else (sum(each.shape[0] for each in column), *first[1:])
+    return first if len(column) == 1 else (sum(tensor.shape[0] for tensor in column), *first[1:])

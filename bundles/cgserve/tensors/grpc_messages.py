@@ -158,11 +158,11 @@ def write_infer(model: str, version: str, request: Request, outputs: Sequence[Po
     return answer
 
 
-def write_metadata(told: Mapping[str, Any]) -> Any:
+def write_metadata(metadata: Mapping[str, Any]) -> Any:
     """A ModelMetadataResponse of what `inference_protocol.metadata` tells; it has no parameters."""
-    answer = CLASSES["ModelMetadataResponse"](name=told["name"], versions=told["versions"], platform=told["platform"])
+    answer = CLASSES["ModelMetadataResponse"](name=metadata["name"], versions=metadata["versions"], platform=metadata["platform"])
     for side in ("inputs", "outputs"):
-        for row in told[side]:
+        for row in metadata[side]:
             getattr(answer, side).add(**row)
     return answer
 

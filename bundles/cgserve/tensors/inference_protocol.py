@@ -122,10 +122,10 @@ def write_response(
 ) -> tuple[bytes, int | None]:
     """An answer's body, and its Inference-Header-Content-Length, None where all of it is JSON.  `tensors` are those of `outputs`.
     Raises ProtocolError where an output that is wanted as JSON has none: NaN, infinity, BF16."""
-    given = {port.name: (port, tensor) for port, tensor in zip(outputs, tensors, strict=True)}
+    pairs = {port.name: (port, tensor) for port, tensor in zip(outputs, tensors, strict=True)}
     rows, behind = [], []
     for asked in request.asked:
-        port, tensor = given[asked.name]
+        port, tensor = pairs[asked.name]
         row: dict[str, Any] = {"name": port.name, "datatype": port.datatype, "shape": list(tensor.shape)}
         if asked.binary:
             row["parameters"] = {"binary_data_size": len(tensor.data)}
@@ -150,11 +150,11 @@ def metadata(
     """What /v2/models/M answers.  `sizes`: those recorded of each dimension, whose largest is a limit where calls cannot be
     cut; the protocol has no field for them, nor for what the axes of inputs are, but parameters."""
     ports = [[{"name": p.name, "datatype": p.datatype, "shape": list(p.shape)} for p in side] for side in (inputs, outputs)]
-    told = {"name": model, "versions": list(versions), "platform": "cgbundle", "inputs": ports[0], "outputs": ports[1]}
+    answer = {"name": model, "versions": list(versions), "platform": "cgbundle", "inputs": ports[0], "outputs": ports[1]}
     if not sizes:
-        return told
+        return answer
     axes = {port.name: list(port.axes) for port in inputs if port.axes}
-    return told | {"parameters": {"sizes": {name: list(each) for name, each in sizes}, "axes": axes}}
+    return answer | {"parameters": {"sizes": {name: list(dimension_sizes) for name, dimension_sizes in sizes}, "axes": axes}}
 
 
 def check_parameters(parameters: Mapping[str, Any], known: Set[str], where: str) -> None:
@@ -232,10 +232,10 @@ def _split(body: bytes, header: str | None) -> tuple[bytes, memoryview]:
 
 
 def _parameters(owner: Mapping[str, Any], where: str) -> dict[str, Any]:
-    found = owner.get("parameters", {})
-    if type(found) is not dict:
+    parameters = owner.get("parameters", {})
+    if type(parameters) is not dict:
         _refuse(f"{where}: parameters: expected an object")
-    return found
+    return parameters
 
 
 def _rows(listed: object, where: str) -> list[tuple[str, dict[str, Any]]]:
@@ -275,14 +275,14 @@ def _packed(port: Port, data: object, elements: int) -> bytes:
     if type(data) is not list:
         _refuse(f"{where}: expected a list of {elements} elements, or binary data")
     flat: list[Any] = data
-    while any(type(each) is list for each in flat):
-        if not all(type(each) is list for each in flat):
+    while any(type(element) is list for element in flat):
+        if not all(type(element) is list for element in flat):
             _refuse(f"{where}: lists and elements beside each other")
-        flat = [element for each in flat for element in each]
+        flat = [element for nested in flat for element in nested]
     if len(flat) != elements:
         _refuse(f"{where}: {len(flat)} elements, expected {elements}")
     kinds: tuple[type, ...] = (bool,) if code == "?" else (int, float) if code in "efd" else (int,)
-    if not all(type(each) in kinds for each in flat):
+    if not all(type(element) in kinds for element in flat):
         _refuse(f"{where}: expected elements of {port.datatype}{', true or false' if code == '?' else ''}")
     try:
         return struct.pack(f"<{len(flat)}{code}", *flat)

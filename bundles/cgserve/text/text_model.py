@@ -108,7 +108,7 @@ class TextModel:
                 raise self._too_long(field, f"{characters} characters")
         if truncate:
             texts = [text[:longest] if isinstance(text, str) else (text[0][:longest], text[1][:longest]) for text in texts]  # type: ignore[assignment]
-        return [self.fitting(Encoded.of(*made), field=field, truncate=truncate) for made in self.language.encoded(texts)]
+        return [self.fitting(Encoded.of(*encoding), field=field, truncate=truncate) for encoding in self.language.encoded(texts)]
 
     def check_room(self, texts: int) -> None:
         """Raises Busy where a request of so many texts has to come back, before anything is computed for it."""
@@ -133,8 +133,8 @@ class TextModel:
         text = f"{field}: {size}, and the model takes {self.context} tokens; `truncate` cuts"
         return Refusal(400, text, field, "context_length_exceeded")
 
-    async def answer(self, texts: Sequence[Encoded], made: Callable[[list[float]], T]) -> list[T]:
-        """What `made` makes of the output's row of each text.  Raises as TensorEntry.answer, alone or in a group."""
+    async def answer(self, texts: Sequence[Encoded], converter: Callable[[list[float]], T]) -> list[T]:
+        """What `converter` makes of the output's row of each text.  Raises as TensorEntry.answer, alone or in a group."""
         by_length: dict[int, list[int]] = {}
         for index, text in enumerate(texts):
             by_length.setdefault(self._lengths[bisect_left(self._lengths, text.tokens)], []).append(index)
@@ -143,7 +143,7 @@ class TextModel:
             for length, indices in by_length.items()
             for at in range(0, len(indices), self._rows)
         ]
-        found: list[T | None] = [None] * len(texts)
+        answers: list[T | None] = [None] * len(texts)
         left, until = iter(calls), asyncio.get_running_loop().time() + self._seconds
 
         async def some() -> None:
@@ -154,7 +154,7 @@ class TextModel:
                 (output,) = await self._answer(self._tensors([texts[index] for index in indices], length), seconds)
                 numbers = decode(self._dtype, bytes(output.data))
                 for place, index in enumerate(indices):
-                    found[index] = made(numbers[place * self.width : (place + 1) * self.width])
+                    answers[index] = converter(numbers[place * self.width : (place + 1) * self.width])
 
         self._check_calls(len(calls))
         self._open += len(calls)
@@ -167,7 +167,7 @@ class TextModel:
             self._open -= len(calls)
             if not self._open:
                 self._idle.set()
-        return cast(list[T], found)
+        return cast(list[T], answers)
 
     async def drain(self) -> None:
         """Waits until all requests are answered."""
@@ -175,7 +175,7 @@ class TextModel:
 
     def _tensors(self, texts: Sequence[Encoded], length: int) -> list[Given]:
         one, pad = array("q", [1]).tobytes(), array("q", [self.language.pad]).tobytes()
-        made = []
+        tensors = []
         for field, code in zip(self._fields, self._codes, strict=True):
             parts = list[bytes]()
             for text in texts:
@@ -188,8 +188,8 @@ class TextModel:
                     case _:
                         parts += text.kinds, bytes(WIDTH * fill)
             data = b"".join(parts)
-            made.append(Given((len(texts), length), data if code == "q" else array(code, array("q", data)).tobytes()))
-        return made
+            tensors.append(Given((len(texts), length), data if code == "q" else array(code, array("q", data)).tobytes()))
+        return tensors
 
 
 def sigmoid(number: float) -> float:

@@ -25,9 +25,9 @@ def read_keys(path: Path) -> tuple[bytes, ...]:
     return keys
 
 
-def has_key(told: bytes, keys: Sequence[bytes]) -> bool:
+def has_key(authorization: bytes, keys: Sequence[bytes]) -> bool:
     """Whether the value of a header `authorization` is `Bearer` and one of the keys.  All are compared, in constant time."""
-    kind, _, key = told.partition(b" ")
+    kind, _, key = authorization.partition(b" ")
     matches = [hmac.compare_digest(key.strip(), known) for known in keys]
     return kind.lower() == b"bearer" and any(matches)
 

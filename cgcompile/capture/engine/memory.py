@@ -44,7 +44,7 @@ def engine_memory(tensors: Mapping[str, torch.Tensor], pools: Iterable[Pool]) ->
     """What there is, on the current device.  Raises tensor-refused, dtype-unsupported."""
     wanted = {tuple(pool) for pool in pools}
     segments = [row for row in torch.cuda.memory_snapshot() if row["device"] == torch.cuda.current_device()]
-    private, others = [[row for row in segments if (tuple(row["segment_pool_id"]) in wanted) is own] for own in (True, False)]
+    private, others = [[row for row in segments if (tuple(row["segment_pool_id"]) in wanted) is member] for member in (True, False)]
     places = {name: _place(name, tensors[name]) for name in sorted(tensors)}
     places = {name: place for name, place in places.items() if 0 not in place.shape}
     pooled = {name: place for name, place in places.items() if _inside(place.address, private)}

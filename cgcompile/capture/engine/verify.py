@@ -151,8 +151,8 @@ def _regions(engine: Engine, here: Here) -> list[Region]:
         (first[number].name, span.offset - first[number].offset, address, span.bytes, True)
         for number, (span, address) in enumerate(zip(engine.spans, here.spans, strict=True))
     ]
-    own = [row for row in engine.tensors if row.memory == "arena"]
-    pooled = sorted((row.offset, row.offset + span_of(row.dtype, row.shape, row.strides), row.name) for row in own)
+    arena_rows = [row for row in engine.tensors if row.memory == "arena"]
+    pooled = sorted((row.offset, row.offset + span_of(row.dtype, row.shape, row.strides), row.name) for row in arena_rows)
     merged: list[tuple[int, int, str]] = []
     for begin, end, name in pooled:
         if merged and begin < merged[-1][1]:

@@ -105,46 +105,46 @@ class _Growing:
     ) -> list[Any]:
         names = [name for name, _ in last.copies]
         module = straight_module(block, part, [*outputs, *[value for _, value in last.copies]], names)
-        given = [values[name] for name in taken(module)]
+        operands = [values[name] for name in taken(module)]
         end_with_copies(repair(module), [taken(module).index(name) for name in names])
-        written = written_tensors(module, given)
+        written = written_tensors(module, operands)
         before = _clones(written)
-        made = [_clone(result) for result in module(*given)]
+        result_values = [_clone(result) for result in module(*operands)]
         after = _clones(written)
 
         def restore() -> None:
             _fill(written, before)
 
         restore()
-        places = [place for place, result in enumerate(made) if isinstance(result, Tensor)]
+        places = [place for place, result in enumerate(result_values) if isinstance(result, Tensor)]
         self.parts += 1
         if places or written:
             keep_outputs(module, places)
-            call = self._call(module, given, last)
+            call = self._call(module, operands, last)
             where = f"{self.where}, straight part {self.parts}"
             self.warm(call, where, restore)
             graph, results = self.keep(call, where)
             steps += [] if graph is None else [graph]
-            shared = {_storage(each) for each in [*given, *written] if isinstance(each, Tensor)}
+            shared = {_storage(tensor) for tensor in [*operands, *written] if isinstance(tensor, Tensor)}
             for place, result in zip(places, results, strict=True):
                 if _storage(result) not in shared:
-                    result.copy_(made[place])
-                made[place] = result
+                    result.copy_(result_values[place])
+                result_values[place] = result
         _fill(written, after)
-        return made
+        return result_values
 
-    def _call(self, module: GraphModule, given: Sequence[Any], last: _Last) -> Callable[[], list[Tensor]]:
+    def _call(self, module: GraphModule, operands: Sequence[Any], last: _Last) -> Callable[[], list[Tensor]]:
         lowered = self.lower(module)
-        held = {_storage(each) for each in [*given, *held_tensors(module).values()] if isinstance(each, Tensor)}
+        held = {_storage(tensor) for tensor in [*operands, *held_tensors(module).values()] if isinstance(tensor, Tensor)}
 
         def call() -> list[Tensor]:
             foreign = set(held) if last.own else set(last.changing)
-            made = []
-            for result in tree_leaves(lowered(*given)):
+            tensors = []
+            for result in tree_leaves(lowered(*operands)):
                 one = _own(result) if _storage(result) in foreign or _overlaps(result) else result
                 foreign |= {_storage(one)} if last.own else set()
-                made.append(one)
-            return made
+                tensors.append(one)
+            return tensors
 
         return call
 
@@ -156,54 +156,54 @@ class _Growing:
             byte, bodies, operands = values[part.predicate], part.bodies, (part.operands, part.operands)
             chosen = 0 if bool(byte) else 1
         number = self._set_condition(byte, steps)
-        made: list[Any] = []
+        results: list[Any] = []
         kept: list[Any] = []
         inner: list[Steps] = []
         for place, (body, names) in enumerate(zip(bodies, operands, strict=True)):
-            taken_here, own, given = runs and chosen == place, list[Step](), _operands(names, values)
-            inputs = dict(zip(body.inputs, given, strict=True))
-            with self._harmless(given, taken_here):
+            taken_here, body_steps, arguments = runs and chosen == place, list[Step](), _operands(names, values)
+            inputs = dict(zip(body.inputs, arguments, strict=True))
+            with self._harmless(arguments, taken_here):
                 if not place:
-                    made = self.block(body, inputs, own, _Last(own=True, changing=last.changing), taken_here)
+                    results = self.block(body, inputs, body_steps, _Last(own=True, changing=last.changing), taken_here)
                 else:
-                    targets = {f"{part.name}.result.{number}": each for number, each in enumerate(made)}
+                    targets = {f"{part.name}.result.{number}": result for number, result in enumerate(results)}
                     ending = _Last(copies=tuple(zip(targets, body.outputs, strict=True)), changing=last.changing)
-                    self.block(replace(body, outputs=()), {**targets, **inputs}, own, ending, taken_here)
+                    self.block(replace(body, outputs=()), {**targets, **inputs}, body_steps, ending, taken_here)
             if chosen == place:
-                kept = _clones(made)
-            inner.append(tuple(own))
-        _fill(made, kept)
+                kept = _clones(results)
+            inner.append(tuple(body_steps))
+        _fill(results, kept)
         kind = "switch" if isinstance(part, Switch) else "if"
         steps.append(Conditional(conditional=number, type=kind, bodies=tuple(inner)))
-        values.update(zip(part.outputs, made, strict=True))
+        values.update(zip(part.outputs, results, strict=True))
 
     def _loop(self, part: Loop, values: Values, steps: list[Step], last: _Last, runs: bool) -> None:
         first = _operands(part.carried, values)
 
         def begin() -> list[Tensor]:
-            return [_own(each) for each in first]
+            return [_own(tensor) for tensor in first]
 
         where = f"{self.where}, what {part.name} carries"
         self.warm(begin, where, lambda: None)
         graph, carried = self.keep(begin, where)
         steps += [] if graph is None else [graph]
         _fill(carried, first)
-        given = [*carried, *_operands(part.operands, values)]
-        own = dict(zip(part.condition.inputs, given, strict=True))
-        (condition,) = self.block(part.condition, own, steps, _Last(changing=last.changing), runs)
+        arguments = [*carried, *_operands(part.operands, values)]
+        bindings = dict(zip(part.condition.inputs, arguments, strict=True))
+        (condition,) = self.block(part.condition, bindings, steps, _Last(changing=last.changing), runs)
         number = self._set_condition(condition, steps)
         runs = runs and bool(condition)
         *new, again = part.body.outputs
         pairs = [(place, value) for place, value in zip(part.body.inputs, new, strict=False) if place != value]
         turn: list[Step] = []
-        with self._harmless(given, runs, restored=carried):
-            own = dict(zip(part.body.inputs, given, strict=True))
-            changing = last.changing | {_storage(each) for each in carried}
+        with self._harmless(arguments, runs, restored=carried):
+            bindings = dict(zip(part.body.inputs, arguments, strict=True))
+            changing = last.changing | {_storage(tensor) for tensor in carried}
             body = replace(part.body, outputs=(again,))
-            (condition,) = self.block(body, own, turn, _Last(copies=tuple(pairs), changing=changing), runs)
+            (condition,) = self.block(body, bindings, turn, _Last(copies=tuple(pairs), changing=changing), runs)
             self._set_condition(condition, turn, number)
         if runs:
-            _fill(carried, _turns(part, carried, given[len(carried) :]))
+            _fill(carried, _turns(part, carried, arguments[len(carried) :]))
         steps.append(Conditional(conditional=number, type="while", bodies=(tuple(turn),)))
         values.update(zip(part.outputs, carried, strict=True))
 
@@ -216,23 +216,23 @@ class _Growing:
         return number
 
     @contextmanager
-    def _harmless(self, given: Sequence[Any], runs: bool, restored: Sequence[Tensor] = ()) -> Iterator[None]:
+    def _harmless(self, arguments: Sequence[Any], runs: bool, restored: Sequence[Tensor] = ()) -> Iterator[None]:
         """Where the example does not get, integers among what a body is given are 0 while it is captured: they may be indices that
         its condition guards.  In any case `restored` hold afterwards what they held before."""
-        zeroed = [each for each in given if not runs and isinstance(each, Tensor) and _may_index(each) and not self.constant(each)]
+        zeroed = [arg for arg in arguments if not runs and isinstance(arg, Tensor) and _may_index(arg) and not self.constant(arg)]
         saved = [*zeroed, *restored]
         before = _clones(saved)
-        for each in zeroed:
-            each.zero_()
+        for tensor in zeroed:
+            tensor.zero_()
         yield
         _fill(saved, before)
 
 
-def _turns(part: Loop, carried: Sequence[Tensor], given: Sequence[Any]) -> list[Tensor]:
+def _turns(part: Loop, carried: Sequence[Tensor], operands: Sequence[Any]) -> list[Tensor]:
     """What the loop carries in the end, from what it carries now, in eager PyTorch."""
-    now: Sequence[Any] = [each.clone() for each in carried]
-    while bool(tree_leaves(part.condition.source(*now, *given))[0]):
-        now = tree_leaves(part.body.source(*now, *given))
+    now: Sequence[Any] = [tensor.clone() for tensor in carried]
+    while bool(tree_leaves(part.condition.source(*now, *operands))[0]):
+        now = tree_leaves(part.body.source(*now, *operands))
     return list(now)
 
 

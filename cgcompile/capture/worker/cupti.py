@@ -137,16 +137,16 @@ class ImageLog:
             raise BuildError(
                 "loader-unknown", f"images were loaded inside {', '.join(unknown)}: the recorder does not know that call's module"
             )
-        found: dict[int, tuple[str, ...]] = {}
+        images: dict[int, tuple[str, ...]] = {}
         previous = -1
         for load in list(self._loads):
             module = _module_of(load)
             if module is None:  # a kernel or library that no longer exists: no node of a live graph can hold it
                 continue
             together = load.serial == previous
-            found[module] = (*found[module], load.image) if together else (load.image,)
+            images[module] = (*images[module], load.image) if together else (load.image,)
             previous = load.serial
-        return found
+        return images
 
     def _call(self, name: str, *arguments: object) -> None:
         code = getattr(self._cupti, name)(*arguments)
@@ -173,9 +173,9 @@ class ImageLog:
                     self._loads.extend(Load(serial=serial, call=name, kind=kind, handle=handle, image=image) for image in images)
         elif domain == RESOURCE and number == GRAPHNODE_CREATED:
             resource = ctypes.cast(data, ctypes.POINTER(_ResourceData)).contents
-            made = ctypes.cast(resource.descriptor, ctypes.POINTER(_GraphData)).contents
-            if self._line is not None and made.node:
-                self.lines[made.node] = self._line()
+            graph_data = ctypes.cast(resource.descriptor, ctypes.POINTER(_GraphData)).contents
+            if self._line is not None and graph_data.node:
+                self.lines[graph_data.node] = self._line()
         elif domain == RESOURCE:
             resource = ctypes.cast(data, ctypes.POINTER(_ResourceData)).contents
             module = ctypes.cast(resource.descriptor, ctypes.POINTER(_ModuleData)).contents
@@ -223,9 +223,9 @@ def _find_cupti() -> str:
         os.path.join(root, "extras", "CUPTI", "lib64") for root in filter(None, [os.environ.get("CUDA_HOME"), "/usr/local/cuda"])
     ]
     for root in roots:
-        found = sorted(glob.glob(os.path.join(root, "libcupti.so*"), recursive=True))
-        if found:
-            return found[-1]
+        libraries = sorted(glob.glob(os.path.join(root, "libcupti.so*"), recursive=True))
+        if libraries:
+            return libraries[-1]
     raise BuildError("cupti-unavailable", "libcupti.so was found neither beside torch nor in the CUDA toolkit")
 
 

@@ -53,7 +53,7 @@ def inspect_pointer(address: int) -> Pointee | None:
         return None
     if int(result[1]) == int(driver.CUmemorytype.CU_MEMORYTYPE_HOST):
         return Pointee(kind="host", start=0, size=0)
-    found = allocation(address)
-    if found is None or not succeeded(driver.cuPointerGetAttribute(attribute, driver.CUdeviceptr(found[0] + found[1] - 1))):
+    block = allocation(address)
+    if block is None or not succeeded(driver.cuPointerGetAttribute(attribute, driver.CUdeviceptr(block[0] + block[1] - 1))):
         return None
-    return Pointee(kind="device", start=found[0], size=found[1])
+    return Pointee(kind="device", start=block[0], size=block[1])

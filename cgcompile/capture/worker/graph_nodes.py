@@ -125,8 +125,8 @@ def walk(
         line = lines.get(int(node), "")
         where = f"{name or f'int_key {key}'}, node {i}" + (f", {line}," if line and kind != "KERNEL" else "")
         if kind == "KERNEL":
-            made = _kernel(node, where, key, addresses, modules, functions, used, scratch, line)
-            nodes.append(replace(made, line=line))
+            kernel_node = _kernel(node, where, key, addresses, modules, functions, used, scratch, line)
+            nodes.append(replace(kernel_node, line=line))
         elif kind == "MEMSET":
             nodes.append(_memset(node, where, key, addresses))
         elif kind == "MEMCPY":
@@ -215,12 +215,12 @@ def _parameters(params: Any, layout: tuple[tuple[int, int], ...], where: str) ->
 
 
 def _function_attributes(function: Any) -> tuple[tuple[int, int], ...]:
-    found = []
+    attributes = []
     for number, default in FUNCTION_ATTRIBUTES.items():
         value = check(driver.cuFuncGetAttribute(driver.CUfunction_attribute(number), function))
         if value != default:
-            found.append((number, int(value)))
-    return tuple(found)
+            attributes.append((number, int(value)))
+    return tuple(attributes)
 
 
 def _attributes(node: Any, params: Any, scratch: Any, where: str) -> tuple[tuple[int, tuple[int, int, int]], ...]:

@@ -27,7 +27,7 @@ def kept_variables(modules: Mapping[str, int], cubins: Mapping[str, Cubin], addr
     A symbol without a handle is read at its distance from one of its section, if that lies in the same allocation: an address
     outside could be host memory.  Raises module-state-unreadable when a section that kernels can write has no handle at all.
     """
-    found: list[RawModuleState] = []
+    states: list[RawModuleState] = []
     for image, module in sorted(modules.items()):
         handles: dict[str, int] = {}
         starts: dict[str, tuple[int, int, int]] = {}
@@ -57,13 +57,13 @@ def kept_variables(modules: Mapping[str, int], cubins: Mapping[str, Cubin], addr
                     "module-state-unreadable",
                     f"image {image[:12]}: variable {symbol.name} was changed, and has no handle to restore it by",
                 )
-            found.append(RawModuleState(image=image, symbol=symbol.name, block=addresses.block(contents, None)))
+            states.append(RawModuleState(image=image, symbol=symbol.name, block=addresses.block(contents, None)))
         if lost:
             raise BuildError(
                 "module-state-unreadable",
                 f"image {image[:12]}: {len(lost)} variables that kernels can write have no handle: {', '.join(lost[:3])}",
             )
-    return tuple(sorted(found, key=lambda s: (s.image, s.symbol)))
+    return tuple(sorted(states, key=lambda s: (s.image, s.symbol)))
 
 
 def _is_empty_object(symbol: Symbol) -> bool:

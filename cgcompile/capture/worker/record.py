@@ -59,7 +59,7 @@ def fill_compile_cache(request: Request, loaded: LoadedProgram, tell: Tell) -> N
 
 def record(request: Request, loaded: LoadedProgram, log: ImageLog, tell: Tell) -> Take:
     """Capture every key and say everything about it.  Raises what `capture`, `walk`, `kept_variables` and `_examine` do."""
-    captured_of = capture_regions if request.placements else lambda *given: (capture(*given),)
+    captured_of = capture_regions if request.placements else lambda *arguments: (capture(*arguments),)
     captured: list[Captured] = []
     for key in request.keys:
         captured += captured_of(loaded, key, tell)
@@ -175,18 +175,18 @@ def _examine(loaded: LoadedProgram, key: IntKey, items: Sequence[Captured]) -> R
         return replay_regions(opened, items) if opened else _replay(items[0])
 
     for _ in range(loaded.request.self_test_calls[key]):
-        made = replayed()
-        calls.append(tuple([torch.empty(0) if is_float(t.dtype) else t.clone() for t in made]))
+        replay_outputs = replayed()
+        calls.append(tuple([torch.empty(0) if is_float(t.dtype) else t.clone() for t in replay_outputs]))
     if not torch.equal(before, torch.cuda.get_rng_state()):
         raise ModelError("random-operation", f"int_key {key}: replaying the graph draws random numbers")
     for i, (static, value) in enumerate(zip(inputs, values, strict=True)):
         if i not in loaded.request.written[key] and row_major(static) != row_major(value):
             raise ModelError("input-mutated", f"int_key {key}: the program changes tensor {i} of its inputs")
     changed = [inputs[i] for i in loaded.request.written[key]]
-    outputs, written = tuple(row_major(t) for t in made), tuple(row_major(t) for t in changed)
+    outputs, written = tuple(row_major(t) for t in replay_outputs), tuple(row_major(t) for t in changed)
     rows = [row for row in loaded.request.weights if row.memory == "state"]
     state = tuple([(row.name, *_changed(loaded, row)) for row in rows])
-    kept = [t.clone() for t in (*made, *changed, *map(loaded.tensor_of, rows))]  # an output may be state itself
+    kept = [t.clone() for t in (*replay_outputs, *changed, *map(loaded.tensor_of, rows))]  # an output may be state itself
     steady = True
     for _ in range(AGAIN):
         loaded.restore()
@@ -200,7 +200,7 @@ def _examine(loaded: LoadedProgram, key: IntKey, items: Sequence[Captured]) -> R
     indices: tuple[tuple[int, int], ...] = ()
     if any(difference.error > bound.bound for difference, bound in zip(differences, bounds, strict=False)):
         del eager
-        seen = Seen(calls=(*calls[:-1], tuple(kept[: len(made)])), left=tuple(kept))
+        seen = Seen(calls=(*calls[:-1], tuple(kept[: len(replay_outputs)])), left=tuple(kept))
         verdict = judged(run, seen, bounds, loaded.request.floors[key])
         if verdict:
             differences, indices = verdict.differences, verdict.indices
@@ -212,7 +212,7 @@ def _examine(loaded: LoadedProgram, key: IntKey, items: Sequence[Captured]) -> R
 
 def _changed(loaded: LoadedProgram, row: Weight) -> tuple[bytes, bytes]:
     """What calls changed in a row of state, as in ReplayedBytes: found on the GPU, since state may be most of its memory."""
-    first, now = [each.as_strided((each.numel(),), (1,)) for each in (loaded.first[row.name], loaded.tensor_of(row))]
+    first, now = [tensor.as_strided((tensor.numel(),), (1,)) for tensor in (loaded.first[row.name], loaded.tensor_of(row))]
     runs, elements = changes(first, now)
     return row_major(runs), row_major(elements)
 
@@ -231,9 +231,9 @@ def _eager(loaded: LoadedProgram, key: IntKey, rows: Sequence[Weight]) -> Seen:
     calls = []
     for _ in range(loaded.request.self_test_calls[key]):
         args, kwargs = tree_map_only(torch.Tensor, lambda t: t.to(loaded.inputs.device, copy=True), loaded.calls[key][1])
-        given = tensors_of((args, kwargs))
+        tensors = tensors_of((args, kwargs))
         with torch.no_grad():
-            made = list(eager_regions(opened, given)) if opened else tensors_of(loaded.modules[key](*args, **kwargs))
-        calls.append(tuple([t.clone() for t in made]))  # an output may be state itself
-    written = [given[i] for i in loaded.request.written[key]]
+            outputs = list(eager_regions(opened, tensors)) if opened else tensors_of(loaded.modules[key](*args, **kwargs))
+        calls.append(tuple([t.clone() for t in outputs]))  # an output may be state itself
+    written = [tensors[i] for i in loaded.request.written[key]]
     return Seen(calls=tuple(calls), left=(*calls[-1], *written, *[loaded.tensor_of(row).clone() for row in rows]))

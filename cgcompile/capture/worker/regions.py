@@ -54,8 +54,8 @@ def open_regions(loaded: LoadedProgram, key: IntKey) -> OpenedRegions:
         if region.planned.kind == "graph":
             repair(region.module)
     uploads = {
-        each.name: tensor_at(loaded.inputs, each.offset, each.dtype, each.shape, each.strides)
-        for each in loaded.request.uploads[key]
+        upload.name: tensor_at(loaded.inputs, upload.offset, upload.dtype, upload.shape, upload.strides)
+        for upload in loaded.request.uploads[key]
     }
     rows = {row.name: row for row in loaded.request.weights if row.memory == "state"}
     state = {name: loaded.tensor_of(rows[target]) for name, target in weight_placeholders(program).items() if target in rows}
@@ -67,11 +67,11 @@ def warm_up_regions(loaded: LoadedProgram, key: IntKey, tell: Tell) -> None:
     lowering-failed."""
     opened = open_regions(loaded, key)
 
-    def run(region: RegionModule, given: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def run(region: RegionModule, region_inputs: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         if has_conditionals(region.module):
             tell(f"lowering {key}, {region.planned.name}")
-            return lower_conditionals(loaded, region.module, given, f"int_key {key}, {region.planned.name}")[1]
-        call = _lowered(loaded, key, region, given, opened.written(region), tell)
+            return lower_conditionals(loaded, region.module, region_inputs, f"int_key {key}, {region.planned.name}")[1]
+        call = _lowered(loaded, key, region, region_inputs, opened.written(region), tell)
         with torch.no_grad():
             return tuple(call())
 
@@ -86,25 +86,25 @@ def capture_regions(loaded: LoadedProgram, key: IntKey, tell: Tell) -> tuple[Cap
     values: Values = {}
     captured: list[Captured] = []
 
-    def capture(region: RegionModule, given: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def capture(region: RegionModule, region_inputs: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         where, pool = f"int_key {key}, {region.planned.name}", captured[0].pool if captured else None
         if has_conditionals(region.module):
             tell(f"lowering and capturing {key}, {region.planned.name}")
-            steps, made, pool = capture_conditionals(loaded, region.module, given, where, pool)
+            steps, graph_outputs, pool = capture_conditionals(loaded, region.module, region_inputs, where, pool)
         else:
-            call = _lowered(loaded, key, region, given, opened.written(region), tell)
+            call = _lowered(loaded, key, region, region_inputs, opened.written(region), tell)
             tell(f"capturing {key}, {region.planned.name}")
             graph, result = capture_call(call, where, pool)
-            steps, made, pool = (graph,), list(result), graph.pool()
+            steps, graph_outputs, pool = (graph,), list(result), graph.pool()
             with torch.no_grad():
-                for target, value in zip(made, region.module(*given), strict=True):
+                for target, value in zip(graph_outputs, region.module(*region_inputs), strict=True):
                     target.copy_(value)
-        kept = tuple([t for name, t in zip(region.planned.outputs, made, strict=True) if name in opened.partition.outputs])
-        spots = tuple(map(tensor_place, given)), tuple(map(tensor_place, made))
+        kept = tuple([t for name, t in zip(region.planned.outputs, graph_outputs, strict=True) if name in opened.partition.outputs])
+        spots = tuple(map(tensor_place, region_inputs)), tuple(map(tensor_place, graph_outputs))
         captured.append(
             Captured(key=key, region=len(captured), steps=steps, pool=pool, inputs=spots[0], outputs=spots[1], kept=kept)
         )
-        return made
+        return graph_outputs
 
     def forget(done: int) -> None:
         for name in [name for name, place in last.items() if place == done and name not in opened.partition.outputs]:
@@ -120,7 +120,7 @@ def replay_regions(opened: OpenedRegions, captured: Sequence[Captured]) -> tuple
     graphs = iter(captured)
     kept: Values = {}
 
-    def replay(region: RegionModule, given: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def replay(region: RegionModule, region_inputs: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         item = next(graphs)
         replay_steps(item.steps)
         torch.cuda.synchronize()
@@ -137,10 +137,10 @@ def replay_regions(opened: OpenedRegions, captured: Sequence[Captured]) -> tuple
 def eager_regions(opened: OpenedRegions, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """What eager PyTorch gives for other inputs, on the GPU: graphs run there, and host regions on the CPU."""
 
-    def run(region: RegionModule, given: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def run(region: RegionModule, region_inputs: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         with torch.no_grad():
-            made: Sequence[torch.Tensor] = region.module(*[tensor.cuda() for tensor in given])
-        return made
+            region_outputs: Sequence[torch.Tensor] = region.module(*[tensor.cuda() for tensor in region_inputs])
+        return region_outputs
 
     values = _run_all(replace(opened, static=tuple(inputs), uploads={}), run)
     return tuple([values[name] for name in opened.partition.outputs])
@@ -160,20 +160,20 @@ def _run_all(
     values.update(zip(opened.partition.inputs, opened.static, strict=True))
     values.update({name: opened.state[name] for name in opened.partition.state})
     for place, region in enumerate(opened.regions):
-        given = [values[name] for name in region.planned.inputs]
+        region_inputs = [values[name] for name in region.planned.inputs]
         if region.planned.kind == "graph":
-            values.update(zip(region.planned.outputs, run_graph(region, given), strict=True))
+            values.update(zip(region.planned.outputs, run_graph(region, region_inputs), strict=True))
         else:
             with torch.no_grad():
-                made = region.module(*[tensor.cpu() for tensor in given])
+                region_outputs = region.module(*[tensor.cpu() for tensor in region_inputs])
             count = len(region.planned.outputs)
-            for target, tensor in zip(opened.written(region), made[count:], strict=True):
+            for target, tensor in zip(opened.written(region), region_outputs[count:], strict=True):
                 target.copy_(tensor)
-            for name, tensor in zip(region.planned.outputs, made[:count], strict=True):
+            for name, tensor in zip(region.planned.outputs, region_outputs[:count], strict=True):
                 if name in opened.uploads:
                     opened.uploads[name].copy_(tensor)
                 values[name] = opened.uploads.get(name, tensor)
-        del given
+        del region_inputs
         forget(place)
     return values
 
@@ -182,7 +182,7 @@ def _lowered(
     loaded: LoadedProgram,
     key: IntKey,
     region: RegionModule,
-    given: Sequence[torch.Tensor],
+    region_inputs: Sequence[torch.Tensor],
     written: Sequence[torch.Tensor],
     tell: Tell,
 ) -> Callable[[], Any]:
@@ -191,7 +191,7 @@ def _lowered(
     lowered = lower(region.module, loaded.request.level, loaded.request.specialize)
 
     def call() -> Any:
-        return lowered(*given)
+        return lowered(*region_inputs)
 
     before = [tensor.clone() for tensor in written]
 

@@ -68,21 +68,21 @@ def on_host(path: Path, rows: Iterable[Weight]) -> dict[str, torch.Tensor]:
     if not wanted:
         return {}
     mapped = safetensors.Mapped(str(path), str(path), writable=True)  # torch wants memory that could be written to
-    made = {}
+    tensors = {}
     for row in wanted:
         dtype = getattr(torch, row.dtype)
         some = tensor_bytes(row.dtype, row.shape)
         flat = torch.frombuffer(mapped.data(_stored(row)), dtype=dtype) if some else torch.empty(0, dtype=dtype)
-        made[row.name] = flat.as_strided(row.shape, row.strides)
-    return made
+        tensors[row.name] = flat.as_strided(row.shape, row.strides)
+    return tensors
 
 
 def digests(rows: Sequence[Weight], buffers: Mapping[str, torch.Tensor]) -> dict[str, int]:
     """64 bits of every tensor's bytes, by name; each change of one word changes them."""
-    own = [row for row in rows if row.tensor == row.name and row.memory != HOST]
-    found = [digest(buffers[row.memory][row.offset : row.offset + tensor_bytes(row.dtype, row.shape)]) for row in own]
-    values = torch.stack(found).tolist() if found else []
-    return {row.name: value for row, value in zip(own, values, strict=True)}
+    owners = [row for row in rows if row.tensor == row.name and row.memory != HOST]
+    checksums = [digest(buffers[row.memory][row.offset : row.offset + tensor_bytes(row.dtype, row.shape)]) for row in owners]
+    values = torch.stack(checksums).tolist() if checksums else []
+    return {row.name: value for row, value in zip(owners, values, strict=True)}
 
 
 def digest(data: torch.Tensor) -> torch.Tensor:

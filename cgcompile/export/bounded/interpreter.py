@@ -97,9 +97,9 @@ class Interpreter:
         if not name_of(node):
             raise Unsupported(str(node.target))
         inputs = arguments(node)
-        own = self._own.get(name_of(node))
-        if own is not None:
-            return own(node, inputs)
+        handler = self._own.get(name_of(node))
+        if handler is not None:
+            return handler(node, inputs)
         if name_of(node) in NEUTRAL:
             return self._reduced(node, inputs)
         if name_of(node) in PRODUCTS:
@@ -120,20 +120,20 @@ class Interpreter:
         positions = inputs.get(INDEXED.get(name, ""))
         divisor = node.args[1] if name in DIVISIONS else None
 
-        def value(each: Node) -> Any:
-            outcome = self.values[each]
-            if each is positions and name in ("gather", "index_select"):
+        def value(operand: Node) -> Any:
+            outcome = self.values[operand]
+            if operand is positions and name in ("gather", "index_select"):
                 source = inputs["self"]
                 axis = inputs["dim"] % max(1, source.meta["val"].dim())
-                return self._positions_in(each, source, axis)
+                return self._positions_in(operand, source, axis)
             if isinstance(outcome, Tensor):
-                filling = 1 if each is divisor else 0
-                return self.counts.masked(outcome, node_axes(each), filling) if each in (positions, divisor) else outcome
-            if data_size(each.meta.get("val")) is None or name in SIZED:
+                filling = 1 if operand is divisor else 0
+                return self.counts.masked(outcome, node_axes(operand), filling) if operand in (positions, divisor) else outcome
+            if data_size(operand.meta.get("val")) is None or name in SIZED:
                 return outcome
             if not is_pointwise(node):
                 raise Unsupported(f"{node.target} of a size")
-            return self.counts.of(data_size(each.meta["val"]))
+            return self.counts.of(data_size(operand.meta["val"]))
 
         args, kwargs = map_arg((node.args, node.kwargs), value)
         return node.target(*args, **kwargs)
@@ -149,7 +149,7 @@ class Interpreter:
         if mixed and NEUTRAL[name] == -inf and not source.meta["val"].is_floating_point():
             raise Unsupported(str(node.target))
         x = self.counts.masked(self.values[source], mixed, NEUTRAL[name])
-        args, kwargs = map_arg((node.args, node.kwargs), lambda each: x if each is source else self.values[each])
+        args, kwargs = map_arg((node.args, node.kwargs), lambda operand: x if operand is source else self.values[operand])
         return node.target(*args, **kwargs)
 
     def _product(self, node: Node) -> Any:
@@ -213,13 +213,13 @@ class Interpreter:
 
     def _index(self, node: Node, inputs: Mapping[str, Any]) -> Any:
         indices: list[Tensor | None] = []
-        for each in inputs["indices"]:
-            if each is None:
+        for index_node in inputs["indices"]:
+            if index_node is None:
                 indices.append(None)
-            elif each.meta["val"].dtype in MASKS:
-                indices += self._select(each, node.meta["val"]).positions
+            elif index_node.meta["val"].dtype in MASKS:
+                indices += self._select(index_node, node.meta["val"]).positions
             else:
-                indices.append(self._positions_in(each, inputs["self"], len(indices), negative=True))
+                indices.append(self._positions_in(index_node, inputs["self"], len(indices), negative=True))
         return aten.index.Tensor(self.values[inputs["self"]], indices)
 
     def _positions_in(self, node: Node, source: Node, axis: int, *, negative: bool = False) -> Tensor:
@@ -344,8 +344,8 @@ class Interpreter:
 
 def taken_by(region: Sequence[Node]) -> list[Node]:
     """What nodes take from the rest of their program.  Raises Unsupported where that depends on data, too, or is a graph."""
-    own = set(region)
-    taken = list(dict.fromkeys([source for node in region for source in node.all_input_nodes if source not in own]))
+    members = set(region)
+    taken = list(dict.fromkeys([source for node in region for source in node.all_input_nodes if source not in members]))
     if any("val" not in node.meta for node in taken) or any(map(depends, taken)):
         raise Unsupported("a graph inside of another")
     return taken

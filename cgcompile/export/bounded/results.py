@@ -62,8 +62,8 @@ class ResultInterpreter(Interpreter):
         else:
             raise Unsupported(f"{node.target} of selected rows")
         expected = node.meta["val"]
-        for made, like in zip(tree_leaves(result), tree_leaves(expected), strict=True):
-            if isinstance(like, Tensor) and (made.dtype, [*map(str, made.shape)]) != (like.dtype, [*map(str, like.shape)]):
+        for actual, like in zip(tree_leaves(result), tree_leaves(expected), strict=True):
+            if isinstance(like, Tensor) and (actual.dtype, [*map(str, actual.shape)]) != (like.dtype, [*map(str, like.shape)]):
                 raise Unsupported(str(node.target))
         self.values[node] = result
 

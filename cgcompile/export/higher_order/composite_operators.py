@@ -36,18 +36,18 @@ def give_sizes_at_once(program: ExportedProgram) -> None:
     size: torch (2.11, 2.13) cannot follow views of a resized tensor.  Its size
     is a number: torch.export fixes what a tensor is resized to."""
     for node in list(program.graph.nodes):
-        made = node.args[0] if node.target in (aten.resize_as_.default, aten.resize_.default) else None
-        if not isinstance(made, Node) or made.target is not aten.empty.memory_format or list(made.args[0]) != [0]:
+        operand = node.args[0] if node.target in (aten.resize_as_.default, aten.resize_.default) else None
+        if not isinstance(operand, Node) or operand.target is not aten.empty.memory_format or list(operand.args[0]) != [0]:
             continue
-        if next(user for user in program.graph.nodes if user in made.users) is not node:  # something looks at the empty one
+        if next(user for user in program.graph.nodes if user in operand.users) is not node:  # something looks at the empty one
             continue
         size = node.args[1].meta["val"].shape if isinstance(node.args[1], Node) else node.args[1]
         with program.graph.inserting_before(node):
-            whole = program.graph.call_function(made.target, (list(size),), dict(made.kwargs))
+            whole = program.graph.call_function(operand.target, (list(size),), dict(operand.kwargs))
         whole.meta = dict(node.meta)
-        for each in (node, made):
-            each.replace_all_uses_with(whole)
-            program.graph.erase_node(each)
+        for old_node in (node, operand):
+            old_node.replace_all_uses_with(whole)
+            program.graph.erase_node(old_node)
 
 
 FEW = 16
@@ -71,9 +71,9 @@ def grouped_product(
     place = torch.arange(rows.shape[0], device=rows.device)
     inside = ((place >= begins[:, None]) & (place < ends[:, None]))[:, :, None]
     if matrices.shape[0] > FEW:
-        made = torch.bmm(torch.where(inside, rows, torch.zeros_like(rows)), matrices).sum(0)
+        product = torch.bmm(torch.where(inside, rows, torch.zeros_like(rows)), matrices).sum(0)
     else:
-        made = torch.zeros(rows.shape[0], matrices.shape[2], dtype=rows.dtype, device=rows.device)
+        product = torch.zeros(rows.shape[0], matrices.shape[2], dtype=rows.dtype, device=rows.device)
         for group in range(matrices.shape[0]):
-            made = torch.where(inside[group], rows @ matrices[group], made)
-    return made if out_dtype is None else made.to(out_dtype)
+            product = torch.where(inside[group], rows @ matrices[group], product)
+    return product if out_dtype is None else product.to(out_dtype)

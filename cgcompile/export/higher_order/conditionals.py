@@ -36,9 +36,9 @@ def higher_order(node: Node) -> str:
 def bodies(node: Node, module: GraphModule) -> Iterator[GraphModule]:
     """The modules that a higher-order operator calls, not those inside of them."""
     for source in node.all_input_nodes:
-        made = getattr(module, str(source.target)) if source.op == "get_attr" else None
-        if isinstance(made, GraphModule):
-            yield made
+        body = getattr(module, str(source.target)) if source.op == "get_attr" else None
+        if isinstance(body, GraphModule):
+            yield body
 
 
 def obstacle(node: Node, module: GraphModule) -> str:
@@ -54,15 +54,15 @@ def obstacle(node: Node, module: GraphModule) -> str:
         return "its result's size depends on data"
     for body in bodies(node, module):
         for inner in body.graph.nodes:
-            if found := _inner_obstacle(inner, body):
-                return found
+            if reason := _inner_obstacle(inner, body):
+                return reason
     return ""
 
 
 def _inner_obstacle(inner: Node, body: GraphModule) -> str:
     if inner.op == "output":
-        given = [leaf for leaf in tree_leaves(inner.args[0]) if not isinstance(leaf, Node)]
-        return "a body gives a constant" if given else ""
+        constants = [leaf for leaf in tree_leaves(inner.args[0]) if not isinstance(leaf, Node)]
+        return "a body gives a constant" if constants else ""
     if marker(inner) == "to_host":
         return f"a copy to the host inside it{_at(inner)}"
     if inner.op == "call_function" and _unbacked(inner.meta.get("val")):
@@ -78,8 +78,8 @@ def _at(node: Node) -> str:
     """ " (nonzero, model.py:12)": the operation, and the user's line."""
     packet = getattr(node.target, "overloadpacket", None)
     name = packet.__name__ if packet is not None and not marker(node) else higher_order(node)
-    told = ", ".join(filter(None, [name.removesuffix("_impl"), place(node)[0]]))
-    return f" ({told})" if told else ""
+    details = ", ".join(filter(None, [name.removesuffix("_impl"), place(node)[0]]))
+    return f" ({details})" if details else ""
 
 
 def _has_control_flow(module: GraphModule) -> bool:

@@ -96,10 +96,10 @@ def _expand(module: GraphModule) -> None:
 def _trace(node: Node) -> str:
     """The stack trace of a node; where that is all torch's, of the nearest node that uses it."""
     reached = [node]
-    for each in reached:
-        if place(each)[0] or len(reached) > 64:
-            return str(each.meta.get("stack_trace") or "")
-        reached += [user for user in each.users if user not in reached]
+    for candidate in reached:
+        if place(candidate)[0] or len(reached) > 64:
+            return str(candidate.meta.get("stack_trace") or "")
+        reached += [user for user in candidate.users if user not in reached]
     return str(node.meta.get("stack_trace") or "")
 
 

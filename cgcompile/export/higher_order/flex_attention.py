@@ -24,7 +24,7 @@ def flex_attention(module: GraphModule, node: Node) -> Results | None:
     if mode is None:
         return None
     query, key, value, score, block_mask, scale = node.args[:6]
-    of_score, of_mask = [list(each) for each in (*node.args[7:9], (), ())][:2]
+    of_score, of_mask = [list(group) for group in (*node.args[7:9], (), ())][:2]
     functions = body_of(module, score), body_of(module, block_mask[-1])
     if None in functions:
         return None
@@ -32,8 +32,8 @@ def flex_attention(module: GraphModule, node: Node) -> Results | None:
     wanted = {user.args[1] for user in node.users}
 
     def attend(q: Any, k: Any, v: Any, *buffers: Any) -> tuple[Any, ...]:
-        given = buffers[: len(of_score)], buffers[len(of_score) :]
-        return _attention(q, k, v, scored, masked, scale, *given, wanted)
+        buffer_pair = buffers[: len(of_score)], buffers[len(of_score) :]
+        return _attention(q, k, v, scored, masked, scale, *buffer_pair, wanted)
 
     operands = [query, key, value, *of_score, *of_mask]
     values = [operand.meta["val"] if isinstance(operand, Node) else operand for operand in operands]
@@ -82,7 +82,7 @@ def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 def _over_positions(function: Callable[..., torch.Tensor], prefix: tuple[int, ...], buffers: int) -> Callable[..., torch.Tensor]:
     """A function of one score and its position, over all of them: batch, head, row, column."""
     for axis in reversed(range(4)):
-        function = torch.vmap(function, in_dims=(*prefix, *[0 if each == axis else None for each in range(4)], *[None] * buffers))
+        function = torch.vmap(function, in_dims=(*prefix, *[0 if dim == axis else None for dim in range(4)], *[None] * buffers))
     return function
 
 
@@ -90,9 +90,9 @@ def _scalar_function(body: GraphModule) -> Callable[..., torch.Tensor]:
     """The score's or the mask's graph as a function.  Where it reads a tensor at a position (`bias[head]`), torch has put a
     function of its own (`ModIndex`) that only vmap can run: an index does the same."""
 
-    def run(*given: Any) -> torch.Tensor:
-        made: torch.Tensor = _Indexing(body).run(*given)
-        return made[0] if isinstance(made, tuple | list) else made
+    def run(*arguments: Any) -> torch.Tensor:
+        output: torch.Tensor = _Indexing(body).run(*arguments)
+        return output[0] if isinstance(output, tuple | list) else output
 
     return run
 

@@ -18,8 +18,8 @@ Results = Sequence[Any]
 
 def body_of(module: GraphModule, node: Any) -> GraphModule | None:
     """The graph that a node hands to an operator, None where it is none."""
-    made = getattr(module, str(node.target), None) if isinstance(node, Node) and node.op == "get_attr" else None
-    return made if isinstance(made, GraphModule) else None
+    body = getattr(module, str(node.target), None) if isinstance(node, Node) and node.op == "get_attr" else None
+    return body if isinstance(body, GraphModule) else None
 
 
 def inlined(first: int, operands: int) -> Callable[[GraphModule, Node], Results | None]:
@@ -38,18 +38,18 @@ def inline(module: GraphModule, body: GraphModule, operands: Sequence[Any], call
     placeholders = [node for node in body.graph.nodes if node.op == "placeholder"]
     if len(placeholders) != len(operands):
         return None
-    made: dict[Node, Any] = dict(zip(placeholders, operands, strict=True))
+    copies: dict[Node, Any] = dict(zip(placeholders, operands, strict=True))
     for node in body.graph.nodes:
         if node.op == "output":
-            return [made[leaf] if isinstance(leaf, Node) else leaf for leaf in tree_leaves(node.args[0])]
+            return [copies[leaf] if isinstance(leaf, Node) else leaf for leaf in tree_leaves(node.args[0])]
         if node.op == "get_attr":
             name = add_attribute(module, str(node.target).replace(".", "_"), operator.attrgetter(node.target)(body))
-            made[node] = module.graph.get_attr(name)
-            made[node].meta = dict(node.meta)
-        elif node not in made:
-            made[node] = module.graph.node_copy(node, lambda each: made[each])
-            made[node].meta["stack_trace"] = node.meta.get("stack_trace") if place(node)[0] else caller.meta.get("stack_trace")
-            made[node].meta.setdefault("nn_module_stack", caller.meta.get("nn_module_stack", {}))
+            copies[node] = module.graph.get_attr(name)
+            copies[node].meta = dict(node.meta)
+        elif node not in copies:
+            copies[node] = module.graph.node_copy(node, lambda operand: copies[operand])
+            copies[node].meta["stack_trace"] = node.meta.get("stack_trace") if place(node)[0] else caller.meta.get("stack_trace")
+            copies[node].meta.setdefault("nn_module_stack", caller.meta.get("nn_module_stack", {}))
     raise AssertionError("a graph without an output")
 
 
@@ -65,7 +65,7 @@ def add_attribute(module: GraphModule, name: str, value: Any) -> str:
 def add_call(module: GraphModule, caller: Node, target: Any, *args: Any) -> Node:
     """A node at the graph's insertion point that calls an operator, with its value and the line of `caller`."""
     node = module.graph.call_function(target, args)
-    values = map_aggregate(args, lambda each: each.meta["val"] if isinstance(each, Node) else each)
+    values = map_aggregate(args, lambda arg: arg.meta["val"] if isinstance(arg, Node) else arg)
     with fake_mode(caller):
         node.meta["val"] = target(*values)
     node.meta["stack_trace"] = caller.meta.get("stack_trace")

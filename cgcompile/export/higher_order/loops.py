@@ -25,10 +25,10 @@ def scan(module: GraphModule, node: Node) -> Results | None:
         return None
     carries, rows = init, []
     for turn in range(turns):
-        made = inline(module, body, [*carries, *_selected(module, node, xs, turn), *more], node)
-        if made is None:
+        results = inline(module, body, [*carries, *_selected(module, node, xs, turn), *more], node)
+        if results is None:
             return None
-        carries, row = list(made[: len(init)]), list(made[len(init) :])
+        carries, row = list(results[: len(init)]), list(results[len(init) :])
         rows.append(row)
     return [*carries, *_stacked(module, node, rows)]
 
@@ -41,17 +41,17 @@ def map_rows(module: GraphModule, node: Node) -> Results | None:
         return None
     rows = []
     for turn in range(turns):
-        made = inline(
-            module, body, [*[add_call(module, node, torch.ops.aten.select.int, each, 0, turn) for each in xs], *more], node
+        results = inline(
+            module, body, [*[add_call(module, node, torch.ops.aten.select.int, tensor, 0, turn) for tensor in xs], *more], node
         )
-        if made is None:
+        if results is None:
             return None
-        rows.append(list(made))
+        rows.append(list(results))
     return _stacked(module, node, rows)
 
 
 def _selected(module: GraphModule, node: Node, xs: Sequence[Any], turn: int) -> list[Node]:
-    return [add_call(module, node, torch.ops.aten.select.int, each, 0, turn) for each in xs]
+    return [add_call(module, node, torch.ops.aten.select.int, tensor, 0, turn) for tensor in xs]
 
 
 def _stacked(module: GraphModule, node: Node, rows: Sequence[Sequence[Any]]) -> list[Node]:

@@ -39,8 +39,8 @@ def refused_body(error: BaseException | None) -> tuple[str, str]:
     if MUTATION in text:
         return f"{operator[1]}: {WRITES}, which torch refuses", WRITES_FIX
     if unlike := UNLIKE.search(text):
-        what, given, taken = [re.sub(r"torch\.(?:Size\((.*)\))?", r"\1", each) for each in unlike.groups()]
-        return f"{operator[1]}: a body gives a tensor of {what} {given} for one of {taken}", f"keep the {what} from turn to turn"
+        what, actual, taken = [re.sub(r"torch\.(?:Size\((.*)\))?", r"\1", group) for group in unlike.groups()]
+        return f"{operator[1]}: a body gives a tensor of {what} {actual} for one of {taken}", f"keep the {what} from turn to turn"
     lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith(INTRODUCTION)]
     why = next((line.removeprefix("Explanation: ") for line in lines if line.startswith("Explanation: ")), lines[0])
     return f"{operator[1]}: torch refuses a body: {why}", "write bodies in tensors alone, as functions of their operands"

@@ -24,7 +24,7 @@ def copy_shared(module: GraphModule) -> None:
     An operand that shares memory with one before it becomes a copy, and so does a result of a body that shares memory with an
     operand, or with another result.
     """
-    for part in [each for each in module.modules() if isinstance(each, GraphModule)]:
+    for part in [submodule for submodule in module.modules() if isinstance(submodule, GraphModule)]:
         for node in [node for node in part.graph.nodes if is_conditional(node)]:
             _copy_operands(part, node)
             for body in bodies(node, part):
@@ -34,14 +34,14 @@ def copy_shared(module: GraphModule) -> None:
 def _copy_operands(part: GraphModule, node: Node) -> None:
     operands, structure = tree_flatten(node.args)
     taken: set[int | None] = set()
-    made = []
+    new_operands = []
     for number, operand in enumerate(operands):
         # the predicate of `torch.cond`, its first argument, is read before anything runs
         memory = _memory(operand) if number or higher_order(node) == WHILE else None
-        made.append(_copied(part, node, operand, node) if memory in taken else operand)
+        new_operands.append(_copied(part, node, operand, node) if memory in taken else operand)
         taken |= {memory} - {None}
-    if made != operands:
-        node.args = tree_unflatten(made, structure)
+    if new_operands != operands:
+        node.args = tree_unflatten(new_operands, structure)
         part.recompile()
 
 
@@ -49,13 +49,13 @@ def _copy_results(body: GraphModule, caller: Node) -> None:
     taken = {_memory(node) for node in body.graph.find_nodes(op="placeholder")} - {None}
     output = body.graph.output_node()
     results, structure = tree_flatten(output.args[0])
-    made = []
+    new_results = []
     for result in results:
         memory = _memory(result)
-        made.append(_copied(body, output, result, caller) if memory in taken else result)
+        new_results.append(_copied(body, output, result, caller) if memory in taken else result)
         taken |= {memory} - {None}
-    if made != results:
-        output.args = (tree_unflatten(made, structure),)
+    if new_results != results:
+        output.args = (tree_unflatten(new_results, structure),)
         body.recompile()
 
 
@@ -80,9 +80,9 @@ def _viewed(node: Node) -> Node | None:
 
 def _copied(part: GraphModule, before: Node, value: Node, caller: Node) -> Node:
     with part.graph.inserting_before(before):
-        made = part.graph.call_function(torch.ops.aten.clone.default, (value,))
-    made.meta["val"] = value.meta["val"].clone()
+        copy_node = part.graph.call_function(torch.ops.aten.clone.default, (value,))
+    copy_node.meta["val"] = value.meta["val"].clone()
     for key in ("stack_trace", "nn_module_stack"):
-        if found := value.meta.get(key) or caller.meta.get(key):
-            made.meta[key] = found
-    return made
+        if metadata := value.meta.get(key) or caller.meta.get(key):
+            copy_node.meta[key] = metadata
+    return copy_node

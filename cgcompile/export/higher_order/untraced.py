@@ -84,9 +84,9 @@ def _outputs_without_history(module: torch.nn.Module) -> Iterator[None]:
 @contextmanager
 def _hashes_computed_before(model: torch.nn.Module) -> Iterator[None]:
     """Meanwhile modules whose class defines a hash have the one that they have now; their stand-ins share their `__dict__`."""
-    own = [module for module in model.modules() if type(module).__hash__ is not object.__hash__]
-    hashes = {id(vars(module)): hash(module) for module in own}
-    kinds = {kind for module in own for kind in type(module).__mro__ if "__hash__" in vars(kind) and kind is not object}
+    hashed_modules = [module for module in model.modules() if type(module).__hash__ is not object.__hash__]
+    hashes = {id(vars(module)): hash(module) for module in hashed_modules}
+    kinds = {kind for module in hashed_modules for kind in type(module).__mro__ if "__hash__" in vars(kind) and kind is not object}
     before: list[tuple[Any, Any]] = [(kind, vars(kind)["__hash__"]) for kind in kinds]
 
     def replaced(method: Any) -> Any:

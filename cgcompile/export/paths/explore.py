@@ -159,12 +159,12 @@ class Ways:
         """Raises structure-unsupported for results of other constant sizes than those of the first line: no branch gives both."""
         first = self.lines[0]
         for slot in [slot for slot in line.outputs if slot[0] == "result"]:
-            pair = [each.outputs.get(slot) for each in (first, line)]
+            pair = [way.outputs.get(slot) for way in (first, line)]
             if not all(isinstance(value, Node) for value in pair):
                 continue
             one, other = [value.meta["val"].shape for value in pair if isinstance(value, Node)]
             for axis, (left, right) in enumerate(zip(one, other, strict=False)):
-                counted = any(("count", (slot[1], axis)) in each.outputs for each in (first, line))
+                counted = any(("count", (slot[1], axis)) in way.outputs for way in (first, line))
                 if isinstance(left, int) and isinstance(right, int) and left != right and not counted and line.questions:
                     question = line.questions[-1]
                     fix = (

@@ -47,11 +47,11 @@ def tree(flat: FlatModule, attempt: Callable[[], ExportedProgram], most: int, to
     Raises data-dependent-branch, structure-unsupported, and what `attempt` raises."""
     numbers = itertools.count(1)
 
-    def told() -> ExportedProgram:
+    def export_way() -> ExportedProgram:
         tell(f"torch.export, way {next(numbers)} through the model's branches")
         return attempt()
 
-    ways = Ways(flat, told, most)
+    ways = Ways(flat, export_way, most)
     root = ways.root()
     if isinstance(root, Raised):
         raise ModelError("export-failed", f"{root.where or 'model'}: the model raises on every way: {root.message}")

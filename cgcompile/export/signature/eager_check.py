@@ -89,8 +89,8 @@ def _said(error: Exception) -> str:
 def _nested(flat: FlatModule) -> str:
     """A remark on arguments that are tuples, where the model may want a tensor."""
     names = [name for name, _ in flat.like.call["call"]]
-    given = dict(zip(names, flat.like.args, strict=False)) | flat.like.kwargs
-    tuples = [f"{name} is a {type(value).__name__}" for name, value in given.items() if isinstance(value, tuple | list)]
+    arguments = dict(zip(names, flat.like.args, strict=False)) | flat.like.kwargs
+    tuples = [f"{name} is a {type(value).__name__}" for name, value in arguments.items() if isinstance(value, tuple | list)]
     return (
         f"; of what inputs() gives, {', '.join(tuples)}: was a tensor meant? (x,) is one argument, ((x,),) a tuple"
         if tuples
@@ -161,17 +161,17 @@ def _differ(flat: FlatModule, exported: Reference, tensors: Sequence[torch.Tenso
     """Raises export-differs where the program fails alone."""
     wanted = _seeded(flat, tensors)
     try:
-        made = _seeded(exported, tensors)
+        actual = _seeded(exported, tensors)
     except RuntimeError as error:
         if ASSERTED in str(error):
             return True  # of a number that is the same as a size: never 1
         reason = str(error).partition("\n")[0]
         raise ModelError("export-differs", f"the exported program fails where the model runs: {reason}") from error
-    return _apart(wanted, made, bound) and not _apart(wanted, _seeded(flat, tensors), bound)
+    return _apart(wanted, actual, bound) and not _apart(wanted, _seeded(flat, tensors), bound)
 
 
-def _apart(wanted: Sequence[torch.Tensor], made: Sequence[torch.Tensor], bound: float) -> bool:
-    return any(compare(want, got).error > bound for want, got in zip(wanted, made, strict=True))
+def _apart(wanted: Sequence[torch.Tensor], actual: Sequence[torch.Tensor], bound: float) -> bool:
+    return any(compare(want, got).error > bound for want, got in zip(wanted, actual, strict=True))
 
 
 def _seeded(reference: Reference, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:

@@ -43,15 +43,15 @@ def index_ranges(program: ExportedProgram, varying: Collection[str] = ()) -> lis
         if names.get(node.name) in varying or (node.op == "call_function" and node.args and node.args[0] in unknown):
             unknown.add(node)  # with views of them
     placeholders = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
-    found: list[tuple[int, int] | None] = []
+    bounds: list[tuple[int, int] | None] = []
     for name in program.graph_signature.user_inputs:
         node = placeholders.get(name) if isinstance(name, str) else None
         dtype = _dtype(node)
         ranges = list(_uses(node, 0, unknown)) if node is not None and dtype in WIDTH else []
         low = max((low for low, _ in ranges), default=0)
         high = min((high for _, high in ranges), default=0)
-        found.append((low, high) if low < high else None)
-    return found
+        bounds.append((low, high) if low < high else None)
+    return bounds
 
 
 def _uses(node: Node, added: int, unknown: Set[Node]) -> Iterator[Range]:

@@ -31,14 +31,14 @@ def tabled(points: Points) -> Size | None:
 
     1 // (1 + (d - k) * (d - k)) is 1 for d = k and 0 for any other d.
     """
-    made: Size = 0
+    expression: Size = 0
     for sizes, value in points:
         term: Size = value
         for name, size in sizes.items():
             distance = ("-", name, size)
             term = ("*", term, ("//", 1, ("+", 1, ("*", distance, distance))))
-        made = ("+", made, term) if made else term
-    return made if operands(made) <= limits.SIZE_OPERATORS else None
+        expression = ("+", expression, term) if expression else term
+    return expression if operands(expression) <= limits.SIZE_OPERATORS else None
 
 
 def _candidates(points: Points) -> Iterator[Size | None]:
@@ -74,19 +74,19 @@ def _sum(points: Points, terms: Sequence[tuple[str, ...]]) -> Size | None:
     for factor, term in sorted(zip(map(int, factors[1:]), terms, strict=True), key=lambda pair: pair[0] < 0):
         if not factor:
             continue
-        made: Size = term[0]
+        product: Size = term[0]
         for name in term[1:]:
-            made = ("*", made, name)
-        made = made if abs(factor) == 1 else ("*", made, abs(factor))
-        size = (made if factor > 0 else ("-", 0, made)) if size is None else ("+" if factor > 0 else "-", size, made)
+            product = ("*", product, name)
+        product = product if abs(factor) == 1 else ("*", product, abs(factor))
+        size = (product if factor > 0 else ("-", 0, product)) if size is None else ("+" if factor > 0 else "-", size, product)
     return int(factors[0]) if size is None else _plus(size, int(factors[0]))
 
 
 def _product(sizes: Mapping[str, int], term: Sequence[str]) -> Fraction:
-    made = Fraction(1)
+    product = Fraction(1)
     for name in term:
-        made *= sizes[name]
-    return made
+        product *= sizes[name]
+    return product
 
 
 def _solved(rows: list[list[Fraction]], unknown: int) -> list[Fraction] | None:

@@ -35,12 +35,12 @@ def describe_signature(exported: Exported) -> Signature:
     if programs.dynamic:
         symbols = symbols_of(source, programs.first, exported.shapes, exported.sizes)
         try:
-            made = _outputs(source, programs.first, flat.names, symbols)
+            specs = _outputs(source, programs.first, flat.names, symbols)
         except ModelError as error:
             if error.code != "data-dependent-output" or not exported.unbounded:
                 raise
             raise ModelError("data-dependent-output", f"{error}, and has no bound: {exported.unbounded}", error.hint) from error
-        outputs = [_as_eager(source, spec, index, exported.eager_shapes) for index, spec in enumerate(made)]
+        outputs = [_as_eager(source, spec, index, exported.eager_shapes) for index, spec in enumerate(specs)]
     else:
         outputs = [_inferred(exported, name, index) for index, name in enumerate(flat.names)]
     return Signature(
@@ -59,7 +59,7 @@ def symbols_of(
     """Export's symbols in terms of the declared dimensions; checks that every declared size satisfies what export found."""
     user = set(program.graph_signature.user_inputs)
     values = [node.meta["val"] for node in program.graph.nodes if node.op == "placeholder" and node.name in user]
-    found: dict[Any, Size] = {}
+    by_symbol: dict[Any, Size] = {}
     for value, shape in zip(values, shapes, strict=True):
         for actual, size in zip(value.shape, shape, strict=True):
             rule = linear(size)
@@ -87,8 +87,8 @@ def symbols_of(
                         "size-excluded",
                         f"{source.label}: one program holds from {name}={low} to {high}, not for {value_of}",
                     )
-            found.setdefault(symbol, _invert(name, scale, offset, step, shift))
-    return found
+            by_symbol.setdefault(symbol, _invert(name, scale, offset, step, shift))
+    return by_symbol
 
 
 def _invert(name: str, scale: int, offset: int, inner: int, shift: int) -> Size:
@@ -110,12 +110,12 @@ def _inferred(exported: Exported, name: str, index: int) -> TensorSpec:
     for _, program in exported.programs.each:
         (last,) = [node for node in program.graph.nodes if node.op == "output"]
         nodes.append(last.args[0][-len(exported.flat.names) :][index].meta["val"])
-    shapes = [(sizes, found[index]) for sizes, found in exported.eager_shapes]
+    shapes = [(sizes, output_shapes[index]) for sizes, output_shapes in exported.eager_shapes]
     if len({node.dtype for node in nodes}) > 1 or len({len(shape) for _, shape in shapes}) > 1:
         raise ModelError(
             "structure-unsupported", f"{label}: output {name!r}: its dtype or its number of axes changes with the sizes"
         )
-    made = []
+    axis_sizes = []
     for axis in range(len(shapes[0][1])):
         points = [(sizes, shape[axis]) for sizes, shape in shapes]
         at = {tuple(sizes.values()): size for sizes, size in points}
@@ -127,8 +127,8 @@ def _inferred(exported: Exported, name: str, index: int) -> TensorSpec:
                 "shape-irregular",
                 f"{label}: output {name!r}, axis {axis}: its sizes follow no rule, and are too many for a list: {seen}, ...",
             )
-        made.append(size)
-    return TensorSpec(name=name, dtype=dtype_name(nodes[0].dtype), shape=tuple(made), order=tuple(range(len(made))))
+        axis_sizes.append(size)
+    return TensorSpec(name=name, dtype=dtype_name(nodes[0].dtype), shape=tuple(axis_sizes), order=tuple(range(len(axis_sizes))))
 
 
 def _outputs(source: Source, program: ExportedProgram, names: Sequence[str], symbols: Mapping[Any, Size]) -> tuple[TensorSpec, ...]:
@@ -147,7 +147,7 @@ def _as_eager(source: Source, spec: TensorSpec, index: int, eager: Sequence[Eage
     states one too many (pytorch issue 151200).  Raises export-failed for any other difference."""
     shapes = [spec.shape, *[spec.shape[:axis] + spec.shape[axis + 1 :] for axis, size in enumerate(spec.shape) if size == 1]]
     for shape in shapes:
-        if all(tuple([evaluate(size, sizes) for size in shape]) == found[index] for sizes, found in eager):
+        if all(tuple([evaluate(size, sizes) for size in shape]) == output_shapes[index] for sizes, output_shapes in eager):
             return replace(spec, shape=shape, order=tuple(range(len(shape))))
     raise ModelError(
         "export-failed",
@@ -184,19 +184,19 @@ def _convert(expr: Any, symbols: Mapping[Any, Size]) -> Size:
     kind = type(expr).__name__
     if kind in ("Add", "Mul"):
         parts = sorted((_convert(part, symbols) for part in expr.args), key=lambda part: (isinstance(part, int), str(part)))
-        made = parts[0]
+        expression = parts[0]
         for part in parts[1:]:
-            made = (
-                ("-", made, -part)
+            expression = (
+                ("-", expression, -part)
                 if kind == "Add" and isinstance(part, int) and part < 0
-                else ("+" if kind == "Add" else "*", made, part)
+                else ("+" if kind == "Add" else "*", expression, part)
             )
-        return made
+        return expression
     if kind == "Pow" and expr.args[1].is_Integer and 1 < int(expr.args[1]) < 5:
         base = _convert(expr.args[0], symbols)
-        made = base
+        expression = base
         for _ in range(int(expr.args[1]) - 1):
-            made = ("*", made, base)
-        return made
+            expression = ("*", expression, base)
+        return expression
     operator = {"FloorDiv": "//", "CleanDiv": "//", "IntTrueDiv": "//", "Mod": "%", "PythonMod": "%"}[kind]
     return (operator, _convert(expr.args[0], symbols), _convert(expr.args[1], symbols))

@@ -140,14 +140,14 @@ def adapter_inputs(alike: Sequence[Alike], adapters: int, rank: int) -> tuple[ob
 
 def with_adapters(self: Any, x: Tensor) -> Tensor:
     """The forward of a layer, x (..., in), lane behind lane, with what each lane's adapter adds."""
-    made: Tensor = type(self).forward(self, x)
+    output: Tensor = type(self).forward(self, x)
     share: Share = self.share
     mask = share.choice.mask
     if mask is None:
-        return made
+        return output
     down, up = share.bank.down[share.number].flatten(0, 1), share.bank.up[share.number].flatten(0, 1)
     inner = F.linear(x, down).reshape(mask.shape[0], -1, mask.shape[1]) * mask[:, None]
-    return made + (inner.flatten(0, 1) @ up).view(made.shape)
+    return output + (inner.flatten(0, 1) @ up).view(output.shape)
 
 
 def alike_layers(network: PreTrainedModel) -> list[Alike]:
@@ -162,33 +162,33 @@ def alike_layers(network: PreTrainedModel) -> list[Alike]:
             rows[-1].append(int(number))
         else:
             rows.append([int(number)])
-    found = []
+    layer_groups = []
     for (before, behind, inputs, outputs), rows in runs.items():
         for row in rows:
             several = row[0] >= 0
             name = f"{before}.{row[0]}-{row[-1]}{behind}" if several else before
             paths = tuple([f"{before}.{number}{behind}" for number in row]) if several else (before,)
-            found.append(Alike(name=name, paths=paths, inputs=inputs, outputs=outputs))
-    if not found:
+            layer_groups.append(Alike(name=name, paths=paths, inputs=inputs, outputs=outputs))
+    if not layer_groups:
         what = "no linear layer sees all tokens of a call, so that none can have adapters"
         raise refusal(network.config, what, "leave --adapters out")
-    return found
+    return layer_groups
 
 
 def seen_layers(network: PreTrainedModel) -> dict[str, tuple[int, int]]:
     """The widths, (in, out), of those layers by their paths, as a call of LANES texts of TOKENS tokens shows them."""
     head, widths, others = network.get_output_embeddings(), dict[str, tuple[int, int]](), set[str]()
-    layers = {path: each for path, each in network.named_modules() if isinstance(each, nn.Linear | Conv1D | Int8Linear)}
+    layers = {path: module for path, module in network.named_modules() if isinstance(module, nn.Linear | Conv1D | Int8Linear)}
 
-    def watch(path: str, x: Tensor, made: Tensor) -> None:
-        widths[path] = x.shape[-1], made.shape[-1]
+    def watch(path: str, x: Tensor, result: Tensor) -> None:
+        widths[path] = x.shape[-1], result.shape[-1]
         if tuple(x.shape[:-1]) not in ((LANES, TOKENS), (LANES * TOKENS,)):
             others.add(path)
 
     hooks = [
-        each.register_forward_hook(lambda _, given, made, path=path: watch(path, given[0], made))
-        for path, each in layers.items()
-        if each is not head
+        layer.register_forward_hook(lambda _, args, output, path=path: watch(path, args[0], output))
+        for path, layer in layers.items()
+        if layer is not head
     ]
     before = network.config._attn_implementation
     network.set_attn_implementation("eager")

@@ -15,7 +15,7 @@ from ...errors import ModelError
 from ..architectures.lane_cache import Kept, State
 from ..architectures.recurrent_gemma import states_in_cache
 from .probe import TOKENS, Layer, check_windows, probe_layers
-from .refusal import refusal, told
+from .refusal import error_text, refusal
 
 SERVE = "serve it with transformers"
 
@@ -64,8 +64,8 @@ def kept_by_lane(network: PreTrainedModel) -> Kept:
         if isinstance(state, Tensor):
             states.append(State("recurrent", number, 0, tuple(state.shape[1:]), state.dtype))
     # whoever serves the model finds in a table of keys how many pages there are, and how many tokens in each
-    made = Kept(layers or [Layer(1, 1, 0, 0)], numbers, states, True)
-    return states_in_cache(network, made) if config.model_type == "recurrent_gemma" else made
+    contents = Kept(layers or [Layer(1, 1, 0, 0)], numbers, states, True)
+    return states_in_cache(network, contents) if config.model_type == "recurrent_gemma" else contents
 
 
 def filled_cache(network: PreTrainedModel) -> Any:
@@ -74,10 +74,10 @@ def filled_cache(network: PreTrainedModel) -> Any:
     before = DynamicCache(config=config) if config.model_type == "recurrent_gemma" else None  # which does not give it back
     try:
         with torch.no_grad():
-            made = network(input_ids=ids, use_cache=True, **({} if before is None else {"past_key_values": before}))
+            output = network(input_ids=ids, use_cache=True, **({} if before is None else {"past_key_values": before}))
     except Exception as error:
-        raise refusal(config, f"its code does not run: {told(error)}", SERVE) from error
-    for cache in (before, getattr(made, "past_key_values", None), getattr(made, "cache_params", None)):
+        raise refusal(config, f"its code does not run: {error_text(error)}", SERVE) from error
+    for cache in (before, getattr(output, "past_key_values", None), getattr(output, "cache_params", None)):
         if cache is not None:
             return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
     return None

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ...errors import ModelError
 from ..sampling import GREEDY, Sampling
 from .probe import ANOTHER, Probe
-from .refusal import refusal, told
+from .refusal import error_text, refusal
 
 FAR = 90
 """A place beyond every window, chunk and original context of a small copy."""
@@ -35,7 +35,7 @@ def check_independence(model: Any) -> None:
     except ModelError:
         raise
     except (RuntimeError, IndexError, TypeError, AttributeError, ValueError) as error:
-        raise refusal(config, f"its code does not run over pages: {told(error)}", ANOTHER) from error
+        raise refusal(config, f"its code does not run over pages: {error_text(error)}", ANOTHER) from error
     finally:
         model.network.set_attn_implementation("paged")
     if not torch.allclose(plain[2], other[2], rtol=1e-3, atol=1e-4):
@@ -61,7 +61,7 @@ def check_places(model: Any) -> None:
                 for slot, blocks in ((1, 2), (2, 4))
             ]
     except Exception as error:
-        raise refusal(model.network.config, f"its code does not run over pages: {told(error)}", ANOTHER) from error
+        raise refusal(model.network.config, f"its code does not run over pages: {error_text(error)}", ANOTHER) from error
     if not torch.allclose(near, far, rtol=1e-3, atol=1e-3):
         what = "it counts positions itself, instead of taking position_ids"
         raise refusal(model.network.config, what, ANOTHER)

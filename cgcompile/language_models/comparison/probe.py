@@ -23,7 +23,7 @@ from transformers import (
 
 from ...errors import ModelError
 from ..architectures.text_half import model_class
-from .refusal import refusal, told
+from .refusal import error_text, refusal
 
 TOKENS = 3
 """Tokens of the call: more than one, because models treat a single token differently."""
@@ -159,7 +159,7 @@ def probe_layers(network: PreTrainedModel) -> list[Layer]:
         raise
     except Exception as error:
         what = "it computes with its mask" if "MaskRule" in str(error) else "its code does not run over pages"
-        raise refusal(config, f"{what}: {told(error)}", ANOTHER) from error
+        raise refusal(config, f"{what}: {error_text(error)}", ANOTHER) from error
     finally:
         network.set_attn_implementation(before)
     check_all(config, probe.layers)
@@ -171,7 +171,7 @@ def check_kind(config: PretrainedConfig) -> None:
     try:
         config.get_text_config()
     except ValueError as error:
-        raise refusal(config, f"it has no one text model: {told(error)}", ANOTHER) from error
+        raise refusal(config, f"it has no one text model: {error_text(error)}", ANOTHER) from error
     kind = model_class(config)
     if kind is None:
         raise refusal(config, "transformers has no causal language model of this type (AutoModelForCausalLM)", ANOTHER)

@@ -14,7 +14,7 @@ def refusal(config: PretrainedConfig, feature: str, remedy: str) -> ModelError:
     return ModelError("language-model-refused", f"model_type {config.model_type}: {feature}", remedy)
 
 
-def told(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """The error and the line of transformers that raised it."""
     if isinstance(error, KeyError):
         return f"it looks for {error}, which is not there{place_of(error)}"

@@ -21,7 +21,7 @@ from ..networks import over_pages
 from ..sampling import GREEDY, Sampling
 from .independence import check_independence
 from .probe import check_kind
-from .refusal import place_of, refusal, told
+from .refusal import error_text, place_of, refusal
 from .small_copy import small_copy
 
 PROMPTS = (3, 17, 30)
@@ -164,7 +164,7 @@ def small_networks(config: PretrainedConfig) -> tuple[PreTrainedModel, PreTraine
         if error.args == (NAME,):
             what = f"a part of it looks attention up in a table of its own, which has no other{place_of(error)}"
             raise refusal(config, what, "serve it with transformers") from error
-        what = f"no small copy can be made of its configuration, to compare with transformers: {told(error)}"
+        what = f"no small copy can be made of its configuration, to compare with transformers: {error_text(error)}"
         raise refusal(config, what, "serve it with transformers") from error
 
 
@@ -276,7 +276,7 @@ def texts_over_pages(model: Any, prompts: Sequence[Sequence[int]], tokens: int, 
             first = desk.replace(0, prompts[-1])
             desk.take(after - 1)
     except Exception as error:
-        what = f"its code does not run over pages: {told(error)}"
+        what = f"its code does not run over pages: {error_text(error)}"
         raise refusal(model.network.config, what, "serve it with transformers") from error
     return [first, *[written[: tokens + TURNS] for written in desk.written[1:]], desk.written[0]]
 
@@ -291,7 +291,7 @@ def by_generate(network: PreTrainedModel, prompt: Sequence[int], count: int) -> 
             output_logits=True, return_dict_in_generate=True,
         )  # fmt: skip
     except Exception as error:
-        what = f"transformers' generate of its small copy fails, so that there is nothing to compare with: {told(error)}"
+        what = f"transformers' generate of its small copy fails, so that there is nothing to compare with: {error_text(error)}"
         raise refusal(network.config, what, "serve it with transformers") from error
     tokens = outputs.sequences[0, len(prompt) :].tolist()
     logprobs = [logits[0].float().log_softmax(-1) for logits in outputs.logits]

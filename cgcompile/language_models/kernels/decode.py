@@ -43,7 +43,7 @@ def plain(
     scale: float, window: int, chunk: int, softcap: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The same with PyTorch's operations, over the whole width of the block table."""
-    key, value = [together(each, pages) for each in (keys, values)]
+    key, value = [together(cache, pages) for cache in (keys, values)]
     token = torch.arange(key.shape[2], device=query.device)
     seen = (token < length[:, None]) & (token <= place[:, None])
     if window:
@@ -202,8 +202,8 @@ def add_parts(
     all_of_it = tl.sum(share * weight, 0)
     if SINKS:
         all_of_it += tl.exp(sink - highest)
-    made = tl.sum(rows * share[:, None], 0) / tl.where(all_of_it > 0, all_of_it, 1.0)
-    tl.store(mixed + (lane * HEADS + head) * DIM + column, made, mask=column < DIM)
+    average = tl.sum(rows * share[:, None], 0) / tl.where(all_of_it > 0, all_of_it, 1.0)
+    tl.store(mixed + (lane * HEADS + head) * DIM + column, average, mask=column < DIM)
     tl.store(total + lane * HEADS + head, tl.log(all_of_it) + highest)
 
 

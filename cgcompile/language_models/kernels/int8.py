@@ -36,8 +36,8 @@ class Int8Linear(nn.Module):
         self.bias = bias
 
     def forward(self, x: Tensor) -> Tensor:
-        made = int8_product(x.flatten(0, -2), self.weight, self.scale).unflatten(0, x.shape[:-1])
-        return made if self.bias is None else made + self.bias
+        product = int8_product(x.flatten(0, -2), self.weight, self.scale).unflatten(0, x.shape[:-1])
+        return product if self.bias is None else product + self.bias
 
 
 def rounded(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -53,8 +53,8 @@ def int8_weights(network: nn.Module) -> nn.Module:
     for name, module in list(network.named_modules()):
         if isinstance(module, nn.Linear | Conv1D):
             weight = module.weight.T if isinstance(module, Conv1D) else module.weight
-            parent, _, own = name.rpartition(".")
-            setattr(network.get_submodule(parent), own, Int8Linear(*rounded(weight), module.bias))
+            parent, _, leaf = name.rpartition(".")
+            setattr(network.get_submodule(parent), leaf, Int8Linear(*rounded(weight), module.bias))
     return network
 
 
@@ -74,14 +74,14 @@ def by_kernel(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
     """`int8_product` by a kernel."""
     x = x.contiguous()
     (rows, depth), count = x.shape, weight.shape[0]
-    made = x.new_empty((rows, count))
+    product = x.new_empty((rows, count))
     block = max(16, min(ROWS, triton.next_power_of_2(rows)))  # tl.dot takes no fewer
     columns = COLUMNS if count >= 128 * COLUMNS else 16  # enough programs for all multiprocessors
     wrap_triton(multiply)[(triton.cdiv(count, columns), triton.cdiv(rows, block))](
-        x, weight, scale, made, rows, count, DEPTH_IN_ALL=depth, ROWS=block, COLUMNS=columns,
+        x, weight, scale, product, rows, count, DEPTH_IN_ALL=depth, ROWS=block, COLUMNS=columns,
         DEPTH=DEPTH if block == 16 else DEPTH // 4, num_warps=WARPS, num_stages=STAGES,
     )  # fmt: skip
-    return made
+    return product
 
 
 launch = triton_op("language_model::int8_product", by_kernel, mutates_args=())
@@ -95,7 +95,7 @@ def _(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
 
 @triton.jit
 def multiply(
-    x, weight, scale, made, rows, count,
+    x, weight, scale, product, rows, count,
     DEPTH_IN_ALL: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     """ROWS rows of activations times COLUMNS rows of weights."""
@@ -106,7 +106,7 @@ def multiply(
         at = begin + tl.arange(0, DEPTH)
         inside = at < DEPTH_IN_ALL
         eight = tl.load(weight + column[None] * DEPTH_IN_ALL + at[:, None], mask=(column < count)[None] & inside[:, None], other=0)
-        given = tl.load(x + row[:, None] * DEPTH_IN_ALL + at[None], mask=(row < rows)[:, None] & inside[None], other=0.0)
-        total += tl.dot(given, eight.to(given.dtype), input_precision="ieee")
+        activations = tl.load(x + row[:, None] * DEPTH_IN_ALL + at[None], mask=(row < rows)[:, None] & inside[None], other=0.0)
+        total += tl.dot(activations, eight.to(activations.dtype), input_precision="ieee")
     total *= tl.load(scale + column, mask=column < count, other=0.0)[None]
-    tl.store(made + row[:, None] * count + column[None], total, mask=(row < rows)[:, None] & (column < count)[None])
+    tl.store(product + row[:, None] * count + column[None], total, mask=(row < rows)[:, None] & (column < count)[None])

@@ -12,7 +12,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ...errors import ModelError
 from ...model.quantization.stored_weights import Quantization
-from ..comparison.refusal import refusal, told
+from ..comparison.refusal import error_text, refusal
 from .int8 import Int8Linear, rounded
 
 TOKENS = 64
@@ -34,7 +34,7 @@ class Int8Embedding(nn.Module):
 def int8_network(network: PreTrainedModel) -> PreTrainedModel:
     """The model, changed in place.  What is no plain linear layer or embedding keeps its weights: experts in one tensor, scaled
     embeddings.  Weights that several layers share stay one tensor."""
-    made: dict[int, tuple[Tensor, Tensor]] = {}
+    rounded_weights: dict[int, tuple[Tensor, Tensor]] = {}
     kept = []  # else the memory of one that is replaced could become another's
     for name, module in list(network.named_modules()):
         plain = type(module) is nn.Embedding and module.max_norm is None
@@ -42,12 +42,12 @@ def int8_network(network: PreTrainedModel) -> PreTrainedModel:
             continue
         kept.append(module.weight)
         weight = module.weight.T if isinstance(module, Conv1D) else module.weight
-        if weight.data_ptr() not in made:
-            made[weight.data_ptr()] = rounded(weight)
-        eight, scale = made[weight.data_ptr()]
-        parent, _, own = name.rpartition(".")
+        if weight.data_ptr() not in rounded_weights:
+            rounded_weights[weight.data_ptr()] = rounded(weight)
+        eight, scale = rounded_weights[weight.data_ptr()]
+        parent, _, leaf = name.rpartition(".")
         layer = Int8Embedding(eight, scale) if plain else Int8Linear(eight, scale, module.bias)
-        setattr(network.get_submodule(parent), own, layer)
+        setattr(network.get_submodule(parent), leaf, layer)
     return network
 
 
@@ -62,7 +62,7 @@ def quantized(network: PreTrainedModel) -> tuple[PreTrainedModel, Quantization]:
     except ModelError:
         raise
     except Exception as error:
-        raise refusal(config, f"its code does not run over int8 weights: {told(error)}", "leave --weights out") from error
+        raise refusal(config, f"its code does not run over int8 weights: {error_text(error)}", "leave --weights out") from error
     same = int((near.argmax(-1) == exact.argmax(-1)).sum())
     share = float((near - exact).norm() / (exact - exact.mean(-1, keepdim=True)).norm())
     distance = f"the logits of {TOKENS} random tokens differ by {share:.1%} of their spread, {same} likeliest tokens are the same"
@@ -76,8 +76,8 @@ def logits(network: PreTrainedModel, ids: Tensor) -> Tensor:
     network.set_attn_implementation("eager")
     try:
         with torch.no_grad():
-            made: Tensor = network(input_ids=ids, use_cache=False).logits[0].float()
-            return made
+            token_logits: Tensor = network(input_ids=ids, use_cache=False).logits[0].float()
+            return token_logits
     finally:
         network.set_attn_implementation("paged")
 

@@ -43,7 +43,7 @@ def plain(
     """The same with PyTorch's operations, over a copy of the whole width of the block table."""
     batch, seq, heads, _ = query.shape
     groups = heads // keys.shape[1]
-    key, value = [together(each, pages) for each in (keys, values)]  # (batch, key heads, tokens, dim)
+    key, value = [together(cache, pages) for cache in (keys, values)]  # (batch, key heads, tokens, dim)
     step = torch.arange(seq, device=query.device)
     place = (start[:, None] + torch.minimum(step, (count - 1).clamp(min=0)[:, None]))[:, :, None]
     token = torch.arange(key.shape[2], device=query.device)
@@ -76,14 +76,14 @@ def by_kernel(
     query = query.contiguous()
     batch, seq, heads, dim = query.shape
     key_heads, page = keys.shape[1:3]
-    made = torch.empty_like(query)
+    output = torch.empty_like(query)
     wrap_triton(attend)[(triton.cdiv(seq, ROWS), heads, batch)](
-        query, keys, values, pages, start, count, query if sinks is None else sinks, made, seq, pages.shape[1],
+        query, keys, values, pages, start, count, query if sinks is None else sinks, output, seq, pages.shape[1],
         SCALE=scale, WINDOW=window, CHUNK=chunk, SOFTCAP=softcap, SINKS=sinks is not None,
         HEADS=heads, GROUPS=heads // key_heads, DIM=dim,
         WIDTH=max(16, triton.next_power_of_2(dim)), PAGE=page, ROWS=ROWS, BLOCK=BLOCK, num_warps=WARPS, num_stages=STAGES,
     )  # fmt: skip
-    return made
+    return output
 
 
 launch = triton_op("language_model::paged_prefill", by_kernel, mutates_args=())
@@ -100,7 +100,7 @@ def _(
 
 @triton.jit
 def attend(
-    query, keys, values, pages, start, count, sinks, made, seq, blocks,
+    query, keys, values, pages, start, count, sinks, output, seq, blocks,
     SCALE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, HEADS: tl.constexpr,
     GROUPS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -160,7 +160,7 @@ def attend(
         mixed *= tl.exp2(top - higher)[:, None]
         total = total * tl.exp2(top - higher) + tl.exp2(sink - higher)
     mixed /= tl.where(total > 0, total, 1.0)[:, None]
-    tl.store(made + here, mixed.to(made.dtype.element_ty), mask=used)
+    tl.store(output + here, mixed.to(output.dtype.element_ty), mask=used)
 
 
 @triton.jit

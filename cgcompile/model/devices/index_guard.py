@@ -71,10 +71,10 @@ class IndexGuard(TorchDispatchMode):
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        given = kwargs or {}
+        keywords = kwargs or {}
         if isinstance(func, torch._ops.OpOverload) and func.namespace == "aten":
-            _check(func, args, given)
-        return func(*args, **given)
+            _check(func, args, keywords)
+        return func(*args, **keywords)
 
 
 def _check(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -82,12 +82,12 @@ def _check(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str
     if name not in KINDS:
         return
     names = [argument.name for argument in func._schema.arguments]
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    if any(isinstance(value, VALUELESS) for value in tree_leaves(given)):  # a trial may trace
+    operands = {**dict(zip(names, args, strict=False)), **kwargs}
+    if any(isinstance(value, VALUELESS) for value in tree_leaves(operands)):  # a trial may trace
         return
-    if name in ASSERTED and not bool(given["self"].all()):
-        raise RuntimeError(given.get("assert_msg", "an assertion of the model does not hold"))
-    for positions, low, high, ignored in _ranges(name, given):
+    if name in ASSERTED and not bool(operands["self"].all()):
+        raise RuntimeError(operands.get("assert_msg", "an assertion of the model does not hold"))
+    for positions, low, high, ignored in _ranges(name, operands):
         if not isinstance(positions, torch.Tensor) or positions.dtype in (torch.bool, torch.uint8) or not positions.numel():
             continue
         asked = positions if ignored is None else positions[positions != ignored]
@@ -95,29 +95,29 @@ def _check(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str
             raise IndexError(f"{name}: an index is out of range, expected {low} to {high - 1}")
 
 
-def _ranges(name: str, given: Mapping[str, Any]) -> Iterator[tuple[Any, int, int, int | None]]:
+def _ranges(name: str, operands: Mapping[str, Any]) -> Iterator[tuple[Any, int, int, int | None]]:
     """Positions, the lowest one, the end, and what is taken besides."""
-    own = given.get("self")
+    tensor = operands.get("self")
     if name in LISTED:
-        assert isinstance(own, torch.Tensor)
+        assert isinstance(tensor, torch.Tensor)
         axis = 0
-        for positions in given["indices"]:
+        for positions in operands["indices"]:
             masked = isinstance(positions, torch.Tensor) and positions.dtype in (torch.bool, torch.uint8)
-            yield positions, -own.shape[axis], own.shape[axis], None
+            yield positions, -tensor.shape[axis], tensor.shape[axis], None
             axis += positions.dim() if masked else 1
     elif name in ROWS:
-        yield given["indices"], 0, given["weight"].shape[0], None
+        yield operands["indices"], 0, operands["weight"].shape[0], None
     elif name in ALONG:
-        assert isinstance(own, torch.Tensor)
-        yield given["index"], 0, own.shape[given["dim"]] if own.dim() else 1, None
+        assert isinstance(tensor, torch.Tensor)
+        yield operands["index"], 0, tensor.shape[operands["dim"]] if tensor.dim() else 1, None
     elif name in FLAT:
-        assert isinstance(own, torch.Tensor)
-        yield given["index"], -own.numel(), own.numel(), None
+        assert isinstance(tensor, torch.Tensor)
+        yield operands["index"], -tensor.numel(), tensor.numel(), None
     elif name in LABELS:
-        assert isinstance(own, torch.Tensor)
-        yield given["target"], 0, own.shape[min(1, own.dim() - 1)], given.get("ignore_index", -100)
+        assert isinstance(tensor, torch.Tensor)
+        yield operands["target"], 0, tensor.shape[min(1, tensor.dim() - 1)], operands.get("ignore_index", -100)
     elif name in UNPOOLED:
-        yield given["indices"], 0, int(torch.Size(given["output_size"]).numel()), None
+        yield operands["indices"], 0, int(torch.Size(operands["output_size"]).numel()), None
 
 
 KINDS = LISTED | ROWS | ALONG | FLAT | LABELS | UNPOOLED | ASSERTED

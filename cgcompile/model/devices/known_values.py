@@ -161,28 +161,28 @@ class KnownValues:
             missing = missing or known is _UNKNOWN
             return known
 
-        given, named = pytree.tree_map(value, (list(args), {name: part for name, part in kwargs.items() if name != "pin_memory"}))
+        values, named = pytree.tree_map(value, (list(args), {name: part for name, part in kwargs.items() if name != "pin_memory"}))
         if missing:
             return None
         if func in MOVES:
-            return Operation(func=torch.Tensor.detach, args=given[:1], kwargs={})
+            return Operation(func=torch.Tensor.detach, args=values[:1], kwargs={})
         if func in MADE_OF_NUMBERS or "device" in named:
             named["device"] = self._real
         if func is torch.Tensor.to:
-            given = [self._real if isinstance(part, str) else part for part in given]
-        return Operation(func=func, args=given, kwargs=named, written=None if written is None else before[id(written)])
+            values = [self._real if isinstance(part, str) else part for part in values]
+        return Operation(func=func, args=values, kwargs=named, written=None if written is None else before[id(written)])
 
     def has(self, tensor: torch.Tensor) -> bool:
         """Whether the value of a tensor is known, and follows from no weight."""
-        found = self._of(tensor)
-        return found is not _UNKNOWN and not found.weights and self._value(tensor) is not None
+        expression = self._of(tensor)
+        return expression is not _UNKNOWN and not expression.weights and self._value(tensor) is not None
 
     def _value(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The real tensor that a traced one stands for, None where it is not known."""
-        found = self._of(tensor)
+        expression = self._of(tensor)
         try:
             with plain():
-                value: torch.Tensor | None = None if found is _UNKNOWN else found.value()
+                value: torch.Tensor | None = None if expression is _UNKNOWN else expression.value()
         except NotConstant:
             return None
         return value
@@ -233,8 +233,8 @@ class KnownValues:
             return [*args[:1], *pytree.tree_map(self._number, args[1:])], pytree.tree_map(self._number, kwargs)
         if func in INDEXING:
             index = args[1] if isinstance(args[1], tuple) else (args[1],)
-            made = tuple([self._slice(part) if isinstance(part, slice) else self._position(part) for part in index])
-            return [args[0], made if isinstance(args[1], tuple) else made[0], *args[2:]], kwargs
+            indices = tuple([self._slice(part) if isinstance(part, slice) else self._position(part) for part in index])
+            return [args[0], indices if isinstance(args[1], tuple) else indices[0], *args[2:]], kwargs
         if func in REPEATS and kwargs.get("output_size") is None and (size := self._repeated(args, kwargs)) is not None:
             return args, {**kwargs, "output_size": size}
         return args, kwargs
@@ -268,28 +268,28 @@ class KnownValues:
     @contextmanager
     def noting(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[list[Any]]:
         """Around an operation that is traced: what it gives is put into the list, and noted with what it is computed from."""
-        made: list[Any] = []
+        results: list[Any] = []
         if get_proxy_mode() is None:
-            yield made
+            yield results
             return
-        given = [(tensor, tensor._version) for tensor in tensors_in((args, kwargs))]
-        expressions = {id(tensor): self._of(tensor) for tensor, _ in given}
-        yield made
-        outputs = [args[0]] if func is torch.Tensor.__setitem__ else tensors_in(made)
-        written = [tensor for tensor, version in given if tensor._version != version]
+        input_versions = [(tensor, tensor._version) for tensor in tensors_in((args, kwargs))]
+        expressions = {id(tensor): self._of(tensor) for tensor, _ in input_versions}
+        yield results
+        outputs = [args[0]] if func is torch.Tensor.__setitem__ else tensors_in(results)
+        written = [tensor for tensor, version in input_versions if tensor._version != version]
         unseen = _written_unseen(func, args, kwargs)
         for tensor in [*written, *unseen]:
             if isinstance(tensor, FakeTensor) and tensor.layout is torch.strided:
                 storage = tensor.untyped_storage()._cdata
                 self._writes[storage] = self._writes.get(storage, 0) + 1
-        self._sizes.note(func, args, made[0])
+        self._sizes.note(func, args, results[0])
         if not outputs or not all(map(_constant_shape, outputs)) or any(tensor is not outputs[0] for tensor in written):
             return
         if unseen and not written:
             return
         if func in OF_ONE_NUMBER:
             operation = self._filled(func, args, kwargs, outputs[0])
-        elif given or func in MADE_OF_NUMBERS:
+        elif input_versions or func in MADE_OF_NUMBERS:
             if any(expression is _UNKNOWN for expression in expressions.values()):
                 return
             operation = self._operation(func, args, kwargs, expressions, written[0] if written else None)
@@ -300,14 +300,14 @@ class KnownValues:
                 assert operation is not None
                 self._note(tensor, Result(operation=operation, index=index, shape=tuple(tensor.shape), dtype=tensor.dtype))
 
-    def _filled(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made: torch.Tensor) -> Operation | None:
+    def _filled(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], output: torch.Tensor) -> Operation | None:
         number = OF_ONE_NUMBER[func]
         if number is None:
             number = kwargs.get("fill_value", args[-1])
         if not isinstance(number, int | float | bool):
             return None
-        named = {"dtype": made.dtype, "device": self._real}
-        return Operation(func=torch.full, args=(tuple(made.shape), number), kwargs=named)
+        named = {"dtype": output.dtype, "device": self._real}
+        return Operation(func=torch.full, args=(tuple(output.shape), number), kwargs=named)
 
     def counted(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """What an operation gives whose size depends on values, as constants of the graph; None where it is no such, or unknown."""
@@ -315,13 +315,13 @@ class KnownValues:
             return None
         operation = self._operation(func, args, kwargs)
         try:
-            found = None if operation is None else operation.evaluate()
+            outcome = None if operation is None else operation.evaluate()
         except NotConstant:
             return None
-        if operation is None or any(not _small(tensor) for tensor in tensors_in([found])):
+        if operation is None or any(not _small(tensor) for tensor in tensors_in([outcome])):
             return None
         self._answered(operation.weights)
-        return pytree.tree_map_only(torch.Tensor, self._constant, found)
+        return pytree.tree_map_only(torch.Tensor, self._constant, outcome)
 
     def positions(self, mask: torch.Tensor) -> list[torch.Tensor] | None:
         """Where a mask of known value is true, an index for each of its axes; None where it is not known, or large."""
@@ -329,21 +329,21 @@ class KnownValues:
         if value is None:
             return None
         with plain():
-            found = list(value.nonzero().unbind(1))
-        if not all(map(_small, found)):
+            indices = list(value.nonzero().unbind(1))
+        if not all(map(_small, indices)):
             return None
         self._answered(self._of(mask).weights)
-        return [self._constant(part) for part in found]
+        return [self._constant(part) for part in indices]
 
     def _constant(self, value: torch.Tensor) -> torch.Tensor:
         with plain():
             numbers = value.tolist()
-        made = called(torch.tensor, [numbers], {"dtype": value.dtype, "device": self._real})
-        if made.shape != value.shape:
-            made = called(torch.Tensor.reshape, [made, tuple(value.shape)], {})  # of no elements
-        if isinstance(made, FakeTensor) and (held := leaf(value)) is not None:
-            self._note(made, held)
-        return made
+        constant = called(torch.tensor, [numbers], {"dtype": value.dtype, "device": self._real})
+        if constant.shape != value.shape:
+            constant = called(torch.Tensor.reshape, [constant, tuple(value.shape)], {})  # of no elements
+        if isinstance(constant, FakeTensor) and (held := leaf(value)) is not None:
+            self._note(constant, held)
+        return constant
 
 
 def is_known(value: Any) -> bool:

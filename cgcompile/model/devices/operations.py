@@ -63,19 +63,19 @@ def run_at(places: TensorPlaces, func: Any, args: list[Any], kwargs: dict[str, A
     def there(tensor: torch.Tensor) -> torch.Tensor:
         if real_device(tensor).type in (where.type, "meta"):
             return tensor
-        made = tensor.to(where)
-        copies.append((tensor, made, made._version))
-        return made
+        tensor_copy = tensor.to(where)
+        copies.append((tensor, tensor_copy, tensor_copy._version))
+        return tensor_copy
 
     args, kwargs = pytree.tree_map_only(torch.Tensor, there, (args, kwargs))
     result = called(func, args, kwargs)
-    own = {id(made): tensor for tensor, made, _ in copies}
-    for tensor, made, version in copies:
-        if made._version != version:
-            tensor.copy_(made)
+    origin = {id(device_copy): tensor for tensor, device_copy, _ in copies}
+    for tensor, device_copy, version in copies:
+        if device_copy._version != version:
+            tensor.copy_(device_copy)
     if not tensors_in(result):
         return result  # a torch.Size would become a tuple below
-    return pytree.tree_map_only(torch.Tensor, lambda tensor: own[id(tensor)] if id(tensor) in own else there(tensor), result)
+    return pytree.tree_map_only(torch.Tensor, lambda tensor: origin[id(tensor)] if id(tensor) in origin else there(tensor), result)
 
 
 def recurrent(places: TensorPlaces, func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
@@ -89,11 +89,11 @@ def recurrent(places: TensorPlaces, func: Any, args: list[Any], kwargs: dict[str
 
 def pad_sequence(places: TensorPlaces, func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
     """The way back from a packed sequence: its lengths are on the host."""
-    made, lengths = recurrent(places, func, args, kwargs)
+    output, lengths = recurrent(places, func, args, kwargs)
     if places.real != CPU and not is_traced((args, kwargs)):
         lengths = lengths.to(CPU)
     places.note(lengths, HOST)
-    return made, lengths
+    return output, lengths
 
 
 def lstm(places: TensorPlaces, func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
@@ -101,7 +101,7 @@ def lstm(places: TensorPlaces, func: Any, args: list[Any], kwargs: dict[str, Any
     (pytorch issue 151200), and what follows would be traced wrongly."""
     output, *states = recurrent(places, func, args, kwargs)
     first = args[1] if isinstance(args[1], tuple | list) else args[2]  # packed sequences come with their lengths
-    return output, *[made if made.dim() == like.dim() else made.view(like.shape) for made, like in zip(states, first, strict=True)]
+    return output, *[new if new.dim() == like.dim() else new.view(like.shape) for new, like in zip(states, first, strict=True)]
 
 
 def histogram(places: TensorPlaces, func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
@@ -110,15 +110,15 @@ def histogram(places: TensorPlaces, func: Any, args: list[Any], kwargs: dict[str
     if places.real != CPU or places.told == CPU or tensor.is_floating_point():
         return operate(places, func, args, kwargs)
     floats = operate(places, torch.Tensor.double, [tensor], {})
-    made = operate(places, func, [floats, *args[1:]], {name: value for name, value in kwargs.items() if name != "input"})
-    return operate(places, torch.Tensor.to, [made, tensor.dtype], {})
+    counts = operate(places, func, [floats, *args[1:]], {name: value for name, value in kwargs.items() if name != "input"})
+    return operate(places, torch.Tensor.to, [counts, tensor.dtype], {})
 
 
 def chunk(places: TensorPlaces, func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
     """`torch.chunk`, also along as many rows as data selects, where these are surely a multiple of `chunks`: it gives so many parts
     of one size.  torch (2.11, 2.13) asks whether there are rows at all."""
-    given = {"dim": 0} | dict(zip(("input", "chunks", "dim"), args, strict=False)) | kwargs
-    tensor, chunks, dim = given["input"], given["chunks"], given["dim"]
+    arguments = {"dim": 0} | dict(zip(("input", "chunks", "dim"), args, strict=False)) | kwargs
+    tensor, chunks, dim = arguments["input"], arguments["chunks"], arguments["dim"]
     size = tensor.shape[dim] if tensor.dim() else 0
     if not isinstance(size, torch.SymInt) or not free_unbacked_symbols(size):
         return operate(places, func, args, kwargs)
@@ -147,12 +147,12 @@ def pack_sequence(places: TensorPlaces, func: Any, args: list[Any], kwargs: dict
 
 def _side(places: TensorPlaces, func: Any, args: Sequence[Any], tensors: Sequence[torch.Tensor]) -> str:
     """Where the operation runs."""
-    found = [places.place(tensor) for tensor in tensors]
+    sides = [places.place(tensor) for tensor in tensors]
     if func in _AT_FIRST and isinstance(args[0], torch.Tensor) and places.place(args[0]) != FREE:
         return places.place(args[0])
-    if HOST not in found:
-        return FREE if found and DEVICE not in found else DEVICE
-    return DEVICE if DEVICE in found else HOST
+    if HOST not in sides:
+        return FREE if sides and DEVICE not in sides else DEVICE
+    return DEVICE if DEVICE in sides else HOST
 
 
 def _wanted(places: TensorPlaces, kwargs: dict[str, Any]) -> str | None:

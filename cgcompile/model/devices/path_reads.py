@@ -172,8 +172,8 @@ class TracedReads(DataReads):
         """What these sizes are made of, as far as it is how many rows are selected: int64 without dimensions, by name."""
         symbols = {symbol: size.node.shape_env for size in sizes for symbol in size.node.expr.free_symbols}
         counted = [symbol for symbol in symbols if symbol_is_type(symbol, SymT.UNBACKED_INT) and symbol not in self._read]
-        made = {symbol: symbols[symbol].create_symintnode(symbol, hint=None) for symbol in sorted(counted, key=str)}
-        return [(f"size.{symbol}", called(torch.scalar_tensor, [size], {"dtype": torch.int64})) for symbol, size in made.items()]
+        symints = {symbol: symbols[symbol].create_symintnode(symbol, hint=None) for symbol in sorted(counted, key=str)}
+        return [(f"size.{symbol}", called(torch.scalar_tensor, [size], {"dtype": torch.int64})) for symbol, size in symints.items()]
 
 
 class ForcedReads(DataReads):

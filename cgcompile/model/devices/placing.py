@@ -36,7 +36,7 @@ def placed(source: Source, device: torch.device) -> Iterator[Source]:
     A model that was made for this build leaves the host.  One that the caller made is at the end what it was: its tensors are the
     caller's, and its modules have the attributes that they had.  Raises gpu-memory.
     """
-    own: list[tuple[torch.Tensor, torch.Tensor]] = []
+    originals: list[tuple[torch.Tensor, torch.Tensor]] = []
     before = [] if source.owned else [(vars(module), dict(vars(module))) for module in source.model.modules()]
     replaced: list[_Replaced] = []
     try:
@@ -45,13 +45,13 @@ def placed(source: Source, device: torch.device) -> Iterator[Source]:
                 with torch.no_grad():
                     _replace_others(source.model, device, replaced)
                     for tensors in _by_storage(source.model, device):
-                        own += [] if source.owned else [(tensor, tensor.data) for tensor in tensors]
+                        originals += [] if source.owned else [(tensor, tensor.data) for tensor in tensors]
                         _move(tensors, device)
             except torch.OutOfMemoryError as error:
                 raise BuildError("gpu-memory", f"{source.label}: {first_line(error)}") from error
         yield replace(source, device=device)
     finally:
-        for tensor, data in own:
+        for tensor, data in originals:
             tensor.data = data
         for owner, name, value in () if source.owned else replaced:
             owner[name] = value
@@ -147,7 +147,7 @@ def _replace_others(model: torch.nn.Module, device: torch.device, replaced: list
                     continue
                 if id(tensor) not in others:
                     there = tensor.to(device)
-                    own = isinstance(tensor, torch.nn.Parameter)
-                    others[id(tensor)] = torch.nn.Parameter(there, tensor.requires_grad) if own else there
+                    is_parameter = isinstance(tensor, torch.nn.Parameter)
+                    others[id(tensor)] = torch.nn.Parameter(there, tensor.requires_grad) if is_parameter else there
                 replaced.append((owner, name, tensor))
                 owner[name] = others[id(tensor)]

@@ -33,9 +33,9 @@ class TensorPlaces:
     cannot be followed.
     """
 
-    def __init__(self, inputs: Sequence[torch.Tensor], real: torch.device, told: torch.device) -> None:
+    def __init__(self, inputs: Sequence[torch.Tensor], real: torch.device, target_device: torch.device) -> None:
         self.real = real
-        self.told = told
+        self.told = target_device
         self.effects = SideEffects()
         self._places: Any = WeakTensorKeyDictionary()
         for tensor in inputs:
@@ -43,8 +43,8 @@ class TensorPlaces:
 
     def place(self, tensor: torch.Tensor) -> str:
         """HOST, DEVICE, or FREE for what no operation made."""
-        found: str = self._places.get(tensor, FREE)
-        return found
+        location: str = self._places.get(tensor, FREE)
+        return location
 
     def device(self, tensor: torch.Tensor, real: torch.device) -> torch.device:
         """What the user's code is told.  Tensors without memory keep their device."""
@@ -54,13 +54,13 @@ class TensorPlaces:
 
     def named(self, device: Any) -> str | None:
         """The place of a device as the user writes it, None for one without memory (meta)."""
-        found = torch.device(plain_device(device))
-        if found.type == "meta":
+        torch_device = torch.device(plain_device(device))
+        if torch_device.type == "meta":
             return None
-        if found.type == "cpu":
+        if torch_device.type == "cpu":
             return DEVICE if self.told == CPU else HOST
-        if found.type != "cuda" or found.index:
-            self.saw("several-devices", f"a tensor on {found}: a bundle runs on one GPU and the host")
+        if torch_device.type != "cuda" or torch_device.index:
+            self.saw("several-devices", f"a tensor on {torch_device}: a bundle runs on one GPU and the host")
         self.to_gpu()
         return DEVICE
 
@@ -78,13 +78,13 @@ class TensorPlaces:
         there = self.place(tensor)
         if there == place or (there == FREE and place == DEVICE):
             return tensor
-        made: torch.Tensor
+        tensor_copy: torch.Tensor
         if self.real == CPU or is_traced([tensor]):
-            made = called(TO_HOST if place == HOST else TO_DEVICE, [tensor], {})
+            tensor_copy = called(TO_HOST if place == HOST else TO_DEVICE, [tensor], {})
         else:
-            made = tensor.to(CPU if place == HOST else self.real, copy=True)
-        self._places[made] = place
-        return made
+            tensor_copy = tensor.to(CPU if place == HOST else self.real, copy=True)
+        self._places[tensor_copy] = place
+        return tensor_copy
 
     def noted(self, result: Any, side: str, wanted: str | None = None) -> Any:
         """The result of an operation that ran at `side`, with its tensors noted there, and moved where `wanted` says so."""

@@ -23,7 +23,7 @@ def called(func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
         return func(*args, **kwargs)
     nodes = mode.tracer.graph.nodes
     before = next(iter(reversed(nodes)), None)
-    made = func(*args, **kwargs)
+    result = func(*args, **kwargs)
     line = user_frame()
     for node in reversed(nodes):
         if node is before:
@@ -31,7 +31,7 @@ def called(func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
         trace = node.meta.get("stack_trace") or ""
         if line not in trace:
             node.meta["stack_trace"] = f"{trace}\n{line}"
-    return made
+    return result
 
 
 def tensors_in(values: Any) -> list[torch.Tensor]:

@@ -76,9 +76,9 @@ _ASKING = frozenset({F.gaussian_nll_loss})
 def _opened(func: Any) -> Any:
     """A function of `torch.nn.functional` that asks no mode for itself, so that one sees what it does."""
     names = {**func.__globals__, "has_torch_function_variadic": lambda *values: False}
-    made = FunctionType(func.__code__, names, func.__name__, func.__defaults__, func.__closure__)
-    made.__kwdefaults__ = func.__kwdefaults__
-    return made
+    function = FunctionType(func.__code__, names, func.__name__, func.__defaults__, func.__closure__)
+    function.__kwdefaults__ = func.__kwdefaults__
+    return function
 
 
 class DeviceTracking(TorchFunctionMode):
@@ -108,34 +108,34 @@ class DeviceTracking(TorchFunctionMode):
             return func(*args, **(kwargs or {}))  # branches of torch.cond: they are traced without the mode
         if self.within_torch():
             return func(*args, **(kwargs or {}))
-        given, named = list(args), dict(kwargs or {})
+        operands, named = list(args), dict(kwargs or {})
         if func in _ASKING:
             with self:
-                return _opened(func)(*given, **named)
-        if self.packed.concern(func, given, named):
+                return _opened(func)(*operands, **named)
+        if self.packed.concern(func, operands, named):
             with self.packed.paused(), self:
-                made = self.packed.operate(func, given, named)
-            if made is not NotImplemented:
-                return made
+                results = self.packed.operate(func, operands, named)
+            if results is not NotImplemented:
+                return results
         if func in BRANCHES:
-            return self._reads.truth(func, given, named)
+            return self._reads.truth(func, operands, named)
         if func in NUMBERS:
-            return self._reads.read(func, given, named)
-        if is_known(answer := self._known.answer(func, given, named)):
+            return self._reads.read(func, operands, named)
+        if is_known(answer := self._known.answer(func, operands, named)):
             return answer
         if func is torch.Tensor.__iter__:
-            return iter(self.__torch_function__(torch.Tensor.unbind, types, given, named))
+            return iter(self.__torch_function__(torch.Tensor.unbind, types, operands, named))
         if func in MASKED:
-            func, given, named = with_masks(func, given, named, self._known.positions, self._truth)
-        if self._traced and (opened := self._one_hots.opened(func, given, named)) is not None:
+            func, operands, named = with_masks(func, operands, named, self._known.positions, self._truth)
+        if self._traced and (opened := self._one_hots.opened(func, operands, named)) is not None:
             return opened
-        given, named = self._known.with_numbers(func, given, named)
-        if (constant := self._known.counted(func, given, named)) is not None:
+        operands, named = self._known.with_numbers(func, operands, named)
+        if (constant := self._known.counted(func, operands, named)) is not None:
             return constant
-        with self._known.noting(func, given, named) as made:
-            made.append(_SPECIAL.get(func, operate)(self._places, func, list(given), dict(named)))
-        self._one_hots.clamped(func, given, named, made[0])
-        return self._reads.sized(made[0]) if func in SIZES else made[0]
+        with self._known.noting(func, operands, named) as results:
+            results.append(_SPECIAL.get(func, operate)(self._places, func, list(operands), dict(named)))
+        self._one_hots.clamped(func, operands, named, results[0])
+        return self._reads.sized(results[0]) if func in SIZES else results[0]
 
 
 def has_value(tensor: torch.Tensor) -> bool:
@@ -156,7 +156,7 @@ def track_devices(
     earlier: SideEffects,
     known: Set[int] = frozenset(),
     real: torch.device = CPU,
-    told: torch.device = CUDA,
+    target_device: torch.device = CUDA,
     capability: tuple[int, int] = (8, 0),
     asserted: Asserted = NOTHING,
     weights: Sequence[tuple[str, torch.Tensor, torch.Tensor]] = (),
@@ -166,13 +166,13 @@ def track_devices(
 ) -> Iterator[SideEffects]:
     """A DeviceTracking that is active inside, for a call with `inputs` of a model on `real`; what the call did, filled meanwhile.
 
-    `told` is that of `TensorPlaces`, a GPU of this compute `capability`: torch cannot say so where it is not here.  `earlier`,
-    `known` and `asserted` are those of `DataReads`, `padded` that of `PackedSequences`.  `weights` are parameters and buffers
-    that no call writes to, as far as is known: names, traced tensors, values.  `way`: the answers that the call of `model` gets
-    are forced.  Fake tensors answer `.device` by a property that asks no mode.  While the user's own code runs, the property asks
+    `target_device` is that of `TensorPlaces`, a GPU of this compute `capability`: torch cannot say so where it is not here.
+    `earlier`, `known` and `asserted` are those of `DataReads`, `padded` that of `PackedSequences`.  `weights` are parameters and
+    buffers that no call writes to, as far as is known: names, traced tensors, values.  `way`: the answers that the call of `model`
+    gets are forced.  Fake tensors answer `.device` by a property that asks no mode.  While the user's own code runs, the property asks
     this one; in what that code calls, the mode is off the stack.
     """
-    places = TensorPlaces(inputs, real, told)
+    places = TensorPlaces(inputs, real, target_device)
     values = KnownValues(real, places.effects.baked)
     for name, tensor, value in weights:
         values.hold(tensor, value, name)
@@ -206,7 +206,7 @@ def track_devices(
         autocast(self, device_type, dtype, *args, **kwargs)
 
     FakeTensor.device = property(device, fake.fset)
-    if real == CPU != told:
+    if real == CPU != target_device:
         torch.autocast.__init__ = on_the_cpu
         torch.cuda.get_device_capability = lambda device=None: capability
         torch.cuda.is_current_stream_capturing = lambda: False

@@ -46,9 +46,9 @@ class Read:
 @contextmanager
 def outside_reads(model: torch.nn.Module) -> Iterator[list[Read]]:
     """The reads of the model's own code meanwhile, each line once.  None where a profiler is at work: there can be one."""
-    found: list[Read] = []
+    reads: list[Read] = []
     if sys.getprofile() is not None:
-        yield found
+        yield reads
         return
     packages = {type(module).__module__.partition(".")[0] for module in model.modules()}
 
@@ -61,12 +61,12 @@ def outside_reads(model: torch.nn.Module) -> Iterator[list[Read]]:
         if is_user_file(file) and not installed:
             where, source = line_of(file, caller.f_lineno)
             name = CLOCKS.get(function) or SYSTEM[function]
-            if not any((each.where, each.name) == (where, name) for each in found):
-                found.append(Read(name=name, where=where, source=source, function=function, globals=caller.f_globals))
+            if not any((read.where, read.name) == (where, name) for read in reads):
+                reads.append(Read(name=name, where=where, source=source, function=function, globals=caller.f_globals))
 
     sys.setprofile(seen)
     try:
-        yield found
+        yield reads
     finally:
         sys.setprofile(None)
 

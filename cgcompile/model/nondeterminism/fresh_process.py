@@ -106,14 +106,14 @@ class _Calls:
         flat, device = self._flats[entry], self._sources[entry].device
         if reset:
             flat.snapshot.restore()
-        given = tuple([tensor.to(device, copy=True) for tensor in tensors])
+        inputs = tuple([tensor.to(device, copy=True) for tensor in tensors])
         try:
-            outputs = call_user(call_eager, f"{flat.entry}()", self._sources[entry].label, flat, given, seed)
+            outputs = call_user(call_eager, f"{flat.entry}()", self._sources[entry].label, flat, inputs, seed)
         except ModelError as error:
             self._called = Called(raised=str(error))
         else:
             self._called = Called(
-                outputs=tuple([output.detach().cpu() for output in outputs]), given=tuple([tensor.cpu() for tensor in given])
+                outputs=tuple([output.detach().cpu() for output in outputs]), given=tuple([tensor.cpu() for tensor in inputs])
             )
 
     def receive(self) -> Called:
@@ -342,14 +342,14 @@ def copied_models(sources: Sequence[Source], again: Callable[[], Sequence[Source
     return _Copied(lambda: _copy(kept))
 
 
-def _with_weights(made: Sequence[Source], like: torch.nn.Module) -> Sequence[Source]:
+def _with_weights(sources: Sequence[Source], like: torch.nn.Module) -> Sequence[Source]:
     """The sources with the weights of a model that was made before: model() may draw others."""
     first = {**dict(like.named_parameters()), **dict(like.named_buffers())}
     with torch.no_grad():
-        for name, tensor in [*made[0].model.named_parameters(), *made[0].model.named_buffers()]:
+        for name, tensor in [*sources[0].model.named_parameters(), *sources[0].model.named_buffers()]:
             if name in first and first[name].shape == tensor.shape:
                 tensor.copy_(first[name])
-    return made
+    return sources
 
 
 def _copy(sources: Sequence[Source]) -> Sequence[Source]:
@@ -358,11 +358,11 @@ def _copy(sources: Sequence[Source]) -> Sequence[Source]:
     # what was computed with gradients, as weight_norm does and some a buffer in eval(), refuses to be copied
     memory: dict[int, Any] = {id(tensor): tensor.detach().clone() for tensor in tensors if not tensor.is_leaf}
     try:
-        made = copy.deepcopy(model, memory)
+        model_copy = copy.deepcopy(model, memory)
     except Exception as error:
         text = f"{sources[0].label}: the model cannot be copied (copy.deepcopy: {type(error).__name__}: {first_line(error)})"
         raise ModelError("fresh-failed", text, "build it from a model file, or before the process uses CUDA") from error
-    return [replace(source, model=made) for source in sources]
+    return [replace(source, model=model_copy) for source in sources]
 
 
 @contextmanager

@@ -38,36 +38,36 @@ class Generator:
 
 def generators(model: torch.nn.Module, entry: str) -> tuple[Generator, ...]:
     """The global ones, and what modules hold and the user's methods see.  NumPy's only where it was imported."""
-    found = [Generator(name="Python's `random`", read=random.getstate, write=random.setstate, ends=_python_ends)]
+    global_generators = [Generator(name="Python's `random`", read=random.getstate, write=random.setstate, ends=_python_ends)]
     numpy = sys.modules.get("numpy.random")
     if numpy is not None:
         read = lambda: numpy.get_state(legacy=False)  # noqa: E731
-        found.append(Generator(name="`numpy.random`", read=read, write=numpy.set_state, ends=_numpy_ends))
+        global_generators.append(Generator(name="`numpy.random`", read=read, write=numpy.set_state, ends=_numpy_ends))
     held: dict[int, Any] = {}
     for value in _visible(model, entry):
         held.setdefault(id(value), value)
-    return (*found, *[made for value in held.values() for made in _own(value, numpy)])
+    return (*global_generators, *[generator for value in held.values() for generator in _own(value, numpy)])
 
 
-def states(each: Sequence[Generator]) -> tuple[Any, ...]:
+def states(rngs: Sequence[Generator]) -> tuple[Any, ...]:
     """What all of them hold, comparable."""
-    return tuple([_frozen(one.read()) for one in each])
+    return tuple([_frozen(one.read()) for one in rngs])
 
 
 @contextmanager
-def put_back(each: Sequence[Generator]) -> Iterator[None]:
+def put_back(rngs: Sequence[Generator]) -> Iterator[None]:
     """At the end they hold what they held."""
-    before = [one.read() for one in each]
+    before = [one.read() for one in rngs]
     try:
         yield
     finally:
-        for one, state in zip(each, before, strict=True):
+        for one, state in zip(rngs, before, strict=True):
             one.write(state)
 
 
-def first_draw(each: Sequence[Generator], call: Callable[[], object]) -> tuple[str, str]:
+def first_draw(rngs: Sequence[Generator], call: Callable[[], object]) -> tuple[str, str]:
     """(file:line, source line) of the user's where one of them draws first in a `call`, or ("", "")."""
-    search = _Search(each)
+    search = _Search(rngs)
     before = sys.gettrace()
     sys.settrace(search.step)
     try:
@@ -80,9 +80,9 @@ def first_draw(each: Sequence[Generator], call: Callable[[], object]) -> tuple[s
 class _Search:
     """Looks at every line of the user's code whether a generator has moved since the one before."""
 
-    def __init__(self, each: Sequence[Generator]) -> None:
-        self._each = each
-        self._states = states(each)
+    def __init__(self, rngs: Sequence[Generator]) -> None:
+        self._each = rngs
+        self._states = states(rngs)
         self._at: tuple[str, int] | None = None
         self.found = ("", "")
 
@@ -125,11 +125,11 @@ def _within(value: Any, deep: int) -> Iterator[Any]:
         return
     yield value
     if deep and isinstance(value, list | tuple):
-        for each in value[:WIDE]:
-            yield from _within(each, deep - 1)
+        for element in value[:WIDE]:
+            yield from _within(element, deep - 1)
     elif deep and isinstance(value, dict):
-        for each in list(value.values())[:WIDE]:
-            yield from _within(each, deep - 1)
+        for element in list(value.values())[:WIDE]:
+            yield from _within(element, deep - 1)
 
 
 def _own(value: Any, numpy: Any) -> Iterator[Generator]:
@@ -155,12 +155,12 @@ def _python_ends(state: Any) -> tuple[Any, ...]:
 def _numpy_ends(state: Any) -> tuple[Any, ...]:
     if state["bit_generator"] != "MT19937":
         return ()
-    made = []
+    ends = []
     for end in (LOWEST, HIGHEST):
         words = state["state"]["key"].copy()
         words[:FIRST] = end
-        made.append({**state, "state": {"key": words, "pos": 0}, **({"has_gauss": 0, "gauss": 0.0} if "gauss" in state else {})})
-    return tuple(made)
+        ends.append({**state, "state": {"key": words, "pos": 0}, **({"has_gauss": 0, "gauss": 0.0} if "gauss" in state else {})})
+    return tuple(ends)
 
 
 def _frozen(state: Any) -> Any:

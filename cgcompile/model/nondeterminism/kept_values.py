@@ -82,28 +82,28 @@ def _place(name: str) -> tuple[str, str]:
     pattern = re.compile(rf"\s+.*\b{re.escape(leaf)}\b\s*([-+*/|&@%]?=[^=]|\[|\.\w+\()")
     numbered = enumerate(linecache.getlines(file), 1)
     inside = [(number, line) for number, line in numbered if pattern.match(line)]
-    assigning = [each for each in inside if re.search(rf"\b{re.escape(leaf)}\b(\[[^\]]*\])?\s*[-+*/|&@%]?=[^=]", each[1])] or inside
+    assigning = [pair for pair in inside if re.search(rf"\b{re.escape(leaf)}\b(\[[^\]]*\])?\s*[-+*/|&@%]?=[^=]", pair[1])] or inside
     # a class attribute's own definition stands before what functions assign
     return next(((f"{shown(file)}:{number}", line.strip()) for number, line in assigning[-1:]), ("", ""))
 
 
 def _defines(home: ModuleType, kind: str) -> bool:
-    found = getattr(home, kind, None)
-    return isinstance(found, type) and found.__module__ == home.__name__ and getattr(home, "__file__", None) is not None
+    member = getattr(home, kind, None)
+    return isinstance(member, type) and member.__module__ == home.__name__ and getattr(home, "__file__", None) is not None
 
 
 def _digests(model: torch.nn.Module) -> Digests:
     """Of attributes of the modules (`module.attribute`), of the user's classes (`Class.attribute`), and of globals of their files
     (`file.py:name`)."""
-    found = {name: _digest(value) for name, value in own_attributes(model).items()}
+    digests = {name: _digest(value) for name, value in own_attributes(model).items()}
     kinds = {kind: None for module in model.modules() for kind in type(module).__mro__ if _is_users(kind)}
     for kind in kinds:
-        found |= {f"{kind.__qualname__}.{name}": _digest(value) for name, value in vars(kind).items() if _is_data(name, value)}
+        digests |= {f"{kind.__qualname__}.{name}": _digest(value) for name, value in vars(kind).items() if _is_data(name, value)}
         home = sys.modules[kind.__module__]
-        found |= {
+        digests |= {
             f"{shown(home.__file__ or '')}:{name}": _digest(value) for name, value in vars(home).items() if _is_data(name, value)
         }
-    return found
+    return digests
 
 
 def _is_users(kind: type) -> bool:
@@ -117,21 +117,21 @@ def _is_data(name: str, value: Any) -> bool:
 
 
 def _digest(value: Any) -> str:
-    made = hashlib.sha256()
-    _add(made, value, DEEP, set())
-    return made.hexdigest()
+    hasher = hashlib.sha256()
+    _add(hasher, value, DEEP, set())
+    return hasher.hexdigest()
 
 
-def _add(made: Any, value: Any, deep: int, seen: set[int]) -> None:
+def _add(hasher: Any, value: Any, deep: int, seen: set[int]) -> None:
     """Adds the value to a hash, as far down as `marks` looks.  Other objects count by their class alone."""
     if isinstance(value, torch.Tensor):
-        made.update(f"{value.dtype}{tuple(value.shape)}".encode())
+        hasher.update(f"{value.dtype}{tuple(value.shape)}".encode())
         if value.layout is torch.strided and not value.is_meta:
-            made.update(raw(value).cpu().numpy().tobytes())
+            hasher.update(raw(value).cpu().numpy().tobytes())
         return
-    made.update(type(value).__qualname__.encode())
+    hasher.update(type(value).__qualname__.encode())
     if isinstance(value, int | float | complex | str | bytes | None):
-        made.update(repr(value).encode())
+        hasher.update(repr(value).encode())
     if not deep or id(value) in seen or isinstance(value, torch.nn.Module | type):
         return
     seen.add(id(value))
@@ -143,6 +143,6 @@ def _add(made: Any, value: Any, deep: int, seen: set[int]) -> None:
         parts = [part for pair in vars(value).items() for part in pair]
     else:
         parts = [repr(value)] if type(value).__module__ in ("itertools", "collections", "numpy") else []
-    made.update(str(len(parts)).encode())
+    hasher.update(str(len(parts)).encode())
     for part in parts[: 2 * WIDE]:
-        _add(made, part, deep - 1, seen)
+        _add(hasher, part, deep - 1, seen)

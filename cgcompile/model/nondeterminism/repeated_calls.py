@@ -48,34 +48,34 @@ class Observed:
     reads: tuple[Read, ...]
 
 
-def observed(flat: FlatModule, tensors: Sequence[torch.Tensor], each: Sequence[Generator], earlier: Sequence[Any] = ()) -> Observed:
+def observed(flat: FlatModule, tensors: Sequence[torch.Tensor], rngs: Sequence[Generator], earlier: Sequence[Any] = ()) -> Observed:
     """A call.  A generator that it seeds itself, and so leaves as a call before did, has not moved: `earlier` holds such states."""
-    before = states(each)
+    before = states(rngs)
     with outside_reads(flat.model) as reads:
-        made = results(flat, tensors)
-    after = states(each)
+        outputs = results(flat, tensors)
+    after = states(rngs)
     known = earlier or before
     moved = [
-        one for one, was, was_earlier, now in zip(each, before, known, after, strict=True) if now not in (was, was_earlier)
+        one for one, was, was_earlier, now in zip(rngs, before, known, after, strict=True) if now not in (was, was_earlier)
     ]  # fmt: skip
-    return Observed(results=made, moved=tuple(moved), reads=tuple(reads))
+    return Observed(results=outputs, moved=tuple(moved), reads=tuple(reads))
 
 
 def outside_values(flat: FlatModule, tensors: Sequence[torch.Tensor], first: Results, call: Observed) -> tuple[Obstacle, ...]:
     """The obstacles that a call showed; `first` is what one before it gave, for the same inputs."""
-    found = []
+    obstacles = []
     if call.moved:
         with put_back(call.moved):
             where, line = first_draw(call.moved, lambda: results(flat, tensors))
         rule = "python-random" if _drawn_decides(flat, tensors, call) else "unused-random"
-        names = " and ".join([each.name for each in call.moved])
-        found.append(Obstacle(rule=rule, message=f"{flat.entry}() draws random numbers from {names}", where=where, source=line))
+        names = " and ".join([rng.name for rng in call.moved])
+        obstacles.append(Obstacle(rule=rule, message=f"{flat.entry}() draws random numbers from {names}", where=where, source=line))
     clocks = [read for read in call.reads if read.function not in SYSTEM]
     if clocks:
         rule = "clock-read" if _time_decides(flat, tensors, first, call, clocks) else "unused-clock"
         message = f"{flat.entry}() reads the clock with {clocks[0].name}()"
-        found.append(Obstacle(rule=rule, message=message, where=clocks[0].where, source=clocks[0].source))
-    return tuple(found)
+        obstacles.append(Obstacle(rule=rule, message=message, where=clocks[0].where, source=clocks[0].source))
+    return tuple(obstacles)
 
 
 def unrepeated(
@@ -97,14 +97,14 @@ def unrepeated(
 def _drawn_decides(flat: FlatModule, tensors: Sequence[torch.Tensor], call: Observed) -> bool:
     """Whether results differ with other numbers: those at either end of their range, where that is known, and a few more."""
     with put_back(call.moved):
-        begun = [each.read() for each in call.moved]
-        ends = [each.ends(state) for each, state in zip(call.moved, begun, strict=True)]
+        begun = [rng.read() for rng in call.moved]
+        ends = [rng.ends(state) for rng, state in zip(call.moved, begun, strict=True)]
         if not all(ends):
             return True
         again = []
         for chosen in [begun, begun, *zip(*ends, strict=True), *[()] * ORDINARY]:
-            for each, state in zip(call.moved, chosen, strict=False):
-                each.write(state)
+            for rng, state in zip(call.moved, chosen, strict=False):
+                rng.write(state)
             try:
                 with guarded_indices(flat.device):
                     again.append(results(flat, tensors))
@@ -112,7 +112,7 @@ def _drawn_decides(flat: FlatModule, tensors: Sequence[torch.Tensor], call: Obse
                 return True
     one, other, *more = again
     noise = apart(one, other)
-    return any(apart(one, each) > SPREADS * noise for each in more)
+    return any(apart(one, result) > SPREADS * noise for result in more)
 
 
 def _time_decides(

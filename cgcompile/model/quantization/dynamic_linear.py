@@ -53,19 +53,19 @@ class DynamicLinear(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         held = self._packed_params
-        given = x.to(torch.float32)
-        step, zero = activation_step(given, self.levels)
-        steps = (torch.round(given * (1.0 / step)) + zero).clamp(0, 255) - zero
+        activations = x.to(torch.float32)
+        step, zero = activation_step(activations, self.levels)
+        steps = (torch.round(activations * (1.0 / step)) + zero).clamp(0, 255) - zero
         if self.levels == LEVELS[0] and x.device.type == "cpu":
             # all steps lie in -127..127; cuBLAS takes no such product of 16 rows or fewer
             product = torch._int_mm(steps.to(torch.int8).reshape(-1, x.shape[-1]), held.weight.t())
-            made = product.to(torch.float32).reshape(*x.shape[:-1], held.weight.shape[0])
+            output = product.to(torch.float32).reshape(*x.shape[:-1], held.weight.shape[0])
         else:
-            made = torch.nn.functional.linear(steps, held.weight.to(torch.float32))
+            output = torch.nn.functional.linear(steps, held.weight.to(torch.float32))
         if held.zero_point is not None:
-            made = made - steps.sum(-1, keepdim=True) * held.zero_point
-        made = made * (step * held.scale)
-        return (made if held.bias is None else made + held.bias).to(x.dtype)
+            output = output - steps.sum(-1, keepdim=True) * held.zero_point
+        output = output * (step * held.scale)
+        return (output if held.bias is None else output + held.bias).to(x.dtype)
 
 
 def activation_step(x: Tensor, levels: int) -> tuple[Tensor, Tensor]:

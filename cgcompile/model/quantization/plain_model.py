@@ -25,20 +25,20 @@ PROBE = 8
 def plain_model(model: torch.nn.Module, label: str) -> torch.nn.Module:
     """`model`, or a copy where a weight is a tensor subclass or packed for a library; weights are shared with it, and the model
     itself stays as it is.  Raises quantization-unsupported."""
-    made: dict[int, torch.nn.Module] = {}
-    return _plain(model, "", label, made)
+    replacements: dict[int, torch.nn.Module] = {}
+    return _plain(model, "", label, replacements)
 
 
-def _plain(module: torch.nn.Module, path: str, label: str, made: dict[int, torch.nn.Module]) -> torch.nn.Module:
-    if id(module) in made:
-        return made[id(module)]
-    made[id(module)] = module  # a module may hold itself
+def _plain(module: torch.nn.Module, path: str, label: str, replacements: dict[int, torch.nn.Module]) -> torch.nn.Module:
+    if id(module) in replacements:
+        return replacements[id(module)]
+    replacements[id(module)] = module  # a module may hold itself
     if type(module) is Linear:
-        made[id(module)] = _dynamic_linear(module, path, label)
-        return made[id(module)]
+        replacements[id(module)] = _dynamic_linear(module, path, label)
+        return replacements[id(module)]
     _refuse_packed(module, path, label)
     children = {
-        name: child if child is None else _plain(child, f"{path}.{name}" if path else name, label, made)
+        name: child if child is None else _plain(child, f"{path}.{name}" if path else name, label, replacements)
         for name, child in module._modules.items()
     }
     changed = any(child is not module._modules[name] for name, child in children.items())
@@ -47,8 +47,8 @@ def _plain(module: torch.nn.Module, path: str, label: str, made: dict[int, torch
         plain._modules, plain._parameters, plain._buffers = children, dict(module._parameters), dict(module._buffers)
         if subclass_weights(plain):
             with_inner_tensors(plain)
-        made[id(module)] = plain
-    return made[id(module)]
+        replacements[id(module)] = plain
+    return replacements[id(module)]
 
 
 def _dynamic_linear(module: Any, path: str, label: str) -> torch.nn.Module:
@@ -68,11 +68,15 @@ def _dynamic_linear(module: Any, path: str, label: str) -> torch.nn.Module:
 
 def _refuse_packed(module: torch.nn.Module, path: str, label: str) -> None:
     """Raises quantization-unsupported for a module that holds opaque objects or tensors of a quantized dtype."""
-    own = {**module._parameters, **module._buffers}
-    quantized = next((name for name, value in own.items() if value is not None and value.is_quantized), "")
+    weights = {**module._parameters, **module._buffers}
+    quantized = next((name for name, value in weights.items() if value is not None and value.is_quantized), "")
     packed = next((name for name, value in vars(module).items() if type(value) is torch.ScriptObject), "")
     if quantized or packed or type(module).__module__.startswith("torch.ao.nn.quantized."):
-        what = f"{quantized!r} has the dtype {own[quantized].dtype}" if quantized else "weights are packed for a library of the CPU"
+        what = (
+            f"{quantized!r} has the dtype {weights[quantized].dtype}"
+            if quantized
+            else "weights are packed for a library of the CPU"
+        )
         raise _refusal(module, path, label, what)
 
 

@@ -36,24 +36,24 @@ class InnerTensors(torch.nn.Module):
 
     def rebuilt(self) -> torch.Tensor:
         """The subclass over the tensors that are here now."""
-        given = {name: getattr(self, name) for name in self._names}
-        inner = {name: each.rebuilt() if isinstance(each, InnerTensors) else each for name, each in given.items()}
-        made: torch.Tensor = self._kind.__tensor_unflatten__(inner, self._context, self._shape, self._strides)
-        return made
+        parts = {name: getattr(self, name) for name in self._names}
+        inner = {name: part.rebuilt() if isinstance(part, InnerTensors) else part for name, part in parts.items()}
+        tensor: torch.Tensor = self._kind.__tensor_unflatten__(inner, self._context, self._shape, self._strides)
+        return tensor
 
 
 def subclass_weights(module: torch.nn.Module) -> list[str]:
     """The names of a module's own parameters and buffers that are tensor subclasses with plain tensors inside."""
-    own = {**module._parameters, **module._buffers}
-    return [name for name, value in own.items() if value is not None and is_traceable_wrapper_subclass(value)]
+    weights = {**module._parameters, **module._buffers}
+    return [name for name, value in weights.items() if value is not None and is_traceable_wrapper_subclass(value)]
 
 
 def with_inner_tensors(module: torch.nn.Module) -> None:
     """Replaces a module's weights that are tensor subclasses; its class becomes a subclass of what it was, of the same name."""
     names = subclass_weights(module)
     for name in names:
-        own = module._parameters if name in module._parameters else module._buffers
-        module._modules[name + SUFFIX] = InnerTensors(own.pop(name))
+        holder = module._parameters if name in module._parameters else module._buffers
+        module._modules[name + SUFFIX] = InnerTensors(holder.pop(name))
     kind = type(module)
     members: dict[str, Any] = {name: _rebuilding(name) for name in names}
     module.__class__ = type(kind.__name__, (kind,), {**members, "__module__": kind.__module__, "__qualname__": kind.__qualname__})

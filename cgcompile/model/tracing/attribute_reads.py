@@ -38,9 +38,9 @@ class _Watched:
         """`name` is asked for by code in `file`."""
         if self.inside or (name == "__dict__" and (file == OWN_FILE or is_ours(file))):
             return
-        for each in self._names if name in WHOLE else self._names & {name}:
-            if each not in self._assigned:
-                self._early.add(f"{self._prefix}.{each}" if self._prefix else each)
+        for attribute in self._names if name in WHOLE else self._names & {name}:
+            if attribute not in self._assigned:
+                self._early.add(f"{self._prefix}.{attribute}" if self._prefix else attribute)
 
     def assigned(self, name: str) -> None:
         """`name` has a value of this call."""
@@ -64,7 +64,7 @@ def early_reads(model: torch.nn.Module, names: Sequence[str], early: set[str]) -
         (vars(modules[prefix]), leaf, vars(modules[prefix]).get(leaf, _MISSING)) for prefix in grouped for leaf in grouped[prefix]
     ]
     kinds = list(dict.fromkeys(type(module) for module in modules.values()))
-    own = [
+    methods = [
         (kind, name, vars(kind).get(name, _MISSING))
         for kind in kinds
         for name in ("__getattribute__", "__setattr__", "__delattr__")
@@ -74,7 +74,7 @@ def early_reads(model: torch.nn.Module, names: Sequence[str], early: set[str]) -
     try:
         yield
     finally:
-        for kind, name, method in own:
+        for kind, name, method in methods:
             _put_back(kind, name, method)
         for attributes, leaf, value in before:
             attributes.pop(leaf, None)
@@ -87,25 +87,25 @@ def _watch(kind: Any, watched: dict[int, _Watched]) -> None:
     get, put, remove = kind.__getattribute__, kind.__setattr__, kind.__delattr__
 
     def __getattribute__(self: Any, name: str) -> Any:
-        if (found := watched.get(id(self))) is not None:
-            found.read(name, sys._getframe(1).f_code.co_filename)
+        if (watcher := watched.get(id(self))) is not None:
+            watcher.read(name, sys._getframe(1).f_code.co_filename)
         return get(self, name)
 
     def __setattr__(self: Any, name: str, value: Any) -> None:
-        found = watched.get(id(self))
-        if found is None or found.inside:
+        watcher = watched.get(id(self))
+        if watcher is None or watcher.inside:
             put(self, name, value)
             return
-        found.inside = True
+        watcher.inside = True
         try:
             put(self, name, value)
         finally:
-            found.inside = False
-        found.assigned(name)
+            watcher.inside = False
+        watcher.assigned(name)
 
     def __delattr__(self: Any, name: str) -> None:
-        if (found := watched.get(id(self))) is not None:
-            found.read(name, "")
+        if (watcher := watched.get(id(self))) is not None:
+            watcher.read(name, "")
         remove(self, name)
 
     kind.__getattribute__, kind.__setattr__, kind.__delattr__ = __getattribute__, __setattr__, __delattr__

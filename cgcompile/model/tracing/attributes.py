@@ -45,7 +45,7 @@ class _Shell:
 def own_attributes(model: torch.nn.Module) -> dict[str, Any]:
     """The attributes of every module that are no parameters, buffers or modules, by `module.attribute`, and those of the objects
     among them, by `module.attribute.part`.  Modules that a list or a dict holds are modules, too: `module.attribute.0.part`."""
-    found: dict[str, Any] = {}
+    members: dict[str, Any] = {}
     modules = dict(model.named_modules())
     seen = {id(module) for module in modules.values()}
     while modules:
@@ -56,12 +56,12 @@ def own_attributes(model: torch.nn.Module) -> dict[str, Any]:
                     continue
                 name = f"{prefix}.{leaf}" if prefix else leaf
                 if _is_object(value):
-                    found[name] = _Shell(value)
-                    found |= {f"{name}.{part}": each for part, each in list(vars(value).items())[:WIDE] if isinstance(part, str)}
+                    members[name] = _Shell(value)
+                    members |= {f"{name}.{part}": item for part, item in list(vars(value).items())[:WIDE] if isinstance(part, str)}
                 else:
-                    found[name] = value
+                    members[name] = value
                     unregistered |= {
-                        f"{name}.{key}": each for key, each in _items(value) if issubclass(type(each), torch.nn.Module)
+                        f"{name}.{key}": child for key, child in _items(value) if issubclass(type(child), torch.nn.Module)
                     }
         modules = {}
         for name, outer in unregistered.items():
@@ -69,7 +69,7 @@ def own_attributes(model: torch.nn.Module) -> dict[str, Any]:
                 if id(module) not in seen:
                     modules[path] = module
                     seen.add(id(module))
-    return found
+    return members
 
 
 def _items(value: Any) -> list[tuple[Any, Any]]:
@@ -113,7 +113,7 @@ def holder_of(model: torch.nn.Module, path: str) -> Any:
     value: Any = model
     for part in path.split(".") if path else ():
         if issubclass(type(value), list | tuple | dict):
-            value = next((each for key, each in _items(value) if str(key) == part), None)
+            value = next((child for key, child in _items(value) if str(key) == part), None)
         else:
             value = getattr(value, part, None) if isinstance(value, torch.nn.Module) else vars(value).get(part)
         if value is None:
@@ -157,7 +157,7 @@ def _mark(value: Any, deep: int, state: Set[int]) -> Any:
         entries = list(dict.items(value))
         return [len(entries), {str(key): _mark(item, deep - 1, state) for key, item in entries[:WIDE]}]
     if deep and hasattr(value, "__dict__") and not isinstance(value, torch.nn.Module | type) and not callable(value):
-        return [id(value), {key: _mark(each, deep - 1, state) for key, each in list(vars(value).items())[:WIDE]}]
+        return [id(value), {key: _mark(item, deep - 1, state) for key, item in list(vars(value).items())[:WIDE]}]
     return id(value)
 
 

@@ -143,10 +143,10 @@ class Result:
     def of(self, outcome: Any) -> torch.Tensor:
         """The tensor in the outcome of the operation.  Raises NotConstant where the trace saw another one."""
         tensors = tensors_in([outcome])
-        found = tensors[self.index] if self.index < len(tensors) else None
-        if found is None or tuple(found.shape) != self.shape or found.dtype != self.dtype:
+        tensor = tensors[self.index] if self.index < len(tensors) else None
+        if tensor is None or tuple(tensor.shape) != self.shape or tensor.dtype != self.dtype:
             raise NotConstant
-        return found
+        return tensor
 
     def value(self) -> torch.Tensor:
         """The real tensor.  Raises NotConstant."""

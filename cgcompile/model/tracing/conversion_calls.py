@@ -135,7 +135,7 @@ def _namespaces(model: torch.nn.Module) -> list[dict[str, Any]]:
     """The global names of the modules of all packages that the model's classes come from, but for torch."""
     kinds = {kind for module in model.modules() for kind in type(module).__mro__}
     packages = {kind.__module__.partition(".")[0] for kind in kinds} - {"builtins", "torch", "abc", "typing"}
-    found = [vars(module) for name, module in list(sys.modules.items()) if name.partition(".")[0] in packages]
+    namespaces = [vars(module) for name, module in list(sys.modules.items()) if name.partition(".")[0] in packages]
     functions = [getattr(vars(kind).get(name), "__globals__", None) for kind in kinds for name in ("forward", "__init__")]
-    found += [names for names in functions if names is not None and not str(names.get("__name__", "")).startswith("torch.")]
-    return list({id(names): names for names in found}.values())
+    namespaces += [names for names in functions if names is not None and not str(names.get("__name__", "")).startswith("torch.")]
+    return list({id(names): names for names in namespaces}.values())

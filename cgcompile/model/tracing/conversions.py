@@ -40,6 +40,6 @@ def needless_conversions_left_out() -> Iterator[None]:
         torch.nn.Module._apply, torch.nn.Module.to = convert, move
 
 
-def _alike(tensor: torch.Tensor, made: torch.Tensor) -> bool:
-    same = made.shape == tensor.shape and made.stride() == tensor.stride()
-    return same and made.dtype == tensor.dtype and made.device == tensor.device
+def _alike(tensor: torch.Tensor, converted: torch.Tensor) -> bool:
+    same = converted.shape == tensor.shape and converted.stride() == tensor.stride()
+    return same and converted.dtype == tensor.dtype and converted.device == tensor.device

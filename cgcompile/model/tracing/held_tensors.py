@@ -42,12 +42,12 @@ class Held:
 def held_tensors(model: torch.nn.Module) -> tuple[Held, ...]:
     """All of them, each place once."""
     seen: set[int] = set()
-    found: list[Held] = []
+    slots: list[Held] = []
     for module in model.modules():
         for name, value in list(vars(module).items()):
             if name not in OWN and not name.endswith("_hooks"):
-                found += _within(module, name, vars(module), name, value, DEEP, seen)
-    return tuple(found)
+                slots += _within(module, name, vars(module), name, value, DEEP, seen)
+    return tuple(slots)
 
 
 def _within(module: torch.nn.Module, path: str, holder: Any, key: Any, value: Any, deep: int, seen: set[int]) -> Iterator[Held]:
@@ -69,8 +69,8 @@ def _within(module: torch.nn.Module, path: str, holder: Any, key: Any, value: An
     else:
         return
     seen.add(id(value))
-    for name, each in items:
-        yield from _within(module, f"{path}.{name}", inner, name, each, deep - 1, seen)
+    for name, item in items:
+        yield from _within(module, f"{path}.{name}", inner, name, item, deep - 1, seen)
 
 
 @contextmanager
@@ -95,9 +95,9 @@ def own_buffers(model: torch.nn.Module) -> Iterator[None]:
                 module._buffers.update(buffers)
                 module._non_persistent_buffers_set.clear()
                 module._non_persistent_buffers_set.update(names)
-        for each in held:
-            if each.holder is vars(each.module) and each.key not in each.holder:
-                each.holder[each.key] = each.tensor
+        for slot in held:
+            if slot.holder is vars(slot.module) and slot.key not in slot.holder:
+                slot.holder[slot.key] = slot.tensor
         for attributes, name, value in numbers:
             attributes.setdefault(name, value)
 
@@ -150,11 +150,11 @@ def held_buffers(model: torch.nn.Module) -> tuple[Shared, ...]:
 
 
 @contextmanager
-def current_buffers(model: torch.nn.Module, shared: Sequence[Shared], told: torch.device) -> Iterator[None]:
+def current_buffers(model: torch.nn.Module, shared: Sequence[Shared], target_device: torch.device) -> Iterator[None]:
     """Meanwhile each of these places holds what the module has for the buffer: the traced tensor while the model is traced.
 
-    A module that keeps the CPU as its device, and an object that does so and holds tensors, is `told` the device where the bundle
-    will run: `model.to()` changes no attribute.
+    A module that keeps the CPU as its device, and an object that does so and holds tensors, gets `target_device` instead, where the
+    bundle will run: `model.to()` changes no attribute.
     """
     put: list[tuple[Any, Any, Any, Any]] = []
 
@@ -162,13 +162,13 @@ def current_buffers(model: torch.nn.Module, shared: Sequence[Shared], told: torc
         put.append((holder, key, value, holder[key]))
         holder[key] = value
 
-    for each in shared:
-        put_in(each.held.holder, each.held.key, each.owner._buffers[each.leaf])
-    holders = [vars(module) for module in model.modules()] + [each.held.holder for each in shared]
+    for share in shared:
+        put_in(share.held.holder, share.held.key, share.owner._buffers[share.leaf])
+    holders = [vars(module) for module in model.modules()] + [share.held.holder for share in shared]
     for holder in {id(holder): holder for holder in holders}.values():
         for key, value in list(holder.items()) if isinstance(holder, Mapping) else ():
-            if isinstance(value, torch.device) and value.type == "cpu" != told.type:
-                put_in(holder, key, told)
+            if isinstance(value, torch.device) and value.type == "cpu" != target_device.type:
+                put_in(holder, key, target_device)
     try:
         yield
     finally:

@@ -34,14 +34,14 @@ class OpenOneHots:
     def __init__(self) -> None:
         self._least: Any = WeakTensorKeyDictionary()
 
-    def clamped(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made: Any) -> None:
-        """Notes the result `made` of an operation, if that clamps from below."""
+    def clamped(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
+        """Notes the result `result` of an operation, if that clamps from below."""
         if func not in CLAMPS:
             return
         least = kwargs.get("min", args[1] if len(args) > 1 else None)
         largest = kwargs.get("max", args[2] if len(args) > 2 else None)
-        if type(least) is int and largest is None and isinstance(made, torch.Tensor):
-            self._least[made] = made._version, least
+        if type(least) is int and largest is None and isinstance(result, torch.Tensor):
+            self._least[result] = result._version, least
 
     def opened(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> OpenOneHot | None:
         """The result of `one_hot` for a number of classes that was clamped; None for any other call."""
@@ -56,8 +56,8 @@ class OpenOneHots:
 
         def whole() -> torch.Tensor:
             self._least.pop(classes, None)  # the next time torch answers
-            made: torch.Tensor = func(index, classes)
-            return made
+            encoding: torch.Tensor = func(index, classes)
+            return encoding
 
         return OpenOneHot(index, classes, least, whole)
 

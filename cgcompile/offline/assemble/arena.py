@@ -65,8 +65,8 @@ def plan(lowered: Lowered, kept: Mapping[int, int] = MappingProxyType({}), start
     offsets = {i: start for i, buffer in enumerate(lowered.buffers) if buffer.kind == TEMPORARY}
     lives = [life for life in lifetimes(lowered) if life.buffer not in kept]
     bound = largest_sum(lives)
-    found, height = _pack(lives, bound)
-    offsets.update({life.buffer: start + offset for life, offset in zip(lives, found, strict=True)})
+    packed_offsets, height = _pack(lives, bound)
+    offsets.update({life.buffer: start + offset for life, offset in zip(lives, packed_offsets, strict=True)})
     return Plan(offsets=offsets | dict(kept), arena=start + height + PAD, bound=start + bound)
 
 
@@ -113,13 +113,13 @@ def lifetimes(lowered: Lowered) -> tuple[Lifetime, ...]:
 def loops(lowered: Lowered) -> list[tuple[int, int]]:
     """Positions of the beginning and the end of every loop, those inside of others first."""
     begins: dict[int, int] = {}
-    found = []
+    spans = []
     for moment, event in enumerate(lowered.events):
         if isinstance(event, Begin) and event.type == "while":
             begins[event.conditional] = moment
         elif isinstance(event, End) and event.conditional in begins:
-            found.append((begins.pop(event.conditional), moment))
-    return found
+            spans.append((begins.pop(event.conditional), moment))
+    return spans
 
 
 def uses(event: Event) -> Iterator[int]:

@@ -25,10 +25,10 @@ class Kept:
 def keep_outputs(programs: Mapping[IntKey, LoweredProgram], donated: Mapping[IntKey, tuple[DonatedOutput, ...]]) -> Kept:
     """Places the buffers of the outputs that are `donated`, by key, one behind the other; keys of one entry overlay each other.
     Raises donation-refused for an output that lies in no buffer of the program's own."""
-    found: dict[IntKey, dict[int, int]] = {}
+    places_by_key: dict[IntKey, dict[int, int]] = {}
     needs: dict[str, int] = {}
     for key, outputs in donated.items():
-        places, end = found.setdefault(key, {}), 0
+        places, end = places_by_key.setdefault(key, {}), 0
         for output in outputs:
             program = programs[key]
             buffer = program.regions[output.region].outputs[output.output].pointer.buffer
@@ -41,7 +41,7 @@ def keep_outputs(programs: Mapping[IntKey, LoweredProgram], donated: Mapping[Int
     reserved = reserved_parts(needs)
     begins = {row.entry: row.offset for row in reserved}
     placed = {
-        key: {buffer: begins[outputs[0].entry] + offset for buffer, offset in found[key].items()}
+        key: {buffer: begins[outputs[0].entry] + offset for buffer, offset in places_by_key[key].items()}
         for key, outputs in donated.items()
     }
     return Kept(reserved=reserved, offsets=placed, start=reserved_end(reserved))

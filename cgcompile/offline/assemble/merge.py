@@ -53,11 +53,11 @@ def whole(traced: Lowered) -> LoweredProgram:
     return LoweredProgram(lowered=traced, regions=(region,))
 
 
-def merge(key: IntKey, regions: Sequence[LoweredRegion], given: Sequence[str], outputs: Sequence[str]) -> LoweredProgram:
-    """`regions`, in the order in which they run, as one program.  `given`: the values of INPUT buffers, in order: the call's, and
-    behind them those that the host makes and a graph takes.  `outputs`: the call's; those that a graph makes live to the end.
+def merge(key: IntKey, regions: Sequence[LoweredRegion], input_names: Sequence[str], outputs: Sequence[str]) -> LoweredProgram:
+    """`regions`, in the order in which they run, as one program.  `input_names`: the values of INPUT buffers, in order: the call's,
+    and behind them those that the host makes and a graph takes.  `outputs`: the call's; those that a graph makes live to the end.
     Raises inputs-unlike and place-invalid when a region takes a value otherwise than an earlier one made it."""
-    growing = MergedProgram(key=key, given={name: place for place, name in enumerate(given)})
+    growing = MergedProgram(key=key, input_places={name: place for place, name in enumerate(input_names)})
     for region in regions:
         if region.lowered is None:
             growing.read(region.inputs)
@@ -70,9 +70,9 @@ class MergedProgram:
     """The merged program as it grows.  `made`: the values of the regions so far; `on_host`: those that the host has a copy of.
     `shared`: weights and inputs by kind and name, which several regions may take."""
 
-    def __init__(self, key: IntKey, given: Mapping[str, int]) -> None:
+    def __init__(self, key: IntKey, input_places: Mapping[str, int]) -> None:
         self.key = key
-        self.given = given
+        self.given = input_places
         self.buffers: list[Buffer] = []
         self.variants: dict[KernelVariant, int] = {}
         self.events: list[Event] = []
@@ -93,10 +93,10 @@ class MergedProgram:
     def add(self, region: LoweredRegion, traced: Lowered, targets: Sequence[Pointer] = ()) -> None:
         """A graph region, or a part of one.  `targets`: where its outputs go, dense ones; () for wherever it makes them."""
         start = len(self.events)
-        own = _own_buffers(traced) if targets else {}
-        places = [targets[own[i]] if i in own else self._place(region, traced, buffer) for i, buffer in enumerate(traced.buffers)]
+        outs = _own_buffers(traced) if targets else {}
+        places = [targets[outs[i]] if i in outs else self._place(region, traced, buffer) for i, buffer in enumerate(traced.buffers)]
         variants = [self.variants.setdefault(variant, len(self.variants)) for variant in traced.variants]
-        events = [event for event in traced.events if not (isinstance(event, Allocate | Release) and event.buffer in own)]
+        events = [event for event in traced.events if not (isinstance(event, Allocate | Release) and event.buffer in outs)]
         self.events += [_moved(event, places, variants) for event in events]
         inputs, outputs = [[_tensor(tensor, places) for tensor in tensors] for tensors in (traced.inputs, traced.outputs)]
         for number, target in enumerate(targets):
@@ -116,9 +116,9 @@ class MergedProgram:
 
     def temporary(self, nbytes: int, at: int | None = None) -> Pointer:
         """A new buffer, allocated before event number `at`, or here."""
-        made = self._new(Buffer(kind=TEMPORARY, name=f"own{len(self.buffers)}", nbytes=nbytes))
-        self.events.insert(len(self.events) if at is None else at, Allocate(buffer=made.buffer))
-        return made
+        pointer = self._new(Buffer(kind=TEMPORARY, name=f"own{len(self.buffers)}", nbytes=nbytes))
+        self.events.insert(len(self.events) if at is None else at, Allocate(buffer=pointer.buffer))
+        return pointer
 
     def given_tensor(self, kind: str, name: str, nbytes: int) -> Pointer:
         """The buffer of a weight, or of an input of the call by its number."""
@@ -151,15 +151,15 @@ class MergedProgram:
         name, tensor = region.inputs[int(buffer.name)], traced.inputs[int(buffer.name)]
         if name in self.given:
             return self._shared(replace(buffer, name=str(self.given[name])))
-        made, where = self.made[name], f"int_key {self.key}, {region.name}"
-        if _layout(made) != _layout(tensor):
-            what = f"{where}: {name} is taken as {_layout(tensor)}, and was made as {_layout(made)}"
+        view, where = self.made[name], f"int_key {self.key}, {region.name}"
+        if _layout(view) != _layout(tensor):
+            what = f"{where}: {name} is taken as {_layout(tensor)}, and was made as {_layout(view)}"
             raise BuildError("inputs-unlike", what, DEFECT)
-        if made.pointer.offset + buffer.nbytes > self.buffers[made.pointer.buffer].nbytes:
+        if view.pointer.offset + buffer.nbytes > self.buffers[view.pointer.buffer].nbytes:
             raise BuildError(
                 "place-invalid", f"{where}: {name}, {buffer.nbytes} bytes, does not lie inside the buffer that it was made in"
             )
-        return made.pointer
+        return view.pointer
 
     def _new(self, buffer: Buffer) -> Pointer:
         self.buffers.append(buffer)
@@ -181,14 +181,14 @@ def dense_bytes(tensor: BufferView) -> int:
 
 def _own_buffers(traced: Lowered) -> dict[int, int]:
     """Buffers that are one output each, from the first byte to the last: their positions, and the outputs' numbers."""
-    found: dict[int, int] = {}
+    output_numbers: dict[int, int] = {}
     holds = [output.pointer.buffer for output in traced.outputs]
     for number, output in enumerate(traced.outputs):
         buffer = traced.buffers[output.pointer.buffer]
         whole = buffer.kind == TEMPORARY and not output.pointer.offset and buffer.nbytes == dense_bytes(output)
         if whole and holds.count(output.pointer.buffer) == 1:
-            found[output.pointer.buffer] = number
-    return found
+            output_numbers[output.pointer.buffer] = number
+    return output_numbers
 
 
 def _layout(tensor: BufferView) -> tuple[str, tuple[tuple[int, int], ...]]:

@@ -62,7 +62,7 @@ def _check_places(lowered: Lowered, plan: Plan) -> None:
 
 def _needed(lowered: Lowered) -> dict[int, tuple[int, int]]:
     """Temporary -> (first event that names it, last one)."""
-    found: dict[int, tuple[int, int]] = {}
+    spans: dict[int, tuple[int, int]] = {}
     opened: list[int] = []
     turns: list[tuple[int, int]] = []
     for moment, event in enumerate(lowered.events):
@@ -78,8 +78,8 @@ def _needed(lowered: Lowered) -> dict[int, tuple[int, int]]:
                 named = [buffer]
             case SetCondition(byte=byte):
                 named = [byte.buffer]
-        for each in named:
-            found[each] = found.get(each, (moment, moment))[0], moment
+        for index in named:
+            spans[index] = spans.get(index, (moment, moment))[0], moment
         if isinstance(event, Begin):
             opened.append(moment)
         elif isinstance(event, End):
@@ -87,15 +87,15 @@ def _needed(lowered: Lowered) -> dict[int, tuple[int, int]]:
             if lowered.events[begin] == Begin(conditional=event.conditional, type="while"):
                 turns.append((begin, moment))
     for output in lowered.outputs:
-        end, each = len(lowered.events), output.pointer.buffer
-        found[each] = found.get(each, (end, end))[0], end
-    for each, (start, end) in found.items():
+        end, index = len(lowered.events), output.pointer.buffer
+        spans[index] = spans.get(index, (end, end))[0], end
+    for index, (start, end) in spans.items():
         for begin, stop in turns:  # inner loops end before those around them
             crosses = (start < begin) != (end < begin) or (start > stop) != (end > stop)
             if crosses and (begin <= start <= stop or begin <= end <= stop):
                 start, end = min(start, begin), max(end, stop)
-        found[each] = start, end
-    return {each: moments for each, moments in found.items() if lowered.buffers[each].kind == TEMPORARY}
+        spans[index] = start, end
+    return {temporary: moments for temporary, moments in spans.items() if lowered.buffers[temporary].kind == TEMPORARY}
 
 
 def _overlap(lowered: Lowered, plan: Plan, old: int, new: int, moment: int, needed: dict[int, tuple[int, int]]) -> BuildError:

@@ -155,8 +155,8 @@ def _early(edges: Sequence[Edge], nodes: Sequence[Node], begin_next: Collection[
 
 def _bases(lowered: Lowered, plan: Plan, weights: Mapping[str, Address], inputs: Sequence[int]) -> list[Address | None]:
     temporaries = {i: Address(memory=MEMORIES.index("arena"), offset=offset) for i, offset in plan.offsets.items()}
-    given = {str(i): Address(memory=MEMORIES.index("inputs"), offset=offset) for i, offset in enumerate(inputs)}
-    places = {WEIGHT: weights, INPUT: given}
+    input_addresses = {str(i): Address(memory=MEMORIES.index("inputs"), offset=offset) for i, offset in enumerate(inputs)}
+    places = {WEIGHT: weights, INPUT: input_addresses}
     return [
         temporaries.get(i) if buffer.kind == TEMPORARY else places[buffer.kind].get(buffer.name)
         for i, buffer in enumerate(lowered.buffers)

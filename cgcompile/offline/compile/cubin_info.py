@@ -42,10 +42,10 @@ def read_kernel_info(image: bytes, symbol: str, what: str = "image") -> KernelIn
     """What a cubin says of kernel `symbol`; `what` names the image in messages.  Raises image-format when the image is no cubin,
     has no such kernel, is damaged, or describes its parameters in another way."""
     name = f".nv.info.{symbol}"
-    found = [section for section in read_sections(image, what) if section.name == name]
-    if len(found) != 1:
-        raise BuildError("image-format", f"{what}: {len(found)} sections {name}, expected one")
-    info = image[found[0].offset : found[0].offset + found[0].size]
+    sections = [section for section in read_sections(image, what) if section.name == name]
+    if len(sections) != 1:
+        raise BuildError("image-format", f"{what}: {len(sections)} sections {name}, expected one")
+    info = image[sections[0].offset : sections[0].offset + sections[0].size]
     where = f"{what}: {name}"
     places: dict[int, tuple[int, int]] = {}
     axes: dict[int, tuple[int, int, int]] = {}

@@ -42,5 +42,5 @@ def _alone(name: str) -> Any:
             sys.modules.setdefault(package.__name__, package)
         return import_module(name)
     finally:
-        for each in [module for module in sys.modules if module.partition(".")[0] == "torch" and module not in before]:
-            del sys.modules[each]
+        for module_name in [module for module in sys.modules if module.partition(".")[0] == "torch" and module not in before]:
+            del sys.modules[module_name]

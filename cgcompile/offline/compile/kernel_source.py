@@ -17,7 +17,7 @@ INDUCTOR = ("triton_helpers", "libdevice", "tl_math", "tl_extra")
 def define(source: str, name: str, where: str) -> Any:
     """The object `name` that a source defines, None if it does not.  `inspect` finds the source as file `where`, which is none."""
     scope: dict[str, Any] = {"triton": triton, "tl": tl, "__name__": "cgcompile_kernel"}
-    if any(each in source for each in INDUCTOR):
+    if any(helper in source for helper in INDUCTOR):
         helpers = triton_helpers()
         scope |= {"triton_helpers": helpers, "libdevice": helpers.libdevice, "tl_math": helpers.math, "tl_extra": tl.extra}
     # without a time stamp, linecache keeps an entry that is no file

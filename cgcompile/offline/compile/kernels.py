@@ -75,8 +75,8 @@ def compile_variants(
     # what selected a configuration does not matter to its image
     kept = {variant: cache_path(cache, "kernels", arch, replace(variant, selected_by="")) for variant in variants}
     wanted = {path: variant for variant, path in kept.items()}
-    made: dict[Path, KernelImage] = {path: image for path in wanted if (image := recall(path, KernelImage)) is not None}
-    if missing := {path: variant for path, variant in wanted.items() if path not in made}:
+    images: dict[Path, KernelImage] = {path: image for path in wanted if (image := recall(path, KernelImage)) is not None}
+    if missing := {path: variant for path, variant in wanted.items() if path not in images}:
         tell(f"{len(missing)} of {len(wanted)} kernels to compile")
         requests = {path: Request(content=(variant, arch), what=f"kernel {variant.name}") for path, variant in missing.items()}
         with scratch_folder() as scratch:
@@ -93,9 +93,9 @@ def compile_variants(
             )
             for count, (path, image) in enumerate(ask(kind, requests, workers), 1):
                 remember(path, image)
-                made[path] = image
+                images[path] = image
                 tell(f"{count} of {len(missing)} kernels: {missing[path].name}")
-    return tuple([finish(variant, made[kept[variant]], shared_limit) for variant in variants])
+    return tuple([finish(variant, images[kept[variant]], shared_limit) for variant in variants])
 
 
 def finish(variant: KernelVariant, kernel: KernelImage, shared_limit: int) -> CompiledKernel:
@@ -130,15 +130,15 @@ def finish(variant: KernelVariant, kernel: KernelImage, shared_limit: int) -> Co
             raise BuildError("kernel-unsupported", f"{what}: {text}")
     info = read_kernel_info(kernel.image, kernel.symbol, what)
     extra = info.params[len(params) :]
-    told = ""
+    mismatch = ""
     if len(info.params) < len(params) or len(extra) not in (0, 2) or any(size != 8 for _, size in extra):
-        told = f"takes {len(info.params)} parameters, its signature has {len(params)} and scratch"
+        mismatch = f"takes {len(info.params)} parameters, its signature has {len(params)} and scratch"
     elif info.threads not in (None, (threads, 1, 1)):
-        told = f"wants blocks of {info.threads} threads, Triton says {threads}"
+        mismatch = f"wants blocks of {info.threads} threads, Triton says {threads}"
     elif (info.cluster or (1, 1, 1)) != (kernel.blocks, 1, 1):
-        told = f"wants clusters of {info.cluster} blocks, Triton says {kernel.blocks}"
-    if told:
-        raise BuildError("kernel-failed", f"{what}: its image {told}")
+        mismatch = f"wants clusters of {info.cluster} blocks, Triton says {kernel.blocks}"
+    if mismatch:
+        raise BuildError("kernel-failed", f"{what}: its image {mismatch}")
     return CompiledKernel(
         image=kernel.image,
         sha256=hashlib.sha256(kernel.image).hexdigest(),

@@ -51,6 +51,6 @@ def _hook(*compiler: Any) -> tuple[str, str] | None:
     if not compiler:
         return KEY, KEY
     stages: MutableMapping[str, Stage] = compiler[1]
-    made = stages["ptx"]
-    stages["ptx"] = lambda source, metadata: split_packed_adds(made(source, metadata))
+    ptx_stage = stages["ptx"]
+    stages["ptx"] = lambda source, metadata: split_packed_adds(ptx_stage(source, metadata))
     return None

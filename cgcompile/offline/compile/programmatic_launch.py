@@ -109,7 +109,7 @@ def _waits(lowered: Lowered, event: Event, able: Sequence[bool]) -> bool:
 def _can_take_part(variant: KernelVariant) -> bool:
     options, function = dict(variant.options), _function(variant)
     alone = options.get(ALONE[0], False) or options.get(ALONE[1], 1) != 1
-    return not alone and function is not None and not any(each in variant.source for each in OWN)
+    return not alone and function is not None and not any(instruction in variant.source for instruction in OWN)
 
 
 def _overlapping(lowered: Lowered, begin_next: Collection[int], settled: Mapping[int, set[str]]) -> Lowered:
@@ -118,8 +118,8 @@ def _overlapping(lowered: Lowered, begin_next: Collection[int], settled: Mapping
     parts = [(event.variant, number in settled, number in begin_next) for number, event in _launches(lowered)]
     early: dict[tuple[int, bool, bool], set[str]] = {}
     for part, (number, _) in zip(parts, _launches(lowered), strict=True):
-        own = settled.get(number, set())
-        early[part] = early.get(part, own) & own
+        settled_names = settled.get(number, set())
+        early[part] = early.get(part, settled_names) & settled_names
     places = {part: place for place, part in enumerate(early)}
     events = list(lowered.events)
     for part, (number, event) in zip(parts, _launches(lowered), strict=True):
@@ -137,8 +137,8 @@ def _pointers(lowered: Lowered, event: Event) -> list[tuple[str, int]]:
     if not isinstance(event, Launch):
         return []
     names = [name for name, type_ in lowered.variants[event.variant].signature if type_ != "constexpr"]
-    given = zip(names, event.arguments, strict=True)
-    return [(name, value.buffer) for name, value in given if isinstance(value, Pointer)]
+    named_arguments = zip(names, event.arguments, strict=True)
+    return [(name, value.buffer) for name, value in named_arguments if isinstance(value, Pointer)]
 
 
 def _in_chain(variant: KernelVariant, settled: Collection[str], waits: bool, begins_next: bool) -> KernelVariant:
@@ -146,25 +146,25 @@ def _in_chain(variant: KernelVariant, settled: Collection[str], waits: bool, beg
     if function is None or not (waits or begins_next):
         return variant
     body, lines = function.body, variant.source.splitlines()
-    starts = [body[0].lineno, *[_end(each) + 1 for each in body[:-1]]]
-    texts = [lines[start - 1 : _end(each)] for start, each in zip(starts, body, strict=True)]
+    starts = [body[0].lineno, *[_end(statement) + 1 for statement in body[:-1]]]
+    texts = [lines[start - 1 : _end(statement)] for start, statement in zip(starts, body, strict=True)]
     pointers = {name for name, type_ in variant.signature if type_.startswith("*")}
     early = _early(function, pointers - set(settled)) if waits else set()
-    made = [line for number in sorted(early) for line in texts[number]]
-    made += [" " * body[0].col_offset + line for line, here in ((BEGIN_NEXT, begins_next), (WAIT, waits)) if here]
-    made += [line for number, text in enumerate(texts) if number not in early for line in text]
-    source = "\n".join([*lines[: starts[0] - 1], *made, *lines[_end(body[-1]) :], ""])
+    body_lines = [line for number in sorted(early) for line in texts[number]]
+    body_lines += [" " * body[0].col_offset + line for line, here in ((BEGIN_NEXT, begins_next), (WAIT, waits)) if here]
+    body_lines += [line for number, text in enumerate(texts) if number not in early for line in text]
+    source = "\n".join([*lines[: starts[0] - 1], *body_lines, *lines[_end(body[-1]) :], ""])
     return replace(variant, source=source, begins_next=begins_next)
 
 
 def _function(variant: KernelVariant) -> ast.FunctionDef | None:
     """The kernel, if each of its statements has lines of its own."""
-    found = [each for each in ast.parse(variant.source).body if isinstance(each, ast.FunctionDef) and each.name == variant.name]
-    if not found:
+    functions = [node for node in ast.parse(variant.source).body if isinstance(node, ast.FunctionDef) and node.name == variant.name]
+    if not functions:
         return None
-    ends = [found[0].lineno, *[_end(each) for each in found[0].body]]
-    apart = all(end < each.lineno for end, each in zip(ends, found[0].body, strict=False))
-    return found[0] if apart else None
+    ends = [functions[0].lineno, *[_end(statement) for statement in functions[0].body]]
+    apart = all(end < statement.lineno for end, statement in zip(ends, functions[0].body, strict=False))
+    return functions[0] if apart else None
 
 
 def _end(statement: ast.stmt) -> int:
@@ -176,7 +176,7 @@ def _early(function: ast.FunctionDef, written: Collection[str]) -> set[int]:
     name; `written`: arguments that nothing may be read from yet."""
     stores = _names(function, ast.Store)
     unknown = {*written, *stores}
-    found: set[int] = set()
+    early: set[int] = set()
     read_late: set[str] = set()
     for number, statement in enumerate(function.body):
         target = _target(statement)
@@ -186,11 +186,11 @@ def _early(function: ast.FunctionDef, written: Collection[str]) -> set[int]:
         calls = [node.func for node in ast.walk(statement) if isinstance(node, ast.Call)]
         known = not read & unknown and all(_may_be_early(call) for call in calls)
         if known and stores.count(target) == 1 and target not in read_late:
-            found.add(number)
+            early.add(number)
             unknown.discard(target)
         else:
             read_late |= read
-    return found
+    return early
 
 
 def _only_read(variant: KernelVariant) -> set[str]:
@@ -205,8 +205,8 @@ def _only_read(variant: KernelVariant) -> set[str]:
         for address in addresses
         if all(_may_be_early(node.func) for node in ast.walk(address) if isinstance(node, ast.Call))
     ]
-    found = {id(node) for each in plain for node in ast.walk(each) if isinstance(node, ast.Name)}
-    others = {node.id for node in ast.walk(function) if isinstance(node, ast.Name) and id(node) not in found}
+    name_ids = {id(node) for address in plain for node in ast.walk(address) if isinstance(node, ast.Name)}
+    others = {node.id for node in ast.walk(function) if isinstance(node, ast.Name) and id(node) not in name_ids}
     return {argument.arg for argument in function.args.args} - others
 
 

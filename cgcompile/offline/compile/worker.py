@@ -37,8 +37,8 @@ def work(request: tuple[KernelVariant, str]) -> KernelImage:
 def first_line(kind: str, text: str) -> str:
     """The line of a compiler's message that says most: the first that is no place ("at 3:4:") nor quoted source, or ptxas' own."""
     lines = [line.strip() for line in text.splitlines()]
-    if told := next((line for line in lines if re.match(r"ptxas.*(error|fatal)", line)), ""):
-        return f"{kind}: {told}"
+    if error_line := next((line for line in lines if re.match(r"ptxas.*(error|fatal)", line)), ""):
+        return f"{kind}: {error_line}"
     start = next((i + 1 for i, line in enumerate(lines) if line and not line.strip("^~ ")), 0)  # behind the quoted source's marker
     said = next((line for line in lines[start:] if line), lines[0] if lines else "")
     return f"{kind}: {said}"
@@ -58,18 +58,18 @@ def compile_variant(variant: KernelVariant, arch: str) -> KernelImage:
         dict(variant.constants),
         {(names.index(name),): [["tt.divisibility", 16]] for name in variant.divisible},
     )
-    made = triton.compile(source, target=GPUTarget("cuda", architectures.arch(arch).capability, 32), options=options)
-    found = made.metadata
+    compiled = triton.compile(source, target=GPUTarget("cuda", architectures.arch(arch).capability, 32), options=options)
+    kernel_metadata = compiled.metadata
     return KernelImage(
-        image=made.asm["cubin"],
-        symbol=found.name,
-        shared=found.shared,
-        tensor_columns=getattr(found, "tmem_size", None) or 0,
-        warps=found.num_warps,
-        blocks=found.num_ctas,
-        global_scratch=found.global_scratch_size,
-        profile_scratch=found.profile_scratch_size,
-        cooperative=found.launch_cooperative_grid,
+        image=compiled.asm["cubin"],
+        symbol=kernel_metadata.name,
+        shared=kernel_metadata.shared,
+        tensor_columns=getattr(kernel_metadata, "tmem_size", None) or 0,
+        warps=kernel_metadata.num_warps,
+        blocks=kernel_metadata.num_ctas,
+        global_scratch=kernel_metadata.global_scratch_size,
+        profile_scratch=kernel_metadata.profile_scratch_size,
+        cooperative=kernel_metadata.launch_cooperative_grid,
     )
 
 

@@ -29,7 +29,7 @@ Row = tuple[str, str, torch.Tensor | None]
 def given_rows(program: ExportedProgram, tensors: Sequence[torch.Tensor]) -> list[Row]:
     rows: list[Row] = []
     state: dict[str, Any] = {**program.state_dict, **program.constants}
-    given = 0
+    count = 0
     for spec, node in zip(
         program.graph_signature.input_specs, [n for n in program.graph.nodes if n.op == "placeholder"], strict=True
     ):
@@ -39,17 +39,17 @@ def given_rows(program: ExportedProgram, tensors: Sequence[torch.Tensor]) -> lis
         if spec.kind not in KINDS:
             raise ModelError("constant-unknown", f"input {spec.arg.name} of the program is of the kind {spec.kind.name}")
         if spec.kind == InputKind.USER_INPUT:
-            if given >= len(tensors):
+            if count >= len(tensors):
                 raise BuildError("inputs-unlike", f"the program takes more than the {len(tensors)} tensors of the call")
-            tensor, seen = tensors[given], node.meta["val"]
+            tensor, seen = tensors[count], node.meta["val"]
             if (tensor.dtype, tensor.dim()) != (seen.dtype, seen.dim()):
-                raise BuildError("inputs-unlike", f"input {given} is {_text(tensor)}, the program takes {_text(seen)}")
-            rows.append((INPUT, str(given), tensor))
-            given += 1
+                raise BuildError("inputs-unlike", f"input {count} is {_text(tensor)}, the program takes {_text(seen)}")
+            rows.append((INPUT, str(count), tensor))
+            count += 1
         else:
             rows.append((WEIGHT, spec.target, state[spec.target]))
-    if given != len(tensors):
-        raise BuildError("inputs-unlike", f"the program takes {given} tensors, the call has {len(tensors)}")
+    if count != len(tensors):
+        raise BuildError("inputs-unlike", f"the program takes {count} tensors, the call has {len(tensors)}")
     return rows
 
 
@@ -67,21 +67,21 @@ def changed_outputs(program: ExportedProgram) -> list[tuple[int, int]]:
     specs = program.graph_signature.input_specs
     buffers = {spec.target: place for place, spec in enumerate(specs) if spec.kind == InputKind.BUFFER}
     names = {spec.arg.name: place for place, spec in enumerate(specs)}
-    found = []
+    mutations = []
     for position, spec in enumerate(program.graph_signature.output_specs):
         if spec.kind == OutputKind.USER_INPUT_MUTATION:
-            found.append((position, names[str(spec.target)]))
+            mutations.append((position, names[str(spec.target)]))
         elif spec.kind == OutputKind.BUFFER_MUTATION:
-            found.append((position, buffers[spec.target]))
+            mutations.append((position, buffers[spec.target]))
         elif spec.kind != OutputKind.USER_OUTPUT:
             raise ModelError("operator-without-kernel", f"output {position} of the program is of the kind {spec.kind.name}")
-    return found
+    return mutations
 
 
-def check_apart(written: Sequence[Row], given: Sequence[Row]) -> None:
+def check_apart(written: Sequence[Row], rows: Sequence[Row]) -> None:
     """Refuses a weight that is written to and shares memory with another: in a bundle each lies by itself."""
     for kind, name, tensor in written:
-        for other_kind, other, value in given:
+        for other_kind, other, value in rows:
             both = kind == other_kind == WEIGHT and other != name and tensor is not None and value is not None
             if both and _share(value, tensor):
                 raise ModelError("state-shared", f"{name}, which the program changes, lies in the same memory as {other}")

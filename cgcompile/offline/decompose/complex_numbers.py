@@ -63,18 +63,18 @@ def _parts(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Graph
     places = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Pair | Tensor)]
     about = [_layout(leaves[index]) for index in places]
 
-    def run(*given: Tensor) -> Any:
+    def run(*tensors: Tensor) -> Any:
         filled = list(leaves)
-        for index, tensor in zip(places, given, strict=True):
+        for index, tensor in zip(places, tensors, strict=True):
             filled[index] = tensor
         own_args, own_kwargs = torch.utils._pytree.tree_unflatten(filled, spec)
         return WHOLE.get(target, target)(*own_args, **own_kwargs)
 
     def trace() -> GraphModule:
         with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-            given = [torch.empty_strided(*layout, dtype=dtype, device=device) for *layout, dtype, device in about]
-            made: GraphModule = make_fx(torch.func.functionalize(run, remove="mutations"))(*given)
-            return made
+            fake_tensors = [torch.empty_strided(*layout, dtype=dtype, device=device) for *layout, dtype, device in about]
+            traced: GraphModule = make_fx(torch.func.functionalize(run, remove="mutations"))(*fake_tensors)
+            return traced
 
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(trace).result()
@@ -96,10 +96,10 @@ class _OnPairs(Interpreter):
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         values = [self.env[node] for node in self._node.all_input_nodes if node in self.env]
-        made = self._node.meta.get("val")
-        given = [leaf for leaf in tree_leaves(values) if isinstance(leaf, Pair) or (isinstance(leaf, Tensor) and leaf.is_complex())]
-        gives = any(isinstance(leaf, Tensor) and leaf.is_complex() for leaf in tree_leaves(made))
-        if not (given or gives) or not isinstance(target, torch._ops.OpOverload):
+        output = self._node.meta.get("val")
+        pairs = [leaf for leaf in tree_leaves(values) if isinstance(leaf, Pair) or (isinstance(leaf, Tensor) and leaf.is_complex())]
+        gives = any(isinstance(leaf, Tensor) and leaf.is_complex() for leaf in tree_leaves(output))
+        if not (pairs or gives) or not isinstance(target, torch._ops.OpOverload):
             return super().call_function(target, args, kwargs)
         args, kwargs = tree_map(_split, (args, kwargs))
         if target in RULES:
@@ -126,7 +126,7 @@ def _each(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     one, other = [target(*tree_map(part, tuple(args)), **tree_map(part, dict(kwargs))) for part in (_real, _imag)]
     if isinstance(one, Tensor):
         return Pair(one, other)
-    return [Pair(*each) for each in zip(one, other, strict=True)]
+    return [Pair(*parts) for parts in zip(one, other, strict=True)]
 
 
 def _real(value: Any) -> Any:
@@ -176,7 +176,7 @@ def reciprocal(x: Pair) -> Pair:
 
 def add(a: Any, b: Any, *, alpha: Any = 1) -> Pair:
     scaled: Any = multiply(b, alpha) if isinstance(b, Pair) else b * alpha
-    like = next((each for each in (a, scaled) if isinstance(each, Pair)), None)
+    like = next((operand for operand in (a, scaled) if isinstance(operand, Pair)), None)
     if like is None:  # a real tensor and a complex number
         number = complex(scaled)
         return Pair(a + number.real, torch.full_like(a, number.imag))
@@ -220,7 +220,7 @@ def exponential(x: Pair) -> Pair:
 
 def full(size: Sequence[int], value: Any, *, dtype: torch.dtype | None = None, device: Any = None, **more: Any) -> Pair:
     part, number = (dtype or torch.complex64).to_real(), complex(value)
-    return Pair(*[torch.full(size, each, dtype=part, device=device) for each in (number.real, number.imag)])
+    return Pair(*[torch.full(size, component, dtype=part, device=device) for component in (number.real, number.imag)])
 
 
 def filled(value: complex) -> Callable[..., Pair]:
@@ -228,11 +228,11 @@ def filled(value: complex) -> Callable[..., Pair]:
 
 
 def concatenate(operator: Any) -> Callable[..., Pair]:
-    def made(values: Sequence[Any], dim: int = 0) -> Pair:
+    def concatenate_pairs(values: Sequence[Any], dim: int = 0) -> Pair:
         pairs = [pair(value) for value in values]
-        return Pair(operator([each.real for each in pairs], dim), operator([each.imag for each in pairs], dim))
+        return Pair(operator([number.real for number in pairs], dim), operator([number.imag for number in pairs], dim))
 
-    return made
+    return concatenate_pairs
 
 
 def where(condition: Tensor, a: Any, b: Any) -> Pair:
@@ -280,11 +280,11 @@ def filled_with(x: Any, value: Any) -> Pair:
 def replaced(operator: Any) -> Callable[..., Pair]:
     """A part of `x` by another."""
 
-    def made(x: Any, source: Any, *where: Any, **more: Any) -> Pair:
-        own, new = pair(x), pair(source)
-        return Pair(operator(own.real, new.real, *where, **more), operator(own.imag, new.imag, *where, **more))
+    def replace_pairs(x: Any, source: Any, *where: Any, **more: Any) -> Pair:
+        old, new = pair(x), pair(source)
+        return Pair(operator(old.real, new.real, *where, **more), operator(old.imag, new.imag, *where, **more))
 
-    return made
+    return replace_pairs
 
 
 def transformed(x: Pair, dim: Sequence[int], normalization: int, forward: bool) -> Pair:

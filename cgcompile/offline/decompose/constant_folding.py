@@ -55,12 +55,12 @@ def fold(
     # all of them first: one may be computed from another, which is a placeholder once it is replaced
     wanted = list(_wanted(graph, derived, known))
     computed = [(node, _computed(node, known), {named[weight] for weight in _from_weights(node, known)}) for node in wanted]
-    for node, made, sources in computed:
-        if made is None:
+    for node, tensor, sources in computed:
+        if tensor is None:
             continue
-        constant = _constant(made, sources)
+        constant = _constant(tensor, sources)
         if (same := constants.get(constant.name)) is not None:
-            constant = _constant(made, sources.union(same.sources))
+            constant = _constant(tensor, sources.union(same.sources))
         constants[constant.name] = constant
         with graph.inserting_after(last[0]):
             placeholder = graph.placeholder(f"folded_{len(names)}")
@@ -77,11 +77,11 @@ def fold(
 def _weights(retraced: Retraced, live: Collection[str]) -> dict[Node, str]:
     """The placeholders of weights that nothing writes to, with their names."""
     placeholders = [node for node in retraced.graph.graph.nodes if node.op == "placeholder"]
-    found = {}
+    weights = {}
     for index, (node, (kind, name)) in enumerate(zip(placeholders, retraced.names, strict=True)):
         if kind == WEIGHT and index not in retraced.written and name not in live:
-            found[node] = name
-    return found
+            weights[node] = name
+    return weights
 
 
 def _derived(graph: torch.fx.Graph, known: Mapping[Node, torch.Tensor]) -> set[Node]:
@@ -103,7 +103,7 @@ def _written(graph: torch.fx.Graph) -> set[Node]:
             continue
         arguments = zip(node.target._schema.arguments, node.args, strict=False)
         changed = [value for about, value in arguments if about.alias_info is not None and about.alias_info.is_write]
-        for value in [each for each in changed if isinstance(each, Node)]:
+        for value in [argument for argument in changed if isinstance(argument, Node)]:
             below = value
             written.add(below)
             while below.op == "call_function" and _is_view(below):
@@ -114,7 +114,7 @@ def _written(graph: torch.fx.Graph) -> set[Node]:
 
 def _is_view(node: Node) -> bool:
     returned = node.target._schema.returns if isinstance(node.target, torch._ops.OpOverload) else ()
-    return bool(node.all_input_nodes) and any(each.alias_info is not None for each in returned)
+    return bool(node.all_input_nodes) and any(argument.alias_info is not None for argument in returned)
 
 
 def _is_pure(node: Node) -> bool:
@@ -127,10 +127,10 @@ def _is_once(node: Node) -> bool:
     """Whether a node is a tensor times the number 1, and so that tensor."""
     if node.target not in (aten.mul.Tensor, aten.mul.Scalar) or not isinstance(node.args[0], Node):
         return False
-    given, made = node.args[0].meta.get("val"), node.meta["val"]
+    operand, product = node.args[0].meta.get("val"), node.meta["val"]
     number = not isinstance(node.args[1], bool | Node) and node.args[1] == 1
-    return number and isinstance(given, torch.Tensor) and (given.dtype, given.shape, given.stride()) == (
-        made.dtype, made.shape, made.stride(),
+    return number and isinstance(operand, torch.Tensor) and (operand.dtype, operand.shape, operand.stride()) == (
+        product.dtype, product.shape, product.stride(),
     )  # fmt: skip
 
 
@@ -153,27 +153,27 @@ def _is_table(node: Node) -> bool:
     """Whether a node that depends on nothing was computed in double precision, as factors of Fourier transforms are."""
     waiting, seen = [node], {node}
     while waiting:
-        each = waiting.pop()
-        if isinstance(each.meta.get("val"), torch.Tensor) and each.meta["val"].dtype == torch.float64:
+        ancestor = waiting.pop()
+        if isinstance(ancestor.meta.get("val"), torch.Tensor) and ancestor.meta["val"].dtype == torch.float64:
             return True
-        waiting += [source for source in each.all_input_nodes if source not in seen]
-        seen.update(each.all_input_nodes)
+        waiting += [source for source in ancestor.all_input_nodes if source not in seen]
+        seen.update(ancestor.all_input_nodes)
     return False
 
 
 def _from_weights(node: Node, known: Mapping[Node, torch.Tensor]) -> set[Node]:
     """The weights that a node depends on."""
-    found: set[Node] = set()
+    weights: set[Node] = set()
     seen: set[Node] = set()
     waiting = [node]
     while waiting:
-        each = waiting.pop()
-        if each in known:
-            found.add(each)
-        elif each not in seen:
-            seen.add(each)
-            waiting += each.all_input_nodes
-    return found
+        ancestor = waiting.pop()
+        if ancestor in known:
+            weights.add(ancestor)
+        elif ancestor not in seen:
+            seen.add(ancestor)
+            waiting += ancestor.all_input_nodes
+    return weights
 
 
 def _computed(node: Node, known: Mapping[Node, torch.Tensor]) -> torch.Tensor | None:
@@ -193,9 +193,9 @@ def _run(node: Node, values: dict[Node, torch.Tensor]) -> torch.Tensor:
     if node not in values:
         for operand in node.all_input_nodes:
             _run(operand, values)
-        given = torch.fx.map_arg((node.args, node.kwargs), lambda each: values[each])
+        arguments = torch.fx.map_arg((node.args, node.kwargs), lambda source: values[source])
         here = torch.device("cpu")
-        args, kwargs = torch.fx.node.map_aggregate(given, lambda each: here if isinstance(each, torch.device) else each)
+        args, kwargs = torch.fx.node.map_aggregate(arguments, lambda leaf: here if isinstance(leaf, torch.device) else leaf)
         values[node] = node.target(*args, **kwargs)
     return values[node]
 

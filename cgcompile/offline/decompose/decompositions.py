@@ -283,8 +283,8 @@ def grid_sample(x: Tensor, grid: Tensor, interpolation: int, padding: int, align
     """`torch.nn.functional.grid_sample` of planes (n, c, h, w): PyTorch asks cuDNN first, which is not here."""
     if x.dim() != 4:
         return NotImplemented
-    made: Tensor = _PLANES(x, grid, interpolation, padding, align_corners)
-    return made
+    sampled: Tensor = _PLANES(x, grid, interpolation, padding, align_corners)
+    return sampled
 
 
 def frequencies(n: int, d: float = 1.0, *, dtype: torch.dtype | None = None, device: Any = None, **more: Any) -> Tensor:
@@ -301,13 +301,15 @@ def positive_frequencies(n: int, d: float = 1.0, *, dtype: torch.dtype | None = 
 def window(share: float) -> Callable[..., Tensor]:
     """`torch.hann_window` or `torch.hamming_window`: (length,), `share` the part of it that is no cosine."""
 
-    def made(length: int, periodic: bool = True, *, dtype: torch.dtype | None = None, device: Any = None, **more: Any) -> Tensor:
+    def cosine_window(
+        length: int, periodic: bool = True, *, dtype: torch.dtype | None = None, device: Any = None, **more: Any
+    ) -> Tensor:
         place = torch.arange(length, dtype=torch.float64, device=device)
         turn = 2 * math.pi / max(1, length if periodic else length - 1)
         values = share - (1 - share) * torch.cos(place * turn) if length > 1 else torch.ones_like(place)
         return values.to(dtype or torch.get_default_dtype())
 
-    return made
+    return cosine_window
 
 
 # --- operations as a whole -------------------------------------------------------------------------------------

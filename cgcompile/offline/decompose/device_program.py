@@ -32,8 +32,8 @@ ASSERTIONS = (
 
 def on_device(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
     """A copy without assertions whose operations make their tensors on cuda."""
-    made = copy.deepcopy(module)
-    for part in [m for m in made.modules() if isinstance(m, torch.fx.GraphModule)]:
+    device_module = copy.deepcopy(module)
+    for part in [m for m in device_module.modules() if isinstance(m, torch.fx.GraphModule)]:
         for node in list(part.graph.nodes):
             if node.target in ASSERTIONS and not node.users:
                 part.graph.erase_node(node)
@@ -41,7 +41,7 @@ def on_device(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
             node.args = map_aggregate(node.args, _move)
             node.kwargs = map_aggregate(node.kwargs, _move)
         repair(part)
-    return made
+    return device_module
 
 
 def _move(value: Any) -> Any:
@@ -85,21 +85,21 @@ class Replacing(torch.fx.Interpreter):
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         instead = replacement(target)
-        made = super().call_function(instead, args, kwargs) if instead else NotImplemented
-        return super().call_function(target, args, kwargs) if made is NotImplemented else made
+        output = super().call_function(instead, args, kwargs) if instead else NotImplemented
+        return super().call_function(target, args, kwargs) if output is NotImplemented else output
 
 
-def _in_own_order(node: torch.fx.Node, made: Any) -> Any:
+def _in_own_order(node: torch.fx.Node, output: Any) -> Any:
     """What an operation on complex numbers made, in the order that its result was exported in, unless it is a view.  Both parts in
     one tensor are no view of a pair."""
     returned = node.target._schema.returns if isinstance(node.target, torch._ops.OpOverload) else ()
-    view = any(each.alias_info is not None for each in returned) and node.target is not torch.ops.aten.view_as_real.default
+    view = any(argument.alias_info is not None for argument in returned) and node.target is not torch.ops.aten.view_as_real.default
     if not returned or view:
-        return made
+        return output
     like = node.meta.get("val")
-    if isinstance(made, Pair):
-        return Pair(_in_order_of(made.real, like), _in_order_of(made.imag, like))
-    return _in_order_of(made, like)
+    if isinstance(output, Pair):
+        return Pair(_in_order_of(output.real, like), _in_order_of(output.imag, like))
+    return _in_order_of(output, like)
 
 
 def _in_order_of(result: Any, like: Any) -> Any:

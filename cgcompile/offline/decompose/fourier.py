@@ -31,8 +31,8 @@ def to_complex(real: Tensor, imag: Tensor, dim: Sequence[int], normalization: in
     """`aten._fft_c2c`: along the axes `dim`.  Raises operator-without-kernel."""
     scale = _scale([real.shape[axis] for axis in dim], normalization)
     for axis in dim:
-        made = _transform(real.movedim(axis, -1), imag.movedim(axis, -1), forward)
-        real, imag = [part.movedim(-1, axis) for part in made]
+        parts = _transform(real.movedim(axis, -1), imag.movedim(axis, -1), forward)
+        real, imag = [part.movedim(-1, axis) for part in parts]
     return _scaled(real, scale), _scaled(imag, scale)
 
 
@@ -49,8 +49,8 @@ def to_complex_halves(x: Tensor, dim: Sequence[int], normalization: int, oneside
         real, imag = both[..., :kept], both[..., kept:]
     else:
         real, imag = [part[..., :kept] for part in _transform(rows, torch.zeros_like(rows), True)]
-    made = _scaled(real.movedim(-1, last), scale), _scaled(imag.movedim(-1, last), scale)
-    return to_complex(*made, dim[:-1], NONE, True) if len(dim) > 1 else made
+    halves = _scaled(real.movedim(-1, last), scale), _scaled(imag.movedim(-1, last), scale)
+    return to_complex(*halves, dim[:-1], NONE, True) if len(dim) > 1 else halves
 
 
 def to_real(real: Tensor, imag: Tensor, dim: Sequence[int], normalization: int, size: int) -> Tensor:
@@ -70,15 +70,15 @@ def to_real(real: Tensor, imag: Tensor, dim: Sequence[int], normalization: int, 
         place = torch.arange(kept, device=real.device).unsqueeze(-1)
         twice = torch.where((place == 0) | (place * 2 == size), 1.0, twice)
         factors = [(part[:kept].to(torch.float64) * twice).to(real.dtype) for part in (cosines, -sines)]
-        made = torch.cat([real, imag], -1) @ torch.cat(factors)
+        signal = torch.cat([real, imag], -1) @ torch.cat(factors)
     else:
         behind = slice(1, size - kept + 1)
         whole = torch.cat([real, real[..., behind].flip(-1)], -1)
         imag = torch.cat([imag[..., :1] * 0, imag[..., 1:]], -1)  # of the first element, and of the middle one, it is ignored
         if size % 2 == 0:
             imag = torch.cat([imag[..., :-1], imag[..., -1:] * 0], -1)
-        made, _ = _transform(whole, torch.cat([imag, -imag[..., behind].flip(-1)], -1), False)
-    return _scaled(made.movedim(-1, last), scale)
+        signal, _ = _transform(whole, torch.cat([imag, -imag[..., behind].flip(-1)], -1), False)
+    return _scaled(signal.movedim(-1, last), scale)
 
 
 def inverse_short_time(
@@ -102,11 +102,11 @@ def inverse_short_time(
     window = aten.constant_pad_nd(window, [before, n_fft - width - before])
     frames, norm = spectrum.transpose(-1, -2), "ortho" if normalized else "backward"
     if return_complex:
-        made = torch.fft.ifft(frames, n_fft, norm=norm)
+        segments = torch.fft.ifft(frames, n_fft, norm=norm)
     else:
-        made = torch.fft.irfft(frames[..., : n_fft // 2 + 1], n_fft, norm=norm)
-    sums = overlapped(made * window, hop)
-    shares = overlapped((window * window).expand(made.shape[-2:]), hop)
+        segments = torch.fft.irfft(frames[..., : n_fft // 2 + 1], n_fft, norm=norm)
+    sums = overlapped(segments * window, hop)
+    shares = overlapped((window * window).expand(segments.shape[-2:]), hop)
     begin = n_fft // 2 if center else 0
     end = sums.shape[-1] - (n_fft // 2 if center else 0) if length is None else begin + length
     signal = sums[..., begin:end] / shares[begin:end]
@@ -148,7 +148,7 @@ def _parts(length: int) -> tuple[int, int] | None:
     """Two factors of a length that is transformed in two steps, None for one.  Raises operator-without-kernel."""
     if length <= WHOLE:
         return None
-    small = next(each for each in range(math.isqrt(length), 0, -1) if length % each == 0)
+    small = next(divisor for divisor in range(math.isqrt(length), 0, -1) if length % divisor == 0)
     if small >= 8:
         return length // small, small
     if length > LARGEST:

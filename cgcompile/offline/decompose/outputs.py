@@ -44,8 +44,8 @@ def copy_back(traced: torch.fx.GraphModule, written: Sequence[int]) -> None:
         if value is placeholders[index]:
             continue  # it writes what is there
         with traced.graph.inserting_before(output):
-            made = traced.graph.call_function(COPY, (placeholders[index], value))
-        made.meta["val"] = placeholders[index].meta["val"]
+            copy_node = traced.graph.call_function(COPY, (placeholders[index], value))
+        copy_node.meta["val"] = placeholders[index].meta["val"]
     output.args = (output.args[0][:count],)
     traced.recompile()
 
@@ -60,6 +60,6 @@ def _base(node: torch.fx.Node) -> torch.fx.Node:
 def _cloned(graph: torch.fx.Graph, before: torch.fx.Node, value: torch.fx.Node) -> torch.fx.Node:
     """A copy of what a tensor holds before any is written to: the new value of one may be the old one of another."""
     with graph.inserting_before(before):
-        made = graph.call_function(torch.ops.aten.clone.default, (value,))
-    made.meta["val"] = value.meta["val"]
-    return made
+        clone_node = graph.call_function(torch.ops.aten.clone.default, (value,))
+    clone_node.meta["val"] = value.meta["val"]
+    return clone_node

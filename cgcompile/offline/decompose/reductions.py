@@ -43,7 +43,7 @@ def average_pool(
     dtype, count = x.dtype, torch.ones((), dtype=torch.int64, device=x.device)
     x = x.to(torch.float32) if dtype in (torch.float16, torch.bfloat16) else x
     for axis, width in zip(range(-len(kernel), 0), kernel, strict=True):
-        step, before = [(each * len(kernel))[axis] for each in (list(stride), list(padding))]
+        step, before = [(sizes * len(kernel))[axis] for sizes in (list(stride), list(padding))]
         length = x.shape[axis]
         rest = length + 2 * before - width
         number = (-(-rest // step) if ceil_mode else rest // step) + 1
@@ -63,11 +63,11 @@ def largest(x: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
     places = torch.arange(math.prod(x.shape[-3:]), device=x.device).view(x.shape[-3:]).expand(x.shape)
     for axis, size in zip((-1, -2, -3), reversed(sizes), strict=True):
         windows = _windows(x.shape[axis], size)
-        found = [x.narrow(axis, *window).max(axis, keepdim=True) for window in windows]
+        maxima = [x.narrow(axis, *window).max(axis, keepdim=True) for window in windows]
         places = torch.cat(
-            [places.narrow(axis, *window).gather(axis, one.indices) for window, one in zip(windows, found, strict=True)], axis
+            [places.narrow(axis, *window).gather(axis, one.indices) for window, one in zip(windows, maxima, strict=True)], axis
         )
-        x = torch.cat([one.values for one in found], axis)
+        x = torch.cat([one.values for one in maxima], axis)
     return x, places
 
 
@@ -98,35 +98,35 @@ def scatter_reduced(x: Tensor, dim: int, index: Tensor, src: Tensor, reduce: str
     for axis, length in enumerate(index.shape):
         taken = taken.narrow(axis, 0, length)
         part = part if axis == dim else part.narrow(axis, 0, length)
-    made = _combined(part, dim, index, taken, reduce, include_self)
+    combined = _combined(part, dim, index, taken, reduce, include_self)
     for axis in range(x.dim()):  # what no index reaches is as it was
-        before = tuple([slice(None) if each <= axis or each == dim else slice(made.shape[each]) for each in range(x.dim())])
-        rest = x[before].narrow(axis, made.shape[axis], x.shape[axis] - made.shape[axis])
-        made = torch.cat([made, rest], axis) if rest.shape[axis] else made
-    return made
+        before = tuple([slice(None) if other <= axis or other == dim else slice(combined.shape[other]) for other in range(x.dim())])
+        rest = x[before].narrow(axis, combined.shape[axis], x.shape[axis] - combined.shape[axis])
+        combined = torch.cat([combined, rest], axis) if rest.shape[axis] else combined
+    return combined
 
 
 def _combined(x: Tensor, dim: int, index: Tensor, src: Tensor, reduce: str, include_self: bool) -> Tensor:
     """The same where `index` and `src` have the shape of `x` but along `dim`."""
     places = torch.arange(x.shape[dim], device=x.device)
     hit = index.movedim(dim, -1).unsqueeze(-2) == places.unsqueeze(-1)  # (..., places, indices)
-    own, given = x.movedim(dim, -1), src.movedim(dim, -1).unsqueeze(-2)
+    target, source = x.movedim(dim, -1), src.movedim(dim, -1).unsqueeze(-2)
     floating = x.is_floating_point()
     if reduce in ("amax", "amin"):
         limits = (-math.inf, math.inf) if floating else (torch.iinfo(x.dtype).min, torch.iinfo(x.dtype).max)
         best = torch.amax if reduce == "amax" else torch.amin
-        made = best(torch.where(hit, given, limits[reduce == "amin"]), -1)
-        joined = (torch.maximum if reduce == "amax" else torch.minimum)(made, own)
+        reduced = best(torch.where(hit, source, limits[reduce == "amin"]), -1)
+        joined = (torch.maximum if reduce == "amax" else torch.minimum)(reduced, target)
     else:
         wide = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
-        own, given = own.to(wide), given.to(wide)
+        target, source = target.to(wide), source.to(wide)
         if reduce == "prod":
-            made = torch.where(hit, given, 1).prod(-1)
-            joined = made * own
+            reduced = torch.where(hit, source, 1).prod(-1)
+            joined = reduced * target
         else:
-            total, count = torch.where(hit, given, 0).sum(-1), hit.sum(-1).to(wide)
-            made, joined = [_quotient(a, b, floating) for a, b in ((total, count.clamp(min=1)), (total + own, count + 1))]
-    new = joined if include_self else torch.where(hit.any(-1), made, own)
+            total, count = torch.where(hit, source, 0).sum(-1), hit.sum(-1).to(wide)
+            reduced, joined = [_quotient(a, b, floating) for a, b in ((total, count.clamp(min=1)), (total + target, count + 1))]
+    new = joined if include_self else torch.where(hit.any(-1), reduced, target)
     return new.to(x.dtype).movedim(-1, dim)
 
 

@@ -59,23 +59,23 @@ def retrace(
         fakes = tuple([fake_tensor(tensor) for _, _, tensor in rows if tensor is not None])
     wanted = [spec.kind == OutputKind.USER_OUTPUT for spec in program.graph_signature.output_specs]
 
-    def run(*given: torch.Tensor) -> tuple[Any, ...]:
-        remaining = iter(given)
+    def run(*inputs: torch.Tensor) -> tuple[Any, ...]:
+        remaining = iter(inputs)
         arguments = [None if tensor is None else next(remaining) for _, _, tensor in rows]
         results = Replacing(module, source).run(*arguments, enable_io_processing=False)
         kept = [result for result, keep in zip(results, wanted, strict=True) if keep]
-        made = [with_strides(result, strides) for result, strides in zip(kept, layouts or [None] * len(kept), strict=True)]
-        return (*made, *[results[position] for position, _ in changed])
+        outputs = [with_strides(result, strides) for result, strides in zip(kept, layouts or [None] * len(kept), strict=True)]
+        return (*outputs, *[results[position] for position, _ in changed])
 
     with mode, torch.no_grad(), torch.fx.traceback.preserve_node_meta(), unchecked_puts(source):
         traced = make_fx(torch.func.functionalize(run, remove="mutations"), decomposition_table=decompositions())(*fakes)
     _check(traced)
     places = [place for place, (_, _, tensor) in enumerate(rows) if tensor is not None]
     written = tuple([places.index(argument) for _, argument in changed])
-    given = [rows[place] for place in places]
-    check_apart([given[index] for index in written], given)
+    tensor_rows = [rows[place] for place in places]
+    check_apart([tensor_rows[index] for index in written], tensor_rows)
     copy_back(traced, written)
-    names = tuple([(kind, name) for kind, name, _ in given])
+    names = tuple([(kind, name) for kind, name, _ in tensor_rows])
     return Retraced(graph=traced, tensors=fakes, names=names, written=written, mode=mode, program=source)
 
 
@@ -103,18 +103,18 @@ def retrace_straight(
     fakes = tuple([argument for argument in arguments if isinstance(argument, torch.Tensor)])
     numbers: dict[int, Any] = {}
 
-    def run(*given: torch.Tensor) -> tuple[Any, ...]:
-        remaining = iter(given)
+    def run(*inputs: torch.Tensor) -> tuple[Any, ...]:
+        remaining = iter(inputs)
         values = [next(remaining) if isinstance(argument, torch.Tensor) else argument for argument in arguments]
         results = Replacing(module, source).run(*values, enable_io_processing=False)
-        made = []
+        outputs = []
         for number, (result, layout) in enumerate(zip(results, layouts, strict=False)):
             if isinstance(result, torch.Tensor):
                 dense = dense_strides(tuple(result.shape), result.stride())
-                made.append(with_strides(result, dense if isinstance(layout, str) else layout))
+                outputs.append(with_strides(result, dense if isinstance(layout, str) else layout))
             else:
                 numbers[number] = result
-        return (*made, *results[len(layouts) :])
+        return (*outputs, *results[len(layouts) :])
 
     with mode, torch.no_grad(), torch.fx.traceback.preserve_node_meta(), unchecked_puts(source):
         traced = make_fx(torch.func.functionalize(run, remove="mutations"), decomposition_table=decompositions())(*fakes)
@@ -126,11 +126,11 @@ def retrace_straight(
 def _check(traced: torch.fx.GraphModule) -> None:
     """Refuses what the graph must not hold: random numbers of torch's generator, control flow, its own tensors."""
     random: list[str] = []
-    own: list[str] = []
+    constant_names: list[str] = []
     branches: list[str] = []
     for node in traced.graph.nodes:
         if node.op == "get_attr":
-            (branches if isinstance(getattr(traced, node.target), torch.nn.Module) else own).append(node.target)
+            (branches if isinstance(getattr(traced, node.target), torch.nn.Module) else constant_names).append(node.target)
         tags = getattr(node.target, "tags", ())
         if node.op == "call_function" and torch.Tag.nondeterministic_seeded in tags:
             random.append(named_node(node))
@@ -140,5 +140,5 @@ def _check(traced: torch.fx.GraphModule) -> None:
         raise BuildError("lowering-broken", f"the program writes to {stray[0].name}, which its functional form does not")
     if branches:
         raise ModelError("operator-without-kernel", f"control flow that depends on data: {', '.join(branches)}")
-    if own:
-        raise ModelError("constant-unknown", f"the program holds tensors of its own: {', '.join(own)}")
+    if constant_names:
+        raise ModelError("constant-unknown", f"the program holds tensors of its own: {', '.join(constant_names)}")

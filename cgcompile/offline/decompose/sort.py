@@ -37,7 +37,7 @@ def kthvalue(x: Tensor, k: int, dim: int = -1, keepdim: bool = False) -> tuple[T
     """The k-th smallest, and where it is: of equal ones the first."""
     if x.dim() == 0:
         return x.clone(), torch.zeros((), dtype=torch.int64, device=x.device)
-    values, where = [each.narrow(dim, k - 1, 1) for each in torch.sort(x, dim=dim, stable=True)]
+    values, where = [part.narrow(dim, k - 1, 1) for part in torch.sort(x, dim=dim, stable=True)]
     return (values, where) if keepdim else (values.squeeze(dim), where.squeeze(dim))
 
 
@@ -85,8 +85,8 @@ def _best_of_pieces(rows: Tensor, k: int, largest: bool) -> tuple[Tensor, Tensor
         pieces = torch.cat([rows, rows.new_full(rest, worst)], -1).unflatten(-1, (count, piece))
         values, where = torch.sort(pieces, dim=-1, descending=largest, stable=True)
         start = torch.arange(count, device=rows.device).unsqueeze(-1) * piece
-        rows, found = values[..., :k].flatten(-2), (where[..., :k] + start).flatten(-2)
-        place = found if place is None else torch.cat([place, place.new_zeros(rest)], -1).gather(-1, found)
+        rows, positions = values[..., :k].flatten(-2), (where[..., :k] + start).flatten(-2)
+        place = positions if place is None else torch.cat([place, place.new_zeros(rest)], -1).gather(-1, positions)
     values, where = torch.sort(rows, dim=-1, descending=largest, stable=True)
     values, where = values[..., :k], where[..., :k]
     return values, where if place is None else place.gather(-1, where)

@@ -44,11 +44,11 @@ def _sum_of_parts(retraced: Retraced, node: Node, factor: int) -> Node:
     (m, k), n, dtype = a.meta["val"].shape, b.meta["val"].shape[1], node.meta["val"].dtype
 
     def call(target: Any, *args: Any) -> Node:
-        made = retraced.graph.graph.call_function(target, args)
+        new_node = retraced.graph.graph.call_function(target, args)
         with retraced.mode:
-            made.meta["val"] = target(*torch.fx.map_arg(args, lambda each: each.meta["val"]))
-        made.meta.update({name: node.meta[name] for name in ("stack_trace", "original_aten", "from_node") if name in node.meta})
-        return made
+            new_node.meta["val"] = target(*torch.fx.map_arg(args, lambda operand: operand.meta["val"]))
+        new_node.meta.update({name: node.meta[name] for name in ("stack_trace", "original_aten", "from_node") if name in node.meta})
+        return new_node
 
     left = call(aten.permute.default, call(aten.view.default, a, [m, factor, k // factor]), [1, 0, 2])
     right = call(aten.view.default, b, [factor, k // factor, n])

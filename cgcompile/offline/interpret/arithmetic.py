@@ -101,10 +101,10 @@ class Arithmetic:
             self.widest = data.size // len(data)
         return Handle(data, dtype)
 
-    def sum(self, made: Sum) -> Sum:
+    def sum(self, total: Sum) -> Sum:
         """A sum as a result."""
-        self.widest = max(self.widest, math.prod(made.shape[1:]))
-        return made
+        self.widest = max(self.widest, math.prod(total.shape[1:]))
+        return total
 
     # types and constants
 
@@ -145,8 +145,8 @@ class Arithmetic:
         """Of integers a `Sum` where that is smaller."""
         if left.dtype.is_int() and left.dtype.primitive_bitwidth > 1:
             shape = np.broadcast_shapes(shape_of(left), shape_of(right))
-            if (made := summed((*terms_of(left), *terms_of(right)), shape, left.dtype)) is not None:
-                return self.sum(made)
+            if (total := summed((*terms_of(left), *terms_of(right)), shape, left.dtype)) is not None:
+                return self.sum(total)
         return self.value(_xor(left.data, right.data), left.dtype)
 
     create_sub = _binary(lambda a, b: a ^ b if a.dtype == np.bool_ else a - b)

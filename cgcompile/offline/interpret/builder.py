@@ -111,8 +111,8 @@ class Builder(Arithmetic):
         far = offset.scaled(size) if isinstance(offset, Sum) else (compact(offset.data).astype(np.int64) * size,)
         if far is not None:
             shape = np.broadcast_shapes(shape_of(pointer), shape_of(offset))
-            if (made := summed((*terms_of(pointer), *far), shape, pointer.dtype)) is not None:
-                return self.sum(made)
+            if (address := summed((*terms_of(pointer), *far), shape, pointer.dtype)) is not None:
+                return self.sum(address)
         return self.value(pointer.data + size * offset.data.astype(np.int64), pointer.dtype)
 
     def create_load(self, pointer: Handle, cache: Any, eviction: Any, volatile: bool) -> Handle:
@@ -122,12 +122,12 @@ class Builder(Arithmetic):
         self, pointer: Handle, mask: Handle | None, other: Handle | None, cache: Any, eviction: Any, volatile: bool
     ) -> Handle:
         dtype = pointer.dtype.element_ty
-        given = None if other is None else values.to_stored(other.data, dtype)
+        fallback = None if other is None else values.to_stored(other.data, dtype)
         data = None
         if isinstance(pointer, Sum) and (mask is None or compact(mask.data).all()):
             data = self.memory.load_lines(pointer, values.stored(dtype))
         if data is None:
-            data = self.memory.load(pointer.data, None if mask is None else mask.data, given, values.stored(dtype))
+            data = self.memory.load(pointer.data, None if mask is None else mask.data, fallback, values.stored(dtype))
         elif mask is not None:
             data = np.broadcast_to(data, np.broadcast_shapes(data.shape, mask.data.shape))
         return self.exact(values.to_working(data, dtype), dtype)
@@ -186,9 +186,9 @@ class Builder(Arithmetic):
             wide = [values.to_working(array, dtype) for array in (old, *new)]
             return values.to_stored(self.value(combine(wide[0], wide[1:]), dtype).data, dtype)
 
-        given = tuple(np.broadcast_to(values.to_stored(item.data, dtype), shape) for item in items)
+        operands = tuple(np.broadcast_to(values.to_stored(item.data, dtype), shape) for item in items)
         places, where = np.broadcast_to(pointer.data, shape), np.broadcast_to(mask, shape)
-        old = self.memory.atomic(places, given, where, values.stored(dtype), stored)
+        old = self.memory.atomic(places, operands, where, values.stored(dtype), stored)
         return self.exact(values.to_working(old, dtype), dtype)
 
 

@@ -44,31 +44,31 @@ def exchange(memory: Memory, sent: Transfer, node: KernelNode) -> Steps[None]:
     )
     if sent.combine == "side by side":
         chosen = [part for rank, part in enumerate(came) if sent.sender in (-1, rank)]
-        made = np.frombuffer(b"".join(chosen), np.uint8)
+        output = np.frombuffer(b"".join(chosen), np.uint8)
     else:
-        made = _summed(sent.combine, came)
-    memory.span(target.memory, target.offset, len(made), "writes")[...] = made
+        output = _summed(sent.combine, came)
+    memory.span(target.memory, target.offset, len(output), "writes")[...] = output
 
 
 def together(ranks: Sequence[Steps[Result]], key: IntKey) -> list[Result]:
     """All ranks to their ends.  Raises collectives-unlike where one sends what another one does not."""
     ended: dict[int, Result] = {}
-    given: list[Sequence[bytes] | None] = [None] * len(ranks)
+    received: list[Sequence[bytes] | None] = [None] * len(ranks)
     while True:
         asked: dict[int, Sent] = {}
         for number, rank in enumerate(ranks):
             if number not in ended:
                 try:
-                    asked[number] = next(rank) if given[number] is None else rank.send(given[number] or ())
+                    asked[number] = next(rank) if received[number] is None else rank.send(received[number] or ())
                 except StopIteration as end:
                     ended[number] = end.value
         if not asked:
             return [ended[number] for number in range(len(ranks))]
         first = next(iter(asked.values())).transfer
-        if ended or any([each.transfer != first for each in asked.values()]):
+        if ended or any([sent.transfer != first for sent in asked.values()]):
             text = f"int_key {key}: one rank sends {first.size} bytes ({first.combine}), another one something else, or nothing"
             raise ModelError("collectives-unlike", text)
-        given = [[asked[source].parts[number] for source in range(len(ranks))] for number in range(len(ranks))]
+        received = [[asked[source].parts[number] for source in range(len(ranks))] for number in range(len(ranks))]
 
 
 def _summed(combine: str, came: Sequence[bytes]) -> Array:

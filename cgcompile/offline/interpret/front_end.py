@@ -217,12 +217,12 @@ def install(memory: Memory) -> tuple[Builder, ControlFlow]:
 def function_of(source: str, name: str, control_flow: ControlFlow) -> Callable[..., Any]:
     """The function that a variant's source defines, rewritten.  Raises kernel-unreadable."""
     try:
-        found = define(source, name, f"<kernel {name} {len(linecache.cache)}>")
+        kernel = define(source, name, f"<kernel {name} {len(linecache.cache)}>")
     except (SyntaxError, NameError, AttributeError) as error:
         raise BuildError("kernel-unreadable", f"kernel {name}: its source cannot be run: {error}") from error
-    if found is None:
+    if kernel is None:
         raise BuildError("kernel-unreadable", f"kernel {name}: its source does not define it")
-    return rewritten(getattr(found, "fn", found), control_flow)
+    return rewritten(getattr(kernel, "fn", kernel), control_flow)
 
 
 def argument(number: float, kind: str) -> Any:

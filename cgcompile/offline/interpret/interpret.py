@@ -113,7 +113,7 @@ def interpret(
     then the others from the smallest on.  What has not ended after `budget` seconds ends, but for the smallest: it has no Outcome.
     `workers` processes run at a time (default: one for each processor); `folder` takes their logs.  Raises order-broken,
     parameter-mismatch, function-not-interpretable, access-outside, kernel-asserted, kernel-unreadable, worker-died."""
-    for recording in [recording for task in tasks for each in (task, *task.others) for recording in each.recordings]:
+    for recording in [recording for task in tasks for subtask in (task, *task.others) for recording in subtask.recordings]:
         check_order(recording)
     kept = _kept(tasks, cache) if cache else {}
     known = {key: outcome for key, path in kept.items() if (outcome := recall(path, Outcome))}
@@ -128,16 +128,16 @@ def interpret(
 
 def _kept(tasks: Sequence[Task], cache: Path) -> dict[IntKey, Path]:
     """The file of each outcome in the cache."""
-    paths = {path for task in tasks for each in (task, *task.others) for path, _ in each.weights}
-    found, hashes = {}, {path: _hash(path) for path in paths}  # mostly one, and large
+    paths = {path for task in tasks for subtask in (task, *task.others) for path, _ in subtask.weights}
+    cache_files, hashes = {}, {path: _hash(path) for path in paths}  # mostly one, and large
     for task in tasks:
         rest = []
-        for each in (task, *task.others):
-            stages = [(stage.given, stage.recording, stage.read) for stage in each.stages]  # `repr` of a stage leaves bytes out
-            rest.append((each.key, stages, each.variants, each.sizes, [placed for _, placed in each.weights]))
-        weights = [hashes[path] for each in (task, *task.others) for path, _ in each.weights]
-        found[task.key] = cache_path(cache, "interpreted", weights, *rest)
-    return found
+        for subtask in (task, *task.others):
+            stages = [(stage.given, stage.recording, stage.read) for stage in subtask.stages]  # `repr` of a stage leaves bytes out
+            rest.append((subtask.key, stages, subtask.variants, subtask.sizes, [placed for _, placed in subtask.weights]))
+        weights = [hashes[path] for subtask in (task, *task.others) for path, _ in subtask.weights]
+        cache_files[task.key] = cache_path(cache, "interpreted", weights, *rest)
+    return cache_files
 
 
 def _hash(path: Path) -> str:

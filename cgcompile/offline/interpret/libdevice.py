@@ -28,8 +28,8 @@ def _torch(name: str) -> Function:
     def apply(*items: Array) -> Array:
         import torch
 
-        made: Array = operator.attrgetter(name)(torch)(*(tensor_of(item) for item in items)).numpy()
-        return made
+        output: Array = operator.attrgetter(name)(torch)(*(tensor_of(item) for item in items)).numpy()
+        return output
 
     return apply
 

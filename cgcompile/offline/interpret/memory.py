@@ -64,8 +64,8 @@ class Memory:
         shift = dtype.itemsize.bit_length() - 1
         if mask is None or mask.all():
             self._check(pointers, dtype.itemsize, "reads")
-            found: Array = view.take(pointers >> shift)
-            return found if mask is None else np.broadcast_to(found, np.broadcast_shapes(found.shape, mask.shape))
+            elements: Array = view.take(pointers >> shift)
+            return elements if mask is None else np.broadcast_to(elements, np.broadcast_shapes(elements.shape, mask.shape))
         pointers, mask = np.broadcast_arrays(pointers, mask)
         shape = pointers.shape if other is None else np.broadcast_shapes(pointers.shape, other.shape)
         result = np.empty(shape, dtype)
@@ -81,11 +81,11 @@ class Memory:
     def load_lines(self, pointers: Sum, dtype: np.dtype[np.generic]) -> Array | None:
         """Elements at addresses that lie side by side along an axis, copied line by line; None where they do not, or may be
         outside: `load` says where."""
-        found, (low, high) = lines(pointers, dtype.itemsize), pointers.bounds()
+        layout, (low, high) = lines(pointers, dtype.itemsize), pointers.bounds()
         region = bisect_right(self._starts, low) - 1
-        if found is None or region < 0 or high + dtype.itemsize > self._ends[region]:
+        if layout is None or region < 0 or high + dtype.itemsize > self._ends[region]:
             return None
-        axis, begins, count = found
+        axis, begins, count = layout
         width = count * dtype.itemsize
         windows = np.ndarray((len(self.buffer) // dtype.itemsize - count + 1,), f"V{width}", self.buffer, 0, (dtype.itemsize,))
         at = (begins >> (dtype.itemsize.bit_length() - 1)).reshape(-1)
@@ -122,11 +122,11 @@ class Memory:
         self._check(active, dtype.itemsize, "writes")
         view = self.buffer.view(dtype)
         places = active >> (dtype.itemsize.bit_length() - 1)
-        given = tuple(operand[mask] for operand in operands)
+        active_operands = tuple(operand[mask] for operand in operands)
         old = np.empty(places.shape, dtype)
         for take in _rounds(places):
             old[take] = view[places[take]]
-            self._write(view, places[take], combine(old[take], tuple(operand[take] for operand in given)))
+            self._write(view, places[take], combine(old[take], tuple(operand[take] for operand in active_operands)))
         result[mask] = old
         return result
 
@@ -145,8 +145,8 @@ class Memory:
         low, high = int(pointers.min()), int(pointers.max())
         region = bisect_right(self._starts, low) - 1
         if region < 0 or high + size > self._ends[region]:
-            found = np.searchsorted(self._starts, pointers, "right") - 1
-            ends = np.array([*self._ends, 0])[found]  # -1, before the first memory, takes the 0
+            regions = np.searchsorted(self._starts, pointers, "right") - 1
+            ends = np.array([*self._ends, 0])[regions]  # -1, before the first memory, takes the 0
             outside = pointers[pointers + size > ends]
             if outside.size:
                 raise self._error(int(outside[0]), size, verb, f", {outside.size} of {pointers.size} elements outside")

@@ -71,12 +71,12 @@ def scan(builder: Builder, inputs: tuple[Any, ...], axis: int, combine: Any, rev
 
 
 def _combined(function: Combine, left: list[Array], right: list[Array], dtypes: list[Any], shape: list[int]) -> list[Array]:
-    given = [
+    tensors = [
         tl.tensor(Handle(array, dtype), _type(dtype, shape))
         for side in (left, right)
         for array, dtype in zip(side, dtypes, strict=True)
     ]
-    result = function(*given)
+    result = function(*tensors)
     items = (result,) if isinstance(result, tl.tensor) else tuple(result)
     if [item.dtype for item in items] != dtypes:
         raise TypeError(f"a combine function makes {[str(item.dtype) for item in items]} of {[str(dtype) for dtype in dtypes]}")

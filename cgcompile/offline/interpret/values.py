@@ -42,8 +42,8 @@ class Handle:
     @property
     def data(self) -> Array:
         """The elements."""
-        made: Array = self._data
-        return made
+        elements: Array = self._data
+        return elements
 
     def set_attr(self, name: str, values: Any) -> None:
         """Hints of the kernel to the compiler (divisibility, contiguity) change no value."""
@@ -127,5 +127,5 @@ def tensor_of(data: Array) -> torch.Tensor:
 def _torch_dtype(dtype: Any) -> torch.dtype:
     import torch
 
-    made: torch.dtype = getattr(torch, _NARROW[dtype.name][0])
-    return made
+    narrow_dtype: torch.dtype = getattr(torch, _NARROW[dtype.name][0])
+    return narrow_dtype

@@ -48,9 +48,9 @@ def execute(task: Task) -> Outcome:
     libdevice.install(builder, control_flow.semantic)
     kernels = [_Kernels(memory, rank, builder, control_flow) for memory, rank in zip(memories, ranks, strict=True)]
     began = time.monotonic()
-    read = together([_stages(memory, own, rank) for memory, own, rank in zip(memories, kernels, ranks, strict=True)], task.key)
+    read = together([_stages(memory, table, rank) for memory, table, rank in zip(memories, kernels, ranks, strict=True)], task.key)
     seconds = time.monotonic() - began
-    first, *others = [Outcome(key=tuple(task.key), read=tuple(each), seconds=seconds) for each in read]
+    first, *others = [Outcome(key=tuple(task.key), read=tuple(contents), seconds=seconds) for contents in read]
     return replace(first, others=tuple(others))
 
 
@@ -132,13 +132,13 @@ class _Kernels:
         self.memory.where = where
         self.builder.memory = self.memory
         kinds = dict(variant.signature)
-        given: dict[str, Any] = dict(variant.constants)
+        parameters: dict[str, Any] = dict(variant.constants)
         for name, value in arguments(variant, function, node).items():
             if isinstance(value, Address):
                 value = self.memory.address(value.memory, value.offset)
-            given[name] = front_end.argument(value or 0, kinds[name])
+            parameters[name] = front_end.argument(value or 0, kinds[name])
         widest = self.widest.get(which, 0)
-        self.widest[which] = launch(self.builder, self.functions[which], given, programs(node), where, widest)
+        self.widest[which] = launch(self.builder, self.functions[which], parameters, programs(node), where, widest)
 
 
 def _fill(memory: Memory, task: Task) -> None:

@@ -38,8 +38,8 @@ def assigned(programs: Sequence[ExportedProgram], state: Sequence[str], world: i
     one model.  Raises split-refused."""
     layers = _cut(programs, world)
     owners = _owners(programs, layers, state)
-    found = [_Program(program, layers, state, owners).assigned() for program in programs]
-    return {name: owners.get(name, 0) for name in state}, found
+    assignments = [_Program(program, layers, state, owners).assigned() for program in programs]
+    return {name: owners.get(name, 0) for name in state}, assignments
 
 
 def layer_of(node: Node) -> str:
@@ -85,12 +85,12 @@ def _cut(programs: Sequence[ExportedProgram], world: int) -> dict[str, int]:
         size = sum(size for name, size in read.items() if name not in counted)
         before, after = (before, after + size) if inside else (before + size, after)
         counted |= read.keys()
-    long = [each for each in lists.values() if len(each) >= world]
+    long = [layer_sizes for layer_sizes in lists.values() if len(layer_sizes) >= world]
     if not long:
         text = f"no list of layers (nn.ModuleList, nn.Sequential) with {world} elements or more is called"
         raise BuildError("split-refused", f"model: {text}")
-    layers = max(long, key=lambda each: sum(each.values()))
-    outside = sum(sum(each.values()) for each in lists.values()) - sum(layers.values())
+    layers = max(long, key=lambda layer_sizes: sum(layer_sizes.values()))
+    outside = sum(sum(layer_sizes.values()) for layer_sizes in lists.values()) - sum(layers.values())
     ranks: dict[str, int] = {}
     total, at = before + outside + sum(layers.values()) + after, before + outside
     for place, (path, size) in enumerate(layers.items()):
@@ -134,18 +134,18 @@ class _Program:
         return Assigned(ranks=ranks | places)
 
     def _assign(self, node: Node) -> None:
-        given = node.all_input_nodes
-        state = [self._state[each.name] for each in given if each.name in self._state]
-        pinned = [self._ranks[each] for each in given if each in self._ranks]
+        operands = node.all_input_nodes
+        state = [self._state[operand.name] for operand in operands if operand.name in self._state]
+        pinned = [self._ranks[operand] for operand in operands if operand in self._ranks]
         if not _has_tensors(node):
             self._reads[node] = True  # a size, which follows from those of the inputs
             return
-        if node.target is operator.getitem and given[0] in self._ranks:
-            self._ranks[node] = self._ranks[given[0]]
+        if node.target is operator.getitem and operands[0] in self._ranks:
+            self._ranks[node] = self._ranks[operands[0]]
             return
         if not state and not pinned:
-            weights = frozenset().union(*[self._weights.get(each, frozenset()) for each in given])
-            reads = any(self._reads[each] for each in given)
+            weights = frozenset().union(*[self._weights.get(operand, frozenset()) for operand in operands])
+            reads = any(self._reads[operand] for operand in operands)
             small = layer_of(node) not in self._layers and sum(self._tensors[name].nbytes for name in weights) <= SMALL
             if small or not (weights and reads):
                 self._weights[node], self._reads[node] = weights, reads

@@ -30,11 +30,11 @@ from .assign import Assigned
 aten = torch.ops.aten
 
 
-def share_of(program: ExportedProgram, given: Assigned, rank: int, world: int) -> ExportedProgram:
+def share_of(program: ExportedProgram, assignment: Assigned, rank: int, world: int) -> ExportedProgram:
     """What the device number `rank` of `world` computes of a functional program; it gives all outputs.  Buffers that calls change
     belong to one device, other weights to all that read them.  Raises split-refused."""
     root = copied_graph(program)
-    share = _Share(root.graph, program, given, rank, world)
+    share = _Share(root.graph, program, assignment, rank, world)
     outputs = share.cut()
     share.drop_unused()
     left = {node.name for node in root.graph.nodes if node.op == "placeholder"}
@@ -53,9 +53,9 @@ def share_of(program: ExportedProgram, given: Assigned, rank: int, world: int) -
 class _Share:
     """A graph on its way to a device's share."""
 
-    def __init__(self, graph: Graph, program: ExportedProgram, given: Assigned, rank: int, world: int) -> None:
+    def __init__(self, graph: Graph, program: ExportedProgram, assignment: Assigned, rank: int, world: int) -> None:
         self._graph, self._program, self._rank, self._world = graph, program, rank, world
-        self._ranks = {node: given.ranks[node.name] for node in graph.nodes if node.name in given.ranks}
+        self._ranks = {node: assignment.ranks[node.name] for node in graph.nodes if node.name in assignment.ranks}
         self._nodes = {node.name: node for node in graph.nodes}
         self._last: Node | None = None
         """The exchange before."""
@@ -74,23 +74,23 @@ class _Share:
         first = next(node for node in nodes if node.op != "placeholder")
         moved: dict[Node, Node] = {}  # what stands for a value in the buffers of this device
         for node in nodes:
-            own = self._ranks.get(node)
-            if own is None:
+            owner = self._ranks.get(node)
+            if owner is None:
                 self._replace_size(node)
                 continue
             if node.target is aten.as_strided.default:
                 text = f"{place(node)[0] or 'model'}: as_strided reads a value as it lies, which an exchange does not keep"
                 raise BuildError("split-refused", text)
-            users = [user for user in node.users if user in self._ranks and self._ranks[user] != own]
-            if not users and all(rank == own for rank in changed.get(node, ())):
+            users = [user for user in node.users if user in self._ranks and self._ranks[user] != owner]
+            if not users and all(rank == owner for rank in changed.get(node, ())):
                 continue
-            sent = self._exchange(node, own, first if node.op == "placeholder" else node.next)
-            if own != self._rank:
+            sent = self._exchange(node, owner, first if node.op == "placeholder" else node.next)
+            if owner != self._rank:
                 for user in users:
                     if self._ranks[user] == self._rank:
                         user.replace_input_with(node, sent)
                 moved[node] = sent
-        made: dict[Node, Node] = {}
+        exchanged: dict[Node, Node] = {}
         values, specs = [], []
         for value, spec in zip(output.args[0], signature.output_specs, strict=True):
             if spec.kind == OutputKind.BUFFER_MUTATION:
@@ -98,11 +98,11 @@ class _Share:
                     continue
                 value = moved.get(value, value)
             elif isinstance(value, Node) and value in self._ranks:
-                value = made[value] = made.get(value) or self._exchange(value, self._ranks[value], output)
+                value = exchanged[value] = exchanged.get(value) or self._exchange(value, self._ranks[value], output)
             values.append(value)
             named = isinstance(value, Node) and isinstance(spec.arg, TensorArgument)
             specs.append(replace(spec, arg=TensorArgument(name=value.name)) if named else spec)
-        if self._last is not None and not made:
+        if self._last is not None and not exchanged:
             raise BuildError(
                 "split-refused", "model: a call gives no tensor that a layer makes: the devices have nothing to end with"
             )
@@ -115,34 +115,34 @@ class _Share:
         for node in reversed(list(self._graph.nodes)):
             if node.users or node.op == "output":
                 continue
-            own = self._ranks.get(node, self._rank)
+            owner = self._ranks.get(node, self._rank)
             if node.op == "placeholder":
                 spec = specs[node.name]
-                if spec.kind == InputKind.USER_INPUT or (node in self._ranks and own == self._rank):
+                if spec.kind == InputKind.USER_INPUT or (node in self._ranks and owner == self._rank):
                     continue
-            elif node.is_impure() and own == self._rank:
+            elif node.is_impure() and owner == self._rank:
                 continue
             self._graph.erase_node(node)
 
-    def _exchange(self, node: Node, own: int, before: Node) -> Node:
-        """What comes of a value of the device `own`, on every device."""
+    def _exchange(self, node: Node, owner: int, before: Node) -> Node:
+        """What comes of a value of the device `owner`, on every device."""
         value = node.meta["val"]
         with self._graph.inserting_before(before):
-            if own == self._rank:
-                given = (
+            if owner == self._rank:
+                operand = (
                     node
                     if value.is_contiguous()
                     else self._call(aten.clone.default, (node,), memory_format=torch.contiguous_format)
                 )
             else:
                 shape = [self._size(size, node) for size in value.shape]
-                given = self._call(aten.empty.memory_format, (shape,), dtype=value.dtype, device=value.device, pin_memory=False)
-            sent = self._call(COLLECTIVE, (given, "broadcast", self._world, own, self._last))
+                operand = self._call(aten.empty.memory_format, (shape,), dtype=value.dtype, device=value.device, pin_memory=False)
+            sent = self._call(COLLECTIVE, (operand, "broadcast", self._world, owner, self._last))
         with value.fake_mode:
             like = torch.empty(value.shape, dtype=value.dtype, device=value.device)
-        for each in (given, sent):
-            each.meta.setdefault("val", like)
-            each.meta.setdefault("stack_trace", node.meta.get("stack_trace"))
+        for new_node in (operand, sent):
+            new_node.meta.setdefault("val", like)
+            new_node.meta.setdefault("stack_trace", node.meta.get("stack_trace"))
         self._last = sent
         return sent
 
@@ -162,18 +162,18 @@ class _Share:
             for axis, size in enumerate(value.shape):
                 if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol and size.node.expr not in self._sizes:
                     with self._graph.inserting_before(first):
-                        made = self._call(aten.sym_size.int, (node, axis))
-                    made.meta["val"] = size
-                    self._sizes[size.node.expr] = made
+                        size_node = self._call(aten.sym_size.int, (node, axis))
+                    size_node.meta["val"] = size
+                    self._sizes[size.node.expr] = size_node
 
     def _replace_size(self, node: Node) -> None:
         """A size of a value that one device has follows from those of the inputs on all."""
         value = node.meta.get("val")
         if isinstance(value, torch.SymInt) and any(operand in self._ranks for operand in node.all_input_nodes):
             with self._graph.inserting_before(node):
-                made = self._size(value, node)
+                size = self._size(value, node)
             for user in list(node.users):
-                user.args, user.kwargs = map_arg((user.args, user.kwargs), lambda each: made if each is node else each)
+                user.args, user.kwargs = map_arg((user.args, user.kwargs), lambda argument: size if argument is node else argument)
 
     def _size(self, size: Any, node: Node) -> Any:
         """A number, or a node that computes a size.  Raises split-refused for one that follows from data."""
@@ -190,9 +190,9 @@ class _Share:
             raise BuildError("split-refused", text, "cut where sizes are those of the inputs: `--world` with model(rank, world)")
 
         def combined(one: Any, other: Any) -> Node:
-            made = self._call(function, (one, other))
-            made.meta["val"] = function(*[each.meta["val"] if isinstance(each, Node) else each for each in (one, other)])
-            return made
+            size_node = self._call(function, (one, other))
+            size_node.meta["val"] = function(*[term.meta["val"] if isinstance(term, Node) else term for term in (one, other)])
+            return size_node
 
         self._sizes[expr] = reduce(combined, [self._computed(argument, node, size) for argument in expr.args])
         return self._sizes[expr]

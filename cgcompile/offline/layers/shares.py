@@ -14,19 +14,19 @@ from .assign import Assigned, assigned
 from .share import share_of
 
 
-def layer_shares(each: Sequence[Prepared], ranks: Ranks) -> tuple[Prepared, ...]:
+def layer_shares(entries: Sequence[Prepared], ranks: Ranks) -> tuple[Prepared, ...]:
     """What this device computes of every entry of a model, which is whole on all of them.  It takes all inputs and gives all
     outputs, and has the weights that it reads, and the buffers that calls change, of its layers.  Raises split-refused."""
-    for prepared in each:
+    for prepared in entries:
         if prepared.written or prepared.generator:
             what = "writes to an input" if prepared.written else "draws random numbers"
             raise BuildError("split-refused", f"model: a call {what}: each device has its own")
-    whole = [prepared.programs.changed(functional_form) for prepared in each]
+    whole = [prepared.programs.changed(functional_form) for prepared in entries]
     flat = [program for programs in whole for _, program in programs.each]
-    owners, found = assigned(flat, each[0].state, ranks.size)
-    by_program = {id(program): given for program, given in zip(flat, found, strict=True)}
-    made = [_share(prepared, programs, by_program, owners, ranks) for prepared, programs in zip(each, whole, strict=True)]
-    return together(made)
+    owners, assignments = assigned(flat, entries[0].state, ranks.size)
+    by_program = {id(program): assignment for program, assignment in zip(flat, assignments, strict=True)}
+    shares = [_share(prepared, programs, by_program, owners, ranks) for prepared, programs in zip(entries, whole, strict=True)]
+    return together(shares)
 
 
 def _share(

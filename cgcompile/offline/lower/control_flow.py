@@ -80,15 +80,15 @@ def lower_blocks(
         with mode:
             fake = None if tensor is None else fake_tensor(tensor)
         values[place] = _Value(fake=fake, kind=kind, name=name)
-    given = [row for row in rows if row[2] is not None]
-    check_apart([rows[argument] for _, argument in changed], given)
+    tensor_rows = [row for row in rows if row[2] is not None]
+    check_apart([rows[argument] for _, argument in changed], tensor_rows)
     growing = _Growing(
         key=key,
         source=source,
         mode=mode,
         lower=lower,
         changing=frozenset([rows[argument][1] for _, argument in changed if rows[argument][0] == WEIGHT]),
-        merged=MergedProgram(key=key, given={name: int(name) for name in _inputs(values)}),
+        merged=MergedProgram(key=key, input_places={name: int(name) for name in _inputs(values)}),
     )
     new = [(block.inputs[argument], block.outputs[position]) for position, argument in changed]
     wanted = [
@@ -107,15 +107,15 @@ def lower_blocks(
 def _written_early(block: Block, new: Sequence[Pair]) -> dict[int, list[Pair]]:
     """By the position of a straight part, the pairs that it can write: it makes the new value, and nothing behind it needs that or
     the old one.  So a cache is written in place.  In the last part, a copy of all of it would cross to there."""
-    made = {node.name: number for number, part in enumerate(block.parts) if isinstance(part, Straight) for node in part.nodes}
+    makers = {node.name: number for number, part in enumerate(block.parts) if isinstance(part, Straight) for node in part.nodes}
     needed = needed_after(block)
-    found: dict[int, list[Pair]] = {}
+    pairs: dict[int, list[Pair]] = {}
     for place, value in new:
-        number = made.get(str(value), len(needed) - 1)
+        number = makers.get(str(value), len(needed) - 1)
         written_later = {other for target, other in new if target != place}
         if number < len(needed) - 1 and not {place, value} & (needed[number] | written_later):
-            found.setdefault(number, []).append((place, value))
-    return found
+            pairs.setdefault(number, []).append((place, value))
+    return pairs
 
 
 def _inputs(values: Values) -> dict[str, torch.Tensor]:
@@ -142,10 +142,10 @@ class _Growing:
             new = written.get(number, ())
             match part:
                 case Straight(outputs=given):
-                    outputs = [each for each in given if each not in [value for _, value in new]]
+                    outputs = [output for output in given if output not in [value for _, value in new]]
                     if outputs or new:
-                        made = self.straight(block, part, values, outputs, [DENSE] * len(outputs), new)
-                        values.update(zip(outputs, made, strict=True))
+                        output_values = self.straight(block, part, values, outputs, [DENSE] * len(outputs), new)
+                        values.update(zip(outputs, output_values, strict=True))
                 case Branch() | Switch():
                     self.branch(part, values)
                 case Loop():
@@ -177,8 +177,8 @@ class _Growing:
         """Lowers a part, which gives `outputs` and writes `new` values to what is named; returns what the outputs are.  `targets`:
         where these go, asked when their layouts are known."""
         module = straight_module(block, part, [*outputs, *[value for _, value in new]], [name for name, _ in new])
-        given = [values[name] for name in taken(module)]
-        tensors = [(name, value) for name, value in zip(taken(module), given, strict=True) if value.fake is not None]
+        taken_values = [values[name] for name in taken(module)]
+        tensors = [(name, value) for name, value in zip(taken(module), taken_values, strict=True) if value.fake is not None]
         names: list[tuple[str, str]] = []
         crossing: list[str] = []
         for _, value in tensors:
@@ -186,20 +186,20 @@ class _Growing:
             crossing += [] if value.kind == WEIGHT else [value.name]
         places = [name for name, _ in tensors]
         written = [places.index(name) for name, _ in new]
-        arguments = [value.number if value.fake is None else value.fake for value in given]
+        arguments = [value.number if value.fake is None else value.fake for value in taken_values]
         retraced, numbers = retrace_straight(module, self.source, arguments, names, self.mode, layouts, written)
         results = retraced.graph.graph.output_node().args[0]
         kept = [layout for number, layout in enumerate(layouts) if number not in numbers]
         fixed = [None if layout is None else result.meta["val"].stride() for layout, result in zip(kept, results, strict=True)]
         lowered = self.lower(retraced, fixed)
         self.named += 1
-        made = [f"v{self.named}.{number}" for number in range(len(outputs)) if number not in numbers]
-        region = LoweredRegion(name=f"p{self.named}", inputs=tuple(crossing), outputs=tuple(made), lowered=lowered)
+        output_names = [f"v{self.named}.{number}" for number in range(len(outputs)) if number not in numbers]
+        region = LoweredRegion(name=f"p{self.named}", inputs=tuple(crossing), outputs=tuple(output_names), lowered=lowered)
         targeted = targets(lowered)
         self.merged.add(region, lowered, targeted)
-        for name, output in zip(made, lowered.outputs, strict=True) if DENSE in layouts and not targeted else ():
+        for name, output in zip(output_names, lowered.outputs, strict=True) if DENSE in layouts and not targeted else ():
             self._keep(name, lowered.buffers[output.pointer.buffer])
-        results_of = iter(made)
+        results_of = iter(output_names)
         return [
             _Value(number=numbers[number]) if number in numbers else self._value(next(results_of)) for number in range(len(outputs))
         ]
@@ -229,16 +229,16 @@ class _Growing:
             return places
 
         first, *others = zip(part.bodies, operands, strict=True)
-        made = self._body(*first, values, [DENSE] * len(part.outputs), allocated)
-        strides = [None if each.fake is None else each.fake.stride() for each in made]
-        for body, given in others:
+        body_values = self._body(*first, values, [DENSE] * len(part.outputs), allocated)
+        strides = [None if value.fake is None else value.fake.stride() for value in body_values]
+        for body, body_operands in others:
             self.merged.events.append(NextBody(conditional=number))
-            other = self._body(body, given, values, strides, lambda lowered: places)
-            for one, two in zip(made, other, strict=True):
+            other = self._body(body, body_operands, values, strides, lambda lowered: places)
+            for one, two in zip(body_values, other, strict=True):
                 if one.fake is None or two.fake is None or (one.fake.shape, one.fake.dtype) != (two.fake.shape, two.fake.dtype):
                     raise BuildError("lowering-broken", f"int_key {self.key}: the branches of {part.name} give different tensors")
         self.merged.events.append(End(conditional=number))
-        values.update(zip(part.outputs, made, strict=True))
+        values.update(zip(part.outputs, body_values, strict=True))
 
     def _body(
         self,
@@ -248,27 +248,27 @@ class _Growing:
         layouts: Sequence[Layout],
         targets: Callable[[Lowered], Sequence[Pointer]],
     ) -> list[_Value]:
-        own = dict(zip(block.inputs, self._operands(operands, values), strict=True))
-        self.straight_parts(block, own)
-        return self.last_part(block, own, block.outputs, layouts, (), targets)
+        block_values = dict(zip(block.inputs, self._operands(operands, values), strict=True))
+        self.straight_parts(block, block_values)
+        return self.last_part(block, block_values, block.outputs, layouts, (), targets)
 
     def loop(self, block: Block, part: Loop, values: Values) -> None:
         """What is carried is copied to buffers of its own first, unless it was made for the loop alone."""
         carried = [
-            values[each] if isinstance(each, str) and self._is_last_use(block, part, each, values) else self._carried(part, first)
-            for each, first in zip(part.carried, self._operands(part.carried, values), strict=True)
+            values[name] if isinstance(name, str) and self._is_last_use(block, part, name, values) else self._carried(part, first)
+            for name, first in zip(part.carried, self._operands(part.carried, values), strict=True)
         ]
-        given = [*carried, *self._operands(part.operands, values)]
-        own = dict(zip(part.condition.inputs, given, strict=True))
-        self.straight_parts(part.condition, own)
-        (condition,) = self.last_part(part.condition, own, part.condition.outputs, [DENSE])
+        arguments = [*carried, *self._operands(part.operands, values)]
+        block_values = dict(zip(part.condition.inputs, arguments, strict=True))
+        self.straight_parts(part.condition, block_values)
+        (condition,) = self.last_part(part.condition, block_values, part.condition.outputs, [DENSE])
         number = self._set_condition(condition)
         self.merged.events.append(Begin(conditional=number, type="while"))
-        own = dict(zip(part.body.inputs, given, strict=True))
-        self.straight_parts(part.body, own)
+        block_values = dict(zip(part.body.inputs, arguments, strict=True))
+        self.straight_parts(part.body, block_values)
         *new, again = part.body.outputs
         pairs = [(place, value) for place, value in zip(part.body.inputs, new, strict=False) if place != value]
-        (condition,) = self.last_part(part.body, own, [again], [DENSE], pairs)
+        (condition,) = self.last_part(part.body, block_values, [again], [DENSE], pairs)
         self._set_condition(condition, number)
         self.merged.events.append(End(conditional=number))
         values.update(zip(part.outputs, carried, strict=True))
@@ -276,8 +276,8 @@ class _Growing:
     def _is_last_use(self, block: Block, part: Loop, name: str, values: Values) -> bool:
         """Whether a straight part of this block made the value, in memory that nothing else lies in, and the loop alone takes it,
         once: then nobody sees that the loop writes to it."""
-        made = [node for part in block.parts if isinstance(part, Straight) for node in part.nodes if node.name == name]
-        if not made or len(made[0].users) != 1 or (*part.carried, *part.operands).count(name) != 1:
+        makers = [node for part in block.parts if isinstance(part, Straight) for node in part.nodes if node.name == name]
+        if not makers or len(makers[0].users) != 1 or (*part.carried, *part.operands).count(name) != 1:
             return False
         buffer = self.merged.made[values[name].name].pointer.buffer
         others = [self.merged.made.get(value.name) for other, value in values.items() if other != name]

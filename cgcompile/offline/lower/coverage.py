@@ -66,34 +66,34 @@ def operators_without_kernel(program: ExportedProgram, on_host: Collection[str],
     """
     folded = _folded(program)
     with fake_device(arch), _quiet():
-        found = _without_kernel(program, on_host, arch, folded)
-        hint = host_hint(_all_fallback_ops(program, on_host, arch, folded, found)) if found else ""
-    return tuple([_finding(node, missing, hint) for node, missing in found.items()])
+        unsupported = _without_kernel(program, on_host, arch, folded)
+        hint = host_hint(_all_fallback_ops(program, on_host, arch, folded, unsupported)) if unsupported else ""
+    return tuple([_finding(node, missing, hint) for node, missing in unsupported.items()])
 
 
 def _without_kernel(program: ExportedProgram, on_host: Collection[str], arch: Arch, folded: Collection[Node]) -> dict[Node, str]:
     """The operations, with what they lack."""
-    found: dict[Node, str] = {}
+    unsupported: dict[Node, str] = {}
     asked: dict[Any, str] = {}
     for node in _operations(program.graph_module, on_host):
-        like = tuple([each in folded for each in (node, *node.all_input_nodes)]), _like(node)
+        like = tuple([source in folded for source in (node, *node.all_input_nodes)]), _like(node)
         if like not in asked:
             asked[like] = _missing(node, arch, folded, on_host)
         if asked[like]:
-            found[node] = asked[like]
-    return found | {node: "a complex result" for node in _complex_results(program.graph_module, on_host)}
+            unsupported[node] = asked[like]
+    return unsupported | {node: "a complex result" for node in _complex_results(program.graph_module, on_host)}
 
 
 def _all_fallback_ops(
-    program: ExportedProgram, on_host: Collection[str], arch: Arch, folded: Collection[Node], found: Collection[Node]
+    program: ExportedProgram, on_host: Collection[str], arch: Arch, folded: Collection[Node], unsupported: Collection[Node]
 ) -> list[str]:
     """The operators to keep on the host, also those that have no kernel once the first ones are there: complex numbers cross."""
     names: dict[str, None] = {}
     host = set(on_host)
-    while new := {_spelled(node): None for node in found if _spelled(node) not in names}:
+    while new := {_spelled(node): None for node in unsupported if _spelled(node) not in names}:
         names |= new
         host |= {node.name for node in program.graph.nodes if _spelled(node) in names}
-        found = _without_kernel(program, host, arch, folded)
+        unsupported = _without_kernel(program, host, arch, folded)
     return list(names)
 
 
@@ -134,20 +134,20 @@ def _folded(program: ExportedProgram) -> set[Node]:
     """What depends on weights alone, of which no kernel computes single tensors (constant_folding.py)."""
     weights = weight_placeholders(program)
     written = set(functional(program).buffers_to_mutate.values())
-    found = {node for node in program.graph.nodes if node.name in weights and weights[node.name] not in written}
+    folded = {node for node in program.graph.nodes if node.name in weights and weights[node.name] not in written}
     for node in program.graph.nodes:
         if computes(node) and isinstance(node.meta.get("val"), torch.Tensor) and node.all_input_nodes:
-            found |= {node} if found.issuperset(node.all_input_nodes) else set()
-    return found
+            folded |= {node} if folded.issuperset(node.all_input_nodes) else set()
+    return folded
 
 
 def _finding(node: Node, missing: str, hint: str) -> Finding:
     name = operator(node)
     inside = "" if missing.removeprefix("aten.").partition(".")[0] == name else f" ({missing})"
-    made = finding(
+    bare_finding = finding(
         WITHOUT_KERNEL, REFUSE, f"{name} has no Triton kernel{inside}", node, "without the GPU all is compiled by Triton", ""
     )
-    return replace(made, fix=hint)
+    return replace(bare_finding, fix=hint)
 
 
 def _missing(node: Node, arch: Arch, known: Collection[Node], on_host: Collection[str]) -> str:
@@ -173,22 +173,22 @@ def _missing(node: Node, arch: Arch, known: Collection[Node], on_host: Collectio
                 for value in values
             ]
 
-    def run(*given: torch.Tensor) -> Any:
+    def run(*inputs: torch.Tensor) -> Any:
         def value(source: Node) -> Any:
             _, spec = tree_flatten(source.meta.get("val"))
-            leaves = [place.of(given) for place in places[source]]
+            leaves = [place.of(inputs) for place in places[source]]
             return tree_unflatten(leaves, spec)
 
         args = map_aggregate(map_arg(node.args, value), _on_device)
         kwargs = map_aggregate(map_arg(node.kwargs, value), _on_device)
         if is_complex(node):
-            made = run_on_pairs(node.target, args, kwargs)
-            parts = [[leaf.real, leaf.imag] if isinstance(leaf, Pair) else leaf for leaf in tree_leaves(made)]
+            output = run_on_pairs(node.target, args, kwargs)
+            parts = [[leaf.real, leaf.imag] if isinstance(leaf, Pair) else leaf for leaf in tree_leaves(output)]
             return tuple([leaf for leaf in tree_leaves(parts) if isinstance(leaf, torch.Tensor)])
         instead = replacement(node.target)
-        made = instead(*args, **kwargs) if instead else NotImplemented
-        made = node.target(*args, **kwargs) if made is NotImplemented else made
-        return tuple([leaf for leaf in tree_leaves(made) if isinstance(leaf, torch.Tensor)])
+        output = instead(*args, **kwargs) if instead else NotImplemented
+        output = node.target(*args, **kwargs) if output is NotImplemented else output
+        return tuple([leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)])
 
     try:
         with mode, torch.no_grad():
@@ -199,9 +199,9 @@ def _missing(node: Node, arch: Arch, known: Collection[Node], on_host: Collectio
         return str(error)
     except (RuntimeError, TypeError, ValueError) as error:
         return f"it cannot be traced for a GPU: {type(error).__name__}"
-    found = next(_without_lowering(traced.graph, folded), "")
-    if found or folded or not any(_may_fall_back(node) for node in traced.graph.nodes):
-        return found
+    missing = next(_without_lowering(traced.graph, folded), "")
+    if missing or folded or not any(_may_fall_back(node) for node in traced.graph.nodes):
+        return missing
     names = tuple([(INPUT, str(index)) for index in range(len(tensors))])
     retraced = Retraced(graph=traced, tensors=tuple(tensors), names=names, written=(), mode=mode, program=traced)
     try:
@@ -218,10 +218,10 @@ class _Place:
     positions: tuple[int, ...]
     number: Any = None
 
-    def of(self, given: Sequence[torch.Tensor]) -> Any:
-        """The value among `given`."""
-        found = [given[position] for position in self.positions]
-        return self.number if not found else found[0] if len(found) == 1 else Pair(*found)
+    def of(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """The value among `tensors`."""
+        parts = [tensors[position] for position in self.positions]
+        return self.number if not parts else parts[0] if len(parts) == 1 else Pair(*parts)
 
 
 def _place(value: Any, tensors: list[torch.Tensor], computed: bool) -> _Place:
@@ -256,8 +256,8 @@ def _without_lowering(graph: Graph, folded: bool) -> Iterator[str]:
             leaf for leaf in tree_leaves([node.meta.get("val"), [operand.meta.get("val") for operand in node.all_input_nodes]])
         ]
         unpaired = any(isinstance(leaf, torch.Tensor) and leaf.is_complex() for leaf in values)
-        own = node.target is COLLECTIVE  # a launch of a kernel of ours
-        if isinstance(node.target, torch._ops.OpOverload) and not own and (unpaired or falls_back(node.target)):
+        is_collective = node.target is COLLECTIVE  # a launch of a kernel of ours
+        if isinstance(node.target, torch._ops.OpOverload) and not is_collective and (unpaired or falls_back(node.target)):
             yield str(node.target).removesuffix(".default")
 
 
@@ -292,7 +292,7 @@ def falls_back(op: torch._ops.OpOverload) -> bool:
 def _like(node: Node) -> Any:
     """What two operations have in common that are asked for once."""
 
-    def told(source: Node) -> tuple[Any, ...]:
+    def layout_of(source: Node) -> tuple[Any, ...]:
         return tuple(
             [
                 (leaf.dtype, *map(_number, leaf.shape), *map(_number, leaf.stride())) if isinstance(leaf, torch.Tensor) else leaf
@@ -301,4 +301,4 @@ def _like(node: Node) -> Any:
         )
 
     kinds = [source.op for source in node.all_input_nodes]
-    return node.target, *kinds, repr(map_arg((node.args, node.kwargs), told))
+    return node.target, *kinds, repr(map_arg((node.args, node.kwargs), layout_of))

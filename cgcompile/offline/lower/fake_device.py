@@ -118,9 +118,9 @@ def _replacements(arch: Arch) -> list[Replacement]:
         ("torch._inductor.runtime.triton_helpers", "set_driver_to_gpu", lambda: None, "a kernel's module would load it when read"),
         ("triton.runtime.driver.driver", "_active", _Driver(arch), "Triton would load the CUDA driver"),
     ]
-    made = [Replacement(owner=owner, name=name, value=value, why=why) for owner, name, value, why in rows]
+    fakes = [Replacement(owner=owner, name=name, value=value, why=why) for owner, name, value, why in rows]
     stream = "_cuda_getCurrentRawStream"
-    return [*made, Replacement(owner="torch._C", name=stream, value=lambda index: 0, why="generated code imports it", absent=True)]
+    return [*fakes, Replacement(owner="torch._C", name=stream, value=lambda index: 0, why="generated code imports it", absent=True)]
 
 
 def _cached() -> list[tuple[str, str]]:
@@ -171,9 +171,9 @@ def _interfaces() -> Iterator[None]:
             raise _lacks(f"torch._dynamo.device_interface.{name}", "Inductor's table of devices")
     module.init_device_reg()
     with mock.patch.dict(module.device_interfaces):
-        made = _interface(module.CudaInterface)
-        module.register_interface_for_device("cuda", made)
-        module.register_interface_for_device("cuda:0", made)
+        interface = _interface(module.CudaInterface)
+        module.register_interface_for_device("cuda", interface)
+        module.register_interface_for_device("cuda:0", interface)
         yield
 
 
@@ -266,12 +266,12 @@ def _find(path: str, name: str = "") -> Any:
                 importlib.import_module(module)
             except ModuleNotFoundError:
                 continue
-        found: Any = sys.modules[module]
+        target: Any = sys.modules[module]
         for part in parts[cut:]:
-            if not hasattr(found, part):
+            if not hasattr(target, part):
                 raise _lacks(".".join(parts), "it has to be replaced")
-            found = getattr(found, part)
-        return found
+            target = getattr(target, part)
+        return target
     raise _lacks(".".join(parts), "it has to be replaced")
 
 

@@ -183,7 +183,7 @@ def _as_wanted(outputs: tuple[BufferView, ...], layouts: Sequence[tuple[int, ...
     """The outputs with the strides of `layouts`, which may differ where an axis has one element.  Raises lowering-broken."""
     if not layouts:
         return outputs
-    made = []
+    views = []
     for number, (tensor, wanted) in enumerate(zip(outputs, layouts, strict=True)):
         strides = tensor.strides if wanted is None else wanted
         if not same_layout(tensor.shape, tensor.strides, strides):
@@ -191,8 +191,8 @@ def _as_wanted(outputs: tuple[BufferView, ...], layouts: Sequence[tuple[int, ...
                 "lowering-broken",
                 f"int_key {key}: Inductor gives output {number} the strides {tensor.strides}, {strides} were asked for",
             )
-        made.append(replace(tensor, strides=strides))
-    return tuple(made)
+        views.append(replace(tensor, strides=strides))
+    return tuple(views)
 
 
 def _explain(error: Exception, key: IntKey, retraced: Retraced) -> BuildError:

@@ -69,7 +69,7 @@ def lower_all(
     }
     known: dict[RegionKey, Lowered] = {}
     if not code:
-        known = {name: found for name, path in kept.items() if (found := recall(path, Lowered)) is not None}
+        known = {name: recalled for name, path in kept.items() if (recalled := recall(path, Lowered)) is not None}
     if len(known) == len(jobs):
         tell(f"all {len(known)} were lowered before")
     left = {name: job for name, job in jobs.items() if name not in known}
@@ -126,24 +126,24 @@ def _forked(
 
     def lower(names: Sequence[RegionKey], tell: Tell) -> dict[RegionKey, Lowered]:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.fspath(folder / f"fork.{os.getpid()}.cache")
-        found = {}
+        lowered_jobs = {}
         for name in names:
             job = contents[name]
             try:
-                found[name] = lowered_program(job, program_of(job, saved[job.number]))
+                lowered_jobs[name] = lowered_program(job, program_of(job, saved[job.number]))
             except BuildError:
                 raise
             except Exception as error:
                 text = f"{_title(name)}: {type(error).__name__}: {first_line(error)}"
                 raise BuildError("lowering-broken", text) from error
-            remember(kept[name], found[name])
-            tell(_told(name, found[name]))
-        return found
+            remember(kept[name], lowered_jobs[name])
+            tell(_told(name, lowered_jobs[name]))
+        return lowered_jobs
 
     names, most = list(contents), 2 * processors()
     works = {number: partial(lower, names[number::most]) for number in range(min(most, len(names)))}
-    made = side_by_side(works, dict.fromkeys(works, tell), folder, "lowering-broken")
-    return {name: lowered for several in made.values() for name, lowered in several.items()}
+    outcomes = side_by_side(works, dict.fromkeys(works, tell), folder, "lowering-broken")
+    return {name: lowered for several in outcomes.values() for name, lowered in several.items()}
 
 
 def _saved(jobs: Iterable[LoweringJob], folder: Path) -> tuple[dict[int, tuple[int, Path]], list[dict[str, Any]]]:

@@ -28,33 +28,33 @@ PLAIN = (bool, int, float, str, type(None), torch.dtype)
 @contextmanager
 def analysed_once() -> Iterator[None]:
     """Inside, what was analysed is remembered."""
-    generate, made = triton_kernel_wrap.generate_ttir, dict[Any, Any]()
+    generate, analyses = triton_kernel_wrap.generate_ttir, dict[Any, Any]()
 
     def once(kernel: Any, kwargs: dict[str, Any], descriptors: Mapping[str, Any]) -> Any:
         key = None if descriptors else _key(kernel, kwargs)
         if key is None:
             return generate(kernel, kwargs, descriptors)
-        if key not in made:
-            made[key] = generate(kernel, kwargs, descriptors)
-        module, names = made[key]
+        if key not in analyses:
+            analyses[key] = generate(kernel, kwargs, descriptors)
+        module, names = analyses[key]
         return module, list(names)
 
     with mock.patch.object(triton_kernel_wrap, "generate_ttir", once):
         yield
 
 
-def _key(kernel: Any, given: Mapping[str, Any]) -> Any:
+def _key(kernel: Any, arguments: Mapping[str, Any]) -> Any:
     """What the analysis depends on, None for arguments whose types are not known here."""
     if isinstance(kernel, Autotuner):  # the first configuration is analysed
-        kernel, given = kernel.fn, {**given, **(kernel.configs[0].kwargs if kernel.configs else {})}
-    found: list[Any] = [kernel]
-    for name, value in sorted(given.items()):
+        kernel, arguments = kernel.fn, {**arguments, **(kernel.configs[0].kwargs if kernel.configs else {})}
+    key_parts: list[Any] = [kernel]
+    for name, value in sorted(arguments.items()):
         if isinstance(value, FakeTensor | TensorBox):
-            found.append((name, value.dtype))
+            key_parts.append((name, value.dtype))
         elif isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool | sympy.Expr):
-            found.append((name, sympy.Expr))  # each of them stands for one and the same number there
+            key_parts.append((name, sympy.Expr))  # each of them stands for one and the same number there
         elif isinstance(value, PLAIN):
-            found.append((name, type(value), value))
+            key_parts.append((name, type(value), value))
         else:
             return None
-    return tuple(found)
+    return tuple(key_parts)

@@ -47,9 +47,9 @@ def record_calls(
     """Run the wrapper's `call` for `tensors`, whose kinds and names are `names`; what it does, and what it calls that is no Triton
     kernel, in order.  Raises constant-unknown, lowering-broken."""
     log = _Log(load=load)
-    given = [log.given(kind, name, tensor) for (kind, name), tensor in zip(names, tensors, strict=True)]
-    inputs = {int(name): value.tensor() for (kind, name), value in zip(names, given, strict=True) if kind == INPUT}
-    results = _namespace(wrapper, log)["call"](list(given))
+    wrapper_tensors = [log.given(kind, name, tensor) for (kind, name), tensor in zip(names, tensors, strict=True)]
+    inputs = {int(name): value.tensor() for (kind, name), value in zip(names, wrapper_tensors, strict=True) if kind == INPUT}
+    results = _namespace(wrapper, log)["call"](list(wrapper_tensors))
     outputs = tuple([value.tensor() for value in results if isinstance(value, WrapperTensor)])
     if len(outputs) != len(results) and not log.unknown:
         raise BuildError("lowering-broken", f"the wrapper returned {[type(value).__name__ for value in results]}, expected tensors")
@@ -177,44 +177,44 @@ class _Log:
         handle = _Handle(buffer, lambda gone: self.events.append(Release(buffer=gone)))
         return WrapperTensor(self, handle, 0, tuple(shape), tuple(strides), dtype)
 
-    def exchange(self, given: Any, kind: Any, world: int, sender: int, after: Any = None) -> Any:
+    def exchange(self, operand: Any, kind: Any, world: int, sender: int, after: Any = None) -> Any:
         """As the wrapper calls the operator of `collectives`; calls are recorded in their order, whatever `after` is.  Kernels send
         multiples of 16 bytes from multiples of 16: what is none is copied to where they may read on."""
-        if isinstance(given, UnknownCall):
-            return given
-        dtype, nbytes = given.dtype, given.span()
-        if span(given.shape, given.strides) != math.prod(given.shape):
-            raise BuildError("lowering-broken", f"{kind} of a tensor with gaps: {given.shape}, strides {given.strides}")
+        if isinstance(operand, UnknownCall):
+            return operand
+        dtype, nbytes = operand.dtype, operand.span()
+        if span(operand.shape, operand.strides) != math.prod(operand.shape):
+            raise BuildError("lowering-broken", f"{kind} of a tensor with gaps: {operand.shape}, strides {operand.strides}")
         try:
-            sent = transfer(kind, given.tensor().dtype, nbytes, world or 1, sender)
+            sent = transfer(kind, operand.tensor().dtype, nbytes, world or 1, sender)
         except ValueError as error:
             raise ModelError("collective-refused", str(error)) from None
         parts = world if kind == "all_gather" else 1
-        shape = output_shape(kind, given.shape, world)
+        shape = output_shape(kind, operand.shape, world)
         strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
-        target = made = self.empty(shape, strides, dtype, MULTIPLE)
+        target = output = self.empty(shape, strides, dtype, MULTIPLE)
         padded = nbytes % MULTIPLE
-        if padded or given.offset % MULTIPLE:
-            own = self.empty(given.shape, given.strides, dtype, MULTIPLE)
-            self.events.append(Copy(source=given.pointer(), target=own.pointer(), nbytes=nbytes))
-            given = own
+        if padded or operand.offset % MULTIPLE:
+            aligned = self.empty(operand.shape, operand.strides, dtype, MULTIPLE)
+            self.events.append(Copy(source=operand.pointer(), target=aligned.pointer(), nbytes=nbytes))
+            operand = aligned
         if padded and parts > 1:
             target = self.empty((sent.size * parts,), (1,), torch.uint8)
         if nbytes:
             self.events.append(
                 Exchange(
                     kind=kind,
-                    dtype=given.tensor().dtype,
+                    dtype=operand.tensor().dtype,
                     nbytes=nbytes,
                     sender=sender,
-                    source=given.pointer(),
+                    source=operand.pointer(),
                     target=target.pointer(),
                 )
             )
-        for part in range(parts if target is not made else 0):
-            source, place = [replace(each.pointer(), offset=part * size) for each, size in ((target, sent.size), (made, nbytes))]
+        for part in range(parts if target is not output else 0):
+            source, place = [replace(view.pointer(), offset=part * size) for view, size in ((target, sent.size), (output, nbytes))]
             self.events.append(Copy(source=source, target=place, nbytes=nbytes))
-        return made
+        return output
 
     def launch(self, source: KernelSource, *arguments: Any, stream: Any = 0, **others: Any) -> None:
         """As the wrapper runs a kernel."""
@@ -261,10 +261,10 @@ def _argument(kernel: str, name: str, kind: str, value: Any) -> Pointer | int | 
 def _check_strides(variant: KernelVariant, values: Mapping[str, Any]) -> None:
     """Inductor must not have changed the strides that a kernel of ours has as constants, TENSOR_stride_AXIS."""
     for name, wanted in variant.constants:
-        tensor, found, axis = name.rpartition("_stride_")
-        given = values.get(tensor)
-        if found and isinstance(given, WrapperTensor) and given.shape[int(axis)] > 1 and given.strides[int(axis)] != wanted:
-            text = f"{tensor} has strides {given.strides}, {wanted} was expected for axis {axis}"
+        tensor, infix, axis = name.rpartition("_stride_")
+        value = values.get(tensor)
+        if infix and isinstance(value, WrapperTensor) and value.shape[int(axis)] > 1 and value.strides[int(axis)] != wanted:
+            text = f"{tensor} has strides {value.strides}, {wanted} was expected for axis {axis}"
             raise BuildError("lowering-broken", f"kernel {variant.name}: {text}")
 
 

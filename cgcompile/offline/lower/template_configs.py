@@ -74,7 +74,7 @@ class TemplateConfigs(RowBlocks):
 
         def one(m: Any, n: Any, k: Any, **kwargs: Any) -> list[Any]:
             offered = list(configs(m, n, k, **kwargs))
-            settings = [{**each.kwargs, "num_stages": each.num_stages, "num_warps": each.num_warps} for each in offered]
+            settings = [{**config.kwargs, "num_stages": config.num_stages, "num_warps": config.num_warps} for config in offered]
             described = [_candidate(setting) for setting in settings]
             picked = self._pick(_convolution(V.graph.current_node, self._arch), described)
             if picked in described:
@@ -97,14 +97,14 @@ class TemplateConfigs(RowBlocks):
 
 def _like(choice: Any, candidate: Candidate, k: int) -> Any:
     """A template's choice with another configuration; k is the length of the inner axis."""
-    given = choice.params.to_kwargs()
+    parameters = choice.params.to_kwargs()
     other = {
         **_blocks(candidate),
         "num_stages": candidate.stages,
         "num_warps": candidate.warps,
         "EVEN_K": k % candidate.block_k == 0,
     }
-    settings = {**given, **{name: value for name, value in other.items() if name in given}, "GROUP_M": candidate.group}
+    settings = {**parameters, **{name: value for name, value in other.items() if name in parameters}, "GROUP_M": candidate.group}
     return type(choice)(
         template=choice.template, params=type(choice.params)(settings), extra_kwargs=choice.extra_kwargs,
         layout=choice.layout, inputs=choice.inputs,

@@ -94,10 +94,10 @@ def _functions(text: str, name: str) -> str:
     parts = re.split(r"^(?=@triton|@triton_heuristics|def )", text, flags=re.MULTILINE)
     kernel, helpers = "", []
     for before, part in zip(["", *parts], parts, strict=False):
-        found = re.match(r"def (\w+)", part)
-        if found and found[1] == name:
+        definition = re.match(r"def (\w+)", part)
+        if definition and definition[1] == name:
             kernel = part
-        elif found and before.startswith("@triton.jit"):
+        elif definition and before.startswith("@triton.jit"):
             helpers.append("@triton.jit\n" + part.strip() + "\n")
     if not kernel:
         raise BuildError("lowering-broken", f"kernel {name}: Inductor's module defines no such function")
@@ -105,12 +105,12 @@ def _functions(text: str, name: str) -> str:
 
 
 def _divisible(name: str, names: list[str], configs: Any) -> tuple[str, ...]:
-    found = []
+    divisible = []
     for (index,), attributes in configs[0].items():
         if attributes != [["tt.divisibility", 16]]:
             raise BuildError("lowering-broken", f"kernel {name}: argument {names[index]} has the attributes {attributes}")
-        found.append(names[index])
-    return tuple(found)
+        divisible.append(names[index])
+    return tuple(divisible)
 
 
 def _selected_by(text: str, config: Any, selected: Mapping[Configuration, str], count: int) -> str:

@@ -70,11 +70,11 @@ def choose(problem: Problem, candidates: Sequence[Candidate], arch: Arch, table:
         return 0, "only"
     known = {candidates[index]: index for index in reversed(fitting)}
     if table:
-        if problem in table and (found := _fastest(table[problem], known)) is not None:
-            return found, "table"
+        if problem in table and (position := _fastest(table[problem], known)) is not None:
+            return position, "table"
         for near in nearest(problem, table):
-            if (found := _fastest(table[near], known)) is not None:
-                return found, "nearest"
+            if (position := _fastest(table[near], known)) is not None:
+                return position, "nearest"
     return min(fitting, key=lambda index: (cost(problem, candidates[index], arch), index)), "heuristic"
 
 
@@ -83,7 +83,7 @@ def measured(problem: Problem, table: Table) -> list[Candidate]:
     not offer."""
     near = [problem] if problem in table else nearest(problem, table)[:1]
     largest = [1 << max(4, (size - 1).bit_length()) for size in (problem.m, problem.n, problem.k)]
-    rows = [candidate for each in near for candidate, _ in table[each]]
+    rows = [candidate for neighbour in near for candidate, _ in table[neighbour]]
     return [row for row in rows if all(a <= b for a, b in zip((row.block_m, row.block_n, row.block_k), largest, strict=True))]
 
 
@@ -151,8 +151,8 @@ def nearest(problem: Problem, table: Table) -> list[Problem]:
         pairs = ((problem.batch, other.batch), (problem.m, other.m), (problem.n, other.n), (problem.k, other.k))
         return math.hypot(*[math.log2(max(1, a) / max(1, b)) for a, b in pairs])
 
-    def alike(each: Problem) -> tuple[str, str, str]:
-        return ALIKE.get(each.kind, each.kind), ALIKE.get(each.dtype, each.dtype), each.arch
+    def alike(compared: Problem) -> tuple[str, str, str]:
+        return ALIKE.get(compared.kind, compared.kind), ALIKE.get(compared.dtype, compared.dtype), compared.arch
 
     same = [p for p in table if alike(p) == alike(problem)]
     near = [p for p in same if distance(p) <= REACH]

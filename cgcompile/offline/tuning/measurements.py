@@ -22,7 +22,7 @@ def read_table(path: Path) -> Table:
     try:
         rows = json.loads(path.read_text())["problems"]
         return {
-            Problem(**row["problem"]): [(Candidate(**each["candidate"]), float(each["microseconds"])) for each in row["measured"]]
+            Problem(**row["problem"]): [(Candidate(**pair["candidate"]), float(pair["microseconds"])) for pair in row["measured"]]
             for row in rows
         }
     except (OSError, ValueError, KeyError, TypeError) as error:

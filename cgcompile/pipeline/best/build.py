@@ -61,23 +61,23 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages, processes: Recorde
         recordable = prepare_recording(spec, cut, processes.folder / "record", stage, tell)
         tell.result("chosen before: " + ", ".join(names) if known else f"{len(names)} lowerings to try")
     with stages("search") as tell:
-        found = search(spec, names, recordable, traced, processes, deadline, processes.folder, tell)
+        tried = search(spec, names, recordable, traced, processes, deadline, processes.folder, tell)
         processes.close()
-        tell.result(_summary(found))
+        tell.result(_summary(tried))
     trials = stage / TRIALS
     with stages("trial") as tell:
-        placed, file = _placed(found, recordable, trials)
+        placed, file = _placed(tried, recordable, trials)
         proved, manifests = _proved(spec, placed, cut, expected, stage, file, tell)
         tell.result(_summary(proved))
     if known is None:
         with stages("time") as tell:
             known = _timed(spec, proved, manifests, trials, processes.folder)
             tell.result(_chosen(known))
-        if found.complete:
+        if tried.complete:
             keep_lowerings(kept, known, spec)
     shutil.rmtree(trials)
     with stages("emit") as tell:
-        parts = _emitted(spec, stage, cut, found, expected, recordable, known)
+        parts = _emitted(spec, stage, cut, tried, expected, recordable, known)
         tell.result(describe_size(stage))
     return parts
 
@@ -98,23 +98,23 @@ def _traceable(spec: BuildSpec, cut: CutProgram, tell: Tell) -> tuple[Traceable 
     )
     rows = [replace(row, name=row.name.removeprefix(PREFIX)) for row in layout.rows]
     try:
-        found = traceable(spec, cut)
+        tracing = traceable(spec, cut)
     except CgbundleError as refusal:
         return refusal, {}
     self_tests = {entry.name: eager_self_test(entry.source, entry.prepared, entry.sizes, rows) for entry in spec.entries}
-    return found, {name: [on_cpu(self_test) for self_test in own] for name, own in self_tests.items()}
+    return tracing, {name: [on_cpu(self_test) for self_test in entry_tests] for name, entry_tests in self_tests.items()}
 
 
-def _placed(found: Searched, recordable: Recordable, trials: Path) -> tuple[Searched, Path]:
+def _placed(tried: Searched, recordable: Recordable, trials: Path) -> tuple[Searched, Path]:
     """The candidates with tables beside each other's, and one file of weights beside a file that has the tables of all."""
-    recorded = beside_each_other({name: each.recorded for name, each in found.made.items()}, recordable.layout.weights_end)
-    tables = {table.offset: table for each in recorded.values() for table in each.tables}
+    recorded = beside_each_other({name: trial.recorded for name, trial in tried.made.items()}, recordable.layout.weights_end)
+    tables = {table.offset: table for recording in recorded.values() for table in recording.tables}
     trials.mkdir()
     file = trials / file_names.WEIGHTS
     os.link(recordable.request.stored, file)
     stored = recordable.stored + write_tables(trials / file_names.TABLES, [tables[offset] for offset in sorted(tables)])
-    made = {name: replace(each, recorded=replace(recorded[name], stored=stored)) for name, each in found.made.items()}
-    return replace(found, made=made), file
+    placed = {name: replace(trial, recorded=replace(recorded[name], stored=stored)) for name, trial in tried.made.items()}
+    return replace(tried, made=placed), file
 
 
 def _proved(
@@ -150,23 +150,23 @@ def _timed(
         raise next(iter(timed.failed.values()))
     left = _without(proved, timed.failed)
     times = {
-        build_key(spec, number, key): {name: own[entry.name, key] for name, own in timed.times.items()}
+        build_key(spec, number, key): {name: graph_times[entry.name, key] for name, graph_times in timed.times.items()}
         for number, entry in enumerate(spec.entries)
         for key in entry.keys
     }
-    chosen = choose(times, conflicts({name: each.recorded for name, each in left.made.items()}))
+    chosen = choose(times, conflicts({name: trial.recorded for name, trial in left.made.items()}))
     return {
         key: tuple(
             [
                 Lowering(
-                    name=name, chosen=name == chosen[key], microseconds=tuple([round(each, 3) for each in own.get(name, ())]),
+                    name=name, chosen=name == chosen[key], microseconds=tuple([round(time, 3) for time in by_name.get(name, ())]),
                     reason=left.left_out.get(name, ""),
                 )
                 for name in LOWERINGS
             ]
         )
-        for key, own in times.items()
-        if any(own.values())  # a key that is the host's alone has nothing to choose
+        for key, by_name in times.items()
+        if any(by_name.values())  # a key that is the host's alone has nothing to choose
     }  # fmt: skip
 
 
@@ -174,19 +174,19 @@ def _emitted(
     spec: BuildSpec,
     stage: Path,
     cut: CutProgram,
-    found: Searched,
+    tried: Searched,
     expected: Mapping[str, Sequence[KeySelfTest]],
     recordable: Recordable,
     lowerings: Lowerings,
 ) -> ManifestParts:
     """The bundle's files and rows, of what was chosen."""
     chosen = {key: next(row.name for row in rows if row.chosen) for key, rows in lowerings.items()}
-    used = {name: each for name, each in found.made.items() if name in chosen.values()} or dict([next(iter(found.made.items()))])
+    used = {name: trial for name, trial in tried.made.items() if name in chosen.values()} or dict([next(iter(tried.made.items()))])
     recorded = merged(
-        beside_each_other({name: each.recorded for name, each in used.items()}, recordable.layout.weights_end), chosen
+        beside_each_other({name: trial.recorded for name, trial in used.items()}, recordable.layout.weights_end), chosen
     )
     stored = recordable.stored + write_tables(stage / file_names.TABLES, recorded.tables)
-    folded = {name for each in used.values() for name in each.folded}
+    folded = {name for trial in used.values() for name in trial.folded}
     parts = emit(spec, stage, replace(recorded, stored=stored), cut, folded=folded, expected=expected)
     if CROSS_COMPILE in used:
         rows = [row for row in json.loads(used[CROSS_COMPILE].configurations) if row["image"] in recorded.images]
@@ -201,13 +201,13 @@ def _emitted(
 
 
 def _without(searched: Searched, refusals: Mapping[str, CgbundleError]) -> Searched:
-    made = {name: each for name, each in searched.made.items() if name not in refusals}
+    remaining = {name: trial for name, trial in searched.made.items() if name not in refusals}
     reasons = {name: reason(refusal) for name, refusal in refusals.items()}
-    return replace(searched, made=made, left_out={**searched.left_out, **reasons})
+    return replace(searched, made=remaining, left_out={**searched.left_out, **reasons})
 
 
-def _summary(found: Searched) -> str:
-    return ", ".join([*found.made, *[f"not {name}" for name in found.left_out]])
+def _summary(tried: Searched) -> str:
+    return ", ".join([*tried.made, *[f"not {name}" for name in tried.left_out]])
 
 
 def _chosen(lowerings: Lowerings) -> str:

@@ -46,4 +46,4 @@ def _fastest(times: Times, without: Collection[str]) -> str:
 
 def _total(keys: Iterable[Times], without: Collection[str]) -> float:
     """Microseconds of the fastest of every key in all; infinite where one has none."""
-    return sum([min([sum(own) for name, own in times.items() if name not in without], default=math.inf) for times in keys])
+    return sum([min([sum(timings) for name, timings in times.items() if name not in without], default=math.inf) for times in keys])

@@ -36,12 +36,12 @@ class Deadline:
     def telling(self, tell: Tell) -> Tell:
         """`tell`, which raises SearchEnded from then on."""
 
-        def told(text: str) -> None:
+        def checked_tell(text: str) -> None:
             if self.passed():
                 raise SearchEnded
             tell(text)
 
-        return told
+        return checked_tell
 
     @contextmanager
     def ending(self, end: Callable[[], None]) -> Iterator[None]:

@@ -31,19 +31,19 @@ class Move:
     by: int
 
 
-def beside_each_other(each: Mapping[str, Recorded], weights_end: int) -> dict[str, Recorded]:
+def beside_each_other(parts: Mapping[str, Recorded], weights_end: int) -> dict[str, Recorded]:
     """The recordings with tables that do not overlap, equal ones in one place, and the same parts of the arena reserved.
 
     `weights_end`: where the program's own tensors end in memory `weights`, and the tables of each begin.
     """
     needs: dict[str, int] = {}
-    for recorded in each.values():
+    for recorded in parts.values():
         for row in recorded.reserved:
             needs[row.entry] = max(needs.get(row.entry, 0), row.bytes - PAD)
     reserved = reserved_parts(needs, SEGMENT_ALIGN)
     places: dict[tuple[tuple[int, bytes], ...], int] = {}
     end, moves = weights_end, {}
-    for name, recorded in each.items():
+    for name, recorded in parts.items():
         tables = tuple([(table.offset, table.contents) for table in recorded.tables])
         if tables and tables not in places:
             places[tables] = end - weights_end
@@ -51,50 +51,50 @@ def beside_each_other(each: Mapping[str, Recorded], weights_end: int) -> dict[st
         by = [Move(memory=WEIGHTS, begin=weights_end, by=places[tables])] if tables else []
         moves[name] = (*by, *_arena_moves(recorded.reserved, reserved))
     return {
-        name: replace(_moved(recorded, moves[name]), reserved=reserved, weights_bytes=end + PAD) for name, recorded in each.items()
+        name: replace(_moved(recorded, moves[name]), reserved=reserved, weights_bytes=end + PAD) for name, recorded in parts.items()
     }
 
 
-def conflicts(each: Mapping[str, Recorded]) -> set[frozenset[str]]:
+def conflicts(recordings: Mapping[str, Recorded]) -> set[frozenset[str]]:
     """Pairs of recordings, as `beside_each_other` gives them, that need other contents of one module variable."""
-    found, names = set(), list(each)
+    pairs, names = set(), list(recordings)
     for place, one in enumerate(names):
-        held = {(state.image, state.symbol): state for state in each[one].states}
+        held = {(state.image, state.symbol): state for state in recordings[one].states}
         for other in names[place + 1 :]:
-            if any(held.get((state.image, state.symbol), state) != state for state in each[other].states):
-                found.add(frozenset((one, other)))
-    return found
+            if any(held.get((state.image, state.symbol), state) != state for state in recordings[other].states):
+                pairs.add(frozenset((one, other)))
+    return pairs
 
 
-def merged(each: Mapping[str, Recorded], chosen: Mapping[IntKey, str]) -> Recorded:
+def merged(recordings: Mapping[str, Recorded], chosen: Mapping[IntKey, str]) -> Recorded:
     """Every key of the recording that is chosen for it, of those that `beside_each_other` gives; all of these are used."""
-    first = next(iter(each.values()))
-    graphs = {key: each[chosen[key]].graphs[key] for key in first.graphs}
+    first = next(iter(recordings.values()))
+    graphs = {key: recordings[chosen[key]].graphs[key] for key in first.graphs}
     used = {function.image for some in graphs.values() for graph in some for function in graph.recording.functions}
-    tables = {table.offset: table for recorded in each.values() for table in recorded.tables}
+    tables = {table.offset: table for recorded in recordings.values() for table in recorded.tables}
     states: dict[tuple[str, str], ModuleState] = {}
-    for recorded in each.values():
+    for recorded in recordings.values():
         states |= {(state.image, state.symbol): state for state in recorded.states if state.image in used}
     replays = {
-        key: each[name].replays[key]
-        for key, name in {**dict.fromkeys(first.static, next(iter(each))), **chosen}.items()
-        if key in each[name].replays
+        key: recordings[name].replays[key]
+        for key, name in {**dict.fromkeys(first.static, next(iter(recordings))), **chosen}.items()
+        if key in recordings[name].replays
     }
-    images = {name: image for recorded in each.values() for name, image in recorded.images.items() if name in used}
+    images = {name: image for recorded in recordings.values() for name, image in recorded.images.items() if name in used}
     return replace(
         first, graphs=graphs, replays=replays, tables=tuple([tables[offset] for offset in sorted(tables)]),
-        states=tuple(states.values()), images=images, driver=max(recorded.driver for recorded in each.values()),
+        states=tuple(states.values()), images=images, driver=max(recorded.driver for recorded in recordings.values()),
     )  # fmt: skip
 
 
-def _arena_moves(own: Sequence[DonatedRange], shared: Sequence[DonatedRange]) -> tuple[Move, ...]:
+def _arena_moves(ranges: Sequence[DonatedRange], shared: Sequence[DonatedRange]) -> tuple[Move, ...]:
     """What was reserved for an entry goes to its part of what all share; the rest goes behind, where it keeps its alignment."""
-    if not own:
+    if not ranges:
         return ()
     new = {row.entry: row.offset for row in shared}
-    begin = reserved_end(own)
+    begin = reserved_end(ranges)
     by = align(reserved_end(shared) - begin, SEGMENT_ALIGN)
-    parts = [Move(memory=ARENA, begin=row.offset, by=new[row.entry] - row.offset) for row in own]
+    parts = [Move(memory=ARENA, begin=row.offset, by=new[row.entry] - row.offset) for row in ranges]
     return (*parts, Move(memory=ARENA, begin=begin, by=by))
 
 
@@ -104,14 +104,14 @@ def _moved(recorded: Recorded, moves: Sequence[Move]) -> Recorded:
     end = max([move for move in moves if move.memory == ARENA], key=lambda move: move.begin, default=None)
     grown = end.by if end else 0
 
-    def graph(each: RecordedGraph) -> RecordedGraph:
-        recording = replace(each.recording, nodes=tuple([_node(node, moves) for node in each.recording.nodes]))
-        inputs, outputs = (tuple([_value(value, moves) for value in side]) for side in (each.inputs, each.outputs))
-        return replace(each, recording=recording, inputs=inputs, outputs=outputs, arena=each.arena + grown)
+    def graph(original: RecordedGraph) -> RecordedGraph:
+        recording = replace(original.recording, nodes=tuple([_node(node, moves) for node in original.recording.nodes]))
+        inputs, outputs = (tuple([_value(value, moves) for value in side]) for side in (original.inputs, original.outputs))
+        return replace(original, recording=recording, inputs=inputs, outputs=outputs, arena=original.arena + grown)
 
     return replace(
         recorded,
-        graphs={key: tuple([graph(each) for each in some]) for key, some in recorded.graphs.items()},
+        graphs={key: tuple([graph(region_graph) for region_graph in some]) for key, some in recorded.graphs.items()},
         tables=tuple([replace(table, offset=_offset(WEIGHTS, table.offset, moves)) for table in recorded.tables]),
         states=tuple([replace(state, relocations=_relocations(state.relocations, moves)) for state in recorded.states]),
     )

@@ -60,7 +60,7 @@ def search(
             for name, following in zip_longest(left, left[1:]):
                 if following and not deadline.passed() and fitting(EARLY, recordable.need) == EARLY:
                     start(running[following], len(recordable.request.keys), following, spec.specialize)
-                some = any(isinstance(made, Candidate) for made in outcomes.values())
+                some = any(isinstance(outcome, Candidate) for outcome in outcomes.values())
                 limit = deadline if some else Deadline(None)
                 outcomes[name] = _recorded(name, recordable, running[name], limit, named(tell, name))
                 running[name].end(PRIME)  # one request is all that a process answers
@@ -78,13 +78,13 @@ def search(
 
 def searched(outcomes: dict[str, Outcome], deadline: Deadline) -> Searched:
     """What came of the lowerings.  Raises the refusal of the first, in the order of SEARCHED, where none was recorded."""
-    made = {name: found for name, found in outcomes.items() if isinstance(found, Candidate)}
-    refusals = {name: found for name in SEARCHED if isinstance(found := outcomes.get(name), CgbundleError)}
-    if not made:
+    recorded = {name: outcome for name, outcome in outcomes.items() if isinstance(outcome, Candidate)}
+    refusals = {name: outcome for name in SEARCHED if isinstance(outcome := outcomes.get(name), CgbundleError)}
+    if not recorded:
         raise next(iter(refusals.values()))
     over = f"not recorded in the {deadline.seconds:g} seconds that the search may take" if deadline.seconds is not None else ""
-    late = {name: over for name, found in outcomes.items() if found is None}
-    return Searched(made=made, left_out=late | {name: reason(refusal) for name, refusal in refusals.items()}, complete=not late)
+    late = {name: over for name, outcome in outcomes.items() if outcome is None}
+    return Searched(made=recorded, left_out=late | {name: reason(refusal) for name, refusal in refusals.items()}, complete=not late)
 
 
 def _recorded(name: str, recordable: Recordable, processes: RecorderProcesses, deadline: Deadline, tell: Tell) -> Outcome:

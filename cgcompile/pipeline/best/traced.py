@@ -103,8 +103,8 @@ def _on_cpu(programs: Programs) -> Programs:
 
     def moved(program: ExportedProgram) -> ExportedProgram:
         tensors = {name: copied(value) for name, value in weight_tensors(program).items()}
-        made = on_device(program, torch.device("cpu"), tensors)
-        made._example_inputs = None  # they are on the GPU, and who loads the program sees none
-        return made
+        cpu_program = on_device(program, torch.device("cpu"), tensors)
+        cpu_program._example_inputs = None  # they are on the GPU, and who loads the program sees none
+        return cpu_program
 
     return programs.changed(moved)

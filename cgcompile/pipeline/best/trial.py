@@ -35,9 +35,9 @@ def prove(
     and to that of the tables beside it.  Then replays it.  `expected`: by entry, what eager PyTorch gives.  Raises proof-failed,
     bundle-refused."""
     trial.mkdir(parents=True)
-    for each in (weights, weights.with_name(file_names.TABLES)):
-        if each.exists():
-            os.link(each, trial / each.name)
+    for path in (weights, weights.with_name(file_names.TABLES)):
+        if path.exists():
+            os.link(path, trial / path.name)
     if (stage / file_names.HOST).is_dir():
         (trial / file_names.HOST).mkdir()
         for file in (stage / file_names.HOST).iterdir():

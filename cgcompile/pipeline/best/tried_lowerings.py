@@ -33,10 +33,10 @@ def kept_path(spec: BuildSpec) -> Path | None:
         folder = cache_folder()
         by_key, calls = spec.programs.by_key, example_calls(spec)
         about = program_contents(by_key.values())
-        keys = [(str(key), about[id(by_key[key])], [tensor_layout(each) for each in calls[key][0]]) for key in by_key]
+        keys = [(str(key), about[id(by_key[key])], [tensor_layout(tensor) for tensor in calls[key][0]]) for key in by_key]
         gpu = torch.cuda.get_device_properties(0)
         machine = spec.target, gpu.name, gpu.multi_processor_count, gpu.total_memory, torch.version.cuda
-        placements = [sorted(own) for entry in spec.entries for own in entry.placements.values()]
+        placements = [sorted(node_names) for entry in spec.entries for node_names in entry.placements.values()]
         calls_of = [entry.prepared.self_test_calls for entry in spec.entries]
         return cache_path(folder, STAGE, keys, machine, placements, calls_of, spec.donations, spec.allow, settings())
     return None
@@ -44,10 +44,10 @@ def kept_path(spec: BuildSpec) -> Path | None:
 
 def recall_lowerings(path: Path | None, spec: BuildSpec) -> dict[IntKey, tuple[Lowering, ...]] | None:
     """By build key, what was tried when these programs were built before."""
-    found = recall(path, TriedLowerings) if path is not None else None
-    if found is None or len(found.keys) != len(spec.programs.by_key):
+    tried = recall(path, TriedLowerings) if path is not None else None
+    if tried is None or len(tried.keys) != len(spec.programs.by_key):
         return None
-    return {key: rows for key, rows in zip(spec.programs.by_key, found.keys, strict=True) if rows}
+    return {key: rows for key, rows in zip(spec.programs.by_key, tried.keys, strict=True) if rows}
 
 
 def keep_lowerings(path: Path | None, tried: Mapping[IntKey, tuple[Lowering, ...]], spec: BuildSpec) -> None:

@@ -40,23 +40,23 @@ def work(job: TimingJob) -> list[GraphTimes]:
     with ExitStack() as stack:
         try:
             programs = [stack.enter_context(open_program(path)) for path in job.bundles]
-            found: list[GraphTimes] = [{} for _ in programs]
+            graph_times: list[GraphTimes] = [{} for _ in programs]
             number = 0
             for entry in programs[0].manifest.entries:
                 for row in entry.programs:
-                    for times, time in zip(found, _times(programs, entry, row, number), strict=True):
+                    for times, time in zip(graph_times, _times(programs, entry, row, number), strict=True):
                         times[entry.name, row.key] = time
                     number += 1
         except CgbundleError as error:
             raise BuildError("worker-died", f"timing: {error}", error.hint) from error
-    return found
+    return graph_times
 
 
 def _times(programs: Sequence[LoadedProgram], entry: EntrySpec, row: Program, number: int) -> list[tuple[float, ...]]:
     """By program, the median of each graph; the programs take turns."""
     timers = [_timer(program, entry, row, number) for program in programs]
     rounds = [[timer() for timer in timers] for _ in range(ROUNDS)]
-    return [tuple([median(samples) for samples in zip(*own, strict=True)]) for own in zip(*rounds, strict=True)]
+    return [tuple([median(samples) for samples in zip(*turns, strict=True)]) for turns in zip(*rounds, strict=True)]
 
 
 def _timer(program: LoadedProgram, entry: EntrySpec, row: Program, number: int) -> Timer:

@@ -13,13 +13,13 @@ PADS = ("no", "zeros", "rows")
 """From the least to the most that may be done with a dimension."""
 
 
-def agreed(each: Sequence[Sequence[Dimension]]) -> tuple[Dimension, ...]:
+def agreed(by_rank: Sequence[Sequence[Dimension]]) -> tuple[Dimension, ...]:
     """The dimensions of an entry as all ranks can have them, given those that each has proved: all of them are called alike."""
-    found = []
-    for own in zip(*each, strict=True):
-        least = min(own, key=lambda dimension: (PADS.index(dimension.pad), dimension.chunk))
-        found.append(least)
-    return tuple(found)
+    dimensions = []
+    for versions in zip(*by_rank, strict=True):
+        least = min(versions, key=lambda dimension: (PADS.index(dimension.pad), dimension.chunk))
+        dimensions.append(least)
+    return tuple(dimensions)
 
 
 def refuse_host(checked: Sequence[Checked]) -> None:

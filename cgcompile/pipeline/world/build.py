@@ -45,7 +45,7 @@ def build_world(model: Any, options: Options) -> Built:
         destination = destination_path(options.out, name_of(label))
         folder = stack.enter_context(staged_bundle(destination, options.force))
         scratch = stack.enter_context(scratch_folder())
-        told = replace(
+        rank_options = replace(
             options,
             target=chosen.target,
             record="cross-compile",
@@ -56,7 +56,7 @@ def build_world(model: Any, options: Options) -> Built:
                 rank: Request(
                     content=RankJob(
                         model=label,
-                        options=told,
+                        options=rank_options,
                         rank=rank,
                         size=size,
                         meeting=scratch / "meeting",
@@ -107,10 +107,10 @@ def _told(path: Path, tell: Tell) -> Iterator[None]:
 
 def _joined(folder: Path, size: int) -> Manifest:
     """The bundles of all ranks in `folder` as one.  Raises bundle-refused."""
-    own = folder / rank_folder(0)
-    for path in list(own.iterdir()):
+    first_folder = folder / rank_folder(0)
+    for path in list(first_folder.iterdir()):
         path.rename(folder / path.name)
-    own.rmdir()
+    first_folder.rmdir()
     manifest = archive.read_manifest(str(folder))
     for rank in range(1, size):
         kernels = folder / rank_folder(rank) / file_names.KERNELS
@@ -122,8 +122,8 @@ def _joined(folder: Path, size: int) -> Manifest:
     sealed = seal(folder, replace(manifest, files=()))
     whole = Archive(str(folder))
     try:
-        for each in verify.check_ranks(whole, "full"):
-            each.close()
+        for rank_archive in verify.check_ranks(whole, "full"):
+            rank_archive.close()
     except BundleError as error:
         raise BuildError("bundle-refused", f"the ranks of the bundle that was built: {error}") from None
     finally:

@@ -77,7 +77,7 @@ def _source(source: int, slot: str) -> str:
 
 
 def _placed(world: int) -> str:
-    each = [
+    copies = [
         f"""
   shr.u32 %t, %senders, {source};
   and.b32 %t, %t, 1;
@@ -89,7 +89,7 @@ PLACED_{source}:
 """
         for source in range(world)
     ]
-    return "  mul.wide.u32 %bytes, %count, 16;\n" + "".join(each)
+    return "  mul.wide.u32 %bytes, %count, 16;\n" + "".join(copies)
 
 
 def _summed(world: int, combine: str) -> str:
@@ -97,10 +97,10 @@ def _summed(world: int, combine: str) -> str:
     loads = stores = ""
     for piece in range(at_once):
         loads += f"  setp.lt.u32 %k{piece}, %t, %last;\n  mul.wide.u32 %a{piece}, %t, 16;\n  add.u32 %t, %t, %threads;\n"
-        for each in range(world):
-            words = _words(piece * world + each)
-            loads += f"  add.s64 %at, %m{each}, %a{piece};\n  @%k{piece} ld.global.cg.v4.u32 {words}, [%at];\n"
-            stores += add(combine, 4, first=each == 0, word=4 * (piece * world + each))
+        for rank in range(world):
+            words = _words(piece * world + rank)
+            loads += f"  add.s64 %at, %m{rank}, %a{piece};\n  @%k{piece} ld.global.cg.v4.u32 {words}, [%at];\n"
+            stores += add(combine, 4, first=rank == 0, word=4 * (piece * world + rank))
         stores += f"{rounded(combine, 4)}  add.s64 %at, %out, %a{piece};\n  @%k{piece} st.global.v4.u32 [%at], {_words(0)};\n"
     return f"""
   mov.u32 %i, %j;
@@ -118,15 +118,15 @@ def _copy(label: str, source: str, target: str) -> str:
     """The block's part from one address to another."""
     loads = [
         f"""
-  setp.lt.u32 %k{each}, %t, %last;
-  mul.wide.u32 %a{each}, %t, 16;
-  add.s64 %at, %a{each}, {source};
-  @%k{each} ld.global.cg.v4.u32 {_words(each)}, [%at];
+  setp.lt.u32 %k{piece}, %t, %last;
+  mul.wide.u32 %a{piece}, %t, 16;
+  add.s64 %at, %a{piece}, {source};
+  @%k{piece} ld.global.cg.v4.u32 {_words(piece)}, [%at];
   add.u32 %t, %t, %threads;"""
-        for each in range(AT_ONCE)
+        for piece in range(AT_ONCE)
     ]
     stores = [
-        f"\n  add.s64 %at, %a{each}, {target};\n  @%k{each} st.global.v4.u32 [%at], {_words(each)};" for each in range(AT_ONCE)
+        f"\n  add.s64 %at, %a{piece}, {target};\n  @%k{piece} st.global.v4.u32 [%at], {_words(piece)};" for piece in range(AT_ONCE)
     ]
     return f"""
   mov.u32 %i, %j;

@@ -71,9 +71,9 @@ def output_shape(kind: str, shape: Sequence[int], world: int) -> tuple[int, ...]
 def needed_memory(world: int, transfers: Iterable[Transfer]) -> ExchangeMemory:
     """The memory through which all of them can go, one after the other."""
     most = {"packets": MULTIPLE, "buffers": MULTIPLE}
-    for each in transfers:
-        way = _launch(each).way
-        most[way] = max(most[way], each.size)
+    for transfer in transfers:
+        way = _launch(transfer).way
+        most[way] = max(most[way], transfer.size)
     return ExchangeMemory(world=world, **most)
 
 
@@ -99,16 +99,16 @@ class ExchangeKernels:
         """The manifest's row."""
         return World(rank=self.rank, size=self.memory.world, stride=stride(self.memory), status=STATUS, limit=LIMIT)
 
-    def function(self, each: Transfer) -> Function:
+    def function(self, transfer: Transfer) -> Function:
         """The kernel that sends it."""
-        name = symbol(_launch(each).way, each.combine)
+        name = symbol(_launch(transfer).way, transfer.combine)
         return Function(image=self.sha256, symbol=name, params=params(self.memory.world), attributes=())
 
 
-def exchange_node(function: int, each: Transfer, memory: ExchangeMemory, rank: int, source: Address, target: Address) -> KernelNode:
+def exchange_node(function: int, send: Transfer, memory: ExchangeMemory, rank: int, source: Address, target: Address) -> KernelNode:
     """The launch on a rank, from an input to an output, whose addresses are multiples of MULTIPLE."""
-    launch = _launch(each)
-    senders = 1 << each.sender if each.sender >= 0 else (1 << memory.world) - 1
+    launch = _launch(send)
+    senders = 1 << send.sender if send.sender >= 0 else (1 << memory.world) - 1
     parts = [Address(memory=_PEER, offset=number * stride(memory)) for number in range(memory.world)]
     places = [(INPUT, source), (OUTPUT, target), *[(FIRST_PEER + 8 * number, part) for number, part in enumerate(parts)]]
     return KernelNode(
@@ -116,7 +116,7 @@ def exchange_node(function: int, each: Transfer, memory: ExchangeMemory, rank: i
         grid=(launch.blocks, 1, 1),
         threads=(launch.threads, 1, 1),
         shared=0,
-        block=packed(memory.world, each.size if each.scattered else 0, launch.count, rank, senders),
+        block=packed(memory.world, send.size if send.scattered else 0, launch.count, rank, senders),
         relocations=tuple([Relocation(at=at, target=place) for at, place in places]),
         undefined=(),
         attributes=(),
@@ -134,6 +134,6 @@ def transfer_of(function: Function, node: KernelNode) -> Transfer | None:
     return Transfer(combine=combine, size=count * PIECE[way], scattered=bool(scattered), sender=sender)
 
 
-def _launch(each: Transfer) -> CollectiveLaunch:
+def _launch(transfer: Transfer) -> CollectiveLaunch:
     """Of packets side by side all ranks' come."""
-    return collective_launch(each.size, "buffers" if each.sender >= 0 else None)
+    return collective_launch(transfer.size, "buffers" if transfer.sender >= 0 else None)

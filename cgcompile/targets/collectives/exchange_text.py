@@ -17,7 +17,7 @@ OWN = """
 
 def choose(to: str, rank: str, world: int) -> str:
     """The exchange memory of the rank in a register."""
-    rest = "".join([f"  setp.eq.u32 %p, {rank}, {each};\n  selp.b64 {to}, %m{each}, {to}, %p;\n" for each in range(1, world)])
+    rest = "".join([f"  setp.eq.u32 %p, {rank}, {peer};\n  selp.b64 {to}, %m{peer}, {to}, %p;\n" for peer in range(1, world)])
     return f"  mov.b64 {to}, %m0;\n{rest}"
 
 

@@ -23,7 +23,7 @@ AT_ONCE = 4
 def entry(world: int, name: str, body: str) -> str:
     """A kernel: what all begin and end with, around `body`."""
     long = ["input", "output", *[f"memory_{rank}" for rank in range(world)], "stride"]
-    params = [f".param .u64 {each}" for each in long] + [f".param .u32 {each}" for each in ("count", "rank", "senders")]
+    params = [f".param .u64 {param}" for param in long] + [f".param .u32 {param}" for param in ("count", "rank", "senders")]
     return f"""
 .visible .entry {name}({", ".join(params)})
 {{

@@ -166,29 +166,29 @@ def _compiled(
     with ExitStack() as stack:
         shims = begun.operators or begun_object(operators, level, stack) if called else None
         beside = side_by_side(begun.interface, functions, shims)
-        for each in (*compiled, beside, *generated, mended(), unchecked_puts(program.graph_module), torch.no_grad()):
-            stack.enter_context(each)
+        for context in (*compiled, beside, *generated, mended(), unchecked_puts(program.graph_module), torch.no_grad()):
+            stack.enter_context(context)
         options["aot_inductor.output_path"] = str(target)
         try:
-            made = _called(program, shared, options)
+            shared_object = _called(program, shared, options)
         except Exception as error:
-            if (own := _own(error)) is not None:
-                raise own from error
-            if level is not None or not any(isinstance(each, CppCompileError) for each in _chain(error)):
+            if (build_error := _own(error)) is not None:
+                raise build_error from error
+            if level is not None or not any(isinstance(exception, CppCompileError) for exception in _chain(error)):
                 raise BuildError("compiler-failed", str(explain(error, program.graph_module))) from error
             tell("the C++ compiler refuses the vectorized code: again without vectors")
             try:
-                made = _called(program, shared, options | UNVECTORIZED)
+                shared_object = _called(program, shared, options | UNVECTORIZED)
             except Exception as second:
                 raise _own(second) or BuildError("compiler-failed", str(explain(second, program.graph_module))) from second
-    if not isinstance(made, str) or not target.exists():
+    if not isinstance(shared_object, str) or not target.exists():
         raise BuildError(
             "torch-unsupported", f"torch {torch.__version__}: aot_compile gave no shared object; cgcompile was tested with {TESTED}"
         )
     libtorch = work / LIBTORCH
-    for each in (target, libtorch):
-        if each.exists():
-            _make_reproducible(each, work)
+    for context in (target, libtorch):
+        if context.exists():
+            _make_reproducible(context, work)
     features = needed(compilers.plain, wrapped.options(), os.uname().machine, processor_flags())
     alone = standalone_code.is_in(target.read_bytes())
     return Compiled(path=target, features=features, standalone=alone, libtorch=libtorch if libtorch.exists() else None)
@@ -207,17 +207,17 @@ def _called(program: ExportedProgram, shared: Collection[int], options: Mapping[
 
     module = _apart(with_buffers(program.module()), shared)
     spell_conditions(module)
-    given = [None for _ in module.graph.find_nodes(op="placeholder")]
-    state = [tensor for tensor in written_tensors(module, given) if isinstance(tensor, torch.Tensor)]
-    before = [copied(each) for each in state]
+    values = [None for _ in module.graph.find_nodes(op="placeholder")]
+    state = [tensor for tensor in written_tensors(module, values) if isinstance(tensor, torch.Tensor)]
+    before = [copied(tensor) for tensor in state]
     try:
         with decided_alike(program), named_assertions(program):
             return torch._inductor.aot_compile(module, program.example_inputs[0], options=dict(options))
     finally:
-        for each, value in zip(
+        for buffer, value in zip(
             state, before, strict=True
         ):  # where one buffer is copied to another, Inductor does so (2.11 and 2.13)
-            put_back(each.detach(), value)
+            put_back(buffer.detach(), value)
 
 
 def _has_bodies(program: ExportedProgram) -> bool:
@@ -233,7 +233,7 @@ def _small_weights(program: ExportedProgram) -> set[int]:
     """The numbers of elements of parameters and buffers whose values Inductor would write into the code, or, of a single element,
     compute with.  Constants are never replaced."""
     used = [program.state_dict[name] for name in used_weights(program) if name in program.state_dict]
-    return {each.numel() for each in used if each.numel() == 1 or (each.dim() == 1 and each.numel() <= INLINED)}
+    return {tensor.numel() for tensor in used if tensor.numel() == 1 or (tensor.dim() == 1 and tensor.numel() <= INLINED)}
 
 
 def _libraries_take_numbers(program: ExportedProgram) -> bool:
@@ -246,7 +246,7 @@ def _libraries_take_numbers(program: ExportedProgram) -> bool:
 
 def _own(error: BaseException) -> BuildError | None:
     """The error of ours that Inductor passed on as its own."""
-    return next((each for each in _chain(error) if isinstance(each, BuildError)), None)
+    return next((exception for exception in _chain(error) if isinstance(exception, BuildError)), None)
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

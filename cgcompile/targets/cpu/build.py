@@ -89,8 +89,8 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages, begun: Begun | Non
             weights = write_weights(stage / file_names.WEIGHTS, tensors, weight_rows(tensors, state, varying))
             (stage / file_names.HOST).mkdir()
             self_tests = {
-                each.entry.name: eager_self_test(each.entry.source, each.entry.prepared, each.entry.sizes, weights)
-                for each in entries
+                unit.entry.name: eager_self_test(unit.entry.source, unit.entry.prepared, unit.entry.sizes, weights)
+                for unit in entries
             }
             try:
                 parts, regions, folded = _parts_of_all(entries, self_tests, weights, stage)
@@ -131,31 +131,31 @@ def _compile_all(
     """Compiles what is not compiled as `standalone` says: several programs side by side.  `changing`: weights may change, whichever
     entry does it."""
     works: dict[tuple[int, IntKey], Callable[[Tell], Compiled]] = {}
-    for number, each in enumerate(entries):
-        contents = program_contents([program for _, program in each.programs.each])
-        shared = [alias.output for alias in each.entry.prepared.aliases]
-        for key, program in each.programs.each:
-            known = each.compiled.get(key)
+    for number, unit in enumerate(entries):
+        contents = program_contents([program for _, program in unit.programs.each])
+        shared = [alias.output for alias in unit.entry.prepared.aliases]
+        for key, program in unit.programs.each:
+            known = unit.compiled.get(key)
             if known is not None and known.standalone == standalone:
                 continue
             if known is not None and standalone is False and known.libtorch is not None:
-                each.compiled[key] = replace(known, path=known.libtorch, standalone=False, libtorch=None)
+                unit.compiled[key] = replace(known, path=known.libtorch, standalone=False, libtorch=None)
                 continue
-            work = scratch / each.name(key)
+            work = scratch / unit.name(key)
             work.mkdir(parents=True)
             about = program, contents[id(program)], shared, changing, level, standalone
             if (kept := recalled(kept_at(*about), work)) is not None:
-                each.compiled[key] = kept
+                unit.compiled[key] = kept
             else:
                 works[number, key] = partial(compiled_and_kept, *about, work, begun)
     if len(works) > 1 and processors() > 1 and not torch.cuda.is_initialized():
         import_inductor()
         if begun is not None:
             begun.wait()
-        made = side_by_side(works, {name: tells[name[0]] for name in works}, scratch, "worker-died")
+        shared_objects = side_by_side(works, {name: tells[name[0]] for name in works}, scratch, "worker-died")
     else:
-        made = {name: work(tells[name[0]]) for name, work in works.items()}
-    for (number, key), compiled in made.items():
+        shared_objects = {name: work(tells[name[0]]) for name, work in works.items()}
+    for (number, key), compiled in shared_objects.items():
         entries[number].compiled[key] = compiled
 
 
@@ -165,12 +165,12 @@ def _parts_of_all(
     """The rows of all entries, their regions, and the weights whose values the code holds.  Runs the code once for each int_key."""
     regions: list[Region] = []
     folded: set[str] = set()
-    parts = [_entry_parts(each, self_tests[each.entry.name], weights, regions, folded, stage) for each in entries]
+    parts = [_entry_parts(unit, self_tests[unit.entry.name], weights, regions, folded, stage) for unit in entries]
     return parts, regions, folded
 
 
 def _entry_parts(
-    each: _CompiledEntry,
+    unit: _CompiledEntry,
     self_tests: Sequence[KeySelfTest],
     weights: tuple[Weight, ...],
     regions: list[Region],
@@ -179,12 +179,12 @@ def _entry_parts(
 ) -> EntryParts:
     """The rows of an entry; its regions are added to `regions`, its shared objects to `stage`, and to `folded` the weights whose
     values they hold."""
-    prepared = each.entry.prepared
+    prepared = unit.entry.prepared
     numbers: dict[IntKey, int] = {}
     strides: dict[IntKey, list[tuple[int, ...]]] = {}
-    for key, program in each.programs.each:
-        bound = layouts.bind_constants(each.compiled[key].path, program, weights)
-        for self_test in [self_test for self_test in self_tests if each.programs.at(self_test.key) is program]:
+    for key, program in unit.programs.each:
+        bound = layouts.bind_constants(unit.compiled[key].path, program, weights)
+        for self_test in [self_test for self_test in self_tests if unit.programs.at(self_test.key) is program]:
             numbers[self_test.key] = len(regions)
             try:
                 strides[self_test.key] = layouts.output_strides(
@@ -192,22 +192,22 @@ def _entry_parts(
                 )
             except CallError as error:
                 text = f"the compiled code fails with the example inputs, which eager PyTorch takes: {error}"
-                own = each.compiled[key].standalone
-                raise BuildError("compiler-failed", text, "without --standalone torch's own code runs" if own else "") from error
+                alone = unit.compiled[key].standalone
+                raise BuildError("compiler-failed", text, "without --standalone torch's own code runs" if alone else "") from error
         bound.region.close()
         folded |= bound.unbound
-        shutil.copyfile(each.compiled[key].path, stage / each.file(key))
-        regions.append(whole_region("host", REASON, each.file(key), bound.constants, each.name(key)))
+        shutil.copyfile(unit.compiled[key].path, stage / unit.file(key))
+        regions.append(whole_region("host", REASON, unit.file(key), bound.constants, unit.name(key)))
     programs = []
     for self_test in self_tests:
-        given = [_value(tensor, tensor.stride()) for tensor in self_test.inputs]
-        made = [_value(tensor, stride) for tensor, stride in zip(self_test.outputs, strides[self_test.key], strict=True)]
-        programs.append(whole_program("host", self_test.key, given, made, region=numbers[self_test.key]))
+        input_values = [_value(tensor, tensor.stride()) for tensor in self_test.inputs]
+        output_values = [_value(tensor, stride) for tensor, stride in zip(self_test.outputs, strides[self_test.key], strict=True)]
+        programs.append(whole_program("host", self_test.key, input_values, output_values, region=numbers[self_test.key]))
     bounds = error_bounds(prepared, weights)
     return EntryParts(
         programs=with_aliases(tuple(programs), prepared.aliases, prepared.signature.outputs, weights),
         self_test=SelfTest(
-            compare="tolerance", calls=prepared.self_test_calls, expected="eager", bounds=tuple([each.bound for each in bounds]),
+            compare="tolerance", calls=prepared.self_test_calls, expected="eager", bounds=tuple([limit.bound for limit in bounds]),
             proofs=tuple([unproved(self_test.key, bounds) for self_test in self_tests]),
         ),
     )  # fmt: skip
@@ -215,8 +215,8 @@ def _entry_parts(
 
 def _summary(compiled: Sequence[tuple[str, Compiled]]) -> str:
     """`host/model.so, 150.2 KiB`, or `3 files, 460.1 KiB, 2 of them kept before`."""
-    total = size(sum(each.path.stat().st_size for _, each in compiled))
-    before = sum(each.recalled for _, each in compiled)
+    total = size(sum(shared_object.path.stat().st_size for _, shared_object in compiled))
+    before = sum(shared_object.recalled for _, shared_object in compiled)
     if len(compiled) == 1:
         return f"{compiled[0][0]}, {total}{', kept before' if before else ''}"
     return f"{len(compiled)} files, {total}{f', {before} of them kept before' if before else ''}"

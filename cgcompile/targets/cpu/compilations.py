@@ -113,20 +113,20 @@ def side_by_side(
         yield
 
 
-def _begin(given: list[str], path: Path, interface: Interface | None, stack: ExitStack) -> Source:
+def _begin(command: list[str], path: Path, interface: Interface | None, stack: ExitStack) -> Source:
     whole = path.read_text()
-    rest = interface.without(whole, given) if interface is not None else None
+    rest = interface.without(whole, command) if interface is not None else None
     if rest is not None:
         path.write_text(rest)
     quicker = {NEWER: OLDER, **(CONTROL if path.name.endswith(WRAPPER) else {})}
-    running = _start([quicker.get(word, word) for word in given], path.parent, stack)
-    return Source(path=path, given=given, whole=whole, running=running, interface=interface if rest is not None else None)
+    running = _start([quicker.get(word, word) for word in command], path.parent, stack)
+    return Source(path=path, given=command, whole=whole, running=running, interface=interface if rest is not None else None)
 
 
 def _finished(sources: list[Source], stack: ExitStack) -> list[str]:
     """As `_finish` of each.  The first that fails ends the others."""
     try:
-        return [each for source in sources for each in _finish(source, stack)]
+        return [object_file for source in sources for object_file in _finish(source, stack)]
     except exc.CppCompileError:
         for source in sources:
             end_group(source.running.process)
@@ -140,8 +140,8 @@ def _finish(source: Source, stack: ExitStack) -> list[str]:
         source.running.wait()
         if source.interface is None:
             return []
-        if (made := source.interface.made.result()) is not None:
-            return [str(made)]
+        if (object_file := source.interface.made.result()) is not None:
+            return [str(object_file)]
     source.path.write_text(source.whole)
     _start(source.given, source.path.parent, stack).wait()
     return []
@@ -167,17 +167,17 @@ class OwnFunctions:
     required: bool
 
 
-def _linked_alone(command: list[str], own: OwnFunctions, folder: Path, stack: ExitStack) -> bool:
+def _linked_alone(command: list[str], functions: OwnFunctions, folder: Path, stack: ExitStack) -> bool:
     """Links with the functions of ours; False where the code calls others, or the compiler does not take them."""
-    if (path := own.made.result()) is None:
-        if own.required:
+    if (path := functions.made.result()) is None:
+        if functions.required:
             raise BuildError("compiler-failed", f"the C++ compiler refuses {standalone_code.SOURCE}")
         return False
     linking = _start([*command, str(path), *standalone_code.LINKED], folder, stack)
     try:
         linking.wait()
     except exc.CppCompileError as error:
-        if not own.required:
+        if not functions.required:
             return False
         linking.said.seek(0)
         raise standalone_code.missing(linking.said.read().decode(errors="replace")) or error from error
@@ -243,7 +243,7 @@ def _forget_answers() -> None:
 
 def _kinds(kind: type) -> list[type]:
     below: list[type] = kind.__subclasses__()
-    return [each for own in below for each in (own, *_kinds(own))]
+    return [descendant for subclass in below for descendant in (subclass, *_kinds(subclass))]
 
 
 def _unsupported(name: str) -> BuildError:

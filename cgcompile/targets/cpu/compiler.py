@@ -99,10 +99,10 @@ def included(wrapper: bool) -> tuple[str, ...]:
     """The options by which generated code finds headers of ours; `wrapper`: the file around a model, besides."""
     kept = () if "AOTInductorGetLastError" in INTERFACE.read_text() else ("-DCGCOMPILE_KEEPS_ERRORS",)  # torch 2.11 only prints
     text = MODEL.read_text()
-    found = ("-include", str(HEADER), *kept)
+    options = ("-include", str(HEADER), *kept)
     if wrapper and EXPRESSION in text and text.count("std::regex ") == 1:
-        return (*found, "-I", str(HEADERS))
-    return found
+        return (*options, "-I", str(HEADERS))
+    return options
 
 
 # --- what it defines by itself --------------------------------------------------------------------------------------
@@ -140,12 +140,12 @@ def _kept(command: str, *about: str) -> Ask:
         path = None
         with cache_optional():
             path = cache_path(cache_folder(), "compiler", *about, options)
-        if path is not None and (found := recall(path, Macros)) is not None:
-            return dict(found.defined)
-        made = macros(command, *options)
+        if path is not None and (kept_macros := recall(path, Macros)) is not None:
+            return dict(kept_macros.defined)
+        definitions = macros(command, *options)
         if path is not None:
             with cache_optional():
-                remember(path, Macros(defined=tuple(made.items())))
-        return made
+                remember(path, Macros(defined=tuple(definitions.items())))
+        return definitions
 
     return ask

@@ -63,7 +63,7 @@ def _complex(values: Sequence[Any]) -> bool:
 
 def full(size: Sequence[int], value: Number, *, dtype: torch.dtype | None = None, device: Any = None, **kwargs: Any) -> Tensor:
     part = (dtype or torch.complex64).to_real()
-    parts = [torch.full(size, each, dtype=part, device=device) for each in (complex(value).real, complex(value).imag)]
+    parts = [torch.full(size, component, dtype=part, device=device) for component in (complex(value).real, complex(value).imag)]
     return torch.complex(*parts)
 
 

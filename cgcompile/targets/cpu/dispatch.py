@@ -59,9 +59,9 @@ def dispatched() -> Iterator[None]:
 
     def arguments(kernel: Any) -> Any:
         with patch.object(V.graph, "aot_mode", False):  # else it is serialized for a proxy executor
-            given = plain(kernel)
-        _refuse_unboxed(kernel, given)
-        return given
+            args = plain(kernel)
+        _refuse_unboxed(kernel, args)
+        return args
 
     others = {name: row for name, row in inductor_fallback_ops.items() if name not in MISREAD}
     with (
@@ -90,7 +90,7 @@ def _quiet() -> Iterator[None]:
             logger.removeFilter(other)
 
 
-def _refuse_unboxed(kernel: Any, given: Sequence[Any]) -> None:
+def _refuse_unboxed(kernel: Any, args: Sequence[Any]) -> None:
     """Raises operator-without-code for what the C interface does not take."""
     schema = getattr(kernel.op_overload, "_schema", None)
     name = kernel.op_overload.name()
@@ -99,7 +99,7 @@ def _refuse_unboxed(kernel: Any, given: Sequence[Any]) -> None:
     elif kernel.op_overload.namespace == "prims":
         reason = "torch makes it known in Python alone"
     elif missing := [
-        argument for argument, value in zip(schema.arguments, given, strict=True) if value is not None and not _takes(argument)
+        argument for argument, value in zip(schema.arguments, args, strict=True) if value is not None and not _takes(argument)
     ]:
         reason = f"torch's C interface passes no {missing[0].type} (its argument {missing[0].name!r})"
     else:
@@ -125,8 +125,8 @@ _ENUMERATIONS = {"ScalarType": "dtype", "Layout": "layout", "MemoryFormat": "mem
 """Types of arguments, and how the C function of each value begins: `aoti_torch_dtype_float32`."""
 
 
-def _call(wrapper: Any, op: torch._ops.OpOverload, given: Sequence[Any], names: Sequence[Any], outputs: Sequence[Any]) -> None:
-    """Writes the call of `op` with the arguments `given`, which are buffers, expressions and plain values.
+def _call(wrapper: Any, op: torch._ops.OpOverload, args: Sequence[Any], names: Sequence[Any], outputs: Sequence[Any]) -> None:
+    """Writes the call of `op` with the arguments `args`, which are buffers, expressions and plain values.
 
     `names` are those of its results, lists of them for lists, None for those that nobody reads.  `outputs` are the buffers: those
     of mutations exist already.
@@ -136,18 +136,18 @@ def _call(wrapper: Any, op: torch._ops.OpOverload, given: Sequence[Any], names: 
     if len(schema.returns) == 1 and isinstance(schema.returns[0].real_type, torch.ListType):
         names, outputs = [names], [outputs]
     before: list[str] = []
-    values = [_boxed(wrapper, value, argument.real_type, before) for value, argument in zip(given, schema.arguments, strict=True)]
+    values = [_boxed(wrapper, value, argument.real_type, before) for value, argument in zip(args, schema.arguments, strict=True)]
     stack = f"stack_{next(wrapper.arg_var_id)}"
     count = max(len(schema.arguments), len(schema.returns), 1)
     taken: list[str] = []
-    made: list[str] = []
+    tensor_names: list[str] = []
     fresh = [
         name if not isinstance(output, int | ir.MutationOutput) else None for name, output in zip(names, outputs, strict=False)
     ]
-    for index, each in enumerate(schema.returns):
+    for index, returned in enumerate(schema.returns):
         name = fresh[index] if index < len(fresh) else None
-        _take(f"{stack}[{index}]", each.real_type, name, f"{stack}_{index}", made, taken)
-    wrapper.writelines([f"AtenTensorHandle {name}_handle = nullptr;" for name in made])
+        _take(f"{stack}[{index}]", returned.real_type, name, f"{stack}_{index}", tensor_names, taken)
+    wrapper.writelines([f"AtenTensorHandle {name}_handle = nullptr;" for name in tensor_names])
     wrapper.writelines(
         [
             "{",
@@ -159,7 +159,7 @@ def _call(wrapper: Any, op: torch._ops.OpOverload, given: Sequence[Any], names: 
             "}",
         ]
     )
-    wrapper.writelines([f"RAIIAtenTensorHandle {name}({name}_handle);" for name in made])
+    wrapper.writelines([f"RAIIAtenTensorHandle {name}({name}_handle);" for name in tensor_names])
 
 
 def _boxed(wrapper: Any, value: Any, kind: Any, before: list[str]) -> str:
@@ -169,16 +169,16 @@ def _boxed(wrapper: Any, value: Any, kind: Any, before: list[str]) -> str:
             return f"{BOXED}(std::nullopt)"
         return f"{BOXED}(std::optional<StableIValue>({_boxed(wrapper, value, kind.getElementType(), before)}))"
     if isinstance(kind, torch.ListType):
-        elements = [_boxed(wrapper, each, kind.getElementType(), before) for each in value]
+        elements = [_boxed(wrapper, element, kind.getElementType(), before) for element in value]
         return f"{BOXED}(std::vector<StableIValue>{{{', '.join(elements)}}})"
     if isinstance(kind, torch.TensorType):
         handle = f"boxed_{next(wrapper.arg_var_id)}"
-        made = (
+        call = (
             f"aoti_torch_new_tensor_handle({value.codegen_reference()}, &{handle})"
             if hasattr(value, "codegen_reference")
             else f"{_number_as_tensor(value)}, &{handle})"
         )
-        before += [f"AtenTensorHandle {handle};", f"AOTI_TORCH_ERROR_CODE_CHECK({made});"]
+        before += [f"AtenTensorHandle {handle};", f"AOTI_TORCH_ERROR_CODE_CHECK({call});"]
         return f"{BOXED}({handle})"
     if repr(kind) in _ENUMERATIONS or isinstance(value, torch.dtype | torch.layout | torch.memory_format):
         start = {torch.dtype: "dtype", torch.layout: "layout", torch.memory_format: "memory_format"}[type(value)]
@@ -219,22 +219,22 @@ def _quoted(text: str) -> str:
     return '"' + "".join(char if char.isalnum() or char in " _-." else f"\\{ord(char):03o}" for char in text) + '"'
 
 
-def _take(place: str, kind: Any, name: Any, own: str, made: list[str], taken: list[str]) -> None:
-    """Statements that give a result its name, or free it without one.  `made` gets the names."""
+def _take(place: str, kind: Any, name: Any, prefix: str, tensor_names: list[str], taken: list[str]) -> None:
+    """Statements that give a result its name, or free it without one.  `tensor_names` gets the names."""
     tensor = f"torch::stable::detail::to<AtenTensorHandle>({place})"
     if isinstance(kind, torch.ListType):
-        handle, item = f"{own}_list", f"{own}_item"
+        handle, item = f"{prefix}_list", f"{prefix}_item"
         taken.append(f"auto {handle} = torch::stable::detail::to<StableListHandle>({place});")
-        for index, each in enumerate(name or ()):
+        for index, element_name in enumerate(name or ()):
             taken += [
                 f"StableIValue {item}_{index};",
                 f"AOTI_TORCH_ERROR_CODE_CHECK(torch_list_get_item({handle}, {index}, &{item}_{index}));",
             ]
-            _take(f"{item}_{index}", kind.getElementType(), each, f"{item}_{index}", made, taken)
+            _take(f"{item}_{index}", kind.getElementType(), element_name, f"{item}_{index}", tensor_names, taken)
         taken.append(f"AOTI_TORCH_ERROR_CODE_CHECK(torch_delete_list({handle}));")
     elif isinstance(kind, torch.TensorType):
         if name is None:
             taken.append(f"AOTI_TORCH_ERROR_CODE_CHECK(aoti_torch_delete_tensor_object({tensor}));")
         else:
-            made.append(name)
+            tensor_names.append(name)
             taken.append(f"{name}_handle = {tensor};")

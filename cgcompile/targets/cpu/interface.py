@@ -89,9 +89,9 @@ class Begun:
 
     def wait(self) -> None:
         """Until all are done: a forked process cannot wait for a thread of this one."""
-        for made in (self.interface.made if self.interface is not None else None, self.functions, self.operators):
-            if made is not None:
-                made.result()
+        for future in (self.interface.made if self.interface is not None else None, self.functions, self.operators):
+            if future is not None:
+                future.result()
 
 
 @contextmanager
@@ -139,11 +139,11 @@ def begun_interface() -> Iterator[Interface | None]:
 
 def _begun(command: list[str], target: Path, path: Path | None, stack: ExitStack) -> Future[Path | None]:
     """The object file `target`, by a command that runs meanwhile, unless it is kept at `path`.  None where the compiler fails."""
-    if path is not None and (found := recall(path, ObjectFile)) is not None:
-        target.write_bytes(found.code)
-        made: Future[Path | None] = Future()
-        made.set_result(target)
-        return made
+    if path is not None and (object_file := recall(path, ObjectFile)) is not None:
+        target.write_bytes(object_file.code)
+        future: Future[Path | None] = Future()
+        future.set_result(target)
+        return future
     process = subprocess.Popen(
         command, cwd=target.parent, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, process_group=0
     )

@@ -48,19 +48,19 @@ def bind_constants(path: Path, program: ExportedProgram, weights: Sequence[Weigh
     tensors = weight_tensors(program)
     positions = {row.name: index for index, row in enumerate(weights)}
     pairs, bound, state = [], {}, []
-    for own, model in region.constants():
+    for label, model in region.constants():
         name = model.removeprefix(PREFIX)
         if model not in tensors or name not in positions:
             raise ModelError(
                 "constant-unknown",
-                f"the compiled code wants the constant {own!r} ({model or 'made by Inductor'}), which is no weight of the model",
+                f"the compiled code wants the constant {label!r} ({model or 'made by Inductor'}), which is no weight of the model",
             )
-        pairs.append((own, positions[name]))
+        pairs.append((label, positions[name]))
         value = tensors[model].detach()
         if weights[positions[name]].memory == "state":
             state.append((copied(value), value))
             value = state[-1][0]
-        bound[own] = (value.data_ptr(), Layout(torch_library.dtype(dtype_name(value.dtype)), value.shape, value.stride()))
+        bound[label] = (value.data_ptr(), Layout(torch_library.dtype(dtype_name(value.dtype)), value.shape, value.stride()))
     region.bind(bound)
     left = frozenset(unbound(program, [model for _, model in region.constants()]))
     return Bound(region=region, functions=torch_library, constants=tuple(pairs), state=tuple(state), unbound=left)
@@ -72,10 +72,10 @@ def output_strides(bound: Bound, inputs: Sequence[torch.Tensor], outputs: Sequen
     torch_library = bound.functions
     layouts = [Layout(torch_library.dtype(dtype_name(value.dtype)), value.shape, value.stride()) for value in inputs]
     bound.restore()
-    made = RegionOutputs(torch_library, len(outputs))
-    bound.region.run([value.data_ptr() for value in inputs], layouts, made.handles)
-    found = []
-    for index, (handle, expected) in enumerate(zip(made.handles, outputs, strict=True)):
+    region_outputs = RegionOutputs(torch_library, len(outputs))
+    bound.region.run([value.data_ptr() for value in inputs], layouts, region_outputs.handles)
+    actual_strides = []
+    for index, (handle, expected) in enumerate(zip(region_outputs.handles, outputs, strict=True)):
         dtype, shape, strides = torch_library.layout(handle or 0)
         if shape != tuple(expected.shape) or dtype != torch_library.dtype(dtype_name(expected.dtype)):
             raise BuildError(
@@ -83,5 +83,5 @@ def output_strides(bound: Bound, inputs: Sequence[torch.Tensor], outputs: Sequen
                 f"the compiled code gives output {index} the shape {list(shape)}, "
                 f"eager PyTorch {dtype_name(expected.dtype)} {list(expected.shape)}",
             )
-        found.append(strides)
-    return found
+        actual_strides.append(strides)
+    return actual_strides

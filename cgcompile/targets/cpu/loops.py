@@ -113,15 +113,15 @@ def failures_leave_loops() -> Iterator[None]:
 
 def _keeping(plain: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(plain)
-    def gen_body(kernel: Any, *given: Any) -> Any:
-        made = plain(kernel, *given)
-        text = made.getvalue()
+    def gen_body(kernel: Any, *args: Any) -> Any:
+        body = plain(kernel, *args)
+        text = body.getvalue()
         if kernel.assert_function not in text and "throw " not in text:
-            return made
+            return body
         kept = cpp.BracesBuffer()
         kept.writeline("try")
         with kept.indent():
-            kept.splice(made)
+            kept.splice(body)
         kept.writeline("catch (...)")
         with kept.indent():
             kept.writeline(f"{KEPT}.keep();")
@@ -132,8 +132,8 @@ def _keeping(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 def _passing_on(plain: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(plain)
-    def codegen_group(*given: Any, **named: Any) -> Any:
-        text = plain(*given, **named)
+    def codegen_group(*args: Any, **named: Any) -> Any:
+        text = plain(*args, **named)
         return passing_on(text) if KEPT in text else text
 
     return codegen_group

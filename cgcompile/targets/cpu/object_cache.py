@@ -79,17 +79,17 @@ def compiled_and_kept(
 
 def recalled(path: Path | None, work: Path) -> Compiled | None:
     """What is kept at `path`, written into the folder `work`."""
-    if path is None or (found := recall(path, SharedObject)) is None:
+    if path is None or (library := recall(path, SharedObject)) is None:
         return None
     target = work / "model.so"
-    target.write_bytes(found.code)
-    return Compiled(path=target, features=found.features, standalone=standalone_code.is_in(found.code), recalled=True)
+    target.write_bytes(library.code)
+    return Compiled(path=target, features=library.features, standalone=standalone_code.is_in(library.code), recalled=True)
 
 
-def _keep(path: Path | None, made: Path, features: tuple[str, ...]) -> None:
+def _keep(path: Path | None, shared_object: Path, features: tuple[str, ...]) -> None:
     if path is not None:
         with cache_optional():
-            remember(path, SharedObject(code=made.read_bytes(), features=features))
+            remember(path, SharedObject(code=shared_object.read_bytes(), features=features))
 
 
 def _dependencies(

@@ -75,8 +75,8 @@ def _name(node: Node) -> str:
 
 
 def _factors(node: Node) -> list[torch.Tensor]:
-    given = [leaf.meta.get("val") for leaf in tree_leaves((node.args, node.kwargs)) if isinstance(leaf, Node)]
-    return [leaf for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor)]
+    values = [leaf.meta.get("val") for leaf in tree_leaves((node.args, node.kwargs)) if isinstance(leaf, Node)]
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
 
 
 def _arguments(node: Node) -> Mapping[str, Any]:
@@ -88,10 +88,10 @@ def _arguments(node: Node) -> Mapping[str, Any]:
 
 def _is_patches(node: Node) -> bool:
     """Whether a convolution cuts pictures into patches beside each other: no number is read twice."""
-    given = _arguments(node)
-    kernel = list(given["weight"].meta["val"].shape[2:])
-    return kernel == _pair(given.get("stride", 1)) and _pair(given.get("padding", 0)) in ([0, 0], ["valid", "valid"])
+    arguments = _arguments(node)
+    kernel = list(arguments["weight"].meta["val"].shape[2:])
+    return kernel == _pair(arguments.get("stride", 1)) and _pair(arguments.get("padding", 0)) in ([0, 0], ["valid", "valid"])
 
 
-def _pair(given: Any) -> list[Any]:
-    return [given, given] if isinstance(given, int | str) else list(given) * (2 // len(given))
+def _pair(argument: Any) -> list[Any]:
+    return [argument, argument] if isinstance(argument, int | str) else list(argument) * (2 // len(argument))

@@ -82,7 +82,7 @@ def _limits(program: ExportedProgram) -> dict[Any, tuple[int, int]]:
     sizes = [size for value in values if isinstance(value, torch.Tensor) for size in value.shape if isinstance(size, torch.SymInt)]
     symbols = {symbol for size in sizes for symbol in size.node.expr.free_symbols} & program.range_constraints.keys()
     ranges = {symbol: program.range_constraints[symbol] for symbol in symbols}
-    return {symbol: (int(each.lower), int(each.upper)) for symbol, each in ranges.items() if isinstance(each.upper, sympy.Integer)}
+    return {symbol: (int(span.lower), int(span.upper)) for symbol, span in ranges.items() if isinstance(span.upper, sympy.Integer)}
 
 
 def _known(expr: Any, limits: Mapping[Any, tuple[int, int]]) -> bool:
@@ -103,7 +103,7 @@ def _of_example(select: Callable[..., Any]) -> Callable[..., Any]:
     """`select`, asked with the sizes of the example in the place of symbols."""
 
     def selected(*args: Any, **kwargs: Any) -> Any:
-        return select(*[_plain(argument) for argument in args], **{name: _plain(each) for name, each in kwargs.items()})
+        return select(*[_plain(argument) for argument in args], **{name: _plain(argument) for name, argument in kwargs.items()})
 
     return selected
 
@@ -128,34 +128,34 @@ def named_assertions(program: ExportedProgram) -> Iterator[None]:
     plain, making = ir.AssertScalar.__init__, getattr(GraphLowering, MAKING)
     reading: list[Node] = []
 
-    def made(self: Any, node: Node, *given: Any) -> Any:
+    def create_asserts(self: Any, node: Node, *args: Any) -> Any:
         reading[:] = [node]
-        return making(self, node, *given)
+        return making(self, node, *args)
 
     def named(self: Any, scalar: Any, msg: str) -> None:
         plain(self, scalar, lines.get(_form(scalar)) or _bound(reading, msg))
 
-    with patch.object(GraphLowering, MAKING, made), patch.object(ir.AssertScalar, "__init__", named):
+    with patch.object(GraphLowering, MAKING, create_asserts), patch.object(ir.AssertScalar, "__init__", named):
         yield
 
 
 def _assertions(program: ExportedProgram) -> dict[str, str]:
     """What to say of every assertion about a number that a line of the model makes, by its form; several lines of one form are all
     named."""
-    found: dict[str, list[Node]] = {}
+    nodes_by_form: dict[str, list[Node]] = {}
     for module in program.graph_module.modules():
         nodes = module.graph.nodes if isinstance(module, GraphModule) else ()
         for node in [node for node in nodes if node.target is torch.ops.aten._assert_scalar.default]:
             condition = node.args[0].meta.get("val") if isinstance(node.args[0], Node) else None
             if isinstance(condition, torch.SymBool) and place(node)[0]:
-                found.setdefault(_form(condition.node.expr), []).append(node)
-    return {form: asserted(nodes) for form, nodes in found.items()}
+                nodes_by_form.setdefault(_form(condition.node.expr), []).append(node)
+    return {form: asserted(nodes) for form, nodes in nodes_by_form.items()}
 
 
-def _bound(reading: Sequence[Node], told: str) -> str:
+def _bound(reading: Sequence[Node], message: str) -> str:
     """What to say of a bound that Inductor made of several assertions about one number, at the line that reads it."""
     named = [node for node in reading if place(node)[0]]
-    return asserted(named, f"{re.sub(NAME, 'a number', told)} in {place(named[0])[1]}") if named else told
+    return asserted(named, f"{re.sub(NAME, 'a number', message)} in {place(named[0])[1]}") if named else message
 
 
 NAME = r"\bu\d+\b"

@@ -41,19 +41,19 @@ class Bodies:
             return
         graph = self._current()
         begin = len(graph.nodes)
-        own = _chain(len(nodes)) if edges is None else list(edges)
-        ends = {edge.source for edge in own}, {edge.target for edge in own}
+        inner_edges = _chain(len(nodes)) if edges is None else list(edges)
+        ends = {edge.source for edge in inner_edges}, {edge.target for edge in inner_edges}
         first = [begin + i for i in range(len(nodes)) if i not in ends[1]]
         graph.edges += [_edge(a, b) for a in graph.last for b in first]
-        graph.edges += [_moved(edge, begin) for edge in own]
+        graph.edges += [_moved(edge, begin) for edge in inner_edges]
         graph.nodes += nodes
         graph.last = [begin + i for i in range(len(nodes)) if i not in ends[0]]
 
     def begin(self, number: int, type: str) -> None:
         """A conditional node, and its first body."""
-        made = _Conditional(number, type, [_Graph()])
-        self.add([made])
-        self._open.append(made)
+        conditional = _Conditional(number, type, [_Graph()])
+        self.add([conditional])
+        self._open.append(conditional)
 
     def next_body(self) -> None:
         """Its next body."""

@@ -30,13 +30,13 @@ class DonatedOutput:
 
 def donated_outputs(spec: BuildSpec, split: SplitProgram | None) -> dict[IntKey, tuple[DonatedOutput, ...]]:
     """By build key.  Raises donation-refused for an output that the host makes."""
-    found: dict[IntKey, tuple[DonatedOutput, ...]] = {}
+    outputs_by_key: dict[IntKey, tuple[DonatedOutput, ...]] = {}
     for number, entry in enumerate(spec.entries):
         donated = sorted({donation.output for donation in spec.donations if donation.source == entry.name})
         for key in entry.keys if donated else ():
             built = build_key(spec, number, key)
-            found[built] = tuple([_located(entry.name, output, built, split) for output in donated])
-    return found
+            outputs_by_key[built] = tuple([_located(entry.name, output, built, split) for output in donated])
+    return outputs_by_key
 
 
 def reserved_parts(needs: Mapping[str, int], to: int = ALIGN) -> tuple[DonatedRange, ...]:

@@ -70,7 +70,7 @@ def split_stage(
         return None
     with stages("partition") as tell:
         split = split_program(programs, placements, calls)
-        ways = [" -> ".join(region.name for region in each.regions) for each in split.partitions.values()]
+        ways = [" -> ".join(region.name for region in partition.regions) for partition in split.partitions.values()]
         tell.result("; ".join(dict.fromkeys(ways)))
     return split
 
@@ -96,14 +96,14 @@ def off_gpu(split: SplitProgram | None, hosts: HostRegions, weights: Sequence[We
 
 def split_program(programs: Programs, placements: Placements, calls: Mapping[IntKey, Sequence[torch.Tensor]]) -> SplitProgram:
     """`calls` are example inputs of every key, where the programs are.  Raises the errors of `partition`."""
-    own = {id(program): partition(program, placements[key]) for key, program in programs.each}
+    by_program = {id(program): partition(program, placements[key]) for key, program in programs.each}
     partitions, regions, values, uploads, state = {}, {}, {}, {}, {}
     for key, tensors in calls.items():
-        given, planned = [_dense(tensor) for tensor in tensors], own[id(programs.at(key))]
+        inputs, planned = [_dense(tensor) for tensor in tensors], by_program[id(programs.at(key))]
         partitions[key] = planned
-        regions[key] = isolated_regions(programs.at(key), planned, given)
-        (values[key],) = eager_values(programs.at(key), regions[key], planned, given)
-        uploads[key] = _uploads(planned, values[key], input_offsets(given)[-1])
+        regions[key] = isolated_regions(programs.at(key), planned, inputs)
+        (values[key],) = eager_values(programs.at(key), regions[key], planned, inputs)
+        uploads[key] = _uploads(planned, values[key], input_offsets(inputs)[-1])
         names = weight_placeholders(programs.at(key))
         state[key] = {name: names[name] for name in planned.state}
     host_only = _host_only(programs, [region for some in regions.values() for region in some])
@@ -148,31 +148,31 @@ def compile_host_regions(
     """Compiles every host region that computes something, for every key, and writes host/<name>.so into `stage`.  Keys whose region
     has the same code and inputs share one.  `weights`: of `lay_out`; `level`: the processors that they are for, None for those like
     this one.  Raises compiler-failed, constant-unknown, operator-without-code, torch-unsupported."""
-    made: dict[Any, Region] = {}
+    compiled: dict[Any, Region] = {}
     rows: dict[tuple[str, IntKey], Region] = {}
     features: set[str] = set()
     unbound: set[str] = set()
     for key, regions in split.regions.items():
         for region in [region for region in regions if region.planned.kind == "host" and region.planned.operations]:
             name = region.planned.name
-            given = [split.values[key][each].cpu() for each in region.planned.inputs]
+            example_inputs = [split.values[key][value_name].cpu() for value_name in region.planned.inputs]
             code = "".join(module.code for module in region.module.modules() if isinstance(module, GraphModule))
-            like = (name, entry_of(key), code, tuple((t.dtype, t.shape, t.stride()) for t in given))
-            if like not in made:
+            like = (name, entry_of(key), code, tuple((t.dtype, t.shape, t.stride()) for t in example_inputs))
+            if like not in compiled:
                 tell(f"compiling {name} for int_key {key}")
-                own = name if len(split.regions) == 1 else f"{name}-{key_label(key)}"
-                expected = [split.values[key][each].cpu() for each in region.planned.made]
-                made[like], used, left = _compile(region, own, given, expected, weights, scratch, stage, level)
+                region_name = name if len(split.regions) == 1 else f"{name}-{key_label(key)}"
+                expected = [split.values[key][value_name].cpu() for value_name in region.planned.made]
+                compiled[like], used, left = _compile(region, region_name, example_inputs, expected, weights, scratch, stage, level)
                 features |= set(used)
                 unbound |= left
-            rows[name, key] = made[like]
+            rows[name, key] = compiled[like]
     return HostRegions(rows=rows, features=tuple(sorted(features)), unbound=frozenset(unbound))
 
 
 def _compile(
     region: RegionModule,
-    own: str,
-    given: Sequence[torch.Tensor],
+    region_name: str,
+    example_inputs: Sequence[torch.Tensor],
     expected: Sequence[torch.Tensor],
     weights: Sequence[Weight],
     scratch: Path,
@@ -182,18 +182,18 @@ def _compile(
     where = f"{region.planned.name} ({region.planned.reason})"
     try:
         with torch.no_grad():
-            program = torch.export.export(region.module, tuple(given), strict=False)
+            program = torch.export.export(region.module, tuple(example_inputs), strict=False)
     except Exception as error:
         raise BuildError("compiler-failed", f"{where}: torch.export cannot take it alone: {first_line(error)}") from error
     program = inlined(program)
-    work = scratch / own
+    work = scratch / region_name
     work.mkdir()
     about = program, program_contents([program])[id(program)], (), False, level, False
     compiled = recalled(kept_at(*about), work) or compiled_and_kept(*about, work, None, lambda text: None)
-    file = f"host/{own}.so"
+    file = f"host/{region_name}.so"
     bound = layouts.bind_constants(compiled.path, program, [replace(row, name=row.name.removeprefix(PREFIX)) for row in weights])
     try:
-        strides = layouts.output_strides(bound, given, expected)
+        strides = layouts.output_strides(bound, example_inputs, expected)
     except CallError as error:
         if error.code != "operation-refused":
             raise
@@ -204,15 +204,15 @@ def _compile(
         ) from error
     finally:
         bound.region.close()
-    for found, tensor in zip(strides, expected, strict=True):
-        if found != tensor.stride() and tensor.numel() > 1:
+    for actual, tensor in zip(strides, expected, strict=True):
+        if actual != tensor.stride() and tensor.numel() > 1:
             raise BuildError(
                 "compiler-failed",
-                f"{region.planned.name}: the compiled code gives an output the strides {list(found)}, not {list(tensor.stride())}",
+                f"{region.planned.name}: the compiled code gives an output the strides {list(actual)}, not {list(tensor.stride())}",
             )
     (stage / file).parent.mkdir(exist_ok=True)
     shutil.copyfile(compiled.path, stage / file)
-    row = Region(name=own, kind="host", reason=region.planned.reason, file=file, constants=bound.constants)
+    row = Region(name=region_name, kind="host", reason=region.planned.reason, file=file, constants=bound.constants)
     return row, compiled.features, bound.unbound
 
 
@@ -225,7 +225,7 @@ def split_rows(
 ) -> tuple[tuple[Region, ...], tuple[Program, ...], int]:
     """Regions and programs for the manifest, and the bytes of memory host.  `files`: the tables of graph regions by (name, key)."""
     placed = {row.name: _place_of(row) for row in recorded.weights if row.memory == "state"}
-    planned = [region for each in split.partitions.values() for region in each.regions if region.kind == "graph"]
+    planned = [region for partition in split.partitions.values() for region in partition.regions if region.kind == "graph"]
     names = dict.fromkeys(region.name for region in planned)
     graph_rows = [Region(name=name, kind="graph", reason="", file="", constants=()) for name in names]
     rows = (*graph_rows, *dict.fromkeys(hosts.rows.values()))

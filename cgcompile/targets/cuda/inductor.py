@@ -70,9 +70,9 @@ def compile_graph(module: GraphModule, leaves: Sequence[Any], options: Mapping[s
     held = [tensor.detach() for tensor in weights]
     positions = [i for i, _ in taken]
 
-    def run(*given: Any) -> tuple[Any, ...]:
-        made: tuple[Any, ...] = tuple(compiled(*held, *[given[i] for i in positions]))
-        return made
+    def run(*inputs: Any) -> tuple[Any, ...]:
+        outputs: tuple[Any, ...] = tuple(compiled(*held, *[inputs[i] for i in positions]))
+        return outputs
 
     return run
 
@@ -88,8 +88,8 @@ def _decompositions() -> dict[Any, Callable[..., Any]]:
         def decompose(*args: Any, **kwargs: Any) -> Any:
             a, b = args[-2:]
             vector = a.dtype in PRODUCTS and 1 in (a.shape[-2], b.shape[-1]) and read_in_order(a, b)
-            made = one(*args, **kwargs) if vector else NotImplemented
-            return other(*args, **kwargs) if made is NotImplemented and other is not None else made
+            total = one(*args, **kwargs) if vector else NotImplemented
+            return other(*args, **kwargs) if total is NotImplemented and other is not None else total
 
         return decompose
 
@@ -104,7 +104,7 @@ def lifted(module: GraphModule, leaves: Sequence[Any]) -> tuple[GraphModule, lis
     """The module's graph with its tensors as arguments, before those of the call; these tensors, each once; and of the call's
     leaves the positions of the tensors, with their nodes.  Its outputs are flat."""
     graph = Graph()
-    made: dict[Node, Any] = {}
+    env: dict[Node, Any] = {}
     arguments: dict[tuple[object, ...], Node] = {}
     weights: list[torch.Tensor] = []
     for node in module.graph.nodes:
@@ -113,28 +113,28 @@ def lifted(module: GraphModule, leaves: Sequence[Any]) -> tuple[GraphModule, lis
             if same not in arguments:
                 arguments[same] = graph.placeholder(f"weight_{len(weights)}")
                 weights.append(value)
-            made[node] = arguments[same]
+            env[node] = arguments[same]
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
     if len(placeholders) != len(leaves):
         raise BuildError("inputs-unlike", f"the program takes {len(placeholders)} values, the call has {len(leaves)}")
     taken = [(i, node) for i, node in enumerate(placeholders) if isinstance(leaves[i], torch.Tensor)]
     for i, node in taken:
-        made[node] = graph.placeholder(f"input_{i}")
-    made |= {node: leaf for node, leaf in zip(placeholders, leaves, strict=True) if not isinstance(leaf, torch.Tensor)}
+        env[node] = graph.placeholder(f"input_{i}")
+    env |= {node: leaf for node, leaf in zip(placeholders, leaves, strict=True) if not isinstance(leaf, torch.Tensor)}
     for node in module.graph.nodes:
-        if node in made:
+        if node in env:
             continue
         if node.op == "output":
-            graph.output(tuple([made[leaf] if isinstance(leaf, Node) else leaf for leaf in tree_leaves(node.args[0])]))
+            graph.output(tuple([env[leaf] if isinstance(leaf, Node) else leaf for leaf in tree_leaves(node.args[0])]))
             continue
-        made[node] = copied = graph.create_node(node.op, node.target, *_mapped((node.args, node.kwargs), made), name=node.name)
+        env[node] = copied = graph.create_node(node.op, node.target, *_mapped((node.args, node.kwargs), env), name=node.name)
         copied.meta = dict(node.meta)
     return GraphModule(module, graph), weights, taken
 
 
-def _mapped(value: Any, made: Mapping[Node, Any]) -> Any:
+def _mapped(value: Any, env: Mapping[Node, Any]) -> Any:
     """Arguments with the nodes of the new graph, or values, in place of the old one's nodes."""
-    return torch.fx.node.map_aggregate(value, lambda each: made[each] if isinstance(each, Node) else each)
+    return torch.fx.node.map_aggregate(value, lambda leaf: env[leaf] if isinstance(leaf, Node) else leaf)
 
 
 def _varying(node: Node, tensor: torch.Tensor) -> list[bool]:

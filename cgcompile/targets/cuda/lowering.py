@@ -118,8 +118,8 @@ _LIBRARY.define(
 
 
 def _recurrent(kind: str, x: torch.Tensor, states: list[torch.Tensor], *more: Any) -> list[torch.Tensor]:
-    made = getattr(torch, kind)(x, states if kind == "lstm" else states[0], *more)
-    return [each.clone(memory_format=torch.contiguous_format) for each in made]
+    outputs = getattr(torch, kind)(x, states if kind == "lstm" else states[0], *more)
+    return [output.clone(memory_format=torch.contiguous_format) for output in outputs]
 
 
 def _recurrent_shapes(

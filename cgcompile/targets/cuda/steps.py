@@ -65,18 +65,18 @@ def program_row(key: IntKey, partition: Partition, lowered: LoweredRegions, aren
         else:
             _host(rows, region, lowered)
     outputs = tuple([_on_device(rows, name, lowered) for name in partition.outputs])
-    made = Program(
+    program = Program(
         key=key, values=tuple(rows.values), inputs=inputs, outputs=outputs, steps=tuple(rows.steps), arena=arena, static=static
     )
-    return made, rows.end
+    return program, rows.end
 
 
 def _graph(rows: _Steps, region: PlannedRegion, lowered: LoweredRegions) -> None:
-    given = tuple([_on_device(rows, name, lowered) for name in region.inputs])
-    made = tuple([rows.add(value) for value in lowered.outputs[region.name]])
-    rows.device.update(zip(region.outputs, made, strict=True))
+    reads = tuple([_on_device(rows, name, lowered) for name in region.inputs])
+    writes = tuple([rows.add(value) for value in lowered.outputs[region.name]])
+    rows.device.update(zip(region.outputs, writes, strict=True))
     number, file = lowered.regions[region.name], lowered.files[region.name]
-    rows.steps.append(Step(kind="graph", region=number, file=file, inputs=given, outputs=made))
+    rows.steps.append(Step(kind="graph", region=number, file=file, inputs=reads, outputs=writes))
 
 
 def _host(rows: _Steps, region: PlannedRegion, lowered: LoweredRegions) -> None:
@@ -88,11 +88,11 @@ def _host(rows: _Steps, region: PlannedRegion, lowered: LoweredRegions) -> None:
     if not region.operations:
         rows.host.update({name: rows.host[lowered.passed_through[name]] for name in region.outputs})
         return
-    made = [rows.add_host(value) for value in lowered.outputs[region.name]]
+    writes = [rows.add_host(value) for value in lowered.outputs[region.name]]
     left = [rows.add_host(rows.values[rows.device[name]]) for name in region.written]  # laid out as where it goes
-    given = tuple([rows.host[name] for name in region.inputs])
-    rows.host.update(zip(region.outputs, made, strict=True))
-    rows.steps.append(Step(kind="host", region=lowered.regions[region.name], file="", inputs=given, outputs=(*made, *left)))
+    reads = tuple([rows.host[name] for name in region.inputs])
+    rows.host.update(zip(region.outputs, writes, strict=True))
+    rows.steps.append(Step(kind="host", region=lowered.regions[region.name], file="", inputs=reads, outputs=(*writes, *left)))
     for name, value in zip(region.written, left, strict=True):
         rows.copy(value, rows.add(rows.values[rows.device[name]]))
 

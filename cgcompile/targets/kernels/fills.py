@@ -125,8 +125,8 @@ def _piece(node: MemsetNode) -> int:
 
 def _launch(node: MemsetNode, piece: int, function: int) -> KernelNode:
     count = node.width * node.element // piece
-    own = (node.value % (1 << 8 * node.element)).to_bytes(node.element, "little")
-    pattern = int.from_bytes(own * (4 // node.element), "little")
+    element_bytes = (node.value % (1 << 8 * node.element)).to_bytes(node.element, "little")
+    pattern = int.from_bytes(element_bytes * (4 // node.element), "little")
     return KernelNode(
         function=function,
         grid=(-(-count // THREADS), 1, 1),

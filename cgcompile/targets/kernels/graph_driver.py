@@ -15,8 +15,8 @@ def graph_driver(recordings: Iterable[Recording]) -> int:
     """As drivers count, 0 where any does."""
     lowest = 0
     for recording in recordings:
-        found = [node for node in recording.nodes if isinstance(node, ConditionalNode)]
-        needed = [BRANCHES if node.type == "switch" or len(node.bodies) > 1 else LOOPS for node in found]
+        conditionals = [node for node in recording.nodes if isinstance(node, ConditionalNode)]
+        needed = [BRANCHES if node.type == "switch" or len(node.bodies) > 1 else LOOPS for node in conditionals]
         needed += [EDGES for edge in recording.edges if edge.from_port or edge.type]
         lowest = max([lowest, *needed])
     return lowest

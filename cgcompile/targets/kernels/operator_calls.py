@@ -26,8 +26,8 @@ def own_operators(program: ExportedProgram) -> set[Any]:
 
 def without_python(program: ExportedProgram) -> ExportedProgram:
     """The same program without operators that need Python at run time.  Raises as `inlined`."""
-    own = own_operators(program)
-    return inlined(program, custom_operators(program) - own if own else None)
+    known_operators = own_operators(program)
+    return inlined(program, custom_operators(program) - known_operators if known_operators else None)
 
 
 def options(called: Collection[Any]) -> Mapping[str, Any]:

@@ -31,11 +31,11 @@ def lowest_driver(capability: int) -> int:
     """The major CUDA version of the ptxas for a capability (90 for sm_90), as drivers count (12000 = 12.0): a cubin runs on every
     driver of its major version (CUDA's minor version compatibility).  Raises extra-missing, kernel-failed."""
     done = subprocess.run([_ptxas(capability), "--version"], capture_output=True, text=True, check=False)
-    found = re.search(r"release (\d+)\.", done.stdout)
-    if found is None or done.returncode:
+    release = re.search(r"release (\d+)\.", done.stdout)
+    if release is None or done.returncode:
         said = " ".join((done.stdout + done.stderr).split())
         raise BuildError("kernel-failed", f"ptxas --version says no version: {said[:80]}", "install triton again")
-    return int(found[1]) * 1000
+    return int(release[1]) * 1000
 
 
 def _ptxas(capability: int) -> Path:

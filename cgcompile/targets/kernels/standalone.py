@@ -39,7 +39,7 @@ def command(compiler: str, target: Path) -> list[str]:
 
 def dependencies() -> Iterator[object]:
     """All that the object file depends on, but for the compiler and its options about the processor."""
-    yield SOURCE.read_bytes(), *[each.read_bytes() for each in INCLUDED]
+    yield SOURCE.read_bytes(), *[header.read_bytes() for header in INCLUDED]
     yield torch.__version__, torch.version.git_version, platform.libc_ver()
 
 

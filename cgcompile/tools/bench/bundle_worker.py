@@ -65,21 +65,21 @@ class BundleModel:
             self._loaded.reset()
         int_key = self._keys[key]
         for _ in range(self._spec.self_test.calls):
-            given = self_test.inputs_of(self._self_test, self._spec, int_key)
-            made = [_plain(output) for output in self._program.replay(given)]
-        found = [("output", index, value) for index, value in enumerate(made)]
-        found += [("mutated", index, given[index]) for index in self._spec.mutated_inputs]
-        names = [file_names.self_test_entry(int_key, kind, index, self._spec.name) for kind, index, _ in found]
-        rows = zip(names, found, strict=True)
+            inputs = self_test.inputs_of(self._self_test, self._spec, int_key)
+            outputs = [_plain(output) for output in self._program.replay(inputs)]
+        tensors = [("output", index, value) for index, value in enumerate(outputs)]
+        tensors += [("mutated", index, inputs[index]) for index in self._spec.mutated_inputs]
+        names = [file_names.self_test_entry(int_key, kind, index, self._spec.name) for kind, index, _ in tensors]
+        rows = zip(names, tensors, strict=True)
         return difference(self._self_test, [(name, value.dtype, value.tobytes()) for name, (_, _, value) in rows])
 
     def prepare(self, key: int) -> Callable[[], object]:
-        given = (
+        inputs = (
             [self._upload(tensor, index) for index, tensor in enumerate(self._given[key])] if self._context else self._given[key]
         )
         from cgcompile.bundle.arguments import arranged
 
-        args, kwargs = arranged(self._spec, given)
+        args, kwargs = arranged(self._spec, inputs)
         program = self._program
         return lambda: program(*args, **kwargs)
 
@@ -116,11 +116,11 @@ class BundleModel:
         from cgbundle.cuda import driver
 
         context = self._context or driver.Context(0)
-        found: dict[str, Any] = {"gpu": context.name, "driver": driver.driver_version()}
+        facts: dict[str, Any] = {"gpu": context.name, "driver": driver.driver_version()}
         if self._context is not None:
             with context:
-                found["device"] = self._free - driver.free_bytes()
-        return found
+                facts["device"] = self._free - driver.free_bytes()
+        return facts
 
     def _upload(self, value: Tensor, index: int) -> Tensor:
         """`value` on the GPU, its axes in memory as the signature wants them: there the runtime rearranges no such tensor."""
@@ -142,5 +142,5 @@ class BundleModel:
 
 def _plain(output: Any) -> Tensor:
     """An output as a tensor, also one that is handed out as a view."""
-    made: Tensor = getattr(output, "tensor", output)
-    return made
+    tensor: Tensor = getattr(output, "tensor", output)
+    return tensor

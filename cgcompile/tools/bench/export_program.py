@@ -72,9 +72,9 @@ def with_weights(program: ExportedProgram, weights: Mapping[str, Weight], path: 
         return tensors[row.tensor].permute(sorted(range(len(order)), key=order.__getitem__))
 
     for name, hollow in program.state_dict.items():
-        made = weight(name)
+        weight_tensor = weight(name)
         program.state_dict[name] = (
-            torch.nn.Parameter(made, hollow.requires_grad) if isinstance(hollow, torch.nn.Parameter) else made
+            torch.nn.Parameter(weight_tensor, hollow.requires_grad) if isinstance(hollow, torch.nn.Parameter) else weight_tensor
         )
     for name, hollow in program.constants.items():
         if isinstance(hollow, torch.Tensor):
@@ -109,7 +109,7 @@ def python_source(program: ExportedProgram, weights: Mapping[str, Weight]) -> st
         returned = _written_back(program, returned)
     known: dict[str, Any] = {}
     body = "\n".join(_class("Graph", program.graph_module, known))
-    given = ", ".join(name for name in inputs if not name.startswith("self."))
+    parameters = ", ".join(name for name in inputs if not name.startswith("self."))
     definitions = "\n".join(_definition(name, value) for name, value in sorted(known.items()))
     return f"""{definitions}
 
@@ -123,7 +123,7 @@ class Program(torch.nn.Module):
         super().__init__()
         self.graph = Graph()
 
-    def forward(self, {given}):
+    def forward(self, {parameters}):
         {returned}
 """
 
@@ -146,20 +146,20 @@ def _written_back(program: ExportedProgram, returned: str) -> str:
 def _class(name: str, module: Any, known: dict[str, Any]) -> Iterator[str]:
     """A class for a graph and those of the graphs that it calls (the branches of a condition), before it."""
     children = [(child, f"{name}_{child}") for child, _ in module.named_children()]
-    for child, made in children:
-        yield from _class(made, getattr(module, child), known)
+    for child, class_name in children:
+        yield from _class(class_name, getattr(module, child), known)
     code = module.graph.python_code("self")
     for word, value in code.globals.items():
         if known.setdefault(word, value) is not value and value == value:
             raise BuildError("baseline-unwritable", f"program.pt2: {word!r} means two things in its graphs")
-    head, found, source = code.src.partition(FORWARD)
-    if not found or head.strip():
+    head, separator, source = code.src.partition(FORWARD)
+    if not separator or head.strip():
         raise BuildError("baseline-unwritable", "program.pt2: torch writes the code of a graph in another way than cgcompile knows")
     yield f"class {name}(torch.nn.Module):"
     yield "    def __init__(self):"
     yield "        super().__init__()"
-    yield from (f"        self.{child} = {made}()" for child, made in children)
-    yield from (f"    {line}" for line in (found + source).splitlines())
+    yield from (f"        self.{child} = {class_name}()" for child, class_name in children)
+    yield from (f"    {line}" for line in (separator + source).splitlines())
     yield ""
 
 

@@ -87,7 +87,7 @@ def measure(
     chosen = [key for key in recorded if key in keys] if keys else some(recorded)
     live, skipped = choose(against, manifest.target.kind)
     ways = [BUNDLE, *live]
-    found = {
+    states = {
         name: _State(why=skipped.get(name, "")) for name in (BUNDLE, *[name for name in BASELINES if name in {*live, *skipped}])
     }
     load = os.getloadavg()[0]
@@ -97,7 +97,7 @@ def measure(
             folder=Path(scratch),
             job=write_job(folder, manifest, spec, chosen, model, Path(scratch), threads),
             cache=compiler_cache(Path(scratch, "cache")),
-            found=found,
+            found=states,
             spec=spec,
             cpu=manifest.target.kind == "cpu",
             keys=chosen,
@@ -114,13 +114,13 @@ def measure(
         path=os.fspath(path),
         name=manifest.name,
         target=manifest.target.kind,
-        machine=this_machine(found[BUNDLE].about, load),
+        machine=this_machine(states[BUNDLE].about, load),
         keys=tuple(chosen),
         names=tuple([name_key(spec, key) for key in chosen]),
         recorded=len(recorded),
         rounds=rounds,
-        ways=tuple([_way(name, each, chosen) for name, each in found.items()]),
-        notes=tuple(_notes(found, manifest, spec, model, load)),
+        ways=tuple([_way(name, state, chosen) for name, state in states.items()]),
+        notes=tuple(_notes(states, manifest, spec, model, load)),
         interrupted=interrupted,
     )
 
@@ -223,15 +223,15 @@ class _Run:
 
     def _take(self, name: str, answer: dict[str, Any], start: bool) -> None:
         """What a worker answered.  A start that is not measured still says whether the outputs are right."""
-        found = self.found[name]
+        state = self.found[name]
         if start:
-            found.starts.append(tuple([answer["laps"].get(phase, 0.0) for phase in PHASES]))
-        found.memory = Memory(device=answer.get("device", -1), **answer["memory"])
-        found.about |= answer
+            state.starts.append(tuple([answer["laps"].get(phase, 0.0) for phase in PHASES]))
+        state.memory = Memory(device=answer.get("device", -1), **answer["memory"])
+        state.about |= answer
         for number, row in enumerate(answer["errors"]):
-            made = self._error(name, number, row)
-            if number not in found.errors or made.error > found.errors[number].error or made.wrong:
-                found.errors[number] = made
+            deviation = self._error(name, number, row)
+            if number not in state.errors or deviation.error > state.errors[number].error or deviation.wrong:
+                state.errors[number] = deviation
         if name == BUNDLE and answer["torch"]:
             raise BuildError("bench-failed", "the bundle's process imported torch: it would show nothing about serving without it")
 
@@ -242,8 +242,8 @@ class _Run:
         if name == BUNDLE:
             allowed = tuple([0.0 if self.spec.self_test.compare == BITS else bound for bound in allowed])
         else:
-            own = proof.errors or [proof.error] * len(allowed)
-            allowed = tuple([bound + error if bound else 0.0 for bound, error in zip(allowed, own, strict=True)])
+            proof_errors = proof.errors or [proof.error] * len(allowed)
+            allowed = tuple([bound + error if bound else 0.0 for bound, error in zip(allowed, proof_errors, strict=True)])
         error, bound = nearest(zip(row["errors"], allowed, strict=False))  # state is not compared
         return Error(key=self.keys[number], error=error, allowed=bound, exact=row["exact"])
 
@@ -264,36 +264,36 @@ class _Run:
 # --- the report -------------------------------------------------------------------------------------------------------
 
 
-def _way(name: str, found: _State, keys: Sequence[IntKey]) -> Way:
-    timings = [Timing(what=what, key=keys[number], seconds=tuple(seconds)) for (what, number), seconds in found.seconds.items()]
+def _way(name: str, state: _State, keys: Sequence[IntKey]) -> Way:
+    timings = [Timing(what=what, key=keys[number], seconds=tuple(seconds)) for (what, number), seconds in state.seconds.items()]
     return Way(
         name=name,
-        starts=tuple(found.starts),
+        starts=tuple(state.starts),
         timings=tuple(timings),
-        memory=found.memory,
-        errors=tuple([found.errors[number] for number in sorted(found.errors)]),
-        why=found.why,
+        memory=state.memory,
+        errors=tuple([state.errors[number] for number in sorted(state.errors)]),
+        why=state.why,
     )
 
 
-def _notes(found: dict[str, _State], manifest: Manifest, spec: EntrySpec, model: str, load: float) -> list[tuple[str, str]]:
+def _notes(states: dict[str, _State], manifest: Manifest, spec: EntrySpec, model: str, load: float) -> list[tuple[str, str]]:
     """What one must know to read the numbers."""
     notes = []
     cores = len(os.sched_getaffinity(0))
     if load > cores / 2:
         notes.append(("noise", f"the machine was busy before: load average {load:.1f} on {cores} cores; measure again when idle"))
     cuda = manifest.target.kind == "cuda"
-    if any(name in TORCH and found[name].memory for name in found):
+    if any(name in TORCH and states[name].memory for name in states):
         ours = "run the bundle's program as plain operations (--model: your module)"
         notes.append(("PyTorch", f"baselines run the module of {model}" if model else f"baselines {ours}"))
         if cuda and not model and any(region.kind == "host" for region in manifest.regions):
             notes.append(("host", "regions that the bundle runs on the host, PyTorch runs on the GPU here"))
-    if COLD in found and found[COLD].starts:
+    if COLD in states and states[COLD].starts:
         notes.append((COLD, f"with an empty cache, measured once; {WARM} starts with what it left there"))
-    if WARM in found and found[WARM].starts:
-        if not found[WARM].about.get("hits"):
+    if WARM in states and states[WARM].starts:
+        if not states[WARM].about.get("hits"):
             notes.append((WARM, "found nothing in its cache: its figures are those of an empty one"))
-        if COLD in found and found[COLD].seconds:
+        if COLD in states and states[COLD].seconds:
             notes.append((WARM, f"its calls are those of {COLD}"))
     if cuda:
         notes.append(("calls", 'take inputs on the GPU and leave outputs there (the bundle: outputs="view")'))

@@ -36,7 +36,7 @@ class OnnxModel:
         self._self_test = Mapped(f"{job['bundle']}/{file_names.SELF_TEST}", file_names.SELF_TEST)
         entry = entry_named(archive.read_manifest(job["bundle"]), job["entry"])
         self._dtypes = [output.dtype for output in entry.outputs]
-        names = [each.name for each in self._session.get_inputs()]
+        names = [node_arg.name for node_arg in self._session.get_inputs()]
         self._given = [
             dict(zip(names, [numpy.asarray(value) for value in inputs_of(self._self_test, entry, tuple(key))], strict=True))
             for key in job["keys"]
@@ -53,18 +53,18 @@ class OnnxModel:
     def differs(self, key: int) -> dict[str, Any]:
         from cgbundle.format import file_names
 
-        found = []
+        outputs = []
         for index, value in enumerate(self._session.run(None, self._given[key])):
             name = file_names.self_test_entry(self._job["keys"][key], "output", index, self._job["entry"])
-            found.append((name, self._dtypes[index], value.tobytes()))
-        return difference(self._self_test, found)
+            outputs.append((name, self._dtypes[index], value.tobytes()))
+        return difference(self._self_test, outputs)
 
     def prepare(self, key: int) -> Callable[[], object]:
-        session, given = self._session, self._given[key]
+        session, input_feed = self._session, self._given[key]
         if not self._gpu:
-            return lambda: session.run(None, given)
+            return lambda: session.run(None, input_feed)
         binding = session.io_binding()
-        for name, value in given.items():
+        for name, value in input_feed.items():
             binding.bind_ortvalue_input(name, self._value.ortvalue_from_numpy(value, "cuda", 0))
         for output in session.get_outputs():
             binding.bind_output(output.name, "cuda")

@@ -59,10 +59,10 @@ class Panel:
 
 def svg(report: Benchmark) -> str:
     """The picture's text."""
-    found = [panel for panel in panels(report) if panel.bars]
+    shown_panels = [panel for panel in panels(report) if panel.bars]
     body: list[str] = []
     top = 46.0
-    for panel in found:
+    for panel in shown_panels:
         top = _draw(panel, top, body)
     machine = report.machine
     where = machine.gpu or f"{machine.processor}, {machine.cores} cores"
@@ -81,7 +81,7 @@ def svg(report: Benchmark) -> str:
 
 def panels(report: Benchmark) -> list[Panel]:
     """Cold starts, calls per kind and int_key, memory."""
-    found = [
+    all_panels = [
         Panel(
             title="cold start: seconds from process start",
             bars=tuple([_start(way) for way in report.ways if way.starts]),
@@ -93,13 +93,13 @@ def panels(report: Benchmark) -> list[Panel]:
         for key, name in zip(report.keys, report.names, strict=True):
             timings = [(way, timing) for way in report.ways if (timing := way.timing(what, key))]
             bars = [_bar(way, [second * 1e6 for second in timing.seconds], "us") for way, timing in timings]
-            found.append(Panel(title=f"{titles[what]}, {name}: microseconds", bars=tuple(bars)))
+            all_panels.append(Panel(title=f"{titles[what]}, {name}: microseconds", bars=tuple(bars)))
     used = [(way, way.memory) for way in report.ways if way.memory]
     if any(memory.device >= 0 for _, memory in used):
         bars = [_bar(way, [memory.device / 2**20], "MiB") for way, memory in used if memory.device >= 0]
-        found.append(Panel(title="memory on the GPU beside the context: MiB", bars=tuple(bars)))
+        all_panels.append(Panel(title="memory on the GPU beside the context: MiB", bars=tuple(bars)))
     bars = [_bar(way, [memory.resident / 2**20], "MiB") for way, memory in used]
-    return [*found, Panel(title="resident memory of the process: MiB", bars=tuple(bars))]
+    return [*all_panels, Panel(title="resident memory of the process: MiB", bars=tuple(bars))]
 
 
 def _start(way: Way) -> Bar:

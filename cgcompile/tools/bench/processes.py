@@ -53,10 +53,10 @@ class WorkerProcess:
         assert self._process.stdout is not None
         for line in self._process.stdout:
             if line.startswith(MARK):
-                found: dict[str, Any] = json.loads(line.removeprefix(MARK))
-                if "failed" in found:
-                    raise BuildError("baseline-failed", found["failed"][:LONGEST], found["hint"])
-                return found
+                reply: dict[str, Any] = json.loads(line.removeprefix(MARK))
+                if "failed" in reply:
+                    raise BuildError("baseline-failed", reply["failed"][:LONGEST], reply["hint"])
+                return reply
         raise BuildError("baseline-failed", self._death(self._process.wait()))
 
     def ask(self, request: str) -> dict[str, Any]:

@@ -68,12 +68,12 @@ class Laps:
         self._last = now()
 
 
-def difference(self_test: Mapped, found: Iterable[tuple[str, str, bytes]]) -> dict[str, Any]:
+def difference(self_test: Mapped, tensors: Iterable[tuple[str, str, bytes]]) -> dict[str, Any]:
     """{"errors", "exact"} of a worker that has no PyTorch.
 
-    `found` holds (name in the self-test, dtype, contents) of every output, then of every input that the call writes to.
+    `tensors` holds (name in the self-test, dtype, contents) of every output, then of every input that the call writes to.
     """
-    rows = [beside_stored(self_test, *row) for row in found]
+    rows = [beside_stored(self_test, *row) for row in tensors]
     return {"errors": [error for error, _ in rows], "exact": all(exact for _, exact in rows)}
 
 

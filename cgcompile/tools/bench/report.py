@@ -137,11 +137,11 @@ class Benchmark:
         """A sentence for every way and int_key whose outputs are not the model's."""
         names = dict(zip(self.keys, self.names, strict=True))
         return [
-            f"{way.name}: outputs at {names[each.key]} differ by {each.error:.1e}, "
-            + (f"allowed {each.allowed:.1e}" if each.allowed else "expected the recorded bits")
+            f"{way.name}: outputs at {names[deviation.key]} differ by {deviation.error:.1e}, "
+            + (f"allowed {deviation.allowed:.1e}" if deviation.allowed else "expected the recorded bits")
             for way in self.ways
-            for each in way.errors
-            if each.wrong
+            for deviation in way.errors
+            if deviation.wrong
         ]
 
     def kinds(self) -> tuple[str, ...]:
@@ -150,14 +150,14 @@ class Benchmark:
 
     def plain(self) -> dict[str, Any]:
         """All numbers and ratios of medians to the bundle's, for JSON: infinities are text."""
-        found = _finite(asdict(self))
-        for way, row in zip(self.ways, found["ways"], strict=True):
+        document = _finite(asdict(self))
+        for way, row in zip(self.ways, document["ways"], strict=True):
             row["starts"] = [dict(zip(PHASES, start, strict=True)) for start in way.starts]
             row["ratio"] = ratio(way.firsts(), self.bundle.firsts())
-            for timing, each in zip(way.timings, row["timings"], strict=True):
+            for timing, timing_row in zip(way.timings, row["timings"], strict=True):
                 base = self.bundle.timing(timing.what, timing.key)
-                each["ratio"] = ratio(timing.seconds, base.seconds if base else ())
-        return {**found, "wrong": self.wrong()}
+                timing_row["ratio"] = ratio(timing.seconds, base.seconds if base else ())
+        return {**document, "wrong": self.wrong()}
 
 
 def this_machine(about: dict[str, Any], load: float) -> Machine:
@@ -186,7 +186,7 @@ def ratio(theirs: Sequence[float], ours: Sequence[float]) -> float | None:
 
 def _finite(value: Any) -> Any:
     if isinstance(value, dict):
-        return {name: _finite(each) for name, each in value.items()}
+        return {name: _finite(element) for name, element in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(each) for each in value]
+        return [_finite(element) for element in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value

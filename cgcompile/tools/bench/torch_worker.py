@@ -54,8 +54,8 @@ class TorchModel:
         laps.skip()
 
     def call(self, key: int) -> None:
-        given = self._fresh(key)
-        for output in self._model.outputs(self._run(key, given)):
+        inputs = self._fresh(key)
+        for output in self._model.outputs(self._run(key, inputs)):
             output.to("cpu")
 
     def settle(self, key: int) -> None:
@@ -70,14 +70,14 @@ class TorchModel:
         if self._buffers is not None:
             self._buffers.restore()
         for _ in range(self._job["calls"]):
-            given = self._fresh(key)
-            made = [output.to("cpu", copy=True) for output in self._model.outputs(self._run(key, given))]
+            inputs = self._fresh(key)
+            tensors = [output.to("cpu", copy=True) for output in self._model.outputs(self._run(key, inputs))]
         places = [("output", index) for index in range(self._job["outputs"])]
         places += [("mutated", index) for index in self._job["mutated"]]
-        made += [given[index].to("cpu") for index in self._job["mutated"]]
-        if len(made) != len(places):
-            raise SystemExit(f"the model gave {len(made)} tensors, the bundle's self-test has {len(places)}")
-        rows = [self._beside_stored(key, *place, value) for place, value in zip(places, made, strict=True)]
+        tensors += [inputs[index].to("cpu") for index in self._job["mutated"]]
+        if len(tensors) != len(places):
+            raise SystemExit(f"the model gave {len(tensors)} tensors, the bundle's self-test has {len(places)}")
+        rows = [self._beside_stored(key, *place, value) for place, value in zip(places, tensors, strict=True)]
         return {"errors": [error for error, _ in rows], "exact": all(exact for _, exact in rows)}
 
     def _beside_stored(self, key: int, kind: str, index: int, got: torch.Tensor) -> tuple[float, bool]:
@@ -95,10 +95,10 @@ class TorchModel:
             return compare(want, got).error, torch.equal(want, got)
 
     def prepare(self, key: int) -> Callable[[], object]:
-        given = self._fresh(key)
+        inputs = self._fresh(key)
         if self._how == "manual":
-            return lambda: self._run(key, given)
-        function, (args, kwargs) = self._function, self._model.arrange(given)
+            return lambda: self._run(key, inputs)
+        function, (args, kwargs) = self._function, self._model.arrange(inputs)
         return lambda: function(*args, **kwargs)
 
     def synchronize(self) -> None:
@@ -116,35 +116,35 @@ class TorchModel:
         return float(start.elapsed_time(end)) / 1000
 
     def about(self) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        facts: dict[str, Any] = {}
         if self._gpu:
-            found["device"] = self._free - torch.cuda.mem_get_info()[0]
+            facts["device"] = self._free - torch.cuda.mem_get_info()[0]
         if self._how == "compile":
             from torch._dynamo.utils import counters
 
-            found["hits"] = counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"]
-        return found
+            facts["hits"] = counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"]
+        return facts
 
     def _fresh(self, key: int) -> list[torch.Tensor]:
         """The inputs on the device; copies where the model writes to them."""
         return [tensor.to(self._device, copy=bool(self._job["mutated"])) for tensor in self._given[key]]
 
-    def _run(self, key: int, given: Sequence[torch.Tensor]) -> Any:
+    def _run(self, key: int, inputs: Sequence[torch.Tensor]) -> Any:
         if self._how == "manual":
             if key not in self._graphs:
-                self._capture(key, given)
+                self._capture(key, inputs)
             graph, static, outputs = self._graphs[key]
-            for own, tensor in zip(static, given, strict=True):  # as a careful user does it: copy, replay, read
-                own.copy_(tensor)
+            for static_input, tensor in zip(static, inputs, strict=True):  # as a careful user does it: copy, replay, read
+                static_input.copy_(tensor)
             graph.replay()
             for index in self._job["mutated"]:
-                given[index].copy_(static[index])
+                inputs[index].copy_(static[index])
             return outputs
-        args, kwargs = self._model.arrange(given)
+        args, kwargs = self._model.arrange(inputs)
         return self._function(*args, **kwargs)
 
-    def _capture(self, key: int, given: Sequence[torch.Tensor]) -> None:
-        static = [tensor.clone() for tensor in given]
+    def _capture(self, key: int, inputs: Sequence[torch.Tensor]) -> None:
+        static = [tensor.clone() for tensor in inputs]
         args, kwargs = self._model.arrange(static)
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
@@ -184,14 +184,14 @@ class ProgramModule:
     def __init__(self, job: dict[str, Any]) -> None:
         from safetensors.torch import load_file
 
-        made = _imported(job["program"])
-        self.module: Any = made.Program()
+        program_module = _imported(job["program"])
+        self.module: Any = program_module.Program()
         self.function: Any = self.module
         tensors = load_file(job["weights"], device=job["target"])
-        for name, (dtype, shape) in made.ZEROS.items():
+        for name, (dtype, shape) in program_module.ZEROS.items():
             tensors[name] = torch.zeros(shape, dtype=getattr(torch, dtype), device=job["target"])
         placed: dict[Any, Any] = {}
-        for name, tensor, order, parameter in made.WEIGHTS:
+        for name, tensor, order, parameter in program_module.WEIGHTS:
             if (tensor, order, parameter) not in placed:
                 value = tensors[tensor].permute(sorted(range(len(order)), key=order.__getitem__))
                 placed[tensor, order, parameter] = torch.nn.Parameter(value, requires_grad=False) if parameter else value
@@ -206,8 +206,8 @@ class ProgramModule:
 
     def outputs(self, result: Any) -> Sequence[torch.Tensor]:
         """The result's tensors in the signature's order."""
-        found: Sequence[torch.Tensor] = result
-        return found
+        tensors: Sequence[torch.Tensor] = result
+        return tensors
 
 
 class UserModule:
@@ -237,7 +237,7 @@ class UserModule:
         kwargs: dict[str, Any] = {}
         for place, (name, parameter) in enumerate(inspect.signature(self._written).parameters.items()):
             if parameter.kind is parameter.VAR_POSITIONAL:
-                args += [left.pop(each) for each in list(left) if each.startswith(f"{name}_")]
+                args += [left.pop(argument) for argument in list(left) if argument.startswith(f"{name}_")]
             elif parameter.kind is parameter.VAR_KEYWORD:
                 kwargs |= left
             elif name in left and parameter.kind is not parameter.KEYWORD_ONLY and not kwargs and len(args) == place:
@@ -261,11 +261,11 @@ def _inputs(job: dict[str, Any], key: int) -> list[torch.Tensor]:
     from cgbundle.format.safetensors import Mapped
 
     with closing(Mapped(f"{job['bundle']}/{file_names.SELF_TEST}", file_names.SELF_TEST)) as self_test:
-        found = []
+        tensors = []
         for index, order in enumerate(job["orders"]):
             value = _tensor(self_test, file_names.self_test_entry(job["keys"][key], "input", index, job["entry"]))
-            found.append(value.permute(order).contiguous().permute(sorted(range(len(order)), key=order.__getitem__)))
-        return found
+            tensors.append(value.permute(order).contiguous().permute(sorted(range(len(order)), key=order.__getitem__)))
+        return tensors
 
 
 def _tensor(self_test: Mapped, name: str) -> torch.Tensor:

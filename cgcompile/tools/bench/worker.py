@@ -109,13 +109,13 @@ def time_dispatch(served: ServedModel, call: Callable[[], object]) -> float:
     from statistics import median
     from time import perf_counter
 
-    found: list[float] = []
+    samples: list[float] = []
     begin = perf_counter()
-    while len(found) < FEWEST * BURST or (perf_counter() - begin < BUDGET and len(found) < MOST):
+    while len(samples) < FEWEST * BURST or (perf_counter() - begin < BUDGET and len(samples) < MOST):
         served.synchronize()
-        found += _seconds_of_each(call, 0.0, BURST)
+        samples += _seconds_of_each(call, 0.0, BURST)
     served.synchronize()
-    return median(found[BURST:])
+    return median(samples[BURST:])
 
 
 def time_device(served: ServedModel, call: Callable[[], object]) -> float:
@@ -131,14 +131,14 @@ TIMERS = {"call": time_calls, "dispatch": time_dispatch, "device": time_device}
 def _seconds_of_each(call: Callable[[], object], budget: float, fewest: int = FEWEST) -> list[float]:
     from time import perf_counter
 
-    found: list[float] = []
+    samples: list[float] = []
     last = perf_counter() + budget
-    while len(found) < fewest or (perf_counter() < last and len(found) < MOST):
+    while len(samples) < fewest or (perf_counter() < last and len(samples) < MOST):
         start = perf_counter()
         result = call()
-        found.append(perf_counter() - start)
+        samples.append(perf_counter() - start)
         del result
-    return found
+    return samples
 
 
 def resident_bytes() -> dict[str, int]:

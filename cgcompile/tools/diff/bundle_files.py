@@ -32,13 +32,13 @@ class BundleFiles:
     @property
     def variants(self) -> dict[str, BundleFiles]:
         """The bundle, opened for each of its variants, by their names.  Raises as `open_bundle`."""
-        found = {}
+        by_name = {}
         for number, target in enumerate(self.bundle.variants.targets()):
             with _about(self.path):
                 opened = Archive(self.path)
                 opened.choose(number)
-                found[variant_name(target)] = _opened(self.path, opened)
-        return found
+                by_name[variant_name(target)] = _opened(self.path, opened)
+        return by_name
 
     def rank(self, number: int) -> BundleFiles:
         """The bundle of another rank of a model over several GPUs.  Raises as `open_bundle`."""

@@ -28,15 +28,15 @@ def compare(a: BundleFiles, b: BundleFiles) -> tuple[Difference, ...]:
     which both manifests give the same SHA-256 are not read: `cgcompile verify` says whether they have it.
     Raises file-damaged, table-invalid, weights-invalid for a file that has to be read and is damaged.
     """
-    if max(len(each.bundle.variants) for each in (a, b)) == 1:
+    if max(len(side.bundle.variants) for side in (a, b)) == 1:
         return _compare(a, b)
     sides = (a.variants, b.variants)
     common = [name for name in sides[0] if name in sides[1]]
-    found = {name: _compare(sides[0][name], sides[1][name]) for name in common}
-    alike = [row for row in found[common[0]] if all(row in rows for rows in found.values())] if common else []
+    by_variant = {name: _compare(sides[0][name], sides[1][name]) for name in common}
+    alike = [row for row in by_variant[common[0]] if all(row in rows for rows in by_variant.values())] if common else []
     rows = [*manifests.variants(*map(list, sides)), *alike]
-    for name, own in found.items():
-        rows += [replace(row, name=" ".join(filter(None, [name, row.name]))) for row in own if row not in alike]
+    for name, variant_rows in by_variant.items():
+        rows += [replace(row, name=" ".join(filter(None, [name, row.name]))) for row in variant_rows if row not in alike]
     return tuple(sorted(rows, key=lambda row: PARTS.index(row.part)))
 
 
@@ -44,16 +44,16 @@ def _compare(a: BundleFiles, b: BundleFiles) -> tuple[Difference, ...]:
     """Of one variant of each."""
     rows = [*manifests.compare(a.manifest, b.manifest), *contents.weights(a, b), *contents.self_test(a, b)]
     same = recordings.same_tables(a, b)
-    launched = [{} if same else recordings.launches(each) for each in (a, b)]
+    launched = [{} if same else recordings.launches(side) for side in (a, b)]
     rows += [*recordings.compare_kernels(*launched), *recordings.compare_nodes(a, b)]
     if _state_hash(a) != _state_hash(b):
         rows += recordings.compare_module_states(module_states(a), module_states(b))
-    told = {row.part for row in rows}
+    parts = {row.part for row in rows}
     ranks = set(_of_ranks(a, b))
-    known = {*_told(a, launched[0], told), *_told(b, launched[1], told)}
+    known = {*_told(a, launched[0], parts), *_told(b, launched[1], parts)}
     if ranks:
         rows += ranks
-        known |= {path for each in (a, b) for path in each.files if path.startswith(file_names.RANKS)}
+        known |= {path for side in (a, b) for path in side.files if path.startswith(file_names.RANKS)}
     rows += contents.files(a, b, known)
     return tuple(sorted(rows, key=lambda row: PARTS.index(row.part)))
 

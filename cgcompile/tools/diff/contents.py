@@ -25,8 +25,8 @@ def weights(a: BundleFiles, b: BundleFiles) -> Iterator[Difference]:
 
 def _tensors(a: BundleFiles, b: BundleFiles, file: str) -> Iterator[Difference]:
     layouts = [
-        {each.tensor: (each.dtype, each.shape, each.strides) for each in file_names.weight_files(found.manifest)[file]}
-        for found in (a, b)
+        {weight.tensor: (weight.dtype, weight.shape, weight.strides) for weight in file_names.weight_files(side.manifest)[file]}
+        for side in (a, b)
     ]
     with tensors(a, file) as mine, tensors(b, file) as theirs:
         for name, layout in layouts[0].items():
@@ -38,14 +38,13 @@ def self_test(a: BundleFiles, b: BundleFiles) -> Iterator[Difference]:
     """The tensors of exam.safetensors for the int_keys that both have."""
     if not _both_other(a, b, file_names.SELF_TEST):
         return
-    keys = [set(_calls(found)) for found in (a, b)]
+    keys = [set(_calls(side)) for side in (a, b)]
     with tensors(a, file_names.SELF_TEST) as mine, tensors(b, file_names.SELF_TEST) as theirs:
         for name in sorted({*mine.entries, *theirs.entries}):
             if name.rpartition("/")[0].rpartition("/")[0] not in keys[0] & keys[1]:
                 continue
             shapes = [
-                f"{entry.dtype} {value_text(entry.shape)}" if (entry := found.entries.get(name)) else None
-                for found in (mine, theirs)
+                f"{entry.dtype} {value_text(entry.shape)}" if (entry := side.entries.get(name)) else None for side in (mine, theirs)
             ]
             if shapes[0] == shapes[1]:
                 yield from _elements("self-test", name, mine, theirs)
@@ -60,9 +59,9 @@ def _calls(bundle: BundleFiles) -> Iterator[str]:
             yield file_names.self_test_entry(program.key, "input", 0, entry.name).removesuffix("/input/0")
 
 
-def files(a: BundleFiles, b: BundleFiles, told: Collection[str]) -> Iterator[Difference]:
-    """Files that only one has, or that have other contents, but for those of which another part has `told`."""
-    for name in sorted({*a.files, *b.files} - {*told}):
+def files(a: BundleFiles, b: BundleFiles, known: Collection[str]) -> Iterator[Difference]:
+    """Files that only one has, or that have other contents, but for those of which another part has `known`."""
+    for name in sorted({*a.files, *b.files} - {*known}):
         mine, theirs = a.files.get(name), b.files.get(name)
         if mine is None or theirs is None or mine.sha256 != theirs.sha256:
             sizes = [f"{file.bytes} bytes" if file else None for file in (mine, theirs)]
@@ -90,7 +89,7 @@ def differing(a: memoryview, b: memoryview, width: int) -> int:
     Two unequal blocks are taken as one large number each: in their exclusive or, every element's bits are gathered in its lowest
     bit, and these are counted.
     """
-    found = 0
+    count = 0
     for at in range(0, len(a), BLOCK):
         one, other = bytes(a[at : at + BLOCK]), bytes(b[at : at + BLOCK])
         if one != other:
@@ -99,8 +98,8 @@ def differing(a: memoryview, b: memoryview, width: int) -> int:
             while shift:
                 bits |= bits >> shift
                 shift //= 2
-            found += (bits & _lowest(width)).bit_count()
-    return found
+            count += (bits & _lowest(width)).bit_count()
+    return count
 
 
 @cache

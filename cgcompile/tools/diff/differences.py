@@ -64,10 +64,10 @@ def value_text(value: Any) -> str:
     return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
 
 
-def row_text(found: Row) -> str:
+def row_text(row: Row) -> str:
     """A whole row on one line: `float32 [2, 3], memory state`."""
-    texts = [value_text(found[name]) for name in BARE if name in found]
-    rest = [f"{name} {value_text(value)}" for name, value in found.items() if name not in BARE and value not in PLAIN]
+    texts = [value_text(row[name]) for name in BARE if name in row]
+    rest = [f"{name} {value_text(value)}" for name, value in row.items() if name not in BARE and value not in PLAIN]
     return ", ".join([*([" ".join(texts)] if texts else []), *rest])
 
 
@@ -101,9 +101,9 @@ def compare_rows(part: str, a: Mapping[str, Row], b: Mapping[str, Row], *, order
 
 def unique_names(rows: Iterable[tuple[str, T]]) -> dict[str, T]:
     """Rows by name; one that has the name of an earlier one is numbered: `relu`, `relu (2)`."""
-    found: dict[str, T] = {}
+    by_name: dict[str, T] = {}
     seen: Counter[str] = Counter()
-    for name, each in rows:
+    for name, row in rows:
         seen[name] += 1
-        found[name if seen[name] == 1 else f"{name} ({seen[name]})"] = each
-    return found
+        by_name[name if seen[name] == 1 else f"{name} ({seen[name]})"] = row
+    return by_name

@@ -35,37 +35,37 @@ def compare(a: Manifest, b: Manifest) -> Iterator[Difference]:
     """The differences, part by part; of what each entry has for itself, entry by entry."""
     both = (a, b)
     pairs = common_entries(a, b)
-    yield from compare_fields("bundle", "", *[as_row(each, *ELSEWHERE) for each in both])
-    yield from compare_fields("target", "", *[as_row(each.target, "features") for each in both])
+    yield from compare_fields("bundle", "", *[as_row(manifest, *ELSEWHERE) for manifest in both])
+    yield from compare_fields("target", "", *[as_row(manifest.target, "features") for manifest in both])
     yield from _sets("target", "features", a.target.features, b.target.features)
     yield from _sets("signature", "entries", *[[entry.name for entry in manifest.entries] for manifest in both])
-    yield from _sets("signature", "donations", *[_donations(each) for each in both])
-    yield from compare_fields("signature", "", *[{"random numbers": _weight_name(each, each.random)} for each in both])
-    yield from compare_fields("signature", "", *[_state_rows(each) for each in both])
+    yield from _sets("signature", "donations", *[_donations(manifest) for manifest in both])
+    yield from compare_fields("signature", "", *[{"random numbers": _weight_name(manifest, manifest.random)} for manifest in both])
+    yield from compare_fields("signature", "", *[_state_rows(manifest) for manifest in both])
     yield from _engine(a, b)
     for pair in pairs:
         yield from _of_entry(pair, _signature(both, pair))
         per_size = [file_names.per_size(manifest, entry) for manifest, entry in zip(both, pair, strict=True)]
-        exported = [{"exported": "per size" if own else "dynamic"} for own in per_size]
+        exported = [{"exported": "per size" if is_per_size else "dynamic"} for is_per_size in per_size]
         yield from _of_entry(pair, compare_fields("sizes", "", *exported))
-        sizes = [{dimension.name: as_row(dimension, "name") for dimension in found.dimensions} for found in pair]
+        sizes = [{dimension.name: as_row(dimension, "name") for dimension in entry.dimensions} for entry in pair]
         yield from _of_entry(pair, compare_rows("sizes", *sizes))
     yield from _memory(a, b)
     yield from compare_rows("weights", *[_weights(manifest) for manifest in both])
     yield from _regions(a, b)
     for pair in pairs:
         yield from _steps(both, pair)
-        findings = [unique_names([(finding.rule, as_row(finding, "rule")) for finding in found.findings]) for found in pair]
+        findings = [unique_names([(finding.rule, as_row(finding, "rule")) for finding in entry.findings]) for entry in pair]
         yield from _of_entry(pair, compare_rows("findings", *findings))
         yield from _of_entry(pair, _proofs(*pair))
     yield from _sets("findings", "allowed", a.allowed, b.allowed)
-    yield from compare_fields("versions", "", *[dict(each.provenance.versions) for each in both])
-    yield from compare_fields("options", "", *[dict(each.provenance.options) for each in both])
+    yield from compare_fields("versions", "", *[dict(manifest.provenance.versions) for manifest in both])
+    yield from compare_fields("options", "", *[dict(manifest.provenance.options) for manifest in both])
 
 
 def _engine(a: Manifest, b: Manifest) -> Iterator[Difference]:
     """The graphs of an engine by their keys, and its tensors by name."""
-    engines = [each.engine for each in (a, b)]
+    engines = [manifest.engine for manifest in (a, b)]
     yield from _sets("signature", "graphs", *[[graph.key for graph in engine.graphs] if engine else [] for engine in engines])
     rows = [{row.name: as_row(row, "name") for row in engine.tensors} if engine else {} for engine in engines]
     yield from compare_rows("signature", *rows, ordered=False)
@@ -79,8 +79,8 @@ def variants(a: Sequence[str], b: Sequence[str]) -> Iterator[Difference]:
 
 def key_text(entry: EntrySpec, key: Sequence[int]) -> str:
     """An int_key for people: `batch=8, seq=128`."""
-    own = ", ".join([f"{dimension.name}={size}" for dimension, size in zip(entry.dimensions, key, strict=True)]) or "no dimensions"
-    return own if entry.name == FORWARD else f"{entry.name}: {own}"
+    text = ", ".join([f"{dimension.name}={size}" for dimension, size in zip(entry.dimensions, key, strict=True)]) or "no dimensions"
+    return text if entry.name == FORWARD else f"{entry.name}: {text}"
 
 
 def common_entries(a: Manifest, b: Manifest) -> list[Pair]:
@@ -89,12 +89,12 @@ def common_entries(a: Manifest, b: Manifest) -> list[Pair]:
     return [(entry, theirs[entry.name]) for entry in a.entries if entry.name in theirs]
 
 
-def _of_entry(pair: Pair, found: Iterator[Difference]) -> Iterator[Difference]:
+def _of_entry(pair: Pair, differences: Iterator[Difference]) -> Iterator[Difference]:
     """Differences of an entry, with its name before theirs where it is not `forward`."""
     entry = pair[0].name
-    for each in found:
-        own = each if entry == FORWARD else replace(each, name=": ".join(filter(None, [entry, each.name])))
-        yield own
+    for difference in differences:
+        labelled = difference if entry == FORWARD else replace(difference, name=": ".join(filter(None, [entry, difference.name])))
+        yield labelled
 
 
 def common_programs(a: EntrySpec, b: EntrySpec) -> list[tuple[str, Program, Program]]:
@@ -113,7 +113,7 @@ def step_regions(manifest: Manifest, program: Program) -> list[str]:
 
 def _sets(part: str, name: str, a: Sequence[str], b: Sequence[str]) -> Iterator[Difference]:
     gone, new = sorted(set(a) - set(b)), sorted(set(b) - set(a))
-    texts = [f"only in {side}: {', '.join(found)}" for side, found in (("A", gone), ("B", new)) if found]
+    texts = [f"only in {side}: {', '.join(names)}" for side, names in (("A", gone), ("B", new)) if names]
     if texts or tuple(a) != tuple(b):
         yield Difference(part=part, name=name, note="; ".join(texts) or f"{value_text(a)} -> {value_text(b)}")
 
@@ -139,9 +139,9 @@ def _state_rows(manifest: Manifest) -> dict[str, object]:
 
 
 def _donations(manifest: Manifest) -> list[str]:
-    each = {entry.name: entry for entry in manifest.entries}
+    by_name = {entry.name: entry for entry in manifest.entries}
     return [
-        f"{row.source}.{each[row.source].outputs[row.output].name} -> {row.target}.{each[row.target].inputs[row.input].name}"
+        f"{row.source}.{by_name[row.source].outputs[row.output].name} -> {row.target}.{by_name[row.target].inputs[row.input].name}"
         for row in manifest.donations
     ]
 
@@ -172,7 +172,7 @@ def _parameters(entry: EntrySpec) -> list[str]:
     defaults = [
         "" if parameter.default is None else f", default {recorded_constant(parameter.default)!r}" for parameter in entry.parameters
     ]
-    return [f"{'by name' if parameter.keyword else 'any'}{own}" for parameter, own in zip(entry.parameters, defaults, strict=True)]
+    return [f"{'by name' if parameter.keyword else 'any'}{end}" for parameter, end in zip(entry.parameters, defaults, strict=True)]
 
 
 def _shared(manifest: Manifest, entry: EntrySpec, alias: Alias | None) -> str:
@@ -192,11 +192,11 @@ def _weight_name(manifest: Manifest, index: int | None) -> str:
 def _memory(a: Manifest, b: Manifest) -> Iterator[Difference]:
     yield from _bytes("", dict(a.memories), dict(b.memories))
     yield from compare_rows(
-        "memory", *[{f"donated by {row.entry}": as_row(row, "entry") for row in each.donated} for each in (a, b)]
+        "memory", *[{f"donated by {row.entry}": as_row(row, "entry") for row in manifest.donated} for manifest in (a, b)]
     )
     for key, mine, theirs in [program for pair in common_entries(a, b) for program in common_programs(*pair)]:
-        yield from _bytes(key, *[{"arena": each.arena, "inputs": each.static} for each in (mine, theirs)])
-    before, after = [{weight.name: weight.offset for weight in found.weights} for found in (a, b)]
+        yield from _bytes(key, *[{"arena": program.arena, "inputs": program.static} for program in (mine, theirs)])
+    before, after = [{weight.name: weight.offset for weight in manifest.weights} for manifest in (a, b)]
     moved = [name for name, offset in before.items() if after.get(name, offset) != offset]
     if moved:
         note = f"{len(moved)} of {len(before)} lie elsewhere, first {moved[0]}: {before[moved[0]]} -> {after[moved[0]]}"
@@ -228,29 +228,29 @@ def _regions(a: Manifest, b: Manifest) -> Iterator[Difference]:
     both = (a, b)
     yield from compare_rows(
         "regions",
-        *[unique_names([(region.name, as_row(region, "name", "constants")) for region in found.regions]) for found in both],
+        *[unique_names([(region.name, as_row(region, "name", "constants")) for region in side.regions]) for side in both],
     )
     named_a, named_b = [
-        {region.name: {constant: _weight_name(found, index) for constant, index in region.constants} for region in found.regions}
-        for found in both
+        {region.name: {constant: _weight_name(side, index) for constant, index in region.constants} for region in side.regions}
+        for side in both
     ]
     for name in named_a:
         if name in named_b:
-            for each in compare_fields("regions", "", named_a[name], named_b[name]):
-                yield Difference(part="regions", name=name, field=f"constant {each.name}", a=each.a, b=each.b)
+            for difference in compare_fields("regions", "", named_a[name], named_b[name]):
+                yield Difference(part="regions", name=name, field=f"constant {difference.name}", a=difference.a, b=difference.b)
 
 
 def _steps(both: tuple[Manifest, Manifest], pair: Pair) -> Iterator[Difference]:
     """Per int_key the chain of steps, and where that is the same the first value that differs."""
     for key, mine, theirs in common_programs(*pair):
         chains = [
-            value_text([f"{step.kind} {name}".strip() for step, name in zip(each.steps, step_regions(found, each), strict=True)])
-            for found, each in zip(both, (mine, theirs), strict=True)
+            value_text([f"{step.kind} {name}".strip() for step, name in zip(row.steps, step_regions(manifest, row), strict=True)])
+            for manifest, row in zip(both, (mine, theirs), strict=True)
         ]
         if chains[0] != chains[1]:
             yield Difference(part="steps", name=key, a=chains[0], b=chains[1])
             continue
-        yield from compare_fields("steps", key, *[{"lowering": _chosen(each)} for each in (mine, theirs)])
+        yield from compare_fields("steps", key, *[{"lowering": _chosen(program)} for program in (mine, theirs)])
         values = list(zip_longest(_values(pair[0], mine), _values(pair[1], theirs), fillvalue=("nothing", "nothing")))
         other = [(one, two) for one, two in values if one != two]
         if other:
@@ -269,12 +269,12 @@ def _chosen(program: Program) -> str:
 def _values(entry: EntrySpec, program: Program) -> list[tuple[str, str]]:
     """Every value that the call or a step reads or writes: where, and what it is.  Its number is part of that: on the cpu target
     all lie at offset 0."""
-    found = [(f"input {spec.name}", index) for spec, index in zip(entry.inputs, program.inputs, strict=True)]
-    found += [(f"output {spec.name}", index) for spec, index in zip(entry.outputs, program.outputs, strict=True)]
+    uses = [(f"input {spec.name}", index) for spec, index in zip(entry.inputs, program.inputs, strict=True)]
+    uses += [(f"output {spec.name}", index) for spec, index in zip(entry.outputs, program.outputs, strict=True)]
     for number, step in enumerate(program.steps):
         for verb, positions in (("reads", step.inputs), ("writes", step.outputs)):
-            found += [(f"step {number} ({step.kind}) {verb}", index) for index in positions]
-    return [(where, f"v{index} {_value(program.values[index])}") for where, index in found]
+            uses += [(f"step {number} ({step.kind}) {verb}", index) for index in positions]
+    return [(where, f"v{index} {_value(program.values[index])}") for where, index in uses]
 
 
 def _value(value: Value) -> str:
@@ -283,15 +283,15 @@ def _value(value: Value) -> str:
 
 def _proofs(a: EntrySpec, b: EntrySpec) -> Iterator[Difference]:
     yield from compare_fields("self-test", "", as_row(a.self_test, "proofs"), as_row(b.self_test, "proofs"))
-    proofs = [{proof.key: proof for proof in found.self_test.proofs} for found in (a, b)]
+    proofs = [{proof.key: proof for proof in entry.self_test.proofs} for entry in (a, b)]
     for key, mine, _ in common_programs(a, b):
         pair = [proof[mine.key] for proof in proofs]
-        for found in compare_fields("self-test", f"proof {key}", *[as_row(each, "key") for each in pair]):
-            beyond = _beyond(*pair) if found.field == "error" else ""
-            yield replace(found, note=beyond, measured=found.field in MEASURED and not beyond)
+        for difference in compare_fields("self-test", f"proof {key}", *[as_row(proof, "key") for proof in pair]):
+            beyond = _beyond(*pair) if difference.field == "error" else ""
+            yield replace(difference, note=beyond, measured=difference.field in MEASURED and not beyond)
 
 
 def _beyond(a: Proof, b: Proof) -> str:
     """`of B is beyond its bound: 2.0e-03, allowed 1.0e-04`, or ""."""
-    sides = [(side, each) for side, each in (("A", a), ("B", b)) if not each.error <= each.tolerance]
-    return "; ".join([f"of {side} is beyond its bound: {each.error:.1e}, allowed {each.tolerance:.1e}" for side, each in sides])
+    sides = [(side, proof) for side, proof in (("A", a), ("B", b)) if not proof.error <= proof.tolerance]
+    return "; ".join([f"of {side} is beyond its bound: {proof.error:.1e}, allowed {proof.tolerance:.1e}" for side, proof in sides])

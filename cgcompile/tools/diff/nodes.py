@@ -84,8 +84,8 @@ def _launch(mine: Function, one: KernelNode, theirs: Function, other: KernelNode
             yield name, f"{_text(before)} -> {_text(after)}"
 
 
-def _attributes(found: Iterable[tuple[int, object]]) -> str:
-    return ", ".join([f"{number}={_text(value)}" for number, value in sorted(found, key=lambda pair: pair[0])]) or "none"
+def _attributes(attributes: Iterable[tuple[int, object]]) -> str:
+    return ", ".join([f"{number}={_text(value)}" for number, value in sorted(attributes, key=lambda pair: pair[0])]) or "none"
 
 
 def _parameters(mine: Function, one: KernelNode, theirs: Function, other: KernelNode) -> Iterator[tuple[str, str]]:
@@ -95,8 +95,8 @@ def _parameters(mine: Function, one: KernelNode, theirs: Function, other: Kernel
         return
     unread = _unread(one) | _unread(other) if mine.image == theirs.image else _unread(one) & _unread(other)
     places = [{relocation.at: place(relocation.target) for relocation in node.relocations} for node in (one, other)]
-    for found, node in zip(places, (one, other), strict=True):
-        found.update({handle.at: f"condition {handle.conditional}" for handle in node.handles})
+    for targets, node in zip(places, (one, other), strict=True):
+        targets.update({handle.at: f"condition {handle.conditional}" for handle in node.handles})
     moved = {at for at in {**places[0], **places[1]} if places[0].get(at) != places[1].get(at)}
     moved |= {at for at in range(len(one.block)) if one.block[at] != other.block[at] and at not in unread}
     for number, (offset, size) in enumerate(mine.params):
@@ -107,7 +107,7 @@ def _parameters(mine: Function, one: KernelNode, theirs: Function, other: Kernel
             if size > WORD:
                 at, width, name = first, min(4, offset + size - first), f"{name} at byte {first - offset}"
             texts = [
-                found.get(at) or _number(node.block[at : at + width]) for found, node in zip(places, (one, other), strict=True)
+                targets.get(at) or _number(node.block[at : at + width]) for targets, node in zip(places, (one, other), strict=True)
             ]
             yield name, " -> ".join(texts)
     if moved:

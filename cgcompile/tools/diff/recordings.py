@@ -23,17 +23,17 @@ SHOWN = 3
 
 def launches(bundle: BundleFiles) -> Launches:
     """What the bundle's recordings launch.  Raises file-damaged, table-invalid."""
-    found: dict[str, Counter[str]] = {}
+    by_symbol: dict[str, Counter[str]] = {}
     for name in files(bundle).values():
         view = table(bundle, name)
         for function, count in Counter(view.function).items():
-            found.setdefault(view.symbols[function], Counter())[view.images[function]] += count
-    return found
+            by_symbol.setdefault(view.symbols[function], Counter())[view.images[function]] += count
+    return by_symbol
 
 
 def same_tables(a: BundleFiles, b: BundleFiles) -> bool:
     """Whether both have the same recordings, by their hashes."""
-    hashes = [{where: found.files[name].sha256 for where, name in files(found).items()} for found in (a, b)]
+    hashes = [{where: bundle.files[name].sha256 for where, name in files(bundle).items()} for bundle in (a, b)]
     return hashes[0] == hashes[1]
 
 
@@ -43,7 +43,7 @@ def compare_kernels(a: Launches, b: Launches) -> Iterator[Difference]:
         mine, theirs = a.get(symbol, Counter()), b.get(symbol, Counter())
         facts = {"launches_a": mine.total(), "launches_b": theirs.total()}
         if not mine or not theirs:
-            sides = [_images(each) if each else None for each in (mine, theirs)]
+            sides = [_images(counts) if counts else None for counts in (mine, theirs)]
             yield Difference(part="kernels", name=symbol, a=sides[0], b=sides[1], facts=facts)
             continue
         gone = Counter({image: number for image, number in mine.items() if image not in theirs})
@@ -54,10 +54,10 @@ def compare_kernels(a: Launches, b: Launches) -> Iterator[Difference]:
             yield Difference(part="kernels", name=symbol, a=_images(mine), b=_images(theirs), facts=facts)
 
 
-def _images(found: Counter[str]) -> str:
+def _images(counts: Counter[str]) -> str:
     """`3af2c01b9d11 (4 launches)`."""
-    texts = [f"{image[:DIGITS]} ({count} launch{'' if count == 1 else 'es'})" for image, count in found.most_common(SHOWN)]
-    return ", ".join([*texts, *([f"{len(found) - SHOWN} more images"] if len(found) > SHOWN else [])]) or "none"
+    texts = [f"{image[:DIGITS]} ({count} launch{'' if count == 1 else 'es'})" for image, count in counts.most_common(SHOWN)]
+    return ", ".join([*texts, *([f"{len(counts) - SHOWN} more images"] if len(counts) > SHOWN else [])]) or "none"
 
 
 def compare_nodes(a: BundleFiles, b: BundleFiles) -> Iterator[Difference]:
@@ -70,29 +70,29 @@ def compare_nodes(a: BundleFiles, b: BundleFiles) -> Iterator[Difference]:
 
 def compare_recordings(where: str, a: Recording, b: Recording) -> Iterator[Difference]:
     """The differences between two recordings, under the name `where`."""
-    counts = [Counter([kind(node) for node in found.nodes]) for found in (a, b)]
+    counts = [Counter([kind(node) for node in recording.nodes]) for recording in (a, b)]
     if counts[0] != counts[1]:
         facts = {"nodes_a": counts[0].total(), "nodes_b": counts[1].total()}
         yield Difference(part="nodes", name=where, a=_kinds(counts[0]), b=_kinds(counts[1]), facts=facts)
     together = min(len(a.nodes), len(b.nodes))
-    told = [(number, found) for number in range(together) if (found := changes(a, b, number))]
-    if told:
-        alone = [number for number, found in told if [name for name, _ in found] == [IMAGE]]
-        first, found = next((each for each in told if each[0] not in alone), told[0])
-        head = f"{len(told)} of {together} nodes differ" + (f", {len(alone)} in the kernel's image alone" if alone else "")
+    differing = [(number, node_changes) for number in range(together) if (node_changes := changes(a, b, number))]
+    if differing:
+        alone = [number for number, node_changes in differing if [name for name, _ in node_changes] == [IMAGE]]
+        first, first_changes = next((pair for pair in differing if pair[0] not in alone), differing[0])
+        head = f"{len(differing)} of {together} nodes differ" + (f", {len(alone)} in the kernel's image alone" if alone else "")
         if len(a.nodes) != len(b.nodes):
             head = f"alike up to node {first}" if not alone else f"but for images alike up to node {first}"
-        what = "; ".join([f"{name} {texts}" for name, texts in found])
-        facts = {"nodes": together, "differ": len(told), "images": len(alone), "first": first}
+        what = "; ".join([f"{name} {texts}" for name, texts in first_changes])
+        facts = {"nodes": together, "differ": len(differing), "images": len(alone), "first": first}
         yield Difference(part="nodes", name=where, note=f"{head}; node {first} ({title(a, first)}): {what}", facts=facts)
     elif len(a.nodes) != len(b.nodes):
         side, longer = ("A", a) if len(a.nodes) > together else ("B", b)
         note = f"node {together} ({title(longer, together)}) and what follows it: only in {side}"
         yield Difference(part="nodes", name=where, note=note, facts={"first": together})
     if a.bodies != b.bodies and counts[0] == counts[1]:
-        texts = [", ".join(map(str, found.bodies)) for found in (a, b)]
+        texts = [", ".join(map(str, recording.bodies)) for recording in (a, b)]
         yield Difference(part="nodes", name=where, field="first nodes of bodies", a=texts[0], b=texts[1])
-    edges = [Counter(found.edges) for found in (a, b)]
+    edges = [Counter(recording.edges) for recording in (a, b)]
     if counts[0] == counts[1] and edges[0] != edges[1]:
         facts = {"edges_a": (edges[0] - edges[1]).total(), "edges_b": (edges[1] - edges[0]).total()}
         note = f"edges only in A: {facts['edges_a']}, only in B: {facts['edges_b']}"
@@ -107,7 +107,7 @@ def _kinds(counts: Counter[str]) -> str:
 def compare_module_states(a: Sequence[ModuleState], b: Sequence[ModuleState]) -> Iterator[Difference]:
     """What the data symbols of images hold: which symbol, its contents, and the addresses in them."""
     yield from compare_rows(
-        "module state", *[unique_names([(each.symbol, _state(each)) for each in found]) for found in (a, b)], ordered=False
+        "module state", *[unique_names([(state.symbol, _state(state)) for state in states]) for states in (a, b)], ordered=False
     )
 
 
@@ -123,10 +123,10 @@ def _state(state: ModuleState) -> Row:
 def files(bundle: BundleFiles) -> dict[str, str]:
     """The file of every recording, by int_key and region: `batch=8, model`."""
     engine = bundle.manifest.engine
-    found = [(f"graph {graph.key}", graph.file) for graph in engine.graphs] if engine is not None else []
+    rows = [(f"graph {graph.key}", graph.file) for graph in engine.graphs] if engine is not None else []
     for entry in bundle.manifest.entries:
         for program in entry.programs:
             names = step_regions(bundle.manifest, program)
             steps = zip(names, program.steps, strict=True)
-            found += [(f"{key_text(entry, program.key)}, {name}", step.file) for name, step in steps if step.kind == "graph"]
-    return unique_names(found)
+            rows += [(f"{key_text(entry, program.key)}, {name}", step.file) for name, step in steps if step.kind == "graph"]
+    return unique_names(rows)

@@ -27,7 +27,7 @@ def main(path: str) -> None:
     lanes = Lanes(program, job)
     token = lanes.read(0)
     laps.mark("first")
-    made = [token, *lanes.step(1, [token])]
+    generated_tokens = [token, *lanes.step(1, [token])]
     laps.mark("second")
     rates: dict[str, float] = {}
     for batch in job["batches"]:
@@ -40,9 +40,9 @@ def main(path: str) -> None:
                 kept += tokens[:1]
             best = max(best, batch * job["tokens"] / (perf_counter() - begin))
             if batch == job["batches"][0]:
-                made = kept
+                generated_tokens = kept
         rates[str(batch)] = best
-    say({"laps": laps.seconds, "rates": rates, "made": made, "torch": "torch" in sys.modules})
+    say({"laps": laps.seconds, "rates": rates, "made": generated_tokens, "torch": "torch" in sys.modules})
 
 
 class Lanes:
@@ -62,13 +62,13 @@ class Lanes:
             starts = range(begin, min(len(prompt), begin + self._seq * beside), self._seq)
             counts, off = [min(self._seq, len(prompt) - start) for start in starts], [0] * (self._lanes - len(starts))
             chunk = prompt[begin : begin + sum(counts)]
-            made = self._program.prefill(
+            outputs = self._program.prefill(
                 self._integers([*chunk, *[0] * (self._seq * self._lanes - len(chunk))], self._lanes, self._seq),
                 self._integers(counts + off, self._lanes), self._integers([*starts, *off], self._lanes),
                 self._pages([lane] * len(starts), self._lanes, self._blocks),
                 self._integers([1 + lane] * len(starts) + off, self._lanes), *self._how(self._lanes),
             )  # fmt: skip
-            token = made["token"].tolist()[len(starts) - 1]
+            token = outputs["token"].tolist()[len(starts) - 1]
         return token
 
     def step(self, place: int, tokens: list[int]) -> list[int]:
@@ -81,16 +81,16 @@ class Lanes:
                 self._pages(range(count), batch, self._decode[batch]), self._integers([*range(1, count + 1), *off], batch),
                 *self._how(batch),
             )  # fmt: skip
-        made = self._program.decode(
+        outputs = self._program.decode(
             self._integers([*tokens, *off], batch, 1), self._integers([1] * count + off, batch),
             self._integers([self._job["prompt"] + place - 1] * count + off, batch), *self._tables[count],
         )  # fmt: skip
-        found: list[int] = made["token"].tolist()[:count]
-        return found
+        next_tokens: list[int] = outputs["token"].tolist()[:count]
+        return next_tokens
 
     def _pages(self, lanes: Any, batch: int, blocks: int) -> Any:
-        each = self._job["each"]
-        rows = [[*range(1 + lane * each, 1 + (lane + 1) * each), *[0] * (blocks - each)] for lane in lanes]
+        per_lane = self._job["each"]
+        rows = [[*range(1 + lane * per_lane, 1 + (lane + 1) * per_lane), *[0] * (blocks - per_lane)] for lane in lanes]
         return self._integers([page for row in rows for page in row] + [0] * (blocks * (batch - len(rows))), batch, blocks)
 
     def _how(self, batch: int) -> list[Any]:

@@ -57,10 +57,10 @@ def read_layout(manifest: Manifest, prompt: int) -> Layout:
         )  # fmt: skip
     prefill, decode = [entry_named(manifest, name) for name in ENTRIES]
     for entry in (prefill, decode):
-        given = [spec.name for spec in entry.inputs]
-        others = [name for name in given[len(INPUTS) :] if name != ADAPTER]
-        if tuple(given[: len(INPUTS)]) != INPUTS or any(not name.startswith("sampling") for name in others):
-            raise BuildError("bench-failed", f"{entry.name} takes {', '.join(given)}, expected {', '.join(INPUTS)} and sampling")
+        in_names = [spec.name for spec in entry.inputs]
+        others = [name for name in in_names[len(INPUTS) :] if name != ADAPTER]
+        if tuple(in_names[: len(INPUTS)]) != INPUTS or any(not name.startswith("sampling") for name in others):
+            raise BuildError("bench-failed", f"{entry.name} takes {', '.join(in_names)}, expected {', '.join(INPUTS)} and sampling")
     cache, (slots, vocabulary) = weights["keys_0"], weights["seen"].shape
     most = {dimension.name: dimension.most or 0 for dimension in manifest.state_dimensions}
     several = "state_0" not in weights

@@ -116,18 +116,18 @@ def planned(load: Load) -> list[Planned]:
     return plan
 
 
-def told(load: Load, model: str, answers: Sequence[Answered], duration: float) -> dict[str, Any]:
+def summary(load: Load, model: str, answers: Sequence[Answered], duration: float) -> dict[str, Any]:
     """The numbers, by the names of vLLM's `bench serve`."""
     right = [answer for answer in answers if not answer.error]
-    made, read = sum(answer.tokens for answer in right), sum(answer.prompt for answer in right)
+    output_tokens, read = sum(answer.tokens for answer in right), sum(answer.prompt for answer in right)
     firsts = [answer.times[0] for answer in right if answer.times]
     whole = [(answer.seconds - answer.times[0]) / (answer.tokens - 1) for answer in right if answer.times and answer.tokens > 1]
     between = [later - sooner for answer in right for sooner, later in zip(answer.times, answer.times[1:], strict=False)]
     numbers: dict[str, Any] = {
         "model_id": model, "num_prompts": load.requests, "request_rate": load.rate if math.isfinite(load.rate) else "inf",
         "max_concurrency": load.clients or None, "duration": duration, "completed": len(right), "failed": len(answers) - len(right),
-        "total_input_tokens": read, "total_output_tokens": made, "request_throughput": len(right) / duration,
-        "output_throughput": made / duration, "total_token_throughput": (made + read) / duration,
+        "total_input_tokens": read, "total_output_tokens": output_tokens, "request_throughput": len(right) / duration,
+        "output_throughput": output_tokens / duration, "total_token_throughput": (output_tokens + read) / duration,
     }  # fmt: skip
     for name, seconds in (
         ("ttft", firsts), ("tpot", whole), ("itl", between), ("e2el", [answer.seconds for answer in right]),

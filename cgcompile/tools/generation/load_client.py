@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from ...errors import BuildError
-from .load import Answered, Load, Planned, planned, told
+from .load import Answered, Load, Planned, planned, summary
 
 
 def measure_load(url: str, load: Load) -> dict[str, Any]:
@@ -41,7 +41,7 @@ async def _measure(url: str, load: Load) -> dict[str, Any]:
             return await server.complete(model, request)
 
     answers = await asyncio.gather(*[one(request) for request in planned(load)])
-    return told(load, model, answers, perf_counter() - begin)
+    return summary(load, model, answers, perf_counter() - begin)
 
 
 class Server:

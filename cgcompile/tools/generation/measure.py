@@ -103,7 +103,7 @@ def measure_generation(
             "decode": layout.decode, "sampling": layout.sampling, "vocabulary": layout.vocabulary,
             "each": -(-(prompt + tokens + 1) // layout.page),
         }))  # fmt: skip
-        found: dict[str, list[dict[str, Any]]] = {}
+        answers: dict[str, list[dict[str, Any]]] = {}
         why = dict(skipped)
         with Stages(progress or silent)("generate") as tell:
             for turn in range(rounds):
@@ -112,7 +112,7 @@ def measure_generation(
                         continue
                     tell(f"round {turn + 1} of {rounds}, {name}")
                     try:
-                        found.setdefault(name, []).append(_answer(name, job, Path(scratch)))
+                        answers.setdefault(name, []).append(_answer(name, job, Path(scratch)))
                     except BuildError as error:
                         if error.code != "baseline-failed":
                             raise
@@ -120,7 +120,7 @@ def measure_generation(
                             raise BuildError("bench-failed", f"the bundle does not run here: {error}", error.hint) from None
                         why[name] = f"failed: {error}"
             tell.result(f"{rounds} round{'s' if rounds > 1 else ''} of fresh processes")
-    ways = [_way(name, found.get(name, []), why.get(name, "")) for name in (BUNDLE, *BASELINES) if name in found or name in why]
+    ways = [_way(name, answers.get(name, []), why.get(name, "")) for name in (BUNDLE, *BASELINES) if name in answers or name in why]
     return GenerationBenchmark(
         path=os.fspath(path), name=bundle.manifest.name, target=target, machine=this_machine({}, load), prompt=prompt,
         tokens=tokens, batches=batches, rounds=rounds, ways=tuple(ways),

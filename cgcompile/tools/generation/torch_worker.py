@@ -32,14 +32,14 @@ def main(how: str, path: str) -> None:
     answer = served.made(1, tokens + 1)
     for batch in job["batches"]:
         served.made(batch, tokens + 1)
-        found = []
+        durations = []
         for _ in range(job["rounds"]):
             begin = perf_counter()
             served.made(batch, 1)
             middle = perf_counter()
             served.made(batch, tokens + 1)
-            found.append((perf_counter() - middle) - (middle - begin))
-        rates[str(batch)] = batch * tokens / max(min(found), 1e-9)
+            durations.append((perf_counter() - middle) - (middle - begin))
+        rates[str(batch)] = batch * tokens / max(min(durations), 1e-9)
     say({"laps": laps.seconds, "rates": rates, "made": answer, "torch": True})
 
 
@@ -72,11 +72,11 @@ class Transformers:
 
         rows = [prompt_of(lane, self._job["prompt"], self._job["vocabulary"]) for lane in range(batch)]
         ids = torch.tensor(rows, device=self._device)
-        made = self._model.generate(
+        sequences = self._model.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, min_new_tokens=tokens, **self._options
         )
-        found: list[int] = made[0, ids.shape[1] :].tolist()
-        return found
+        new_tokens: list[int] = sequences[0, ids.shape[1] :].tolist()
+        return new_tokens
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ def with_bounded_outputs(exported: Exported) -> Exported:
     flat = exported.flat
     flat.bounded, flat.shapes = rows, exported.shapes
     flat.names += names_of_counts(flat.names, rows)
-    shapes = tuple([(sizes, bounded_shapes(found, rows, sizes)) for sizes, found in exported.eager_shapes])
+    shapes = tuple([(sizes, bounded_shapes(plain_shapes, rows, sizes)) for sizes, plain_shapes in exported.eager_shapes])
     return replace(exported, programs=programs, eager_shapes=shapes)
 
 
@@ -59,12 +59,12 @@ def _rows(exported: Exported, programs: Programs, axes: Sequence[Sequence[tuple[
     symbols = symbols_of(source, programs.first, exported.shapes, sizes) if programs.dynamic else {}
     rows = []
     for output, axis, count in axes[0]:
-        found = [_output(program, output).shape[axis] for _, program in programs.each]
+        extents = [_output(program, output).shape[axis] for _, program in programs.each]
         bound: Size | None
         if programs.dynamic:
-            bound = size_of(source, str(output), axis, found[0], symbols)
+            bound = size_of(source, str(output), axis, extents[0], symbols)
         else:
-            points = [(dict(zip(sizes, key, strict=True)), int(size)) for key, size in zip(programs.by_key, found, strict=True)]
+            points = [(dict(zip(sizes, key, strict=True)), int(size)) for key, size in zip(programs.by_key, extents, strict=True)]
             bound = fitted(points) or tabled(points)
         if bound is None:
             raise Unsupported("a bound that follows no rule")
@@ -84,8 +84,8 @@ def _agrees(exported: Exported, programs: Programs, rows: Sequence[BoundedAxis],
     for seed in (SEED, SELF_TEST_SEED):
         tensors = sample(exported.source, sizes, seed).tensors
         wanted = bounded_outputs(_seeded(exported.flat, tensors), rows, sizes)
-        given = _seeded(module, tensors)
-        pairs = zip(wanted, given, strict=True)
+        actual = _seeded(module, tensors)
+        pairs = zip(wanted, actual, strict=True)
         if any(compare(want, got).error > (bound if is_float(want.dtype) else 0.0) for want, got in pairs):
             return False
     return True

@@ -142,13 +142,13 @@ def _drop(root: GraphModule, region: Sequence[Node], counts: Counts) -> None:
     """Takes out those of the nodes that nothing else needs, with what the export asserts of their sizes that is always so.
 
     Of a size that an operator of another library gives, torch 2.11 asserts that it is 2 or more (`create_unbacked_symint`)."""
-    own = {node: None for node in region}
+    doomed = {node: None for node in region}
     others = [node for node in region if getattr(node.target, "namespace", "aten") != "aten"]
     foreign = {expr for node in others for expr in node_axes(node).values()}
     for node in root.graph.nodes:
-        if node not in own and any(source in own for source in node.all_input_nodes) and _says_nothing(node, counts, foreign):
-            own[node] = None
-    for node in reversed([node for node in root.graph.nodes if node in own]):
+        if node not in doomed and any(source in doomed for source in node.all_input_nodes) and _says_nothing(node, counts, foreign):
+            doomed[node] = None
+    for node in reversed([node for node in root.graph.nodes if node in doomed]):
         if not node.users:
             root.graph.erase_node(node)
 

@@ -54,10 +54,10 @@ def _replace(graph: Graph, product: Product, text: AttentionText) -> None:
         }
         launch = graph.call_function(triton_kernel_wrapper_functional, (), named)
         launch.meta["val"] = {name: arguments[name].meta["val"] for name in written}
-        made = {name: call(graph, operator.getitem, launch, name) for name in written}
-    text.outcome.replace_all_uses_with(made["out_ptr"])
+        outputs = {name: call(graph, operator.getitem, launch, name) for name in written}
+    text.outcome.replace_all_uses_with(outputs["out_ptr"])
     for name, write in text.writes.items():
-        write.put.replace_all_uses_with(made[name], delete_user_cb=lambda user: user.target is aten.copy_.default)
+        write.put.replace_all_uses_with(outputs[name], delete_user_cb=lambda user: user.target is aten.copy_.default)
     graph.eliminate_dead_code()
 
 
@@ -66,6 +66,6 @@ def _function(source: str, product: Product) -> Any:
     import triton
     from torch._inductor.codecache import PyCodeCache
 
-    made = PyCodeCache.load(source).attention
+    kernel = PyCodeCache.load(source).attention
     large = product.length * product.columns > LARGE
-    return triton.autotune([triton.Config({}, num_warps=8)], key=[])(made) if large else made
+    return triton.autotune([triton.Config({}, num_warps=8)], key=[])(kernel) if large else kernel

@@ -87,7 +87,7 @@ class _Writer:
         narrow = len(users) == 1 and users[0].target is prims.convert_element_type.default and users[0].args[1] in HALF
         outcome = users[0] if narrow else mixed.total
         dtype = DTYPES[outcome.meta["val"].dtype]
-        named = [self.pointer(each.weight) for each in ahead]
+        named = [self.pointer(prefetch.weight) for prefetch in ahead]
         body = [
             f"p = tl.arange(0, {power(length)})",
             f"k_column = tl.arange(0, {power(self.scores.length)})",
@@ -156,31 +156,31 @@ class _Writer:
         other = any(key != "alpha" or value != 1 for key, value in node.kwargs.items())
         if not text or other or text.count("{}") != len(node.args) or dtype not in DTYPES:
             return self.loaded(node)
-        made = text.format(*[self.vector(argument) for argument in node.args])
-        return rounded(made, dtype) if name in ROUNDED else made
+        expression = text.format(*[self.vector(argument) for argument in node.args])
+        return rounded(expression, dtype) if name in ROUNDED else expression
 
     def converted(self, node: Node) -> str:
-        given, dtype = node.args[0].meta["val"].dtype, node.args[1]
-        if given not in DTYPES or dtype not in DTYPES:
+        source_dtype, dtype = node.args[0].meta["val"].dtype, node.args[1]
+        if source_dtype not in DTYPES or dtype not in DTYPES:
             raise UnknownOperation
-        made = self.vector(node.args[0])
+        expression = self.vector(node.args[0])
         if dtype in HALF:
-            return rounded(f"{made}.to(tl.float32)" if given not in (*HALF, torch.float32) else made, dtype)
-        return made if given in HALF and dtype is torch.float32 else f"{made}.to({DTYPES[dtype]})"
+            return rounded(f"{expression}.to(tl.float32)" if source_dtype not in (*HALF, torch.float32) else expression, dtype)
+        return expression if source_dtype in HALF and dtype is torch.float32 else f"{expression}.to({DTYPES[dtype]})"
 
     def softmax(self, node: Node) -> tuple[str, str]:
         """The names of the largest element and of the sum of exponentials."""
         if node not in self.names:
             self.check_row(node.args[0], node.args[1])
-            given, number = self.vector(node.args[0]), len(self.names)
+            expression, number = self.vector(node.args[0]), len(self.names)
             inside = f"p < {self.mixed.length}"
             self.lines += [
-                f'most{number} = tl.max(tl.where({inside}, {given}, float("-inf")), 0)',
-                f"sum{number} = tl.sum(tl.where({inside}, tl.exp({given} - most{number}), 0.0), 0)",
+                f'most{number} = tl.max(tl.where({inside}, {expression}, float("-inf")), 0)',
+                f"sum{number} = tl.sum(tl.where({inside}, tl.exp({expression} - most{number}), 0.0), 0)",
             ]
             self.names[node] = f"most{number}", f"sum{number}"
-        found: tuple[str, str] = self.names[node]
-        return found
+        statistic_names: tuple[str, str] = self.names[node]
+        return statistic_names
 
     def reduced(self, node: Node) -> str:
         keeps = len(node.args) > 2 and node.args[2]
@@ -241,9 +241,9 @@ class _Writer:
         heads = self.heads(place)
 
         def at(memory: Place, row: str, column: str) -> str:
-            found: list[str | None] = [*heads, None, None]
-            found[axes[0]], found[axes[1]] = row, column
-            return self.at(memory, found)
+            coordinates: list[str | None] = [*heads, None, None]
+            coordinates[axes[0]], coordinates[axes[1]] = row, column
+            return self.at(memory, coordinates)
 
         mask = f"(p[:, None] < {length}) & ({column}[None, :] < {width})"
         self.reads.append(f"{name}_read = tl.load({at(memory, 'p[:, None]', f'{column}[None, :]')}, {mask}, other=0)")
@@ -278,12 +278,12 @@ class _Writer:
     def at(self, place: Place, coordinates: Sequence[str | None]) -> str:
         """The address of an element, or of several."""
         both = zip(coordinates, place.strides, strict=True)
-        terms = [f"{each} * {stride}" for each, stride in both if each is not None and stride]
+        terms = [f"{coordinate} * {stride}" for coordinate, stride in both if coordinate is not None and stride]
         return " + ".join([self.pointer(place.base), str(place.offset), *terms])
 
     def pointer(self, node: Node) -> str:
-        for name, given in self.arguments.items():
-            if given is node:
+        for name, argument in self.arguments.items():
+            if argument is node:
                 return name
         name = f"in_ptr{len(self.arguments)}"
         self.arguments[name] = node
@@ -293,17 +293,17 @@ class _Writer:
 def _depends(node: Node, other: Node) -> bool:
     waiting, seen = [node], set()
     while waiting:
-        each = waiting.pop()
-        if each is other:
+        ancestor = waiting.pop()
+        if ancestor is other:
             return True
-        if each not in seen and other < each:
-            seen.add(each)
-            waiting += each.all_input_nodes
+        if ancestor not in seen and other < ancestor:
+            seen.add(ancestor)
+            waiting += ancestor.all_input_nodes
     return False
 
 
 def _placed(node: Node) -> Place:
-    found = place_of(node)
-    if found is None or found.base.meta["val"].dtype not in DTYPES:
+    place = place_of(node)
+    if place is None or place.base.meta["val"].dtype not in DTYPES:
         raise UnknownOperation
-    return found
+    return place

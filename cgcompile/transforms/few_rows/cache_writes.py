@@ -29,18 +29,18 @@ def write_into(place: Place) -> Write | None:
     if put.target is not aten.index_put.default or len(put.args) > 3 or put.kwargs:
         return None
     cache, indices, values = put.args
-    given = [index for index in indices if index is not None]
-    read_twice = [each for each in (put, *place.chain) if sum(user.target is not aten.copy_.default for user in each.users) > 1]
-    if cache.op != "placeholder" or len(given) != 1 or shape_of(given[0]) != (1,) or read_twice:
+    index_tensors = [index for index in indices if index is not None]
+    read_twice = [node for node in (put, *place.chain) if sum(user.target is not aten.copy_.default for user in node.users) > 1]
+    if cache.op != "placeholder" or len(index_tensors) != 1 or shape_of(index_tensors[0]) != (1,) or read_twice:
         return None
     if any(put < user and user.target is not aten.copy_.default for user in cache.users):
         return None  # what reads the cache as it was would need a copy of it
-    return Write(put=put, cache=cache, index=given[0], values=values)
+    return Write(put=put, cache=cache, index=index_tensors[0], values=values)
 
 
 def axis_of(write: Write) -> int:
     """The cache's axis of places."""
-    return [each is not None for each in write.put.args[1]].index(True)
+    return [index is not None for index in write.put.args[1]].index(True)
 
 
 def values_of(write: Write, place: Place) -> Place | None:
@@ -52,5 +52,5 @@ def values_of(write: Write, place: Place) -> Place | None:
         return None
     base = values.base.meta["val"]
     memory = torch.empty_strided(base.shape, base.stride(), dtype=base.dtype, device="meta")
-    found = viewed(on(place, values.base), memory.as_strided(values.shape, values.strides, values.offset).expand(cache.shape))
-    return found if found is not None and found.shape == place.shape else None
+    value_place = viewed(on(place, values.base), memory.as_strided(values.shape, values.strides, values.offset).expand(cache.shape))
+    return value_place if value_place is not None and value_place.shape == place.shape else None

@@ -31,17 +31,17 @@ def read_in_order(a: Tensor, b: Tensor) -> bool:
 def product(a: Tensor, b: Tensor) -> Tensor:
     """(..., m, k) by (..., k, n), both with the same leading axes, as a sum: of vectors, and of types outside PRODUCTS.  Sums of
     half precision are float32."""
-    made = _summed(a, b)
-    return NotImplemented if made is None else made.to(a.dtype)
+    total = _summed(a, b)
+    return NotImplemented if total is None else total.to(a.dtype)
 
 
 def added_product(added: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
     """beta * added + alpha * (a by b), with the sum of `product` where that takes a sum."""
-    made = _summed(a, b)
-    if made is None:
+    total = _summed(a, b)
+    if total is None:
         return NotImplemented
-    scaled = alpha * made
-    return (scaled if beta == 0 else beta * added.to(made.dtype) + scaled).to(a.dtype)
+    scaled = alpha * total
+    return (scaled if beta == 0 else beta * added.to(total.dtype) + scaled).to(a.dtype)
 
 
 def _summed(a: Tensor, b: Tensor) -> Tensor | None:
@@ -65,8 +65,8 @@ def kept(x: Tensor, strides: Sequence[int]) -> Tensor:
     """`x`, which Inductor writes to memory unless it is used in the kernel that makes it: its operation for a layout."""
     import torch._inductor.inductor_prims
 
-    made: Tensor = torch.ops.prims.inductor_force_stride_order.default(x, strides)
-    return made
+    strided: Tensor = torch.ops.prims.inductor_force_stride_order.default(x, strides)
+    return strided
 
 
 LONG, PART, ROWS = 8192, 1024, 64
@@ -84,5 +84,5 @@ def argmax(x: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
     step = length // count
     parts = x.unfold(-1, length - (count - 1) * step, step)  # as long as they overlap, nothing is padded, which took a kernel
     part = parts.amax(-1).argmax(-1, keepdim=True)
-    found = parts.argmax(-1).gather(-1, part) + step * part
-    return found if keepdim else found.squeeze(-1)
+    indices = parts.argmax(-1).gather(-1, part) + step * part
+    return indices if keepdim else indices.squeeze(-1)

@@ -52,14 +52,14 @@ def place_of(node: Node) -> Place | None:
 
 def viewed(place: Place, memory: Tensor) -> Place | None:
     """`place`, of the value that its chain makes of `memory`, a tensor on the device meta whose offset and strides are told."""
-    made: Any = memory
+    view: Any = memory
     for node in reversed(place.chain):
         if node.target is operator.getitem:
-            made = made[node.args[1]]
-        elif node.target in VIEWS and (made := _view(node, made)) is None:
+            view = view[node.args[1]]
+        elif node.target in VIEWS and (view := _view(node, view)) is None:
             return None
     return Place(
-        base=place.base, chain=place.chain, offset=made.storage_offset(), strides=tuple(made.stride()), shape=tuple(made.shape)
+        base=place.base, chain=place.chain, offset=view.storage_offset(), strides=tuple(view.stride()), shape=tuple(view.shape)
     )
 
 
@@ -78,30 +78,30 @@ def _keeps_elements(node: Node) -> bool:
     return node.target in VIEWS or node.target is prims.inductor_force_stride_order.default
 
 
-def _view(node: Node, given: Any) -> Any:
-    """The node's value as a view of `given`; None where it is none.  `given` may have more axes before its last two."""
+def _view(node: Node, base: Any) -> Any:
+    """The node's value as a view of `base`; None where it is none.  `base` may have more axes before its last two."""
     before, after = node.args[0].meta["val"], node.meta["val"]
     if node.target is aten.clone.default:
-        return given
+        return base
     if isinstance(after, Tensor) and after.dim() > 1 < before.dim() and after.numel() == before.numel():
         if _leads_alone(node, before.shape, after.shape):
-            if tuple(given.shape) != tuple(before.shape):
-                return given
-            made = _applied(node, given)
-            return made if _same_memory(made, given) else given
-        if tuple(given.shape) != tuple(before.shape):
+            if tuple(base.shape) != tuple(before.shape):
+                return base
+            view = _applied(node, base)
+            return view if _same_memory(view, base) else base
+        if tuple(base.shape) != tuple(before.shape):
             axes = list(node.args[1]) if node.target is aten.permute.default else []
             turned = [*range(len(axes) - 2), len(axes) - 1, len(axes) - 2]
-            return given.transpose(-1, -2) if axes and [axis % len(axes) for axis in axes] == turned else None
-    if tuple(given.shape) != tuple(before.shape):
+            return base.transpose(-1, -2) if axes and [axis % len(axes) for axis in axes] == turned else None
+    if tuple(base.shape) != tuple(before.shape):
         return None
-    made = _applied(node, given)
-    return made if _same_memory(made[0] if isinstance(made, list | tuple) else made, given) else None
+    view = _applied(node, base)
+    return view if _same_memory(view[0] if isinstance(view, list | tuple) else view, base) else None
 
 
-def _applied(node: Node, given: Tensor) -> Any:
+def _applied(node: Node, tensor: Tensor) -> Any:
     target = aten.reshape.default if node.target is aten.view.default else node.target  # what is no copy here may be no view
-    return target(given, *node.args[1:], **node.kwargs)
+    return target(tensor, *node.args[1:], **node.kwargs)
 
 
 def _leads_alone(node: Node, before: Sequence[int], after: Sequence[int]) -> bool:
@@ -110,5 +110,5 @@ def _leads_alone(node: Node, before: Sequence[int], after: Sequence[int]) -> boo
     return node.target in reshapes and tuple(before[-2:]) == tuple(after[-2:])
 
 
-def _same_memory(made: Tensor, given: Tensor) -> bool:
-    return made.untyped_storage()._cdata == given.untyped_storage()._cdata
+def _same_memory(view: Tensor, base: Tensor) -> bool:
+    return view.untyped_storage()._cdata == base.untyped_storage()._cdata

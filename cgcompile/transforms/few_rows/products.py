@@ -57,8 +57,8 @@ def call(graph: Graph, target: Any, *args: Any, **named: Any) -> Node:
     return node
 
 
-def _values(given: Any) -> Any:
-    return torch.fx.node.map_aggregate(given, lambda each: each.meta["val"] if isinstance(each, Node) else each)
+def _values(arguments: Any) -> Any:
+    return torch.fx.node.map_aggregate(arguments, lambda argument: argument.meta["val"] if isinstance(argument, Node) else argument)
 
 
 def shape_of(node: Any) -> tuple[Any, ...]:

@@ -50,9 +50,9 @@ def repeat_reductions(graph: Graph) -> None:
     for products in groups.values():
         cone = sorted(_cone(products), key=places.__getitem__)
         if any(node.target in REDUCTIONS for node in cone) and all(product.columns <= MOST for product in products):
-            made: dict[tuple[int, ...], dict[Any, Any]] = {}
+            by_shape: dict[tuple[int, ...], dict[Any, Any]] = {}
             for product in products:
-                shared = made.setdefault((*product.lead, product.columns), {})
+                shared = by_shape.setdefault((*product.lead, product.columns), {})
                 with graph.inserting_before(min((product.total for product in products), key=places.__getitem__)):
                     row = _repeated(graph, product, cone, shared)
                 with graph.inserting_before(product.total):
@@ -74,14 +74,14 @@ def _source(product: Product) -> Node:
 def _cone(products: Sequence[Product]) -> set[Node]:
     """What makes the row of the products, and nothing else: operations by element, reductions of rows, and views.  The other factor
     stays, though it may be computed from the same row (attention of a single token)."""
-    found, factors = {product.total.args[0] for product in products}, {product.matrix for product in products}
+    cone, factors = {product.total.args[0] for product in products}, {product.matrix for product in products}
     waiting = [product.row for product in products]
     while waiting:
         node = waiting.pop()
-        if node not in found and node not in factors and found.issuperset(node.users) and _allowed(node, products[0]):
-            found.add(node)
-            waiting += [node for known in found for node in known.all_input_nodes]
-    return found - {product.total.args[0] for product in products}
+        if node not in cone and node not in factors and cone.issuperset(node.users) and _allowed(node, products[0]):
+            cone.add(node)
+            waiting += [node for known in cone for node in known.all_input_nodes]
+    return cone - {product.total.args[0] for product in products}
 
 
 def _allowed(node: Node, product: Product) -> bool:
@@ -119,13 +119,13 @@ def _is_rows(node: Node, product: Product) -> bool:
     return math.prod(shape) == product.rows * product.length and last[-1:] == (product.length,)
 
 
-def _repeated(graph: Graph, product: Product, cone: Collection[Node], made: dict[Any, Any]) -> Node:
-    """The row for every column, (*lead, columns, length).  `made`: by what it was, what is there already."""
+def _repeated(graph: Graph, product: Product, cone: Collection[Node], val_map: dict[Any, Any]) -> Node:
+    """The row for every column, (*lead, columns, length).  `val_map`: by what it was, what is there already."""
 
     def operand(node: Any) -> Any:
         if not isinstance(node, Node):
             return node
-        if node not in made:
+        if node not in val_map:
             sizes = {
                 "row": [*product.lead, 1, product.length],
                 "statistic": [*product.lead, 1, 1],
@@ -133,31 +133,31 @@ def _repeated(graph: Graph, product: Product, cone: Collection[Node], made: dict
                 "element": [],
             }
             kind = "row" if _is_rows(node, product) else _kind(node, product)
-            made[node] = call(graph, aten.reshape.default, node, sizes[kind])
+            val_map[node] = call(graph, aten.reshape.default, node, sizes[kind])
             if kind == "row":
-                made[node] = call(graph, aten.expand.default, made[node], [*product.lead, product.columns, product.length])
-        return made[node]
+                val_map[node] = call(graph, aten.expand.default, val_map[node], [*product.lead, product.columns, product.length])
+        return val_map[node]
 
     for node in cone:
-        if node in made:
+        if node in val_map:
             continue
         first = node.args[0]
         if node.target in VIEWS:
-            made[node] = operand(first)
+            val_map[node] = operand(first)
         elif node.target is operator.getitem:
-            made[node] = made[first][node.args[1]]
+            val_map[node] = val_map[first][node.args[1]]
         elif node.target is SOFTMAX:
             largest = call(graph, aten.amax.default, operand(first), [-1], True)
             less = call(graph, aten.sub.Tensor, operand(first), largest)
-            made[node] = largest, call(graph, SUM, call(graph, aten.exp.default, less), [-1], True)
+            val_map[node] = largest, call(graph, SUM, call(graph, aten.exp.default, less), [-1], True)
         elif node.target in PAIRS:
             pair = call(graph, node.target, operand(first), [-1], **{**node.kwargs, "keepdim": True})
-            made[node] = tuple([call(graph, operator.getitem, pair, place) for place in (0, 1)])
+            val_map[node] = tuple([call(graph, operator.getitem, pair, place) for place in (0, 1)])
         elif node.target in REDUCTIONS:
             named = {name: value for name, value in node.kwargs.items() if name != "keepdim"}
-            made[node] = call(graph, node.target, operand(first), [-1], True, **named)
+            val_map[node] = call(graph, node.target, operand(first), [-1], True, **named)
         else:
-            made[node] = call(graph, node.target, *[operand(argument) for argument in node.args], **node.kwargs)
+            val_map[node] = call(graph, node.target, *[operand(argument) for argument in node.args], **node.kwargs)
     return operand(product.row)
 
 

@@ -48,13 +48,13 @@ class RowBlocks(InductorChoices):
 
     def triton_kernel_kwargs(self, kernel_cls: Any, features: Any, groups: Any, kernel_kwargs: dict[str, Any]) -> dict[str, Any]:
         """The arguments of Inductor's class for a kernel."""
-        given: dict[str, Any] = super().triton_kernel_kwargs(kernel_cls, features, groups, kernel_kwargs)
+        defaults: dict[str, Any] = super().triton_kernel_kwargs(kernel_cls, features, groups, kernel_kwargs)
         config = _config(features)
         if config is None:
-            return given
+            return defaults
         named = {"XBLOCK": config[0], "num_warps": config[1], "num_stages": 1}
         return {
-            **given,
+            **defaults,
             "fixed_config": FixedTritonConfig(named),
             "override_persistent_reduction": True,
             "override_cooperative_reduction": False,
@@ -64,8 +64,8 @@ class RowBlocks(InductorChoices):
 def _config(features: Any) -> tuple[int, int] | None:
     """Of a kernel with such a product."""
     reductions = features.reduction_nodes()
-    found = {origin.meta[MARK] for node in reductions for origin in node.node.get_origins() if MARK in origin.meta}
-    for length, columns in found:
+    marks = {origin.meta[MARK] for node in reductions for origin in node.node.get_origins() if MARK in origin.meta}
+    for length, columns in marks:
         if (features.reduction_numel, features.numel) == (length, columns):
             return blocks(length, columns, len(reductions) > 1)
     return None

@@ -48,15 +48,15 @@ def weights_ahead(node: Node) -> tuple[Ahead, ...]:
         memory = place.base.args[0] if place.base.target is torch.ops.aten.index_put.default else place.base
         if memory.op == "placeholder" and memory.meta["val"].is_contiguous():
             (weights if product.rows == 1 else caches).append(memory)
-    found = []
+    prefetches = []
     left = BYTES if torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0) else 0
     for fromkey in dict.fromkeys([*caches, *weights]):
         value = fromkey.meta["val"]
         chunks = min(left, value.numel() * value.element_size()) // CHUNK
         if chunks > 0:
-            found.append(Ahead(weight=fromkey, chunks=chunks, step=CHUNK // value.element_size()))
+            prefetches.append(Ahead(weight=fromkey, chunks=chunks, step=CHUNK // value.element_size()))
             left -= chunks * CHUNK
-    return tuple(found)
+    return tuple(prefetches)
 
 
 def lines_of(names: Sequence[str], weights: Sequence[Ahead], dtype: str) -> list[str]:

@@ -65,9 +65,9 @@ class GuidedRun(TorchDispatchMode):
                 return run(*args, **kwargs)
         if func not in COMPARISONS and func._can_decompose():  # a composite operator: its parts are what is known here
             with self:
-                made = func.decompose(*args, **kwargs)
-            if made is not NotImplemented:
-                return made
+                decomposed = func.decompose(*args, **kwargs)
+            if decomposed is not NotImplemented:
+                return decomposed
         result = func(*args, **kwargs)
         selection = selection_of(func, args, kwargs, result) or self._counted(func, args, result)
         if func in COMPARISONS and self.origins.error_of(args):
@@ -148,29 +148,29 @@ def _own(result: Any) -> Any:
 _BODIES: dict[str, Callable[..., Any]] = {"cond": _branch, "while_loop": _loop}
 
 
-def asked(made: Sequence[Made], numbers: Tensor, indices: Tensor) -> dict[int, Tensor]:
+def asked(selections: Sequence[Made], numbers: Tensor, indices: Tensor) -> dict[int, Tensor]:
     """`indices` wanted in place of the selected ones with these `numbers`, by selection; no other is wanted."""
-    found: dict[int, Tensor] = {}
-    for number, here in _by_selection(made, numbers):
-        wanted = torch.full((made[number].chosen.numel(),), NONE, dtype=torch.int64)
-        wanted[numbers[here] - made[number].first] = indices[here]
-        found[number] = wanted
-    return found
+    by_number: dict[int, Tensor] = {}
+    for number, here in _by_selection(selections, numbers):
+        wanted = torch.full((selections[number].chosen.numel(),), NONE, dtype=torch.int64)
+        wanted[numbers[here] - selections[number].first] = indices[here]
+        by_number[number] = wanted
+    return by_number
 
 
-def selected(made: Sequence[Made], numbers: Tensor) -> tuple[Tensor, Tensor]:
+def selected(selections: Sequence[Made], numbers: Tensor) -> tuple[Tensor, Tensor]:
     """The indices with these numbers, int64: those with which the run went on, and eager PyTorch's."""
     both = torch.empty(2, len(numbers), dtype=torch.int64)
-    for number, here in _by_selection(made, numbers):
-        places = numbers[here] - made[number].first
-        both[0, here] = made[number].chosen.cpu()[places].long()
-        both[1, here] = made[number].expected.cpu()[places].long()
+    for number, here in _by_selection(selections, numbers):
+        places = numbers[here] - selections[number].first
+        both[0, here] = selections[number].chosen.cpu()[places].long()
+        both[1, here] = selections[number].expected.cpu()[places].long()
     return both[0], both[1]
 
 
-def _by_selection(made: Sequence[Made], numbers: Tensor) -> Iterator[tuple[int, Tensor]]:
+def _by_selection(selections: Sequence[Made], numbers: Tensor) -> Iterator[tuple[int, Tensor]]:
     """The selections that `numbers` belong to, each with which of these are its own."""
-    starts = torch.tensor([each.first for each in made])
+    starts = torch.tensor([selection.first for selection in selections])
     which = torch.searchsorted(starts, numbers, right=True) - 1
     for number in which.unique().tolist():
         yield number, which == number

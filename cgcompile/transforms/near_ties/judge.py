@@ -60,10 +60,10 @@ def judged(run: Run, got: Seen, bounds: Sequence[ErrorBound], floor: float = 0.0
             break
         wanted, trial = read, _trial(run, got, read, floor)
     if not _within(trial.differences, bounds):
-        found = _searched(run, got, bounds, wanted, floor)
-        if found is None:
+        alternative = _searched(run, got, bounds, wanted, floor)
+        if alternative is None:
             return None
-        trial = found
+        trial = alternative
     counts = tuple([_counted(trial, tensor) for tensor in trial.eager.left])
     expected = tuple([tensor.detach() for tensor in trial.eager.left])
     return Verdict(differences=trial.differences, expected=expected, indices=counts)
@@ -101,32 +101,32 @@ def _trial(run: Run, got: Seen, wanted: Wanted, floor: float, explore: bool = Fa
     with torch.no_grad(), guided:
         eager = run()
     pairs = zip(eager.left, got.left, strict=True)
-    return _Trial(guided=guided, eager=eager, differences=tuple([compare(want.to(given.device), given) for want, given in pairs]))
+    return _Trial(guided=guided, eager=eager, differences=tuple([compare(want.to(other.device), other) for want, other in pairs]))
 
 
 def _read(trial: _Trial, got: Seen) -> dict[int, Tensor]:
     """The choices that the compiled program made, as far as they reach what it gave; none where this run made the same."""
     ours = [tensor for call in trial.eager.calls[-len(got.calls) :] for tensor in call] + list(trial.eager.left)
     theirs = [tensor for call in got.calls for tensor in call] + list(got.left)
-    made = trial.guided.made
+    selections = trial.guided.made
     same: list[tuple[Tensor, Tensor]] = []
     others: list[tuple[Tensor, Tensor]] = []
-    for own, given in zip(ours, theirs, strict=True):
-        origins = trial.guided.origins.of(own)
-        if origins is None or own.shape != given.shape:
+    for eager_tensor, compiled_tensor in zip(ours, theirs, strict=True):
+        origins = trial.guided.origins.of(eager_tensor)
+        if origins is None or eager_tensor.shape != compiled_tensor.shape:
             continue
         numbers, scales, _ = origins.reshape(3, -1).cpu()
         here = numbers >= 0
         numbers, scales = numbers[here], scales[here]
-        apart = (_whole(given) - _whole(own))[here]
+        apart = (_whole(compiled_tensor) - _whole(eager_tensor))[here]
         fits = apart % scales == 0
         numbers, apart = numbers[fits], (apart // scales)[fits]
         for rows, of in ((same, apart == 0), (others, apart != 0)):
-            rows.append((numbers[of], selected(made, numbers[of])[0] + apart[of]))
+            rows.append((numbers[of], selected(selections, numbers[of])[0] + apart[of]))
     if not any(len(numbers) for numbers, _ in others):
         return {}
     rows = [*same, *others]  # of two places of one index that differ, the one that differs from this run counts
-    return asked(made, torch.cat([each for each, _ in rows]), torch.cat([each for _, each in rows]))
+    return asked(selections, torch.cat([part for part, _ in rows]), torch.cat([part for _, part in rows]))
 
 
 def _with_filters(turned: dict[int, Tensor], guided: GuidedRun) -> dict[int, Tensor]:
@@ -134,9 +134,9 @@ def _with_filters(turned: dict[int, Tensor], guided: GuidedRun) -> dict[int, Ten
     numbers = torch.tensor(sorted(guided.filters), dtype=torch.int64)
     if not len(numbers):
         return turned
-    found = asked(guided.made, numbers, 1 - selected(guided.made, numbers)[1])
-    both = {each: torch.maximum(found[each], turned[each]) for each in found.keys() & turned.keys()}
-    return {**turned, **found, **both}
+    turned_filters = asked(guided.made, numbers, 1 - selected(guided.made, numbers)[1])
+    both = {number: torch.maximum(turned_filters[number], turned[number]) for number in turned_filters.keys() & turned.keys()}
+    return {**turned, **turned_filters, **both}
 
 
 def _whole(tensor: Tensor) -> Tensor:
@@ -146,7 +146,7 @@ def _whole(tensor: Tensor) -> Tensor:
 
 
 def _same(one: Wanted, other: Wanted) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[each], other[each]) for each in one)
+    return one.keys() == other.keys() and all(torch.equal(one[number], other[number]) for number in one)
 
 
 def _within(differences: Sequence[Difference], bounds: Sequence[ErrorBound]) -> bool:
@@ -161,8 +161,8 @@ def _searched(run: Run, got: Seen, bounds: Sequence[ErrorBound], wanted: Wanted,
     for _ in range(TRIES):
         candidates = [
             (distance, number, place, index)
-            for number, each in enumerate(best.guided.made)
-            for distance, place, index in each.alternatives
+            for number, selection in enumerate(best.guided.made)
+            for distance, place, index in selection.alternatives
             if (number, place, index) not in tried
         ]
         if not candidates:
@@ -178,11 +178,11 @@ def _searched(run: Run, got: Seen, bounds: Sequence[ErrorBound], wanted: Wanted,
     return None
 
 
-def _changed(made: Made, place: int, index: int) -> Tensor:
+def _changed(selection: Made, place: int, index: int) -> Tensor:
     """The choices with another index at a place; where the row has that one already, the two change places."""
-    changed = made.chosen.cpu().clone()
-    first = place - place % made.ranks
-    row = changed[first : first + made.ranks]
+    changed = selection.chosen.cpu().clone()
+    first = place - place % selection.ranks
+    row = changed[first : first + selection.ranks]
     row[row == index] = int(changed[place])
     changed[place] = index
     return changed
@@ -191,7 +191,7 @@ def _changed(made: Made, place: int, index: int) -> Tensor:
 def _distance(trial: _Trial, bounds: Sequence[ErrorBound]) -> float:
     """How much of the tensors is beyond the bounds."""
     pairs = zip(trial.differences, bounds, strict=True)
-    return sum([1 + min(each.error, 1e6) for each, bound in pairs if each.error > bound.bound])
+    return sum([1 + min(difference.error, 1e6) for difference, bound in pairs if difference.error > bound.bound])
 
 
 def _counted(trial: _Trial, tensor: Tensor) -> tuple[int, int]:
@@ -211,18 +211,18 @@ def _tied(guided: GuidedRun, tensor: Tensor) -> int:
     if origins is None:
         return 0
     numbers = origins[0].reshape(-1).cpu()
-    ties = torch.cat([each.ties.cpu() for each in guided.made if each.ties is not None])
+    ties = torch.cat([selection.ties.cpu() for selection in guided.made if selection.ties is not None])
     return int(ties[numbers[numbers >= 0]].sum())
 
 
 def indices_text(bounds: Sequence[ErrorBound], indices: Sequence[Sequence[tuple[int, int]]]) -> str:
     """`output token (int64): 2 of 64 indices differ from eager PyTorch's, where the values are equal within tolerance`, of all
     tensors with such indices; "" without any.  `indices`: as verdicts have them."""
-    found = []
+    sentences = []
     for place, bound in enumerate(bounds):
         total, other = [sum(index[place][at] for index in indices if index) for at in (0, 1)]
         if other:
-            found.append(
+            sentences.append(
                 f"{bound.title}: {other} of {total} indices differ from eager PyTorch's where the values are equal within tolerance"
             )
-    return "; ".join(found)
+    return "; ".join(sentences)

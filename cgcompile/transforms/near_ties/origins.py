@@ -76,14 +76,14 @@ class Origins:
         error = max((self.error(tensor) for tensor in tensors), default=0.0)
         written = _written(func, args, kwargs)
         shared = {tensor.untyped_storage()._cdata for tensor in tensors} if written is None else set()
-        made = [leaf for leaf in _leaves(result) if _dense(leaf) and leaf.untyped_storage()._cdata not in shared]
-        if written is None and not made:
+        new_tensors = [leaf for leaf in _leaves(result) if _dense(leaf) and leaf.untyped_storage()._cdata not in shared]
+        if written is None and not new_tensors:
             return  # views: all that is known is known of the storage
-        for each in [written] if written is not None else made:
-            own = 0.0 if each.dtype in FLOAT8 else tolerance(each.dtype)
-            if error or own:
-                known = self._made(each)
-                known.error = max(known.error, error, own)
+        for output in [written] if written is not None else new_tensors:
+            rounding = 0.0 if output.dtype in FLOAT8 else tolerance(output.dtype)
+            if error or rounding:
+                known = self._made(output)
+                known.error = max(known.error, error, rounding)
         if not any(self.of(tensor) is not None for tensor in tensors):
             return
         target = written if written is not None else result
@@ -103,8 +103,8 @@ class Origins:
                 return known
             return nothing(value if isinstance(value, Tensor) else target if like is None else like)
 
-        made = rule(of, func, args, kwargs)
-        return None if made is None else _ranked(made, target.dim()).to(target.device).expand(3, *target.shape)
+        origins = rule(of, func, args, kwargs)
+        return None if origins is None else _ranked(origins, target.dim()).to(target.device).expand(3, *target.shape)
 
     def _of(self, tensor: Tensor) -> Known | None:
         return self._known.get(tensor.untyped_storage()._cdata)
@@ -139,7 +139,7 @@ def _copied(of: Of, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> T
 
 
 def _joined(of: Of, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    parts = [of(each).unbind(0) for each in args[0]]
+    parts = [of(tensor).unbind(0) for tensor in args[0]]
     return torch.stack([func(list(rows), *args[1:], **kwargs) for rows in zip(*parts, strict=True)])
 
 
@@ -188,9 +188,9 @@ def _scattered(of: Of, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -
     """scatter(self, dim, index, src), and with a number in place of src."""
     if "reduce" in kwargs or len(args) > 4:
         return None
-    own, values = of(args[0]).unbind(0), of(args[3], args[2]).unbind(0)
+    rows, values = of(args[0]).unbind(0), of(args[3], args[2]).unbind(0)
     return torch.stack(
-        [aten.scatter.src(row, args[1], args[2], value.contiguous()) for row, value in zip(own, values, strict=True)]
+        [aten.scatter.src(row, args[1], args[2], value.contiguous()) for row, value in zip(rows, values, strict=True)]
     )
 
 
@@ -286,7 +286,7 @@ def _leaves(value: Any) -> list[Tensor]:
         return [value]
     if isinstance(value, dict):
         value = value.values()
-    return [leaf for each in value for leaf in _leaves(each)] if not isinstance(value, str) and hasattr(value, "__iter__") else []
+    return [leaf for entry in value for leaf in _leaves(entry)] if not isinstance(value, str) and hasattr(value, "__iter__") else []
 
 
 def _elements(tensor: Tensor) -> int:

@@ -78,18 +78,18 @@ class Ranked:
     def alternatives(self, bound: float) -> list[tuple[float, int, int, int]]:
         limits = self._limits(bound)
         wanted = self.values.gather(1, self.expected)
-        found: list[tuple[float, int, int, int]] = []
+        candidates: list[tuple[float, int, int, int]] = []
         last = self.expected.shape[1] - 1
         for rank in {0, last} if not self.distinct else {last}:
             distance = (self.values - wanted[:, rank : rank + 1]).abs() / limits[:, rank : rank + 1].clamp(min=1e-300)
             distance = distance.scatter(1, self.expected, float("inf")).nan_to_num(nan=float("inf"))
             near, index = distance.topk(min(2, distance.shape[1]), largest=False)
-            found += _listed(near, index, rank)
+            candidates += _listed(near, index, rank)
         if self.distinct and last > 0:
             apart = (wanted[:, 1:] - wanted[:, :-1]).abs() / limits[:, 1:].clamp(min=1e-300)
             for rank in range(min(last, 64)):
-                found += _listed(apart[:, rank : rank + 1], self.expected[:, rank + 1 : rank + 2], rank)
-        return sorted(found)
+                candidates += _listed(apart[:, rank : rank + 1], self.expected[:, rank + 1 : rank + 2], rank)
+        return sorted(candidates)
 
     def ties(self, bound: float) -> Tensor:
         ordered, order = self.values.double().sort(1)
@@ -103,18 +103,18 @@ class Ranked:
         indices = self.shaped(chosen)
         if self.place is None:
             return indices
-        made = list(self.result)
-        made[self.place] = indices
+        outputs = list(self.result)
+        outputs[self.place] = indices
         if self.at is not None:
-            made[self.at] = self.shaped(self.values.gather(1, chosen)).to(self.result[self.at].dtype)
-        return tuple(made)
+            outputs[self.at] = self.shaped(self.values.gather(1, chosen)).to(self.result[self.at].dtype)
+        return tuple(outputs)
 
     def rows(self, values: Tensor) -> Tensor:
         return _by_row(values, self.along)
 
     def indices_of(self, result: Any) -> Tensor:
-        made: Tensor = result if self.place is None else result[self.place]
-        return made
+        indices: Tensor = result if self.place is None else result[self.place]
+        return indices
 
     def shaped(self, flat: Tensor) -> Tensor:
         like = self.indices_of(self.result)
@@ -180,13 +180,13 @@ class Interval(_One):
 
     def alternatives(self, bound: float) -> list[tuple[float, int, int, int]]:
         limit = (bound * _finite(self.edges).amax(1, keepdim=True)).clamp(min=1e-300)
-        found: list[tuple[float, int, int, int]] = []
+        candidates: list[tuple[float, int, int, int]] = []
         for step, edge in ((-1, self.expected - 1), (1, self.expected)):
             there = self.edges.gather(1, edge.clamp(0, self.edges.shape[1] - 1))
             apart = ((self.numbers - there).abs() / limit).masked_fill((edge < 0) | (edge >= self.edges.shape[1]), float("inf"))
             for rank in range(apart.shape[1]):
-                found += _listed(apart[:, rank : rank + 1], (self.expected + step)[:, rank : rank + 1], rank)
-        return sorted(found)
+                candidates += _listed(apart[:, rank : rank + 1], (self.expected + step)[:, rank : rank + 1], rank)
+        return sorted(candidates)
 
     def ties(self, bound: float) -> Tensor:
         infinite = self.edges.new_full((self.edges.shape[0], 1), float("inf"))
@@ -219,19 +219,19 @@ def selection_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result:
     if func in _BY_ROW:
         place, at, distinct, default = _BY_ROW[func]
         values = args[0]
-        given = dict(zip([argument.name for argument in func._schema.arguments], args, strict=False)) | kwargs
-        axis = given.get("dim", default)
+        named = dict(zip([argument.name for argument in func._schema.arguments], args, strict=False)) | kwargs
+        axis = named.get("dim", default)
         indices = result if place is None else result[place]
         if not values.is_floating_point() or not values.numel() or not indices.numel():
             return None
         along = None if axis is None or values.dim() == 0 else axis % values.dim()
-        rows, kept = _by_row(values, along), distinct or given.get("keepdim", False)
+        rows, kept = _by_row(values, along), distinct or named.get("keepdim", False)
         if along is None:
             expected = indices.reshape(1, -1)
         else:
             expected = (indices.movedim(along, -1) if kept else indices.unsqueeze(-1)).reshape(rows.shape[0], -1)
         return Ranked(
-            values=rows, expected=expected, distinct=distinct, ordered=bool(given.get("sorted", True)), result=result, place=place,
+            values=rows, expected=expected, distinct=distinct, ordered=bool(named.get("sorted", True)), result=result, place=place,
             at=at, axis=along if kept else None, along=along,
         )  # fmt: skip
     if func is aten.searchsorted.Tensor and args[0].is_floating_point() and args[0].numel() and kwargs.get("sorter") is None:
@@ -296,8 +296,8 @@ def _magnitudes(values: Tensor) -> Tensor:
     """How large the floats around each are, (rows, ranks): masks at one end of a row are left out for the rest of it, and a row
     of small floats counts as the median row does."""
     finite = _finite(values)
-    own = torch.minimum(finite.cummax(1).values, finite.flip(1).cummax(1).values.flip(1))
-    return torch.maximum(own, own.median(0, keepdim=True).values)
+    magnitudes = torch.minimum(finite.cummax(1).values, finite.flip(1).cummax(1).values.flip(1))
+    return torch.maximum(magnitudes, magnitudes.median(0, keepdim=True).values)
 
 
 def _finite(values: Tensor) -> Tensor:
@@ -313,13 +313,13 @@ def _distinct(indices: Tensor) -> Tensor:
 def _completed(asked: Tensor, wanted: Tensor, expected: Tensor) -> Tensor:
     """`asked`, with the ranks that nobody asked for filled by the expected indices that no other rank took, in their order."""
     open_rows = ((wanted == NONE).any(1) & (asked != expected).any(1)).nonzero().reshape(-1).tolist()
-    made = asked.clone()
+    indices = asked.clone()
     for row in open_rows:
         free = wanted[row] == NONE
         taken = set(wanted[row][~free].tolist())
         rest = [index for index in expected[row].tolist() if index not in taken]
-        made[row][free] = torch.tensor(rest[: int(free.sum())], dtype=made.dtype, device=made.device)
-    return made
+        indices[row][free] = torch.tensor(rest[: int(free.sum())], dtype=indices.dtype, device=indices.device)
+    return indices
 
 
 def _listed(distance: Tensor, index: Tensor, rank: int) -> list[tuple[float, int, int, int]]:

@@ -37,22 +37,22 @@ def padded_operator(call: PaddedCall, along: PaddedDimension) -> Any:
     tried = [(short, long)]
     whole = not any(value.depends and not isinstance(value.short, torch.Tensor) for value in call.values)
     kept, moved = _kept_spot(call), _moved(call)
-    for found in _variations(call, spec, along.generator, moved) if call.depends and not kept else ():
-        if isinstance(found, str):
+    for outcome in _variations(call, spec, along.generator, moved) if call.depends and not kept else ():
+        if isinstance(outcome, str):
             raise ChangedByPadding(why)
-        if found is None:
+        if outcome is None:
             whole = False
         else:
-            tried.append(found)
+            tried.append(outcome)
     whole = whole and not (kept or moved)
-    made = [_found([(one[at], two[at]) for one, two in tried], call, along, whole, why, kept) for at in range(len(short))]
-    return tree_unflatten(made, spec)
+    leaves = [_found([(one[at], two[at]) for one, two in tried], call, along, whole, why, kept) for at in range(len(short))]
+    return tree_unflatten(leaves, spec)
 
 
-def run_once(call: PaddedCall, run: Callable[[Any], Any], given: Mapping[int, tuple[Any, Any]]) -> Any:
+def run_once(call: PaddedCall, run: Callable[[Any], Any], chosen: Mapping[int, tuple[Any, Any]]) -> Any:
     """What a call gives at one of the sizes.  Raises ChangedByPadding where it fails there."""
     try:
-        return run(given)
+        return run(chosen)
     except FAILURES as failure:
         raise ChangedByPadding(f"{call.name} fails ({type(failure).__name__}){place_of(call.node)}") from failure
 
@@ -64,14 +64,14 @@ def _variations(
     entrywise = _pointwise(call.node)
     ways = partial(Variation, indices=_indexes(call), entrywise=entrywise, literal=_literal(call.node))
     for variation in [ways(0, mixed=True)] if moved else [ways(-1), ways(1), ways(0, mixed=call.name in ORDERING)]:
-        given = {id(value): value.varied(variation, generator) for value in call.values}
+        chosen = {id(value): value.varied(variation, generator) for value in call.values}
         try:
-            short, structure = tree_flatten(call.at_short(given))
+            short, structure = tree_flatten(call.at_short(chosen))
         except FAILURES:
             yield None
             continue
         try:
-            long, other = tree_flatten(call.at_long(given))
+            long, other = tree_flatten(call.at_long(chosen))
         except FAILURES:
             yield None if entrywise else "fails"
             continue
@@ -130,11 +130,11 @@ def _kept_spot(call: PaddedCall) -> Spot:
     values, joined = kept_rows(call.node, call.short)
     if _pointwise(call.node):
         values = [value for value in call.values if value.spot]
-    numbers = [[leaf for leaf in tree_leaves(each) if not isinstance(leaf, PaddedValue)] for each in (call.short, call.long)]
+    numbers = [[leaf for leaf in tree_leaves(args) if not isinstance(leaf, PaddedValue)] for args in (call.short, call.long)]
     if not _large_and_free(values) or numbers[0] != numbers[1]:
         return ()
     spot = values[0].spot
-    others = [value for value in call.values if not any(value is each for each in values)]
+    others = [value for value in call.values if not any(value is kept_value for kept_value in values)]
     apart = any(value.spot or value.long is not value.short for value in others)
     wider = any(isinstance(value.short, torch.Tensor) and value.short.dim() > len(spot) for value in others)
     if apart or wider or not all(same_spot(value.spot, spot) for value in values):
@@ -161,5 +161,5 @@ def _pointwise(node: Node) -> bool:
 
 def _literal(node: Node) -> float:
     """The first number among a node's arguments that an integer holds, 0 without."""
-    found = [each for each in (*node.args, *node.kwargs.values()) if isinstance(each, int | float) and abs(each) < 2**31]
-    return found[0] if found else 0
+    numbers = [arg for arg in (*node.args, *node.kwargs.values()) if isinstance(arg, int | float) and abs(arg) < 2**31]
+    return numbers[0] if numbers else 0

@@ -55,7 +55,7 @@ class PaddedCall:
     def grows(self) -> bool:
         """Whether anything differs between the two sizes."""
         constants = [
-            [leaf for leaf in tree_leaves(each) if not isinstance(leaf, PaddedValue | Body)] for each in (self.short, self.long)
+            [leaf for leaf in tree_leaves(args) if not isinstance(leaf, PaddedValue | Body)] for args in (self.short, self.long)
         ]
         return constants[0] != constants[1] or any(
             value.short is not value.long and (isinstance(value.short, torch.Tensor) or value.short != value.long)
@@ -63,23 +63,23 @@ class PaddedCall:
         )
 
     def at_short(self, chosen: Mapping[int, tuple[Any, Any]]) -> Any:
-        return self._run(self.short, lambda each: chosen[id(each)][0], lambda body: body.short)
+        return self._run(self.short, lambda padded: chosen[id(padded)][0], lambda body: body.short)
 
     def at_long(self, chosen: Mapping[int, tuple[Any, Any]]) -> Any:
-        return self._run(self.long, lambda each: chosen[id(each)][1], lambda body: body.long)
+        return self._run(self.long, lambda padded: chosen[id(padded)][1], lambda body: body.long)
 
-    def _run(self, given: Any, value: Callable[[PaddedValue], Any], body: Callable[[Body], GraphModule]) -> Any:
+    def _run(self, arguments: Any, value: Callable[[PaddedValue], Any], body: Callable[[Body], GraphModule]) -> Any:
         def concrete(leaf: Any) -> Any:
             if isinstance(leaf, PaddedValue):
                 return value(leaf)
             return body(leaf) if isinstance(leaf, Body) else leaf
 
-        args, kwargs = tree_map(concrete, given)
-        made = self.node.target(*args, **kwargs)
+        args, kwargs = tree_map(concrete, arguments)
+        output = self.node.target(*args, **kwargs)
         if getattr(self.node.target, "namespace", "") == "_c10d_functional":
             # what a collective gives is there when it was waited for
-            made = tree_map(torch.ops._c10d_functional.wait_tensor, made)
-        return tree_map(lambda leaf: torch.zeros_like(leaf), made) if self.name in UNWRITTEN else made
+            output = tree_map(torch.ops._c10d_functional.wait_tensor, output)
+        return tree_map(lambda leaf: torch.zeros_like(leaf), output) if self.name in UNWRITTEN else output
 
 
 def place_of(node: Node) -> str:

@@ -34,18 +34,18 @@ class PaddedRun:
         if operators(short) != operators(long):  # also of a branch's or a loop's body
             raise ChangedByPadding(f"the model has other operators at another size of {self.along.name}")
         values: dict[Node, Any] = {}
-        given = iter(inputs)
+        remaining_inputs = iter(inputs)
         pairs = list(zip(short.graph.nodes, long.graph.nodes, strict=True))
         last = {source: node for node, _ in pairs for source in node.all_input_nodes}
         needed = _needed(short)
         for node, twin in pairs:
             if node.op == "placeholder":
-                values[node] = next(given)
+                values[node] = next(remaining_inputs)
             elif node.op == "get_attr":
                 values[node] = self._attribute(_attribute(short, node.target), _attribute(long, twin.target))
             elif node.op == "output":
-                made = tree_leaves(map_arg(node.args[0], values.__getitem__))
-                return [each if isinstance(each, PaddedValue) else PaddedValue(each, each) for each in made]
+                outputs = tree_leaves(map_arg(node.args[0], values.__getitem__))
+                return [output if isinstance(output, PaddedValue) else PaddedValue(output, output) for output in outputs]
             elif node in needed:
                 values[node] = self._called(node, twin, values)
             for source in node.all_input_nodes:
@@ -62,9 +62,9 @@ class PaddedRun:
         return PaddedValue(short, long, why=f"a constant of the model differs between the sizes of {self.along.name}")
 
     def _called(self, node: Node, twin: Node, values: Mapping[Node, Any]) -> Any:
-        own = dict(zip(twin.all_input_nodes, node.all_input_nodes, strict=True))
+        counterparts = dict(zip(twin.all_input_nodes, node.all_input_nodes, strict=True))
         short = map_arg((node.args, dict(node.kwargs)), values.__getitem__)
-        long = map_arg((twin.args, dict(twin.kwargs)), lambda each: values[own[each]])
+        long = map_arg((twin.args, dict(twin.kwargs)), lambda operand: values[counterparts[operand]])
         if node.target is operator.getitem and not isinstance(short[0][0], PaddedValue):
             return short[0][0][node.args[1]]
         call = PaddedCall(node, short, long, [leaf for leaf in tree_leaves(short) if isinstance(leaf, PaddedValue)])
@@ -94,34 +94,34 @@ class PaddedRun:
         )
 
     def _cond(self, call: PaddedCall, chooses: Any, first: Body, second: Body, operands: Sequence[PaddedValue]) -> Any:
-        branches = [self.graphs(each.short, each.long, operands) for each in (first, second)]
+        branches = [self.graphs(body.short, body.long, operands) for body in (first, second)]
         chosen = branches[not bool(chooses.short if isinstance(chooses, PaddedValue) else chooses)]
-        return tuple([self._either(call, own, pair) for own, pair in zip(chosen, zip(*branches, strict=True), strict=True)])
+        return tuple([self._either(call, output, pair) for output, pair in zip(chosen, zip(*branches, strict=True), strict=True)])
 
-    def _either(self, call: PaddedCall, own: PaddedValue, pair: Sequence[PaddedValue]) -> PaddedValue:
+    def _either(self, call: PaddedCall, output: PaddedValue, pair: Sequence[PaddedValue]) -> PaddedValue:
         """What a branch gave; the other may give it, too."""
-        why = next((each.why for each in pair if each.why), "")
-        if not why and not same_spot(*[each.spot for each in pair]):
+        why = next((padded.why for padded in pair if padded.why), "")
+        if not why and not same_spot(*[padded.spot for padded in pair]):
             why = f"the branches of {call.name} have what lies along {self.along.name} in different places{place_of(call.node)}"
-        return replace(_unknown(own), why=why)
+        return replace(_unknown(output), why=why)
 
     def _while_loop(
         self, call: PaddedCall, condition: Body, body: Body, carried: Sequence[PaddedValue], others: Sequence[PaddedValue]
     ) -> Any:
         """By induction: one round keeps every carried value the same at both sizes, whatever the padded entries are."""
-        before = [_unknown(each) for each in carried]
+        before = [_unknown(padded) for padded in carried]
         (goes_on,) = self.graphs(condition.short, condition.long, [*before, *others])
         after = self.graphs(body.short, body.long, [*before, *others])
-        if why := next((each.why for each in (goes_on, *after) if each.why), ""):
+        if why := next((padded.why for padded in (goes_on, *after) if padded.why), ""):
             raise ChangedByPadding(why)
         if not all(same_spot(one.spot, two.spot) for one, two in zip(before, after, strict=True)):
             raise ChangedByPadding(f"{call.name} moves what lies along {self.along.name}{place_of(call.node)}")
-        given = {id(value): (value.short, value.long) for value in call.values}
-        ended = [tree_leaves(run_once(call, run, given)) for run in (call.at_short, call.at_long)]
+        chosen = {id(value): (value.short, value.long) for value in call.values}
+        ended = [tree_leaves(run_once(call, run, chosen)) for run in (call.at_short, call.at_long)]
         return tuple(
             [
-                replace(each, short=short, long=placed(long, each.spot, short) if each.spot else short)
-                for each, short, long in zip(before, *ended, strict=True)
+                replace(padded, short=short, long=placed(long, padded.spot, short) if padded.spot else short)
+                for padded, short, long in zip(before, *ended, strict=True)
             ]
         )
 
@@ -138,11 +138,11 @@ def operators(module: GraphModule) -> list[str]:
 
 def _needed(graph: GraphModule) -> frozenset[Node]:
     """The operations that lead to what the graph gives.  An assertion gives nothing."""
-    found: set[Node] = set()
+    live_nodes: set[Node] = set()
     for node in reversed(graph.graph.nodes):
-        if node.op == "output" or not found.isdisjoint(node.users):
-            found.add(node)
-    return frozenset(found)
+        if node.op == "output" or not live_nodes.isdisjoint(node.users):
+            live_nodes.add(node)
+    return frozenset(live_nodes)
 
 
 def _attribute(module: Any, path: Any) -> Any:

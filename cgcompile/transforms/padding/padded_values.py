@@ -121,18 +121,18 @@ def front(value: torch.Tensor, spot: Spot) -> torch.Tensor:
 
 def placed(value: torch.Tensor, spot: Spot, short: torch.Tensor) -> torch.Tensor:
     """A copy of a long tensor with the short one at `spot`, its axes in the same order in memory: views take no other."""
-    made = value.clone()
-    made[_grid(spot, value.shape)] = short
-    return made
+    copy = value.clone()
+    copy[_grid(spot, value.shape)] = short
+    return copy
 
 
 def padded_part(spot: Spot, shape: Sequence[int]) -> tuple[slice, ...]:
     """A part of a long tensor that holds all entries beside `spot`: those alone, where they lie behind or before it."""
-    inner = [axis for axis, (each, size) in enumerate(zip(spot, shape, strict=True)) if not _covers(each, size)] if spot else []
-    each = spot[inner[0]] if len(inner) == 1 else None
-    if not isinstance(each, slice) or (each.start and each.stop != shape[inner[0]]):
+    inner = [axis for axis, (part, size) in enumerate(zip(spot, shape, strict=True)) if not _covers(part, size)] if spot else []
+    inner_part = spot[inner[0]] if len(inner) == 1 else None
+    if not isinstance(inner_part, slice) or (inner_part.start and inner_part.stop != shape[inner[0]]):
         return ()
-    rest = slice(0, each.start) if each.start else slice(each.stop, None)
+    rest = slice(0, inner_part.start) if inner_part.start else slice(inner_part.stop, None)
     return (*[slice(None)] * inner[0], rest)
 
 
@@ -150,16 +150,16 @@ def _laid_out(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return value if value.stride() == like.stride() else torch.empty_like(like).copy_(value)
 
 
-def _covers(each: slice | torch.Tensor, size: int) -> bool:
-    return isinstance(each, slice) and each.indices(size) == (0, size, 1)
+def _covers(part: slice | torch.Tensor, size: int) -> bool:
+    return isinstance(part, slice) and part.indices(size) == (0, size, 1)
 
 
 def _grid(spot: Spot, shape: Sequence[int]) -> tuple[Any, ...]:
-    if all(isinstance(each, slice) for each in spot):
+    if all(isinstance(part, slice) for part in spot):
         return spot
-    device = next(each.device for each in spot if isinstance(each, torch.Tensor))
+    device = next(part.device for part in spot if isinstance(part, torch.Tensor))
     rows = [
-        torch.arange(size, device=device)[each] if isinstance(each, slice) else each for each, size in zip(spot, shape, strict=True)
+        torch.arange(size, device=device)[part] if isinstance(part, slice) else part for part, size in zip(spot, shape, strict=True)
     ]
     return tuple([row.view(-1, *[1] * (len(rows) - 1 - axis)) for axis, row in enumerate(rows)])
 
@@ -167,7 +167,7 @@ def _grid(spot: Spot, shape: Sequence[int]) -> tuple[Any, ...]:
 def spots(short: torch.Tensor, long: torch.Tensor, sizes: tuple[int, int], last: bool) -> Iterator[Spot]:
     """Where the short tensor may lie in the long one, the likeliest first; `sizes` are the dimension's, `last` says that the call's
     part of an input is its end."""
-    axes = [list(_axis(*each, *sizes, last, long.device)) for each in zip(short.shape, long.shape, strict=True)]
+    axes = [list(_axis(*extents, *sizes, last, long.device)) for extents in zip(short.shape, long.shape, strict=True)]
     yield from itertools.islice(itertools.product(*axes), 256)
 
 
@@ -184,12 +184,12 @@ def _axis(small: int, large: int, short: int, long: int, last: bool, device: tor
     rows = torch.arange(long - short, long, device=device) if last else torch.arange(short, device=device)
     times = small // short
     if small % short == 0 and large == times * long:  # the axis has others in it: (batch, seq) as one
-        for inner in [each for each in range(1, times) if times % each == 0]:
+        for inner in [divisor for divisor in range(1, times) if times % divisor == 0]:
             outer = torch.arange(times // inner, device=device).view(-1, 1, 1) * long
             yield ((outer + rows.view(1, -1, 1)) * inner + torch.arange(inner, device=device)).flatten()
     if small - short == large - long:  # something stands before or behind it
-        own = torch.arange(small - short, device=device)
-        yield torch.cat([own, rows + small - short] if last else [rows, own + long])
+        extra_rows = torch.arange(small - short, device=device)
+        yield torch.cat([extra_rows, rows + small - short] if last else [rows, extra_rows + long])
 
 
 def alike(want: torch.Tensor, got: torch.Tensor) -> bool:
@@ -244,15 +244,15 @@ def _varied(
         return _varied_integers(short, long, padded, variation, generator)
     sign, base = variation.sign, _wide(padded)
     far = WIDE.get(short.dtype, 1e12) if variation.entrywise else FAR
-    own, more = (_uniform(each, generator).add_(1).mul_(far) for each in (short, padded))
+    noise, more = (_uniform(tensor, generator).add_(1).mul_(far) for tensor in (short, padded))
     ordinary = base.abs() < ORDINARY
     if sign:
         level = 0.0
         if fixed is not None and not variation.entrywise and bool((known := fixed & ordinary).any()):
             level = float((base[known] * sign).real.clamp(min=0).max())
         free = torch.where(ordinary, more.add_(base.abs()).mul_(-sign), base - sign * FAR)
-        return own.add_(level).mul_(sign).to(short.dtype), free.to(padded.dtype)
-    anything = own.mul_(2).sub_(3 * far).to(short.dtype) if variation.mixed else torch.zeros_like(short)
+        return noise.add_(level).mul_(sign).to(short.dtype), free.to(padded.dtype)
+    anything = noise.mul_(2).sub_(3 * far).to(short.dtype) if variation.mixed else torch.zeros_like(short)
     near = torch.full_like(base, variation.literal) if variation.entrywise else base.abs() - more
     return anything, torch.where(ordinary, near, base - FAR).to(padded.dtype)
 
@@ -260,7 +260,7 @@ def _varied(
 def _varied_integers(
     short: torch.Tensor, long: torch.Tensor, padded: torch.Tensor, variation: Variation, generator: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    least, most = (int(each) for each in long.aminmax())
+    least, most = (int(extreme) for extreme in long.aminmax())
     if variation.indices and not variation.entrywise:  # what is a position at the long size may be none at the short one
         return _varied_indices(short, (least, most), padded, variation, generator)
     limits = torch.iinfo(short.dtype)
@@ -281,11 +281,11 @@ def _varied_indices(
     short: torch.Tensor, ends: tuple[int, int], padded: torch.Tensor, variation: Variation, generator: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The call's entries within the range that they have at the short size, the padded ones within that of the long size."""
-    own = tuple([int(each) for each in short.aminmax()]) if short.numel() else ends
+    short_ends = tuple([int(extreme) for extreme in short.aminmax()]) if short.numel() else ends
     if variation.sign:
         higher = variation.sign > 0
-        return torch.full_like(short, own[higher]), torch.full_like(padded, ends[not higher])
-    return _drawn(short, own[0], own[1], generator), _drawn(padded, ends[0], ends[1], generator)
+        return torch.full_like(short, short_ends[higher]), torch.full_like(padded, ends[not higher])
+    return _drawn(short, short_ends[0], short_ends[1], generator), _drawn(padded, ends[0], ends[1], generator)
 
 
 def _drawn(like: torch.Tensor, least: int, most: int, generator: torch.Generator) -> torch.Tensor:

@@ -66,10 +66,10 @@ def prove_padding(
 def _proved(
     source: Source, prepared: Prepared, sizes: Mapping[str, tuple[int, ...]], tell: Callable[[str], None]
 ) -> tuple[Dimension, ...]:
-    proved, made = [], cache(functional)
+    proved, lookup = [], cache(functional)
     for name, values in sizes.items():
         tell(name)
-        pad, reason, not_chunked, compared = _prove_pad(source, prepared, sizes, name, made)
+        pad, reason, not_chunked, compared = _prove_pad(source, prepared, sizes, name, lookup)
         chunk, cut_reason = (False, reason) if pad != "rows" else _prove_cut(source, prepared, sizes, name, compared)
         if shared := _partial(prepared, "outputs"):
             chunk, cut_reason = False, f"output {shared!r} is a part of another output, and parts of a call are joined one by one"
@@ -97,7 +97,7 @@ def unpadded(source: Source, prepared: Prepared) -> str:
     return ""
 
 
-def _prove_pad(source: Source, prepared: Prepared, sizes: Mapping[str, tuple[int, ...]], name: str, made: Functional) -> _Padding:
+def _prove_pad(source: Source, prepared: Prepared, sizes: Mapping[str, tuple[int, ...]], name: str, lookup: Functional) -> _Padding:
     if why := unpadded(source, prepared):
         return _Padding("no", why)
     pad: Literal["rows", "zeros"] = "rows"
@@ -118,10 +118,10 @@ def _prove_pad(source: Source, prepared: Prepared, sizes: Mapping[str, tuple[int
         if not problem and _compare(prepared, short, long, expected):
             pad = "zeros"
         if problem:
-            told = f"{problem} where a trial with {name}={trial.short} was filled up with zeros to {trial.long}"
-            why = _first(two_sizes(source, prepared, sizes, name, made), fixed=True)  # the trial knows of no operator
-            return _Padding("no", f"{why}; {told}" if why else told, why)
-    compared = two_sizes(source, prepared, sizes, name, made)
+            sentence = f"{problem} where a trial with {name}={trial.short} was filled up with zeros to {trial.long}"
+            why = _first(two_sizes(source, prepared, sizes, name, lookup), fixed=True)  # the trial knows of no operator
+            return _Padding("no", f"{why}; {sentence}" if why else sentence, why)
+    compared = two_sizes(source, prepared, sizes, name, lookup)
     if not compared:
         return _Padding("no", f"the model was exported per size, and its operators cannot be compared between sizes of {name}")
     joined = _first(compared, fixed=False)
@@ -135,17 +135,17 @@ def _prove_pad(source: Source, prepared: Prepared, sizes: Mapping[str, tuple[int
 
 def _first(compared: Sequence[TwoSizes], fixed: bool, last: bool = False) -> str:
     """The first sentence of `row_mixing.changed`, or ""."""
-    return next((why for each in compared if (why := changed(each, fixed, last))), "")
+    return next((why for comparison in compared if (why := changed(comparison, fixed, last))), "")
 
 
 def _partial(prepared: Prepared, memory: str) -> str:
     """The name of an output that is a view of an input or output, but not the whole of it, or ""."""
     specs = {"inputs": prepared.signature.inputs, "outputs": prepared.signature.outputs}[memory]
     for alias in prepared.aliases:
-        own = prepared.signature.outputs[alias.output]
+        spec = prepared.signature.outputs[alias.output]
         moved = any(view.offset or view.strides != view.base for view in alias.views.values())
-        if alias.memory == memory and (moved or own.shape != specs[alias.index].shape):
-            return own.name
+        if alias.memory == memory and (moved or spec.shape != specs[alias.index].shape):
+            return spec.name
     return ""
 
 
@@ -182,9 +182,9 @@ def _compare(prepared: Prepared, short: Tensors, frame: Tensors, expected: Tenso
     """ "" when the padded run gives the expected outputs in front, else what differs."""
     filled = []
     for inner, outer in zip(short, frame, strict=True):
-        made = outer.clone()
-        made[tuple(slice(0, size) for size in inner.shape)] = inner
-        filled.append(made)
+        padded = outer.clone()
+        padded[tuple(slice(0, size) for size in inner.shape)] = inner
+        filled.append(padded)
     try:
         with padded_calls(prepared.reference):
             outputs = run_eager(prepared.reference, filled).outputs
@@ -202,10 +202,10 @@ def _compare(prepared: Prepared, short: Tensors, frame: Tensors, expected: Tenso
 
 def _changed(expected: torch.Tensor, got: torch.Tensor, bound: ErrorBound) -> str:
     """ "" within the bound, else by how much an output changes."""
-    found = compare(expected, got)
-    if found.error <= bound.bound:
+    difference = compare(expected, got)
+    if difference.error <= bound.bound:
         return ""
-    return f"changes: {found.text}," if bound.exact else f"changes by {found.error:.1e}"
+    return f"changes: {difference.text}," if bound.exact else f"changes by {difference.error:.1e}"
 
 
 def _prove_cut(
@@ -226,8 +226,8 @@ def _prove_cut(
             expected = run_eager(prepared.reference, whole).outputs
             for start, stop in ((0, at), (at, long)):
                 part = [_range(tensor, spec.shape, name, start, stop) for tensor, spec in zip(whole, inputs, strict=True)]
-                made = run_eager(prepared.reference, part).outputs
-                for spec, bound, want, output in zip(outputs, error_bounds(prepared), expected, made, strict=True):
+                actual = run_eager(prepared.reference, part).outputs
+                for spec, bound, want, output in zip(outputs, error_bounds(prepared), expected, actual, strict=True):
                     if changed := _changed(_range(want, spec.shape, name, start, stop), output, bound):
                         return False, f"output {spec.name!r} {changed} when {name}={long} is chunked at {at}"
         except FAILURES as failure:

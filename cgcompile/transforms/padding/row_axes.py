@@ -25,44 +25,44 @@ MOVES = frozenset({
 """Operators whose entries are those of their inputs, wherever these hold what; and constants."""
 
 
-def _last(given: Arguments) -> Rows:
+def _last(arguments: Arguments) -> Rows:
     return ("input",), (-1,)
 
 
-def _product(given: Arguments) -> Rows:
-    one, other = [name for name in given if name in ("self", "other", "mat2")]
-    if given[other].spot:
+def _product(arguments: Arguments) -> Rows:
+    one, other = [name for name in arguments if name in ("self", "other", "mat2")]
+    if arguments[other].spot:
         return (one, other), (-1, -2)
-    return ((one,), (-1,)) if given[other].short.dim() <= 2 else ((), ())
+    return ((one,), (-1,)) if arguments[other].short.dim() <= 2 else ((), ())
 
 
-def _biased_product(given: Arguments) -> Rows:
+def _biased_product(arguments: Arguments) -> Rows:
     return ("mat1",), (-1,)
 
 
-def _convolution(given: Arguments) -> Rows:
-    rank = given["input"].short.dim()
-    return (("input",), range(1, rank)) if given["weight"].short.dim() == rank else ((), ())
+def _convolution(arguments: Arguments) -> Rows:
+    rank = arguments["input"].short.dim()
+    return (("input",), range(1, rank)) if arguments["weight"].short.dim() == rank else ((), ())
 
 
-def _along(given: Arguments) -> Rows:
-    return ("self",), (given["dim"],)
+def _along(arguments: Arguments) -> Rows:
+    return ("self",), (arguments["dim"],)
 
 
-def _layer_norm(given: Arguments) -> Rows:
-    return ("input",), range(-len(given["normalized_shape"]), 0)
+def _layer_norm(arguments: Arguments) -> Rows:
+    return ("input",), range(-len(arguments["normalized_shape"]), 0)
 
 
-def _batch_norm(given: Arguments) -> Rows:
-    return (("input",), (1,)) if given.get("training", False) is False else ((), ())
+def _batch_norm(arguments: Arguments) -> Rows:
+    return (("input",), (1,)) if arguments.get("training", False) is False else ((), ())
 
 
 def _pool(axes: int) -> Callable[[Arguments], Rows]:
-    return lambda given: (("self",), range(-axes, 0))
+    return lambda arguments: (("self",), range(-axes, 0))
 
 
-def _attention(given: Arguments) -> Rows:
-    return (("query", "key", "value"), (-1, -2)) if given.get("attn_mask") is None else ((), ())
+def _attention(arguments: Arguments) -> Rows:
+    return (("query", "key", "value"), (-1, -2)) if arguments.get("attn_mask") is None else ((), ())
 
 
 ROWS: Mapping[str, Callable[[Arguments], Rows]] = {
@@ -76,12 +76,12 @@ ROWS: Mapping[str, Callable[[Arguments], Rows]] = {
 }  # fmt: skip
 
 
-def kept_rows(node: Node, given: tuple[Sequence[Any], Mapping[str, Any]]) -> tuple[list[PaddedValue], list[int]]:
+def kept_rows(node: Node, inputs: tuple[Sequence[Any], Mapping[str, Any]]) -> tuple[list[PaddedValue], list[int]]:
     """The values whose rows an operator of aten keeps apart, and the axes of these that it joins; no values where that is not
-    known.  `given`: its arguments, tensors as padded values."""
+    known.  `inputs`: its arguments, tensors as padded values."""
     known = ROWS.get(_name(node))
     named = (
-        {**dict(zip([argument.name for argument in node.target._schema.arguments], given[0], strict=False)), **given[1]}
+        {**dict(zip([argument.name for argument in node.target._schema.arguments], inputs[0], strict=False)), **inputs[1]}
         if known
         else {}
     )
@@ -100,5 +100,5 @@ def moves(node: Node) -> bool:
 def _name(node: Node) -> str:
     """An operator of aten without its overload, "" for any other."""
     target = node.target
-    own = isinstance(target, torch._ops.OpOverload) and target.namespace == "aten"
-    return target._schema.name.removeprefix("aten::") if own else ""
+    is_aten = isinstance(target, torch._ops.OpOverload) and target.namespace == "aten"
+    return target._schema.name.removeprefix("aten::") if is_aten else ""

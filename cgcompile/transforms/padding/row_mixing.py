@@ -53,22 +53,22 @@ Functional = Callable[[ExportedProgram], GraphModule]
 
 
 def two_sizes(
-    source: Source, prepared: Prepared, sizes: Mapping[str, tuple[int, ...]], name: str, made: Functional
+    source: Source, prepared: Prepared, sizes: Mapping[str, tuple[int, ...]], name: str, lookup: Functional
 ) -> tuple[TwoSizes, ...]:
-    """What is compared for the dimension `name`, the other dimensions at their smallest sizes; modules are those that are `made`.
+    """What is compared for the dimension `name`, the other dimensions at their smallest sizes; modules are those that are `lookup`.
 
     Programs of their own are compared with that of the next size, or where there is one size alone, of a smaller one; none where
     their operators differ.
     """
     values = sizes[name]
-    others = {other: given[0] for other, given in sizes.items()}
+    others = {other: other_sizes[0] for other, other_sizes in sizes.items()}
     if prepared.programs.dynamic:
-        module = made(prepared.programs.first)
+        module = lookup(prepared.programs.first)
         declared = next((size for size in values if size > 1), 2)
         return (_small(source, module, others, name, declared) or _at(source, module, others, name, declared),)
     by_size = _by_size(source, prepared, sizes, name)
     values, programs = tuple(by_size), list(by_size.values())
-    modules = [made(program) for program in programs]
+    modules = [lookup(program) for program in programs]
     if any(operators(module) != operators(modules[0]) for module in modules):
         return ()
     drawn = [sample(source, {**others, name: size}).tensors for size in values]
@@ -91,7 +91,7 @@ def _by_size(source: Source, prepared: Prepared, sizes: Mapping[str, tuple[int, 
             programs = export(source, {**others, name: values}, elsewhere=elsewhere).programs
         except ModelError:
             return {}
-    keys = [tuple([size if each == name else others[each][0] for each in sizes]) for size in values]
+    keys = [tuple([size if dimension == name else others[dimension][0] for dimension in sizes]) for size in values]
     return {size: programs.at(key) for size, key in zip(values, keys, strict=True)}
 
 
@@ -106,13 +106,13 @@ def _small(source: Source, module: GraphModule, others: Mapping[str, int], name:
     if max(declared, *others.values(), 0) <= SMALL:
         return None
     try:
-        made = _at(source, module, {other: min(size, SMALL) for other, size in others.items()}, name, min(declared, SMALL))
+        comparison = _at(source, module, {other: min(size, SMALL) for other, size in others.items()}, name, min(declared, SMALL))
         with torch.no_grad(), traced_per_size():
-            for drawn in (made.short, made.long):  # without the module's own checks: its declared sizes begin higher
+            for drawn in (comparison.short, comparison.long):  # without the module's own checks: its declared sizes begin higher
                 Interpreter(module).run(*drawn, enable_io_processing=False)
     except (*FAILURES, ModelError):
         return None
-    return made
+    return comparison
 
 
 def changed(compared: TwoSizes, fixed: bool, last: bool = False) -> str:
@@ -147,5 +147,5 @@ def functional(program: ExportedProgram) -> GraphModule:
     targets = {node.target for part in parts for node in part.graph.nodes}
     if any(isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable for target in targets):
         program = program.run_decompositions({})
-    made: GraphModule = program.module(check_guards=False)
-    return made
+    functional_module: GraphModule = program.module(check_guards=False)
+    return functional_module

@@ -46,16 +46,16 @@ def given_to_bodies(node: Node, module: GraphModule, shared: Node, first: Node |
     node.args = (condition, turns, (*carried, first), (*more, shared), *node.args[4:])
     node.meta["val"] = (*node.meta["val"], first.meta["val"])
     count = len(carried)
-    for body, source in [(getattr(module, str(each.target)), each) for each in (condition, turns)]:
+    for body, source in [(getattr(module, str(attribute.target)), attribute) for attribute in (condition, turns)]:
         turn = _input(body, count, first)
-        own = _input(body, len(list(_inputs(body))), shared)
+        shared_input = _input(body, len(list(_inputs(body))), shared)
         if source is turns:
             (output,) = body.graph.find_nodes(op="output")
             with body.graph.inserting_before(output):
                 next_turn = body.graph.call_function(torch.ops.aten.add.Tensor, (turn, 1))
             next_turn.meta["val"] = turn.meta["val"]
             output.args = ((*_listed(output.args[0]), next_turn),)
-        yield Body(body, own, turn)
+        yield Body(body, shared_input, turn)
 
 
 def _inputs(body: GraphModule) -> list[Node]:
@@ -67,10 +67,10 @@ def _input(body: GraphModule, place: int, like: Node) -> Node:
     known = _inputs(body)
     before = known[place] if place < len(known) else next(node for node in body.graph.nodes if node.op != "placeholder")
     with body.graph.inserting_before(before):
-        made = body.graph.placeholder("cgcompile_draws")
-    made.target = made.name  # which is unique
-    made.meta["val"] = like.meta["val"]
-    return made
+        new_input = body.graph.placeholder("cgcompile_draws")
+    new_input.target = new_input.name  # which is unique
+    new_input.meta["val"] = like.meta["val"]
+    return new_input
 
 
 def _listed(value: Any) -> list[Any]:

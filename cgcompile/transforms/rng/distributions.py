@@ -58,8 +58,8 @@ def _in_order_of(values: Tensor, like: Tensor) -> Tensor:
     """One value per element of `like`, in the order of its memory: the result is dense, with the axes in the same order."""
     order = axes_in_memory(like)
     back = sorted(range(like.dim()), key=lambda axis: order[axis])
-    made = values.view([like.shape[axis] for axis in order])
-    return made if back == order == sorted(order) else made.permute(back)
+    reshaped = values.view([like.shape[axis] for axis in order])
+    return reshaped if back == order == sorted(order) else reshaped.permute(back)
 
 
 def axes_in_memory(tensor: Tensor) -> list[int]:

@@ -30,13 +30,13 @@ def _between(unit: Tensor, low: float, high: float) -> Tensor:
     """[0, 1) stretched to [low, high); what is rounded to `high` is put at `low`, as on PyTorch's GPUs."""
     if (low, high) == (0, 1):
         return unit
-    made = (unit.to(wide(unit.dtype)) * (high - low) + low).to(unit.dtype)
-    return made.masked_fill(made >= high, low)
+    scaled = (unit.to(wide(unit.dtype)) * (high - low) + low).to(unit.dtype)
+    return scaled.masked_fill(scaled >= high, low)
 
 
 def _normal(stream: Stream, x: Tensor, mean: float = 0.0, std: float = 1.0, **_: Any) -> Tensor:
-    made = _normal_wide(stream, x)
-    return (made if (mean, std) == (0, 1) else made * std + mean).to(x.dtype)
+    numbers = _normal_wide(stream, x)
+    return (numbers if (mean, std) == (0, 1) else numbers * std + mean).to(x.dtype)
 
 
 def _normal_wide(stream: Stream, x: Tensor) -> Tensor:
@@ -45,8 +45,8 @@ def _normal_wide(stream: Stream, x: Tensor) -> Tensor:
 
 def _normal_around(stream: Stream, mean: Tensor | float, std: Tensor | float = 1.0, **_: Any) -> Tensor:
     """normal() with a tensor of means, of standard deviations, or both, which broadcast."""
-    given = [each for each in (mean, std) if isinstance(each, Tensor)]
-    like = torch.empty_like(torch.add(*given) if len(given) == 2 else given[0])
+    tensors = [parameter for parameter in (mean, std) if isinstance(parameter, Tensor)]
+    like = torch.empty_like(torch.add(*tensors) if len(tensors) == 2 else tensors[0])
     return (_normal_wide(stream, like) * std + mean).to(like.dtype)
 
 
@@ -103,19 +103,19 @@ def _attention(
     is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
     """In PyTorch's own plain operations, the dropout among them; no fused kernel draws our numbers."""
-    found = aten._scaled_dot_product_attention_math.default(
+    outputs = aten._scaled_dot_product_attention_math.default(
         query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )
-    made: Tensor = found[0]
-    return made
+    attention: Tensor = outputs[0]
+    return attention
 
 
 def _rrelu(
     stream: Stream, x: Tensor, noise: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, **_: Any
 ) -> Tensor:  # fmt: skip
-    made, slopes = _rrelu_functional(stream, x, noise, lower, upper)
+    output, slopes = _rrelu_functional(stream, x, noise, lower, upper)
     noise.copy_(slopes)
-    return made
+    return output
 
 
 def _rrelu_functional(

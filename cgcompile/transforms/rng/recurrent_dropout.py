@@ -22,8 +22,8 @@ def split_layers(node: Node, origin: Mapping[str, Any]) -> dict[Node, Node]:
     """Inserts before a node of RECURRENT with dropout, (input, hx, params, has_biases, num_layers, dropout, train, bidirectional,
     batch_first), what it does layer by layer.  Gives what stands for each of its users, which take its results apart."""
     x, states, params, biases, layers, p, _, both_ways, batch_first = node.args
-    made = node.meta["val"]
-    graph, ways, each = node.graph, 2 if both_ways else 1, len(params) // layers
+    outputs = node.meta["val"]
+    graph, ways, per_layer = node.graph, 2 if both_ways else 1, len(params) // layers
     states = list(states) if isinstance(states, list | tuple) else [states]
     last: list[list[Node]] = [[] for _ in states]
 
@@ -32,20 +32,20 @@ def split_layers(node: Node, origin: Mapping[str, Any]) -> dict[Node, Node]:
         new.meta = {"val": value, **origin}
         return new
 
-    with graph.inserting_before(node), made[0].fake_mode:
+    with graph.inserting_before(node), outputs[0].fake_mode:
         for layer in range(layers):
             parts = [
                 call(aten.narrow.default, state, 0, layer * ways, ways, value=state.meta["val"].narrow(0, layer * ways, ways))
                 for state in states
             ]
-            given = parts if node.target is aten.lstm.input else parts[0]
-            weights = list(params[layer * each : (layer + 1) * each])
-            values = (made[0], *[part.meta["val"] for part in parts])
-            ran = call(node.target, x, given, weights, biases, 1, 0.0, False, both_ways, batch_first, value=values)
-            x = call(operator.getitem, ran, 0, value=made[0])
+            layer_states = parts if node.target is aten.lstm.input else parts[0]
+            weights = list(params[layer * per_layer : (layer + 1) * per_layer])
+            values = (outputs[0], *[part.meta["val"] for part in parts])
+            ran = call(node.target, x, layer_states, weights, biases, 1, 0.0, False, both_ways, batch_first, value=values)
+            x = call(operator.getitem, ran, 0, value=outputs[0])
             for index, ends in enumerate(last):
                 ends.append(call(operator.getitem, ran, index + 1, value=values[index + 1]))
             if layer < layers - 1:
-                x = call(aten.dropout.default, x, p, True, value=made[0])
-        results = [x, *[call(aten.cat.default, ends, value=value) for ends, value in zip(last, made[1:], strict=True)]]
+                x = call(aten.dropout.default, x, p, True, value=outputs[0])
+        results = [x, *[call(aten.cat.default, ends, value=value) for ends, value in zip(last, outputs[1:], strict=True)]]
     return {user: results[user.args[1]] for user in node.users}

@@ -123,8 +123,8 @@ def _rewrite(module: GraphModule, shared: Node, numbers: Iterator[int]) -> dict[
             first = insert(node, [shared], lambda s: torch.zeros((), dtype=torch.int64, device=s.device))
             for body in given_to_bodies(node, module, shared, first):
                 begin = next(node for node in body.module.graph.nodes if node.op != "placeholder")
-                own = body.shared if body.turn is None else insert(begin, [body.shared, body.turn], of_turn)
-                _rewrite(body.module, own, numbers)
+                body_shared = body.shared if body.turn is None else insert(begin, [body.shared, body.turn], of_turn)
+                _rewrite(body.module, body_shared, numbers)
                 spell_counts(body.module.graph)
                 body.module.graph.eliminate_dead_code()
                 body.module.recompile()
@@ -138,30 +138,30 @@ def _replace(node: Node, shared: Node, stream: Stream) -> dict[str, str]:
     """Puts ordinary operations in the place of a random one.  Gives what `_stand_in` gives."""
     assert can_rewrite(node), node.format_node()
     flat, spec = pytree.tree_flatten((node.args, node.kwargs))
-    given = list(dict.fromkeys([each for each in flat if isinstance(each, Node)]))
+    operands = list(dict.fromkeys([leaf for leaf in flat if isinstance(leaf, Node)]))
     table = {op: partial(function, stream) for op, function in LEAVES.items()}
     target = table.get(node.target, node.target)
 
     def draw(_: Tensor, *values: Any) -> Any:
-        known = dict(zip(given, values, strict=True))
-        args, kwargs = pytree.tree_unflatten([known[each] if isinstance(each, Node) else each for each in flat], spec)
+        known = dict(zip(operands, values, strict=True))
+        args, kwargs = pytree.tree_unflatten([known[leaf] if isinstance(leaf, Node) else leaf for leaf in flat], spec)
         return pytree.tree_map(_in_order, target(*args, **kwargs), node.meta["val"])
 
-    made = insert(node, [shared, *given], draw, table, _origin(node))
-    return _stand_in(node, {node: made} if isinstance(made, Node) else {user: made[user.args[1]] for user in node.users})
+    draws = insert(node, [shared, *operands], draw, table, _origin(node))
+    return _stand_in(node, {node: draws} if isinstance(draws, Node) else {user: draws[user.args[1]] for user in node.users})
 
 
-def _stand_in(node: Node, made: Mapping[Node, Node]) -> dict[str, str]:
+def _stand_in(node: Node, stand_ins: Mapping[Node, Node]) -> dict[str, str]:
     """Removes a node for which, or for whose elements, others stand in, which take the names over.  Gives old name -> name, for the
     case that one stands in for two."""
     renamed: dict[str, str] = {}
-    for old, new in made.items():
+    for old, new in stand_ins.items():
         old.replace_all_uses_with(new)
         node.graph.erase_node(old)
         if new.name not in renamed.values():
             new.name = old.name
         renamed[old.name] = new.name
-    if node not in made:
+    if node not in stand_ins:
         node.graph.erase_node(node)
     return renamed
 
@@ -170,13 +170,13 @@ def _origin(node: Node) -> dict[str, Any]:
     return {name: node.meta[name] for name in ORIGIN if name in node.meta}
 
 
-def _in_order(made: Tensor, expected: Tensor) -> Tensor:
-    """`made` with the order of the axes in memory that the rest of the program was exported for."""
+def _in_order(tensor: Tensor, expected: Tensor) -> Tensor:
+    """`tensor` with the order of the axes in memory that the rest of the program was exported for."""
     order = axes_in_memory(expected)
-    if order == axes_in_memory(made):
-        return made
+    if order == axes_in_memory(tensor):
+        return tensor
     back = sorted(range(len(order)), key=lambda axis: order[axis])
-    return made.permute(order).contiguous().permute(back)
+    return tensor.permute(order).contiguous().permute(back)
 
 
 def _expand(graph: Graph) -> None:

@@ -158,8 +158,8 @@ def _generation(bundle: str, against: list[str], model: str, rounds: int, thread
     if not quiet:
         begin("measure", f"generation, {count(rounds, 'round')}")
     with watching(quiet) as progress:
-        found = measure_generation(bundle, model=model, against=against, rounds=rounds, threads=threads, progress=progress)
+        report = measure_generation(bundle, model=model, against=against, rounds=rounds, threads=threads, progress=progress)
     if as_json:
-        write_json(found.plain())
+        write_json(report.plain())
     else:
-        show_generation(found)
+        show_generation(report)

@@ -192,8 +192,8 @@ def _summary(built: Built, seconds: float, stages: Table | None) -> Table:
     from ..inspection import overview, program_rows
 
     manifest, several = built.manifest, len(built.manifest.entries) > 1
-    found = dict.fromkeys([finding for entry in manifest.entries for finding in entry.findings])
-    findings = list(dict.fromkeys(map(_line, found)))
+    distinct = dict.fromkeys([finding for entry in manifest.entries for finding in entry.findings])
+    findings = list(dict.fromkeys(map(_line, distinct)))
     fields: list[Field] = [
         ("built", f"{built.path} ({summary.bulk(manifest)}) in {duration(seconds)}"),
         ("target", ", ".join(built.variants) or summary.target(manifest.target)),

@@ -87,11 +87,11 @@ def check(
     if as_json:
         write_json(asdict(report) | {"refused": report.refused})
     else:
-        for each in report.each:
-            show(_head(each, several=bool(report.others), assumed=target == "auto"))
-            for found in grouped(each.findings):
-                show(_finding(found))
-            show(_regions(each))
+        for entry_report in report.each:
+            show(_head(entry_report, several=bool(report.others), assumed=target == "auto"))
+            for group in grouped(entry_report.findings):
+                show(_finding(group))
+            show(_regions(entry_report))
     if report.refused:
         raise typer.Exit(FINDINGS)
 
@@ -157,7 +157,7 @@ def _regions(report: Report) -> RenderableType:
     hosts = len(report.regions) - graphs
     names = ", ".join([f"{name}={values[-1]}" for name, values in report.sizes])
     counted = Text.assemble("\n", (f"{count(graphs, 'graph')}, {count(hosts, 'host region')}", "bold"))
-    tree = Tree(counted.append(ONE_WAY if any(found.rule == BRANCH for found in report.findings) else ""))
+    tree = Tree(counted.append(ONE_WAY if any(finding.rule == BRANCH for finding in report.findings) else ""))
     for region in report.regions:
         colour = "green" if region.kind == "graph" else "yellow"
         about = f" {region.name}, {count(sum(calls for _, calls in region.operations), 'operation')}"

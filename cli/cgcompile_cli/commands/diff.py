@@ -40,20 +40,20 @@ def diff(
     from ..summary import signature, signed
 
     bundles = {"a": open_bundle(a), "b": open_bundle(b)}
-    found = compare(*bundles.values())
+    differences = compare(*bundles.values())
     if as_json:
         sides = {side: _origin(bundle, UNCOUNTED) | {"signature": signature(bundle.path)} for side, bundle in bundles.items()}
-        write_json(sides | {"different": bool(found), "differences": [_plain(each) for each in found]})
-    elif not found:
+        write_json(sides | {"different": bool(differences), "differences": [_plain(difference) for difference in differences]})
+    elif not differences:
         show("no difference")
         signers = [signed(bundle.path) for bundle in bundles.values()]
         if signers[0] != signers[1]:
-            show(record([("signed", "; ".join([f"{side.upper()} {told}" for side, told in zip(bundles, signers, strict=True)]))]))
+            show(record([("signed", "; ".join([f"{side.upper()} {claim}" for side, claim in zip(bundles, signers, strict=True)]))]))
     else:
         show(record([(side.upper(), _headline(bundle, signed(bundle.path))) for side, bundle in bundles.items()]))
         show("")
-        show(record([(part, _rows(_once(list(rows)))) for part, rows in groupby(found, key=lambda each: each.part)]))
-    if found:
+        show(record([(part, _rows(_once(list(rows)))) for part, rows in groupby(differences, key=lambda row: row.part)]))
+    if differences:
         raise typer.Exit(FINDINGS)
 
 
@@ -68,41 +68,41 @@ def _headline(bundle: BundleFiles, signed: str) -> str:
     return f"{bundle.path}: {manifest.name}, {manifest.target.kind} {manifest.target.arch}, {built}"
 
 
-def _once(found: Sequence[Difference]) -> list[Difference]:
+def _once(group: Sequence[Difference]) -> list[Difference]:
     """Differences of the self-test as people want them: what proofs have in common once, and one line for all measured errors.
     Those of other parts are as they are."""
     from cgcompile.tools.diff.differences import Difference
 
-    if found[0].part != "self-test":
-        return list(found)
+    if group[0].part != "self-test":
+        return list(group)
     alike: dict[str, list[Difference]] = {}
-    for each in found:
-        if not each.measured:
-            alike.setdefault(_text(each), []).append(each)
-    told = [replace(first, name=f"{first.name}{f', and {len(more)} more' if more else ''}") for first, *more in alike.values()]
-    if proofs := {each.name for each in found if each.measured}:
-        bound = "" if any(each.field == "error" and not each.measured for each in found) else ", all within their bounds"
-        told.append(Difference(part="self-test", name="proofs", note=f"{count(len(proofs), 'proof')} measured other errors{bound}"))
-    return told
+    for difference in group:
+        if not difference.measured:
+            alike.setdefault(_text(difference), []).append(difference)
+    rows = [replace(first, name=f"{first.name}{f', and {len(more)} more' if more else ''}") for first, *more in alike.values()]
+    if proofs := {row.name for row in group if row.measured}:
+        bound = "" if any(row.field == "error" and not row.measured for row in group) else ", all within their bounds"
+        rows.append(Difference(part="self-test", name="proofs", note=f"{count(len(proofs), 'proof')} measured other errors{bound}"))
+    return rows
 
 
-def _rows(found: Sequence[Difference]) -> Table:
+def _rows(differences: Sequence[Difference]) -> Table:
     """A line per difference, and where some are not shown, how many; the elements of all tensors together."""
-    shown, hidden = shortened(found)
-    rows = [(SIGNS[each.change], each.name, _text(each)) for each in shown]
+    shown, hidden = shortened(differences)
+    rows = [(SIGNS[difference.change], difference.name, _text(difference)) for difference in shown]
     if hidden:
-        counts = [each.facts for each in found if "elements" in each.facts]
-        differ, elements = (sum([each[name] for each in counts]) for name in ("differ", "elements"))
+        counts = [difference.facts for difference in differences if "elements" in difference.facts]
+        differ, elements = (sum([facts[name] for facts in counts]) for name in ("differ", "elements"))
         total = f"in all {differ} of {elements} elements differ" if elements else ""
         rows.append(("", f"and {hidden} more", total))
     return table(("", "", ""), rows)
 
 
-def _text(each: Difference) -> str:
-    told = {"added": each.b, "removed": each.a, "changed": f"{each.a} -> {each.b}"}[each.change]
-    return f"{each.field} {each.note or told}".strip()
+def _text(difference: Difference) -> str:
+    delta = {"added": difference.b, "removed": difference.a, "changed": f"{difference.a} -> {difference.b}"}[difference.change]
+    return f"{difference.field} {difference.note or delta}".strip()
 
 
-def _plain(each: Difference) -> dict[str, Any]:
+def _plain(difference: Difference) -> dict[str, Any]:
     fields = ("part", "name", "field", "change", "a", "b", "note", "measured")
-    return {name: getattr(each, name) for name in fields} | {"facts": dict(each.facts)}
+    return {name: getattr(difference, name) for name in fields} | {"facts": dict(difference.facts)}

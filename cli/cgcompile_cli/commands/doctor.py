@@ -28,21 +28,21 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print it as JSO
     from cgcompile.tools.environment import environment
     from cgcompile.util.content_cache import cache_place
 
-    found = environment()
+    machine = environment()
     if as_json:
         cache = {"path": str(cache_place())}
-        write_json(_without_targets(found) | {"cache": cache, "targets": [_plain(target) for target in found.targets]})
+        write_json(_without_targets(machine) | {"cache": cache, "targets": [_plain(target) for target in machine.targets]})
         return
     show(record([
-        *[(part.name, _part(part)) for part in found.parts],
-        ("processor", found.processor),
-        ("GPU", _gpus(found)),
+        *[(part.name, _part(part)) for part in machine.parts],
+        ("processor", machine.processor),
+        ("GPU", _gpus(machine)),
         ("cache", f"{cache_place()} (`cgcompile cache dir` counts what is in it)"),
     ]))  # fmt: skip
     show("")
-    show(_table(found.targets))
+    show(_table(machine.targets))
     show("")
-    for line in _reasons(found.targets):
+    for line in _reasons(machine.targets):
         show(line)
 
 
@@ -54,49 +54,49 @@ def targets(as_json: Annotated[bool, typer.Option("--json", help="Print it as JS
     """
     from cgcompile.tools.environment import environment
 
-    found = environment().targets
+    known_targets = environment().targets
     if as_json:
-        write_json([_plain(each) for each in found])
+        write_json([_plain(target) for target in known_targets])
         return
-    rows = [(each.name, each.about, "no" if each.not_built else "yes", _run(each)) for each in found]
+    rows = [(target.name, target.about, "no" if target.not_built else "yes", _run(target)) for target in known_targets]
     show(table(("target", "for", "built here", "run here"), rows))
 
 
-def _without_targets(found: Environment) -> dict[str, Any]:
-    plain = asdict(found)
+def _without_targets(machine: Environment) -> dict[str, Any]:
+    plain = asdict(machine)
     del plain["targets"]
     return plain
 
 
-def _plain(each: TargetHere) -> dict[str, Any]:
-    return {"built_here": not each.not_built, "run_here": not each.not_run} | asdict(each)
+def _plain(target: TargetHere) -> dict[str, Any]:
+    return {"built_here": not target.not_built, "run_here": not target.not_run} | asdict(target)
 
 
 def _part(part: Part) -> str:
     return part.found or f"not installed ({part.use}): {part.fix}"
 
 
-def _gpus(found: Environment) -> list[str]:
-    if not found.gpus:
-        return [f"none: {found.gpus_missing}"]
-    return [f"{each.name}, {each.arch}, {size(each.memory)}, driver for CUDA {found.driver}" for each in found.gpus]
+def _gpus(machine: Environment) -> list[str]:
+    if not machine.gpus:
+        return [f"none: {machine.gpus_missing}"]
+    return [f"{gpu.name}, {gpu.arch}, {size(gpu.memory)}, driver for CUDA {machine.driver}" for gpu in machine.gpus]
 
 
-def _table(found: Sequence[TargetHere]) -> Table:
-    rows = [(each.name, RECORDERS.get(each.recorder, "no"), _run(each)) for each in found]
+def _table(known_targets: Sequence[TargetHere]) -> Table:
+    rows = [(target.name, RECORDERS.get(target.recorder, "no"), _run(target)) for target in known_targets]
     return table(("target", "build here", "run here"), rows)
 
 
-def _run(each: TargetHere) -> str:
-    return "yes" if not each.not_run else "what needs no torch" if each.standalone else "no"
+def _run(target: TargetHere) -> str:
+    return "yes" if not target.not_run else "what needs no torch" if target.standalone else "no"
 
 
-def _reasons(found: Sequence[TargetHere]) -> list[str]:
+def _reasons(known_targets: Sequence[TargetHere]) -> list[str]:
     """Why targets cannot be built or run, and what to do: a line for those with the same reason."""
-    told: dict[tuple[str, str], list[str]] = {}
-    for each in found:
-        for what, reason in (("built", each.not_built), ("run", each.not_run)):
-            if reason and not (what == "run" and reason == each.not_built):
-                fix = f"; {each.fix}" if each.fix and (what == "built" or not each.not_built) else ""
-                told.setdefault((what, reason.removeprefix(f"target {each.name}: ") + fix), []).append(each.name)
-    return [f"not {what} here: {', '.join(names)}: {reason}" for (what, reason), names in told.items()]
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for target in known_targets:
+        for what, reason in (("built", target.not_built), ("run", target.not_run)):
+            if reason and not (what == "run" and reason == target.not_built):
+                fix = f"; {target.fix}" if target.fix and (what == "built" or not target.not_built) else ""
+                reasons.setdefault((what, reason.removeprefix(f"target {target.name}: ") + fix), []).append(target.name)
+    return [f"not {what} here: {', '.join(names)}: {reason}" for (what, reason), names in reasons.items()]

@@ -44,7 +44,7 @@ LABEL = 9
 
 def names(incomplete: str) -> list[str]:
     """For the shell's completion: the names that begin so."""
-    return sorted({each.name for each in _all() if each.name.startswith(incomplete)})
+    return sorted({explanation.name for explanation in _all() if explanation.name.startswith(incomplete)})
 
 
 def explain(
@@ -74,19 +74,19 @@ def explain(
     known = _all()
     if name is None:
         if as_json:
-            write_json([_plain(each) for each in known])
+            write_json([_plain(explanation) for explanation in known])
         else:
             _list(known)
         return
-    found = [each for each in known if each.name == spelled(name)]
-    if not found:
-        close = nearest(name, [each.name for each in known])
-        told = f"did you mean {' or '.join(close)}?" if close else "`cgcompile explain` lists all names"
-        raise UsageError(f"{name}: no finding or error has that name", told)
+    matches = [explanation for explanation in known if explanation.name == spelled(name)]
+    if not matches:
+        close = nearest(name, [explanation.name for explanation in known])
+        hint = f"did you mean {' or '.join(close)}?" if close else "`cgcompile explain` lists all names"
+        raise UsageError(f"{name}: no finding or error has that name", hint)
     if as_json:
-        write_json([_plain(each) for each in found])
+        write_json([_plain(explanation) for explanation in matches])
         return
-    _write("\n\n".join(map(_text, found)))
+    _write("\n\n".join(map(_text, matches)))
 
 
 def _all() -> tuple[Explanation, ...]:
@@ -95,23 +95,23 @@ def _all() -> tuple[Explanation, ...]:
     return explanations({"cgcompile_cli": UsageError.catalogue})
 
 
-def _plain(each: Explanation) -> dict[str, object]:
-    return {**asdict(each), "fields": dict(each.fields), "severities": list(each.severities)}
+def _plain(explanation: Explanation) -> dict[str, object]:
+    return {**asdict(explanation), "fields": dict(explanation.fields), "severities": list(explanation.severities)}
 
 
-def about(each: Explanation) -> str:
+def about(explanation: Explanation) -> str:
     """`a finding: host (runs on the host between graphs)`, `an error of cgbundle: CallError, exit status 2`."""
-    if each.kind == "padding":
+    if explanation.kind == "padding":
         return "what `build` and `inspect` say under that word"
-    if each.kind == "error":
-        return f"an error of {each.package}: {each.error}, exit status {each.exit_code}"
-    told = [f"{severity} ({LEVELS[severity]})" for severity in each.severities]
-    return f"a finding: {' or '.join(told)}" if told else "a rule without findings of its own"
+    if explanation.kind == "error":
+        return f"an error of {explanation.package}: {explanation.error}, exit status {explanation.exit_code}"
+    levels = [f"{severity} ({LEVELS[severity]})" for severity in explanation.severities]
+    return f"a finding: {' or '.join(levels)}" if levels else "a rule without findings of its own"
 
 
-def _text(each: Explanation) -> str:
-    lines = [f"{each.name}  {about(each)}", f"  {each.headline}"]
-    lines += [line for label, said in each.fields if said for line in _field(label, said)]
+def _text(explanation: Explanation) -> str:
+    lines = [f"{explanation.name}  {about(explanation)}", f"  {explanation.headline}"]
+    lines += [line for label, said in explanation.fields if said for line in _field(label, said)]
     return "\n".join(map(safe, lines))
 
 
@@ -121,25 +121,25 @@ def _field(label: str, said: str) -> list[str]:
 
 
 def _list(known: Sequence[Explanation]) -> None:
-    findings = [each for each in known if each.kind == "finding"]
+    findings = [explanation for explanation in known if explanation.kind == "finding"]
     blocks = [[f"{count(len(findings), 'finding')} of `cgcompile check`"]]
     blocks[0] += _columns([(finding.name, "/".join(finding.severities), finding.headline) for finding in findings])
-    padding = [each for each in known if each.kind == "padding"]
-    blocks.append(["what `build` and `inspect` say", *_columns([(each.name, "", each.headline) for each in padding])])
-    errors = [each for each in known if each.kind == "error"]
-    for title, own in _met(errors).items():
-        rows = [(each.name, str(each.exit_code), each.headline) for each in own]
-        blocks.append([f"{count(len(own), 'error')} {title}, with the exit status", *_columns(rows)])
+    padding = [explanation for explanation in known if explanation.kind == "padding"]
+    blocks.append(["what `build` and `inspect` say", *_columns([(word.name, "", word.headline) for word in padding])])
+    errors = [explanation for explanation in known if explanation.kind == "error"]
+    for title, group in _met(errors).items():
+        rows = [(explanation.name, str(explanation.exit_code), explanation.headline) for explanation in group]
+        blocks.append([f"{count(len(group), 'error')} {title}, with the exit status", *_columns(rows)])
     _write("\n\n".join(map("\n".join, blocks)))
 
 
 def _met(errors: Sequence[Explanation]) -> dict[str, list[Explanation]]:
     """The errors by where somebody meets them, in the order in which people do."""
-    found: dict[str, list[Explanation]] = {title: [] for title in (*MET, LAST)}
-    for each in errors:
-        title = next(title for title, classes in MET.items() if each.error in classes)
-        found[LAST if each.name in RECORDERS else title].append(each)
-    return {title: own for title, own in found.items() if own}
+    groups: dict[str, list[Explanation]] = {title: [] for title in (*MET, LAST)}
+    for explanation in errors:
+        title = next(title for title, classes in MET.items() if explanation.error in classes)
+        groups[LAST if explanation.name in RECORDERS else title].append(explanation)
+    return {title: group for title, group in groups.items() if group}
 
 
 def _columns(rows: Sequence[tuple[str, str, str]]) -> list[str]:

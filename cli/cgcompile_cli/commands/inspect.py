@@ -67,7 +67,7 @@ def inspect(
     manifest = checked_manifest(bundle, variant)
     if manifest.engine is not None:
         views = {"--graph": graph is not None, "--kernels": kernels, "--memory": memory, "--html": html is not None, "--dot": dot}
-        return _engine(bundle, manifest, [name for name, given in views.items() if given], as_json)
+        return _engine(bundle, manifest, [name for name, wanted in views.items() if wanted], as_json)
     entry, chosen = manifest.entries[0], None
     if graph is not None:
         entry, chosen = int_keys.find(manifest, graph)
@@ -91,14 +91,14 @@ def inspect(
         show(record(overview(bundle, manifest)))
 
 
-def _check_options(graph: str | None, given: dict[str, bool]) -> None:
+def _check_options(graph: str | None, options: dict[str, bool]) -> None:
     """Raises UsageError where two options ask for different things."""
-    views = [name for name in ("--kernels", "--memory", "--html", "--dot") if given[name]]
+    views = [name for name in ("--kernels", "--memory", "--html", "--dot") if options[name]]
     if len(views) > 1:
         raise UsageError(
             f"{views[0]} and {views[1]} show different things: they cannot be used together", "run inspect once for each"
         )
-    if views and views[0] in ("--html", "--dot") and given["--json"]:
+    if views and views[0] in ("--html", "--dot") and options["--json"]:
         raise UsageError(f"{views[0]} is not JSON: it cannot be used with --json", "leave one of them out")
     if graph is not None and views and views[0] in ("--html", "--kernels"):
         raise UsageError(f"{views[0]} shows all int_keys: it cannot be used with --graph", "leave one of them out")
@@ -175,12 +175,12 @@ def _memory(path: str, manifest: Manifest, entries: Sequence[EntrySpec], as_json
     from ..inspection import memory_map, memory_text
     from ..inspection.nodes import read_nodes
 
-    found: list[list[tuple[Program, Sequence[Sequence[NodeRow]], list[Place]]]] = []
+    by_entry: list[list[tuple[Program, Sequence[Sequence[NodeRow]], list[Place]]]] = []
     for entry in entries:
-        found.append([])
+        by_entry.append([])
         for program in entry.programs:
             steps = read_nodes(path, manifest, entry, program)
-            found[-1].append((program, steps, memory_map.places(manifest, entry, program, memory_map.order(steps))))
+            by_entry[-1].append((program, steps, memory_map.places(manifest, entry, program, memory_map.order(steps))))
     if as_json:
         write_json({
             "memories": dict(manifest.memories),
@@ -190,7 +190,7 @@ def _memory(path: str, manifest: Manifest, entries: Sequence[EntrySpec], as_json
                     "nodes": [(node.step, node.number, node.what) for nodes in steps for node in nodes],
                     "places": [place._asdict() for place in places],
                 }
-                for entry, rows in zip(entries, found, strict=True)
+                for entry, rows in zip(entries, by_entry, strict=True)
                 for program, steps, places in rows
             ],
         })  # fmt: skip
@@ -199,10 +199,10 @@ def _memory(path: str, manifest: Manifest, entries: Sequence[EntrySpec], as_json
     if summary.state(manifest):
         fields.append(("state", summary.state(manifest)))
     parts: list[RenderableType] = []
-    if not any(places for rows in found for _, _, places in rows):
+    if not any(places for rows in by_entry for _, _, places in rows):
         fields.append(("values", "in memory that the caller brings or the host region allocates during the call: nothing to draw"))
         entries = ()
-    for entry, rows in zip(entries, found, strict=False):
+    for entry, rows in zip(entries, by_entry, strict=False):
         if len(entries) > 1:
             parts.append(record([("entry", entry.name)]))
         drawn = memory_text.one_program(entry, *rows[0], _width()) if len(rows) == 1 else ()

@@ -37,19 +37,19 @@ def operators(
 
     with watching(quiet) as progress:
         known = listed(target, progress)
-    found = [each for each in known if not names or any(name.removeprefix("aten.") in each.name for name in names)]
-    if not found:
+    matches = [operator for operator in known if not names or any(name.removeprefix("aten.") in operator.name for name in names)]
+    if not matches:
         raise UsageError(f"{' '.join(names or ())}: no operator of PyTorch's has that in its name", "leave the name out to see all")
     if as_json:
-        write_json({"target": resolved(target), "kinds": KINDS, "operators": [asdict(each) for each in found]})
+        write_json({"target": resolved(target), "kinds": KINDS, "operators": [asdict(operator) for operator in matches]})
         return
     if target == "auto":
         say(chosen_by_default(resolved(target)))
-    internal = [] if names else [each for each in found if each.name.removeprefix("aten.").startswith("_")]
-    found = [each for each in found if each not in internal]
-    counts = Counter(each.kind for each in found)
+    internal = [] if names else [operator for operator in matches if operator.name.removeprefix("aten.").startswith("_")]
+    matches = [operator for operator in matches if operator not in internal]
+    counts = Counter(operator.kind for operator in matches)
     show(table(("", ">", ""), [(kind, counts[kind], meaning) for kind, meaning in KINDS.items() if counts[kind]]))
     show("")
-    show(table(("operator", "", ""), [(each.name, each.kind, each.why) for each in found]))
+    show(table(("operator", "", ""), [(operator.name, operator.kind, operator.why) for operator in matches]))
     if internal and not quiet:
         say(f"and {count(len(internal), 'internal one')}, whose names begin with _: cgcompile operators _")

@@ -89,20 +89,20 @@ def run(
     if outputs is not None:
         _check_outputs(outputs, as_json)
     spec = entry_named(checked_manifest(bundle), entry)
-    given = _stored(bundle, spec, key) if inputs is None else _read(inputs, spec)
+    input_tensors = _stored(bundle, spec, key) if inputs is None else _read(inputs, spec)
     begin = time.perf_counter()
     with cgbundle.load(bundle, threads=threads) as program:
         loaded = time.perf_counter()
-        again = _inputs_again(spec, given)
+        again = _inputs_again(spec, input_tensors)
         called = program[spec.name]
         begun = time.perf_counter()
-        made: list[Tensor] = called.replay(given)
+        output_tensors: list[Tensor] = called.replay(input_tensors)
         replayed = time.perf_counter()
         warm = _repeated(program, spec.name, again, repeat or 0)
-    found = _named(spec, given, made)
-    rows = [_row(name, value) | {"values": preview(value)} for name, value in found]
+    named_tensors = _named(spec, input_tensors, output_tensors)
+    rows = [_row(name, value) | {"values": preview(value)} for name, value in named_tensors]
     if outputs is not None:
-        _write(outputs, found)
+        _write(outputs, named_tensors)
     seconds: dict[str, Any] = {
         "load": loaded - begin,
         "replay": replayed - begun,
@@ -110,9 +110,9 @@ def run(
     }
     if as_json:
         write_json({
-            "inputs": [_row(row.name, value) for row, value in zip(spec.inputs, given, strict=True)],
-            "outputs": list(map(_plain, rows[: len(made)])),
-            "written": list(map(_plain, rows[len(made) :])),
+            "inputs": [_row(row.name, value) for row, value in zip(spec.inputs, input_tensors, strict=True)],
+            "outputs": list(map(_plain, rows[: len(output_tensors)])),
+            "written": list(map(_plain, rows[len(output_tensors) :])),
             "constants": [constant._asdict() for constant in constants(spec)],
             "seconds": seconds,
         })  # fmt: skip
@@ -126,30 +126,30 @@ def run(
     show(table(("output", "dtype", "shape", "values"), shown), text)
     if warm:
         show("", text)
-        told = _statistics(warm)
-        show(table((">replays", *[f">{name}" for name in told][1:]), [(repeat, *map(duration, list(told.values())[1:]))]), text)
+        stats = _statistics(warm)
+        show(table((">replays", *[f">{name}" for name in stats][1:]), [(repeat, *map(duration, list(stats.values())[1:]))]), text)
     if not quiet:
         if fixed := constants(spec):
-            say(safe(f"constants: {', '.join([f'{each.name}={cut(repr(each.value))}' for each in fixed])}"))
+            say(safe(f"constants: {', '.join([f'{constant.name}={cut(repr(constant.value))}' for constant in fixed])}"))
         say(f"loaded in {duration(seconds['load'])}, the first call took {duration(seconds['replay'])}")
 
 
-def _inputs_again(entry: EntrySpec, given: list[Tensor]) -> Callable[[], list[Tensor]]:
+def _inputs_again(entry: EntrySpec, tensors: list[Tensor]) -> Callable[[], list[Tensor]]:
     """Makes the inputs as they are now: a replay writes to some of them."""
-    before = {index: given[index].clone() for index in entry.mutated_inputs}
-    return lambda: [before[index].clone() if index in before else value for index, value in enumerate(given)]
+    before = {index: tensors[index].clone() for index in entry.mutated_inputs}
+    return lambda: [before[index].clone() if index in before else value for index, value in enumerate(tensors)]
 
 
 def _repeated(program: Program, entry: str, inputs: Callable[[], list[Tensor]], times: int) -> list[float]:
     """The seconds of each of so many replays, all of the same inputs and state."""
-    found, called = [], program[entry]
+    seconds, called = [], program[entry]
     for _ in range(times):
         program.reset()
-        given = inputs()
+        tensors = inputs()
         begun = time.perf_counter()
-        called.replay(given)
-        found.append(time.perf_counter() - begun)
-    return found
+        called.replay(tensors)
+        seconds.append(time.perf_counter() - begun)
+    return seconds
 
 
 def _statistics(seconds: Sequence[float]) -> dict[str, float]:
@@ -161,16 +161,16 @@ def _statistics(seconds: Sequence[float]) -> dict[str, float]:
     }  # fmt: skip
 
 
-def _named(entry: EntrySpec, given: list[Tensor], made: list[Tensor]) -> list[tuple[str, Tensor]]:
+def _named(entry: EntrySpec, input_tensors: list[Tensor], output_tensors: list[Tensor]) -> list[tuple[str, Tensor]]:
     """The outputs, and the inputs that the model writes to, each under a name of its own: an input's name, or `NAME.written` where
     an output is called that."""
-    found = {spec.name: value for spec, value in zip(entry.outputs, made, strict=True)}
+    tensors = {spec.name: value for spec, value in zip(entry.outputs, output_tensors, strict=True)}
     for index in entry.mutated_inputs:
         name = entry.inputs[index].name
-        while name in found:
+        while name in tensors:
             name += ".written"
-        found[name] = given[index]
-    return list(found.items())
+        tensors[name] = input_tensors[index]
+    return list(tensors.items())
 
 
 def _row(name: str, value: Tensor) -> dict[str, Any]:
@@ -199,8 +199,8 @@ def _spelled(number: complex | float | int | bool) -> str:
 def _plain(row: dict[str, Any]) -> dict[str, Any]:
     """A row as JSON: a complex number is a list of its two parts, and text stands for what is no number there."""
     parts = [(value.real, value.imag) if isinstance(value, complex) else (value,) for value in row["values"]]
-    known = [[part if math.isfinite(part) else str(part) for part in each] for each in parts]
-    return row | {"values": [each if len(each) > 1 else each[0] for each in known]}
+    known = [[part if math.isfinite(part) else str(part) for part in components] for components in parts]
+    return row | {"values": [components if len(components) > 1 else components[0] for components in known]}
 
 
 def _stored(path: str, entry: EntrySpec, key: str | None) -> list[Tensor]:
@@ -256,10 +256,10 @@ def _check_outputs(path: str, as_json: bool) -> None:
         raise UsageError("--outputs -: stdout is a terminal, and safetensors are no text", "redirect it: > out.safetensors")
 
 
-def _write(path: str, found: list[tuple[str, Tensor]]) -> None:
+def _write(path: str, named_tensors: list[tuple[str, Tensor]]) -> None:
     from cgbundle.format.safetensors_writer import write
 
-    tensors = {name: (value.dtype, value.shape, value.tobytes) for name, value in found}
+    tensors = {name: (value.dtype, value.shape, value.tobytes) for name, value in named_tensors}
     if path == STDOUT:
         sys.stdout.flush()
         write(sys.stdout.buffer, tensors)

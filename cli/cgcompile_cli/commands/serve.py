@@ -136,9 +136,9 @@ def _check_extra(extra: str, packages: Sequence[str]) -> None:
 
 def _devices(text: str) -> tuple[int, ...]:
     """`0,1` -> (0, 1).  Raises UsageError."""
-    if text and not all(each.isdigit() for each in text.split(",")):
+    if text and not all(number.isdigit() for number in text.split(",")):
         raise UsageError(f"--devices {text}: expected numbers of GPUs, as in 0,1")
-    return tuple([int(each) for each in text.split(",") if each])
+    return tuple([int(number) for number in text.split(",") if number])
 
 
 def _adapters(texts: Sequence[str]) -> tuple[tuple[str, Path], ...]:
@@ -156,7 +156,7 @@ def _adapters(texts: Sequence[str]) -> tuple[tuple[str, Path], ...]:
 
 def _size(text: str) -> int:
     """`40GiB` -> bytes.  Raises UsageError."""
-    told = re.fullmatch(r"(\d+(?:\.\d+)?) ?(?:([KMGT])(?:i?B)?|B)?", text)
-    if told is None:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(?:([KMGT])(?:i?B)?|B)?", text)
+    if match is None:
         raise UsageError(f"--memory {text}: expected a size, as in 500MiB or 40GiB")
-    return int(float(told[1]) * (1 << UNITS[told[2] or ""]))
+    return int(float(match[1]) * (1 << UNITS[match[2] or ""]))

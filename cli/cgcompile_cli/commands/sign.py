@@ -37,14 +37,14 @@ def sign(
 
     from ..summary import bulk
 
-    made = cgcompile.sign(bundle, key)
-    public = made.key.hex()
+    signature = cgcompile.sign(bundle, key)
+    public = signature.key.hex()
     if as_json:
-        write_json({"path": bundle, "key": public, "replaced": made.replaced})
+        write_json({"path": bundle, "key": public, "replaced": signature.replaced})
         return
-    before = ", in the place of an earlier signature" if made.replaced else ""
+    before = ", in the place of an earlier signature" if signature.replaced else ""
     show(record([
-        ("signed", f"{bundle}: {bulk(made.manifest)}{before}"),
+        ("signed", f"{bundle}: {bulk(signature.manifest)}{before}"),
         ("key", public),
         ("verify", shlex.join(["cgcompile", "verify", bundle, "--key", public])),
         ("load", f"cgbundle.load({bundle!r}, key={public!r})"),

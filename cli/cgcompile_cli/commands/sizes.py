@@ -54,17 +54,17 @@ def sizes(
         chosen = choose(proposals)
         reason = _reason(proposals, chosen, most, MARGIN)
         asked.append(_Asked(column=column, counts=counts, proposals=proposals, chosen=chosen, reason=reason))
-    line = " ".join(["cgcompile build MODEL", *[f"--sizes {each.option}" for each in asked]])
+    line = " ".join(["cgcompile build MODEL", *[f"--sizes {choice.option}" for choice in asked]])
     if as_json:
-        found: dict[str, Any] = (
-            asked[0].as_json() if len(asked) == 1 else {"columns": {each.column: each.as_json() for each in asked}}
+        fields: dict[str, Any] = (
+            asked[0].as_json() if len(asked) == 1 else {"columns": {choice.column: choice.as_json() for choice in asked}}
         )
-        write_json({"path": trace, "multiple": multiple, **found, "command": line})
+        write_json({"path": trace, "multiple": multiple, **fields, "command": line})
         return
-    for each in asked:
-        if each is not asked[0]:
+    for choice in asked:
+        if choice is not asked[0]:
             show("")
-        each.show()
+        choice.show()
     typer.echo(line)  # one line on any terminal: it is there to be copied
 
 

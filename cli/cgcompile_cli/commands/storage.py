@@ -26,12 +26,12 @@ def dir(as_json: AsJson = False) -> None:
     """
     from cgcompile.util.content_cache import cache_place, kept
 
-    found = kept()
+    kept_stages = kept()
     if as_json:
-        write_json(_plain(found))
+        write_json(_plain(kept_stages))
     else:
         typer.echo(cache_place())
-        say(_told(found) or "empty")
+        say(_told(kept_stages) or "empty")
 
 
 def clean(as_json: AsJson = False) -> None:
@@ -49,22 +49,22 @@ def clean(as_json: AsJson = False) -> None:
         say(f"{cache_place()}: removed {_told(removed) or 'nothing: it was empty'}")
 
 
-def _plain(found: Sequence[Kept]) -> dict[str, Any]:
+def _plain(kept_stages: Sequence[Kept]) -> dict[str, Any]:
     from cgcompile.util.content_cache import cache_place
 
-    stages = {each.stage: {"files": each.files, "bytes": each.bytes} for each in found}
+    stages = {row.stage: {"files": row.files, "bytes": row.bytes} for row in kept_stages}
     return {
-        "path": str(cache_place()), "files": sum(each.files for each in found), "bytes": sum(each.bytes for each in found),
+        "path": str(cache_place()), "files": sum(row.files for row in kept_stages), "bytes": sum(row.bytes for row in kept_stages),
         "stages": stages,
     }  # fmt: skip
 
 
-def _told(found: Sequence[Kept]) -> str:
+def _told(kept_stages: Sequence[Kept]) -> str:
     """`12 files, 3.4 MiB (kernels 3.1 MiB, lowered 0.3 MiB)`, "" for none."""
-    if not found:
+    if not kept_stages:
         return ""
-    parts = ", ".join([f"{each.stage} {size(each.bytes)}" for each in found])
-    return f"{count(sum(each.files for each in found), 'file')}, {size(sum(each.bytes for each in found))} ({parts})"
+    parts = ", ".join([f"{row.stage} {size(row.bytes)}" for row in kept_stages])
+    return f"{count(sum(row.files for row in kept_stages), 'file')}, {size(sum(row.bytes for row in kept_stages))} ({parts})"
 
 
 # --- far away ---------------------------------------------------------------------------------------------------------

@@ -52,8 +52,8 @@ def verify(
         answer = fresh(bundle, keys)
     compared = [*answer.get("results", []), *answer.get("donations", [])]
     for row in compared:
-        for each in (row, *row.get("tensors", ())):
-            each["error"] = each["error"] if math.isfinite(each["error"]) else str(each["error"])  # JSON has no infinity
+        for part in (row, *row.get("tensors", ())):
+            part["error"] = part["error"] if math.isfinite(part["error"]) else str(part["error"])  # JSON has no infinity
     ok = not damage and all(row["passed"] for row in compared)
     if "error" in answer:
         if not as_json:

@@ -46,8 +46,8 @@ def _lines(manifest: Manifest, program: Program, steps: Sequence[Sequence[NodeRo
         first = [_name(node) for node in nodes if not node.after and not node.depth]
         if len(last) * len(first) > 1:  # a point between them keeps many ends and many starts readable
             yield f"s{index} [shape=point, width=0.05];"
-            yield from [f"{each} -> s{index} [style=dashed];" for each in last]
-            yield from [f"s{index} -> {each} [style=dashed];" for each in first]
+            yield from [f"{node_name} -> s{index} [style=dashed];" for node_name in last]
+            yield from [f"s{index} -> {node_name} [style=dashed];" for node_name in first]
         else:
             yield from [f"{one} -> {other} [style=dashed];" for one in last for other in first]
         for node in nodes:

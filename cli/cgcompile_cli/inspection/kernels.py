@@ -37,9 +37,9 @@ def kernels(path: str, manifest: Manifest) -> list[KernelLaunches]:
     files = {file.path: file for file in manifest.files}
     launches: dict[tuple[str, str], int] = {}
     for step in [step for program in all_programs(manifest) for step in program.steps if step.kind == "graph"]:
-        found = Recording(archive.read(path, files[step.file]), step.file)
-        for function in found.function:
-            key = (found.images[function], found.symbols[function])
+        recording = Recording(archive.read(path, files[step.file]), step.file)
+        for function in recording.function:
+            key = (recording.images[function], recording.symbols[function])
             if f"kernels/{key[0]}" not in files:
                 raise BundleError("table-invalid", f"{step.file}: kernel image {key[0]} is not in the bundle")
             launches[key] = launches.get(key, 0) + 1
@@ -56,22 +56,22 @@ def kernel_table(rows: list[KernelLaunches]) -> Table:
     from rich.table import Table
     from rich.text import Text
 
-    made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    rich_table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for head in ("launches", "image"):
-        made.add_column(head, justify="right", no_wrap=True)
-    made.add_column("sha256", no_wrap=True)
-    made.add_column("kernel" + (", configuration (chosen by)" if any(row.chosen for row in rows) else ""), overflow="fold")
+        rich_table.add_column(head, justify="right", no_wrap=True)
+    rich_table.add_column("sha256", no_wrap=True)
+    rich_table.add_column("kernel" + (", configuration (chosen by)" if any(row.chosen for row in rows) else ""), overflow="fold")
     for row in rows:
         name = Text(safe(row.symbol))
         if row.configuration or row.chosen:
             name.append(f"\n{safe(row.configuration)} ({safe(row.chosen)})", style="dim")
-        made.add_row(str(row.launches), size(row.image_bytes), row.image[:12], name)
-    return made
+        rich_table.add_row(str(row.launches), size(row.image_bytes), row.image[:12], name)
+    return rich_table
 
 
-def _choices(path: str, files: dict[str, Any], own: str) -> dict[tuple[str, str], tuple[str, str]]:
-    """`own`: the name of the file of one variant of several."""
-    name = next((name for name in (CHOICES, own) if name in files), None)
+def _choices(path: str, files: dict[str, Any], variant_file: str) -> dict[tuple[str, str], tuple[str, str]]:
+    """`variant_file`: the name of the file of one variant of several."""
+    name = next((name for name in (CHOICES, variant_file) if name in files), None)
     if name is None:
         return {}
     data = archive.read(path, files[name])

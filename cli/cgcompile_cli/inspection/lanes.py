@@ -29,7 +29,7 @@ def lanes(nodes: Sequence[NodeRow]) -> list[LaneRow]:
         arriving = tuple(sorted(lane for lane, source in held.items() if source in node.after))
         held = {lane: source for lane, source in held.items() if last[source] > position}
         passing = tuple(sorted(held))
-        lane = next(each for each in (*arriving, *range(len(held) + 1)) if each not in held)
+        lane = next(candidate for candidate in (*arriving, *range(len(held) + 1)) if candidate not in held)
         leaving = node.number in last
         if leaving:
             held[lane] = node.number

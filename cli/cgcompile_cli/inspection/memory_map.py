@@ -59,13 +59,13 @@ def places(manifest: Manifest, entry: EntrySpec, program: Program, nodes: Sequen
                 known = uses.setdefault((reference.memory, reference.offset), {})
                 known[position] = min(known.get(position, READS), reference.how, key=list(LETTERS).index)
     sizes = dict(manifest.memories) | {"arena": program.arena, "inputs": program.static}
-    made = []
+    rows = []
     for memory in DRAWN:
         begins = sorted(begin for where, begin in uses if where == memory)
         ends = [*begins[1:], max([sizes.get(memory, 0), *begins[-1:]])]
         for begin, end in zip(begins, ends, strict=False):  # without places there is one end and no begin
-            made.append(Place(memory, begin, end, ", ".join(labels.get((memory, begin), ())), uses[memory, begin]))
-    return made
+            rows.append(Place(memory, begin, end, ", ".join(labels.get((memory, begin), ())), uses[memory, begin]))
+    return rows
 
 
 def _said(manifest: Manifest, entry: EntrySpec, program: Program) -> Iterator[tuple[str, int, str]]:

@@ -34,8 +34,8 @@ def one_program(
     texts = list(rows(places, total, 0))
     spent = sum(max([len(text[column]) for text in texts]) + 2 for column in range(3))
     width = max(20, columns - spent)
-    each = max(1, -(-total // width))
-    about = f"{total} nodes and steps in order, {'one' if each == 1 else each} a column"
+    per_column = max(1, -(-total // width))
+    about = f"{total} nodes and steps in order, {'one' if per_column == 1 else per_column} a column"
     head = record([("int_key", name_key(entry, program.key)), ("columns", [about, LEGEND])])
     drawn: list[tuple[str, ...]] = []
     if len(steps) > 1:
@@ -47,21 +47,21 @@ def one_program(
 def all_programs(
     manifest: Manifest,
     entry: EntrySpec,
-    found: Sequence[tuple[Program, Sequence[Sequence[NodeRow]], Sequence[Place]]],
+    programs: Sequence[tuple[Program, Sequence[Sequence[NodeRow]], Sequence[Place]]],
     columns: int,
 ) -> tuple[RenderableType, ...]:
     """A line per program of `entry`: how much it needs, and how busy each part of the arena is."""
     whole = dict(manifest.memories).get("arena", 0)
     heads = (" x ".join([dimension.name for dimension in entry.dimensions]) or "int_key", ">arena", ">inputs", ">nodes")
     lines = [
-        (spell(program.key), size(program.arena), size(program.static), str(sum(map(len, steps)))) for program, steps, _ in found
+        (spell(program.key), size(program.arena), size(program.static), str(sum(map(len, steps)))) for program, steps, _ in programs
     ]
     spent = sum(max(len(head.strip(">")), *[len(row[column]) for row in lines]) + 2 for column, head in enumerate(heads))
     width = max(20, columns - spent - 2)
     scale = f"|0{size(whole).rjust(width - 1)}|"
     drawn = [
         (*row, f"|{shades(places, 'arena', whole, program.arena, width).ljust(width)}|")
-        for row, (program, _, places) in zip(lines, found, strict=True)
+        for row, (program, _, places) in zip(lines, programs, strict=True)
     ]
     legend = [
         f"nodes that use a part of the arena: {SHADES[1]} one, then twice as many each:{SHADES}",
@@ -101,23 +101,23 @@ def timeline(program: Program, steps: Sequence[Sequence[NodeRow]], width: int) -
     return "".join([max(kinds[begin : begin + step], key="gch".index) for begin in range(0, len(kinds), step)])
 
 
-def rows(found: Sequence[Place], total: int, width: int) -> Iterator[tuple[str, str, str, str]]:
+def rows(places: Sequence[Place], total: int, width: int) -> Iterator[tuple[str, str, str, str]]:
     """(address, size, name, uses_strip) of each place."""
-    drawn, hidden = shortened(found, ROWS)
-    for each in drawn:
-        yield f"{each.memory}+{each.begin}", size(each.end - each.begin), each.name, uses_strip(each.uses, total, width)
+    drawn, hidden = shortened(places, ROWS)
+    for place in drawn:
+        yield f"{place.memory}+{place.begin}", size(place.end - place.begin), place.name, uses_strip(place.uses, total, width)
     if hidden:
         yield f"and {hidden} more", "", "", ""
 
 
-def shades(found: Iterable[Place], memory: str, whole: int, own: int, width: int) -> str:
-    """`memory` of a program in `width` characters for `whole` bytes: how many nodes use each part, up to its `own` bytes."""
-    parts = [place for place in found if place.memory == memory]
+def shades(places: Iterable[Place], memory: str, whole: int, program_bytes: int, width: int) -> str:
+    """`memory` of a program in `width` characters for `whole` bytes: how many nodes use each part of its `program_bytes`."""
+    parts = [place for place in places if place.memory == memory]
     begins = [place.begin for place in parts]
     cells = []
     for cell in range(width if whole else 0):
         first, behind = cell * whole // width, max((cell + 1) * whole // width, cell * whole // width + 1)
-        if first >= own:
+        if first >= program_bytes:
             break
         row = max(bisect_right(begins, first) - 1, 0)
         most = 0
@@ -131,8 +131,8 @@ def shades(found: Iterable[Place], memory: str, whole: int, own: int, width: int
 
 def weights_line(manifest: Manifest, limit: int = 4) -> str:
     """`30 weights, 59.5 KiB: the largest token.weight 6.0 KiB, ...`."""
-    found = {weight.tensor: weight for weight in reversed(manifest.weights) if weight.memory != "state"}
-    sized = sorted(((span(w), w.name) for w in found.values()), key=lambda row: (-row[0], row[1]))
+    tensors = {weight.tensor: weight for weight in reversed(manifest.weights) if weight.memory != "state"}
+    sized = sorted(((span(w), w.name) for w in tensors.values()), key=lambda row: (-row[0], row[1]))
     if not sized:
         return "no weights"
     top = ", ".join([f"{name} {size(number)}" for number, name in sized[:limit]])

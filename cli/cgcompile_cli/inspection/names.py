@@ -21,15 +21,15 @@ class Names:
         self._starts = {memory: [begin for begin, _, _ in rows] for memory, rows in self._rows.items()}
         self._known: dict[tuple[str, int, tuple[int, ...], tuple[int, ...]], str] = {}
 
-    def of(self, memory: str, offset: int, given: tuple[int, ...] = (), made: tuple[int, ...] = ()) -> str:
+    def of(self, memory: str, offset: int, reads: tuple[int, ...] = (), writes: tuple[int, ...] = ()) -> str:
         """The name of a byte of `memory` in a step that is given some values and makes others.
 
         Other values give it no name: what lies in the arena is another value before and after.  A value that the step makes names
         its first byte alone: until it is made, its memory may hold something else, cut in another way.
         """
-        key = (memory, offset, given, made)
+        key = (memory, offset, reads, writes)
         if key not in self._known:
-            self._known[key] = self._weight(memory, offset) if memory in self._rows else self._place(memory, offset, given, made)
+            self._known[key] = self._weight(memory, offset) if memory in self._rows else self._place(memory, offset, reads, writes)
         return self._known[key]
 
     def value(self, index: int) -> str:
@@ -45,17 +45,17 @@ class Names:
                 return prefix + name + _beyond(offset - begin)
         return f"{memory}+{offset}"
 
-    def _place(self, memory: str, offset: int, given: tuple[int, ...], made: tuple[int, ...]) -> str:
+    def _place(self, memory: str, offset: int, reads: tuple[int, ...], writes: tuple[int, ...]) -> str:
         place = f"{memory}+{offset}"
-        found = []
-        for index in dict.fromkeys([*(self._program.inputs if memory == "inputs" else ()), *given, *made]):
+        labels = []
+        for index in dict.fromkeys([*(self._program.inputs if memory == "inputs" else ()), *reads, *writes]):
             value = self._program.values[index]
-            inside = value.offset < offset < value.offset + span(value) and (index in given or index in self._program.inputs)
+            inside = value.offset < offset < value.offset + span(value) and (index in reads or index in self._program.inputs)
             if value.memory == memory and (value.offset == offset or inside):
-                found.append(self.value(index) + _beyond(offset - value.offset))
-        if memory == "inputs" and found and found[0].startswith("input "):
-            return found[0]
-        return f"{place} ({', '.join(found)})" if found else place
+                labels.append(self.value(index) + _beyond(offset - value.offset))
+        if memory == "inputs" and labels and labels[0].startswith("input "):
+            return labels[0]
+        return f"{place} ({', '.join(labels)})" if labels else place
 
 
 def roles(entry: EntrySpec, program: Program) -> dict[int, str]:

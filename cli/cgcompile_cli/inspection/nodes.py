@@ -80,15 +80,15 @@ def read_nodes(path: str, manifest: Manifest, entry: EntrySpec, program: Program
     files = {file.path: file for file in manifest.files}
     images = file_names.kernel_images(manifest)
     names = Names(manifest, entry, program)
-    found: list[list[NodeRow]] = []
+    rows: list[list[NodeRow]] = []
     for index, step in enumerate(program.steps):
         if step.kind == "graph":
             table = Table(archive.read(path, files[step.file]), step.file)
             check_recording(table, graph_memories(manifest.memories), images)
-            found.append(graph_rows(table, entry, program, index, names))
+            rows.append(graph_rows(table, entry, program, index, names))
         else:
-            found.append([_step_row(manifest, program, index, step, names)])
-    return found
+            rows.append([_step_row(manifest, program, index, step, names)])
+    return rows
 
 
 def graph_rows(table: Table, entry: EntrySpec, program: Program, index: int, names: Names) -> list[NodeRow]:
@@ -105,13 +105,13 @@ def graph_rows(table: Table, entry: EntrySpec, program: Program, index: int, nam
     for kind in table.kind:
         rows.append(seen[kind])
         seen[kind] += 1
-    made = []
+    nodes = []
     for number, depth in _nested(table, rows):
         done = _READ[table.kind[number]](table, rows[number], reader)
-        before, sooner = (tuple(sorted(each.get(number, ()))) for each in (after, early))
+        before, sooner = (tuple(sorted(edges.get(number, ()))) for edges in (after, early))
         body = table.graph(number) - 1
-        made.append(done._replace(step=index, number=number, after=before, early=sooner, body=body, depth=depth))
-    return made
+        nodes.append(done._replace(step=index, number=number, after=before, early=sooner, body=body, depth=depth))
+    return nodes
 
 
 def _nested(table: Table, rows: list[int]) -> Iterator[tuple[int, int]]:
@@ -221,10 +221,10 @@ def _step_row(manifest: Manifest, program: Program, index: int, step: Step, name
     """A copy or host step as one row; a value of the cpu target has no address."""
     references = []
     for how, values in ((READS, step.inputs), (WRITES, step.outputs)):
-        for each in values:
-            value = program.values[each]
+        for number in values:
+            value = program.values[number]
             cpu = manifest.target.kind == "cpu"
-            name = names.value(each) if cpu else names.of(value.memory, value.offset, made=(each,))
+            name = names.value(number) if cpu else names.of(value.memory, value.offset, writes=(number,))
             references.append(Reference(how, value.memory, value.offset, span(value), name))
     what = f"copy {size(span(program.values[step.inputs[0]]))}"
     if step.kind == "host":

@@ -86,11 +86,11 @@ def update(manifest: Manifest) -> list[str]:
     kept = {name: reason for name, reason in frozen.items() if name not in tables}
     places = {manifest.weights[row.weight].tensor: row.where for row in manifest.frozen}
     where = {row.name: places.get(row.tensor, "") for row in manifest.weights}
-    told = {name: TELLING.get(reason, reason).format(where=where[name]) for name, reason in kept.items()}
-    reasons = {text: [name for name, own in told.items() if own == text] for text in dict.fromkeys(told.values())}
+    texts = {name: TELLING.get(reason, reason).format(where=where[name]) for name, reason in kept.items()}
+    reasons = {text: [name for name, reason in texts.items() if reason == text] for text in dict.fromkeys(texts.values())}
     return [
         f"{len(names)} of {count(len(manifest.weights) - len(tables), 'weight')}",
-        *[f"not {listed(own, NAMED)}: {text}" for text, own in sorted(reasons.items(), key=lambda row: kept[row[1][0]])],
+        *[f"not {listed(group, NAMED)}: {text}" for text, group in sorted(reasons.items(), key=lambda row: kept[row[1][0]])],
         *([f"{count(len(tables), 'table')} that the build computed: what was folded, or what kernels look up"] if tables else []),
     ]
 

@@ -40,17 +40,17 @@ def lowering_fields(entry: EntrySpec, of: str = "") -> list[Field]:
     tried = [(program.key, program.lowerings) for program in entry.programs if program.lowerings]
     if not tried:
         return []
-    names = list(dict.fromkeys([each.name for _, own in tried for each in own if each.microseconds]))
+    names = list(dict.fromkeys([lowering.name for _, candidates in tried for lowering in candidates if lowering.microseconds]))
     heads = (" x ".join([dimension.name for dimension in entry.dimensions]) or "int_key", *[f">{name}" for name in names], "")
     rows = []
-    for key, own in tried:
-        times = {each.name: f"{sum(each.microseconds):.1f} us" for each in own if each.microseconds}
-        chosen = next(each.name for each in own if each.chosen)
+    for key, candidates in tried:
+        times = {lowering.name: f"{sum(lowering.microseconds):.1f} us" for lowering in candidates if lowering.microseconds}
+        chosen = next(lowering.name for lowering in candidates if lowering.chosen)
         rows.append((spell(key) or "()", *[times.get(name, "") for name in names], chosen))
     shown, hidden = shortened(rows[:-1])
     more = [(f"{hidden} more", *[""] * (len(heads) - 1))] if hidden else []
     fields: list[Field] = [(f"lowerings{of}", table(heads, [*shown, *more, *rows[-1:]]))]
-    reasons = dict.fromkeys([f"{each.name}: {each.reason}" for _, own in tried for each in own if each.reason])
+    reasons = dict.fromkeys([f"{row.name}: {row.reason}" for _, candidates in tried for row in candidates if row.reason])
     return fields + ([(f"left out{of}", first_lines(list(reasons)))] if reasons else [])
 
 

@@ -41,15 +41,15 @@ def memory(node: NodeRow) -> str:
     """`reads token.weight, input ids; writes arena+0`."""
     parts = []
     for how in HOWS:
-        found = [reference.name for reference in node.references if reference.how == how]
-        parts += [f"{how} {', '.join(found)}"] if found else []
+        names = [reference.name for reference in node.references if reference.how == how]
+        parts += [f"{how} {', '.join(names)}"] if names else []
     return "; ".join(parts)
 
 
 def is_chain(nodes: Sequence[NodeRow]) -> bool:
     """Whether every node waits for just the one before it."""
     before = [(), *[(node.number,) for node in nodes[:-1]]]
-    return all(node.after == each and not node.early for node, each in zip(nodes, before, strict=True))
+    return all(node.after == previous and not node.early for node, previous in zip(nodes, before, strict=True))
 
 
 def heading(manifest: Manifest, program: Program, index: int, nodes: Sequence[NodeRow]) -> list[str]:
@@ -63,7 +63,7 @@ def heading(manifest: Manifest, program: Program, index: int, nodes: Sequence[No
 
 def node_columns(nodes: Sequence[NodeRow]) -> list[tuple[str, list[str]]]:
     """(head, cells) of the list of nodes; what is empty for all of them is left out."""
-    found: list[tuple[str, Iterable[str]]] = [
+    columns: list[tuple[str, Iterable[str]]] = [
         ("#", [str(node.number) for node in nodes]),
         ("after", map(waits, nodes) if not is_chain(nodes) else ()),
         ("body", [str(node.body) if node.depth else "" for node in nodes]),
@@ -74,18 +74,18 @@ def node_columns(nodes: Sequence[NodeRow]) -> list[tuple[str, list[str]]]:
         ("shared", [size(node.shared) if node.shared else "" for node in nodes]),
         ("memory", [safe(memory(node)) for node in nodes]),
     ]
-    made = [(head, list(cells)) for head, cells in found]
-    return [(head, cells) for head, cells in made if any(cells)]
+    full_columns = [(head, list(cells)) for head, cells in columns]
+    return [(head, cells) for head, cells in full_columns if any(cells)]
 
 
-def fitted(found: list[tuple[str, list[str]]], width: int) -> list[tuple[str, list[str]]]:
+def fitted(columns: list[tuple[str, list[str]]], width: int) -> list[tuple[str, list[str]]]:
     """The columns in lines of `width` characters: of kernels the middle is left out, since two differ at the end; of memory the
     end."""
-    spent = sum(max(map(len, [head, *cells])) + 2 for head, cells in found if head not in LONG)
-    longest = {head: max(map(len, cells)) for head, cells in found if head in LONG}
+    spent = sum(max(map(len, [head, *cells])) + 2 for head, cells in columns if head not in LONG)
+    longest = {head: max(map(len, cells)) for head, cells in columns if head in LONG}
     space = max(width - spent - 2, 40)
     kernel = min(longest.get("kernel", 0), max(space // 2, space - longest.get("memory", 0)))
-    return [(head, [_cut(cell, head, kernel if head == "kernel" else space - kernel) for cell in cells]) for head, cells in found]
+    return [(head, [_cut(cell, head, kernel if head == "kernel" else space - kernel) for cell in cells]) for head, cells in columns]
 
 
 def _cut(cell: str, head: str, space: int) -> str:
@@ -97,16 +97,16 @@ def _cut(cell: str, head: str, space: int) -> str:
     return cell[: space - len(DOTS) - tail] + DOTS + cell[-tail:]
 
 
-def node_table(found: list[tuple[str, list[str]]]) -> Table:
+def node_table(columns: list[tuple[str, list[str]]]) -> Table:
     """A line per node."""
     from rich.table import Table
 
-    made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    for head, _ in found:
-        made.add_column(head, no_wrap=True, justify="right" if head in ("#", "shared") else "left", overflow="crop")
-    for row in zip(*[cells for _, cells in found], strict=True):
-        made.add_row(*row)
-    return made
+    rich_table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for head, _ in columns:
+        rich_table.add_column(head, no_wrap=True, justify="right" if head in ("#", "shared") else "left", overflow="crop")
+    for row in zip(*[cells for _, cells in columns], strict=True):
+        rich_table.add_row(*row)
+    return rich_table
 
 
 # --- steps and values ------------------------------------------------------------------------------------------------

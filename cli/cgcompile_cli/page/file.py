@@ -41,8 +41,8 @@ def write(file: str, page: str) -> int:
     except OSError as error:
         raise OSError(error.errno, error.strerror, file) from None  # the name that the user knows
     try:
-        with os.fdopen(handle, "wb") as made:
-            made.write(data)
+        with os.fdopen(handle, "wb") as output:
+            output.write(data)
         os.chmod(beside, _mode(place))
         os.replace(beside, place)
     except BaseException:

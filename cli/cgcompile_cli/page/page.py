@@ -67,8 +67,8 @@ def page(path: str, manifest: Manifest) -> str:
         Html(f"<style>{style}</style>"),
     ]
     top = _header(manifest, [nodes for of_entry in steps for nodes in of_entry])
-    made = [*head, "</head>", "<body>", top, nav, tag("main", *body), _footer(manifest)]
-    return OPENING + "\n".join(made) + f"\n<script>{script}</script>\n</body>\n</html>\n"
+    lines = [*head, "</head>", "<body>", top, nav, tag("main", *body), _footer(manifest)]
+    return OPENING + "\n".join(lines) + f"\n<script>{script}</script>\n</body>\n</html>\n"
 
 
 def _entry(
@@ -97,14 +97,14 @@ def _beside(name: str) -> str:
 
 def _policy(style: str, script: str) -> str:
     """No source of anything but the page's own style and script, by their SHA-256."""
-    own = [base64.b64encode(hashlib.sha256(each.encode()).digest()).decode() for each in (style, script)]
-    return f"default-src 'none'; base-uri 'none'; form-action 'none'; style-src 'sha256-{own[0]}'; script-src 'sha256-{own[1]}'"
+    sums = [base64.b64encode(hashlib.sha256(source.encode()).digest()).decode() for source in (style, script)]
+    return f"default-src 'none'; base-uri 'none'; form-action 'none'; style-src 'sha256-{sums[0]}'; script-src 'sha256-{sums[1]}'"
 
 
 def _header(manifest: Manifest, steps: Sequence[Sequence[Sequence[NodeRow]]]) -> Html:
     memories = dict(manifest.memories)
     most = max([sum(node.kind not in ("copy", "host") for nodes in step for node in nodes) for step in steps], default=0)
-    found = [finding.severity for entry in manifest.entries for finding in entry.findings]
+    severities = [finding.severity for entry in manifest.entries for finding in entry.findings]
     facts = [
         ("int_keys", len(all_programs(manifest))),
         *([("GPUs", manifest.world.size)] if manifest.world else []),
@@ -114,7 +114,7 @@ def _header(manifest: Manifest, steps: Sequence[Sequence[Sequence[NodeRow]]]) ->
         *([("arena, of all sizes", size(memories["arena"]))] if memories.get("arena") else []),
         *([("kernel images", size(memories["code"]))] if memories.get("code") else []),
         *([("nodes, at most", most)] if most else []),
-        ("findings" + (f": {', '.join(dict.fromkeys(found))}" if found else ""), len(found)),
+        ("findings" + (f": {', '.join(dict.fromkeys(severities))}" if severities else ""), len(severities)),
     ]
     cards = [tag("li", tag("b", value), tag("small", name)) for name, value in facts]
     origin = manifest.provenance
@@ -148,13 +148,13 @@ def _findings(manifest: Manifest, entry: EntrySpec) -> Iterator[Html]:
         yield tag("p", f"Allowed: {', '.join(manifest.allowed)}.")
 
 
-def _finding(each: Finding) -> Html:
-    parts = [tag("p", tag("b", f"{each.severity} {each.rule}"), ": ", each.message)]
-    if each.where or each.source:
-        parts.append(tag("pre", joined([text(line) for line in (each.where, each.source) if line], "\n")))
-    rows = [(name, value) for name, value in (("effect", each.effect), ("fix", each.fix), ("node", each.node)) if value]
+def _finding(finding: Finding) -> Html:
+    parts = [tag("p", tag("b", f"{finding.severity} {finding.rule}"), ": ", finding.message)]
+    if finding.where or finding.source:
+        parts.append(tag("pre", joined([text(line) for line in (finding.where, finding.source) if line], "\n")))
+    rows = [(name, value) for name, value in (("effect", finding.effect), ("fix", finding.fix), ("node", finding.node)) if value]
     parts.append(_pairs(rows))
-    return tag("div", *parts, class_=f"finding {each.severity}")
+    return tag("div", *parts, class_=f"finding {finding.severity}")
 
 
 def _pairs(rows: Iterable[tuple[str, object]]) -> Html:

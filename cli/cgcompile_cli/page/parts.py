@@ -79,9 +79,9 @@ def _box(manifest: Manifest, entry: EntrySpec, index: int, place: int, nodes: Se
         many = count(numbers[0], "node") if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]} nodes"
         about.append(tag("span", tag("a", many, href=f"#{_anchor(entry, index, place)}") if linked else many))
     sides = (("in", step.inputs, program.inputs, entry.inputs), ("out", step.outputs, program.outputs, entry.outputs))
-    for side, values, given, specs in sides:
+    for side, values, call_values, specs in sides:
         if values:
-            called = {value: spec.name for value, spec in zip(given, specs, strict=True)}
+            called = {value: spec.name for value, spec in zip(call_values, specs, strict=True)}
             names = listed([called.get(value, f"v{value}") for value in values], 3)
             total = size(sum(span(program.values[value]) for value in values))
             about += [tag("small", f"{side}: {names}, {total}"), Html("<br>")]
@@ -128,22 +128,22 @@ def _that_fit(steps: Sequence[Steps]) -> set[int]:
     return fitting
 
 
-def _list(manifest: Manifest, entry: EntrySpec, index: int, place: int, found: Sequence[NodeRow], opened: bool) -> Html:
+def _list(manifest: Manifest, entry: EntrySpec, index: int, place: int, node_rows: Sequence[NodeRow], opened: bool) -> Html:
     program = entry.programs[index]
-    chain = is_chain(found)
+    chain = is_chain(node_rows)
     shape = "each behind the one before" if chain else "in several branches"
     region = manifest.regions[program.steps[place].region].name
-    about = f"graph {region}, {count(len(found), 'node')}" + (f", {shape}" if len(found) > 1 else "")
+    about = f"graph {region}, {count(len(node_rows), 'node')}" + (f", {shape}" if len(node_rows) > 1 else "")
     box = tag("input", type="search", placeholder="narrow: a kernel, a weight, arena+0", aria_label="Narrow the list of nodes")
-    rows = [] if chain else lanes(found)
+    rows = [] if chain else lanes(node_rows)
     width = max([lane + 1 for row in rows for lane in (row.lane, *row.passing, *row.arriving)], default=0)
     heads = ["", "#", *([] if chain else ["after"]), "kernel", "grid", "block", "shared", "memory"]
     head = tag("thead", tag("tr", *[tag("th", head, class_="n" if head == "#" else None) for head in heads]))
     if chain:
-        drawn = [Html('<td class="l"></td>')] * len(found)
+        drawn = [Html('<td class="l"></td>')] * len(node_rows)
     else:
         drawn = [tag("td", _lanes(row, width) if width <= MOST_LANES else "", class_="lanes") for row in rows]
-    body = tag("tbody", *[_row(node, lane, chain) for node, lane in zip(found, drawn, strict=True)])
+    body = tag("tbody", *[_row(node, lane, chain) for node, lane in zip(node_rows, drawn, strict=True)])
     return tag(
         "details", tag("summary", name_key(entry, program.key), tag("small", about)),
         tag("div", box, Html("<output></output>"), class_="find", hidden=True),
@@ -154,12 +154,12 @@ def _list(manifest: Manifest, entry: EntrySpec, index: int, place: int, found: S
 def _lanes(row: LaneRow, width: int) -> Html:
     """A row of lanes; a line of no length with round ends is a dot, however tall the row is."""
     middle = [LANE // 2 + LANE * lane for lane in range(width)]
-    own = middle[row.lane]
+    center = middle[row.lane]
     drawn = [f"M{middle[lane]} 0V20" for lane in row.passing]
-    drawn += [f"M{middle[lane]} 0C{middle[lane]} 8 {own} 2 {own} 10" for lane in row.arriving]
-    drawn += [f"M{own} 10V20"] if row.leaving else []
+    drawn += [f"M{middle[lane]} 0C{middle[lane]} 8 {center} 2 {center} 10" for lane in row.arriving]
+    drawn += [f"M{center} 10V20"] if row.leaving else []
     stiff = {"vector_effect": "non-scaling-stroke"}
-    parts = [tag("path", d="".join(drawn), **stiff) if drawn else "", tag("path", class_="o", d=f"M{own} 10h0", **stiff)]
+    parts = [tag("path", d="".join(drawn), **stiff) if drawn else "", tag("path", class_="o", d=f"M{center} 10h0", **stiff)]
     return tag("svg", *parts, width=LANE * width, viewBox=f"0 0 {LANE * width} 20", preserveAspectRatio="none", aria_hidden="true")
 
 
@@ -219,20 +219,20 @@ def memory(manifest: Manifest, entry: EntrySpec, steps: Sequence[Steps], maps: S
     marks = [part for how, name in legend for part in (tag("span", class_=f"swatch {CLASSES[how]}"), name)]
     yield tag("p", "From left to right the nodes and steps in order.", *marks, tag("span", class_="swatch b"), "between the first "
               "and the last use. A place ends, at the latest, where the next one begins.", class_="soft")  # fmt: skip
-    for index, (program, each, found) in enumerate(zip(entry.programs, steps, maps, strict=True)):
-        yield _map(entry, program, each, found, opened=index == len(maps) - 1)
+    for index, (program, program_steps, places) in enumerate(zip(entry.programs, steps, maps, strict=True)):
+        yield _map(entry, program, program_steps, places, opened=index == len(maps) - 1)
 
 
-def _map(entry: EntrySpec, program: Program, steps: Steps, found: Sequence[Place], opened: bool) -> Html:
+def _map(entry: EntrySpec, program: Program, steps: Steps, areas: Sequence[Place], opened: bool) -> Html:
     total = sum(map(len, steps))
     rows: list[tuple[object, ...]] = []
     if len(steps) > 1:
         rows.append(("steps", "", "", _timeline(program, order(steps))))
-    drawn, hidden = shortened(found, ROWS)
-    rows += [(f"{each.memory}+{each.begin}", size(each.end - each.begin), each.name, _uses(each, total)) for each in drawn]
+    drawn, hidden = shortened(areas, ROWS)
+    rows += [(f"{place.memory}+{place.begin}", size(place.end - place.begin), place.name, _uses(place, total)) for place in drawn]
     if hidden:
         rows.append((f"and {hidden} more", "", "", ""))
-    about = f"{count(len(found), 'place')}, {count(total, 'node')} and steps" if len(steps) > 1 else f"{count(len(found), 'place')}"
+    about = f"{count(len(areas), 'place')}, {count(total, 'node')} and steps" if len(steps) > 1 else f"{count(len(areas), 'place')}"
     head = tag("summary", name_key(entry, program.key), tag("small", about))
     return tag("details", head, table(("place", ">up to", "", ""), rows, "places"), open=opened)
 
@@ -262,22 +262,22 @@ def _uses(place: Place, total: int) -> Html:
     if not place.uses:
         return Html("")
     between = _path([(min(place.uses), max(place.uses) + 1)], "b", 3, 2)
-    kinds = [_path(_runs([p for p, how in place.uses.items() if how == each]), CLASSES[each]) for each in (READS, REFERS, WRITES)]
+    kinds = [_path(_runs([p for p, how in place.uses.items() if how == kind]), CLASSES[kind]) for kind in (READS, REFERS, WRITES)]
     return _svg(total, between, *kinds)
 
 
-def _timeline(program: Program, found: Sequence[NodeRow]) -> Html:
+def _timeline(program: Program, node_rows: Sequence[NodeRow]) -> Html:
     kinds: dict[str, list[int]] = {}
-    for position, node in enumerate(found):
+    for position, node in enumerate(node_rows):
         kinds.setdefault(program.steps[node.step].kind, []).append(position)
-    return _svg(len(found), *[_path(_runs(positions), kind) for kind, positions in kinds.items()])
+    return _svg(len(node_rows), *[_path(_runs(positions), kind) for kind, positions in kinds.items()])
 
 
 def _bar(parts: Sequence[tuple[str, int]], whole: int) -> Html:
     """Parts of `whole` one behind the other, in thousandths."""
-    made, at = [], 0
+    boxes, at = [], 0
     for class_, number in parts:
         end = at + (max(2, number * 1000 // whole) if number and whole else 0)
-        made.append(_path([(at, end)], class_) if end > at else "")
+        boxes.append(_path([(at, end)], class_) if end > at else "")
         at = end
-    return _svg(1000, *made)
+    return _svg(1000, *boxes)

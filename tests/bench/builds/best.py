@@ -114,17 +114,17 @@ MODELS: Mapping[str, tuple[Callable[[], Made], list[int]]] = {
 }
 
 
-def captured(function: Callable[..., Any], given: tuple[torch.Tensor, ...]) -> torch.cuda.CUDAGraph:
+def captured(function: Callable[..., Any], inputs: tuple[torch.Tensor, ...]) -> torch.cuda.CUDAGraph:
     """A CUDA graph of `function(*given)`."""
     with torch.no_grad():
         side = torch.cuda.Stream()
         with torch.cuda.stream(side):
             for _ in range(3):
-                function(*given)
+                function(*inputs)
         side.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            function(*given)
+            function(*inputs)
     return graph
 
 
@@ -174,15 +174,15 @@ def serve_baseline(name: str, sizes: list[int]) -> None:
     """What the process of `Baseline` does: an answer a line."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what compilers print is no answer
-    network, inputs = made(name)
+    network, inputs = make_model(name)
     network = network.cuda()
     torch._dynamo.config.cache_size_limit = 64
     options = {**torch._inductor.list_mode_options("max-autotune-no-cudagraphs"), "triton.cudagraphs": False}
     graphs = []
     for size in sizes:
         begun = time.perf_counter()
-        given = tuple([tensor.cuda() for tensor in inputs(size)])
-        graphs.append(captured(torch.compile(network, options=options, fullgraph=True, dynamic=False), given))
+        tensors = tuple([tensor.cuda() for tensor in inputs(size)])
+        graphs.append(captured(torch.compile(network, options=options, fullgraph=True, dynamic=False), tensors))
         print(json.dumps(f"{time.perf_counter() - begun:.0f}"), file=answers, flush=True)
     stream = torch.cuda.Stream()
     for line in sys.stdin:
@@ -190,13 +190,13 @@ def serve_baseline(name: str, sizes: list[int]) -> None:
             print(json.dumps(f"{microseconds(stream, graphs[int(line)].replay)}"), file=answers, flush=True)
 
 
-def beside(program: Any, number: int, baseline: Baseline, given: tuple[torch.Tensor, ...]) -> tuple[float, float]:
+def beside(program: Any, number: int, baseline: Baseline, inputs: tuple[torch.Tensor, ...]) -> tuple[float, float]:
     """Medians of the bundle's graphs and of torch.compile's, timed in turns."""
     stream = torch.cuda.Stream()
     backend = program._backend
     assert isinstance(backend, CudaBackend)
     with torch.cuda.stream(stream):
-        program(*given)
+        program(*inputs)
     stream.synchronize()
     times: tuple[list[float], list[float]] = [], []
     for _ in range(ROUNDS):
@@ -207,20 +207,20 @@ def beside(program: Any, number: int, baseline: Baseline, given: tuple[torch.Ten
     return statistics.median(times[0]), statistics.median(times[1])
 
 
-def made(name: str) -> Made:
+def make_model(name: str) -> Made:
     """A model in eval mode, the same in every process."""
     torch.manual_seed(0)
     network, inputs = MODELS[name][0]()
     return network.eval(), inputs
 
 
-def measure(name: str, sizes: list[int], each: bool, timeout: float | None, folder: Path) -> bool:
+def measure(name: str, sizes: list[int], compare_levels: bool, timeout: float | None, folder: Path) -> bool:
     """Prints a model's lines; False where a single lowering is faster."""
     baseline = Baseline(name, sizes)
     try:
         for size in sizes:
             print(f"{name}: torch.compile at {size} took {baseline.compiled()} s", flush=True)
-        network, inputs = made(name)
+        network, inputs = make_model(name)
         begun = time.perf_counter()
         built = cgcompile.build(
             network,
@@ -236,15 +236,15 @@ def measure(name: str, sizes: list[int], each: bool, timeout: float | None, fold
         print(f"{name}: built in {time.perf_counter() - begun:.0f} s ({spent})", flush=True)
         programs = built.manifest.entries[0].programs
         for program in programs:
-            print(f"  {program.key}: {told(program.lowerings)}", flush=True)
+            print(f"  {program.key}: {describe_lowerings(program.lowerings)}", flush=True)
         network = network.cuda()
         with cgbundle.load(built.path) as loaded:
             for number, program in enumerate(programs):
-                given = tuple([tensor.cuda() for tensor in inputs(*program.key)])
+                tensors = tuple([tensor.cuda() for tensor in inputs(*program.key)])
                 with torch.no_grad():
-                    want, got = network(*given).double(), loaded(*given).double()
+                    want, got = network(*tensors).double(), loaded(*tensors).double()
                 error = float((got - want).abs().max() / want.abs().max())
-                ours, theirs = beside(loaded, number, baseline, given)
+                ours, theirs = beside(loaded, number, baseline, tensors)
                 best = next(row.name for row in program.lowerings if row.chosen)
                 print(
                     f"  {program.key}: {best} {ours:.1f} us, torch.compile max-autotune {theirs:.1f} us, ratio {theirs / ours:.2f}"
@@ -253,7 +253,7 @@ def measure(name: str, sizes: list[int], each: bool, timeout: float | None, fold
                 )
     finally:
         baseline.end()
-    return not each or compare(network.cpu(), inputs, sizes, built, folder)
+    return not compare_levels or compare(network.cpu(), inputs, sizes, built, folder)
 
 
 def watch(event: cgcompile.Event) -> None:
@@ -262,7 +262,7 @@ def watch(event: cgcompile.Event) -> None:
         print(f"    {event.stage} {event.seconds:.0f} s: {event.text}", flush=True)
 
 
-def told(lowerings: Any) -> str:
+def describe_lowerings(lowerings: Any) -> str:
     """What the build measured of each lowering."""
     rows = [f"{row.name} {sum(row.microseconds):.1f}{'*' if row.chosen else ''}" for row in lowerings if not row.reason]
     return ", ".join([*rows, *[f"no {row.name}: {row.reason[:120]}" for row in lowerings if row.reason]])
@@ -274,17 +274,17 @@ def compare(network: torch.nn.Module, inputs: Any, sizes: list[int], built: cgco
     for level in ("eager", "inductor", "max-autotune", "cross-compile"):
         options: dict[str, Any] = {"record": "cross-compile", "prove": "none"} if level == "cross-compile" else {"lower": level}
         try:
-            made = cgcompile.build(network, inputs, sizes=sizes, out=folder / f"{level}.cgb", force=True, **options)
+            candidate = cgcompile.build(network, inputs, sizes=sizes, out=folder / f"{level}.cgb", force=True, **options)
         except cgbundle.CgbundleError as refusal:
             print(f"  no {level}: {refusal}")
             continue
-        paths[level], manifests[level] = made.path, made.manifest
+        paths[level], manifests[level] = candidate.path, candidate.manifest
     timed = time_graphs(
         paths, {name: needs(manifest) for name, manifest in manifests.items()}, torch.cuda.mem_get_info()[0], folder
     )
     fine = True
     for program in built.manifest.entries[0].programs:
-        times = {name: sum(own["forward", program.key]) for name, own in timed.times.items()}
+        times = {name: sum(graph_times["forward", program.key]) for name, graph_times in timed.times.items()}
         slow = [name for name, taken in times.items() if times["best"] > TOLERANCE * taken]
         fine = fine and not slow
         words = ", ".join(f"{name} {taken:.1f}" for name, taken in times.items())
@@ -300,19 +300,19 @@ def needs(manifest: Manifest) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", choices=[[], *MODELS], default=[])
-    parser.add_argument("--sizes", type=lambda text: [int(each) for each in text.split(",")])
+    parser.add_argument("--sizes", type=lambda text: [int(size) for size in text.split(",")])
     parser.add_argument("--each", action="store_true")
     parser.add_argument("--timeout", type=float)
     parser.add_argument("--baseline", choices=MODELS, help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.baseline:
-        serve_baseline(given.baseline, given.sizes)
+    options = parser.parse_args()
+    if options.baseline:
+        serve_baseline(options.baseline, options.sizes)
         return 0
     print(torch.cuda.get_device_name(), "torch", torch.__version__, flush=True)
     fine = True
     with tempfile.TemporaryDirectory() as folder:
-        for name in given.models or list(MODELS):
-            fine = measure(name, given.sizes or MODELS[name][1], given.each, given.timeout, Path(folder)) and fine
+        for name in options.models or list(MODELS):
+            fine = measure(name, options.sizes or MODELS[name][1], options.each, options.timeout, Path(folder)) and fine
     return 0 if fine else 1
 
 

@@ -22,9 +22,9 @@ def main(name: str, level: str, out: str) -> int:
     model = built_models.BY_NAME[name]
     start = time.perf_counter()
     try:
-        network, inputs = built_models.made(model)
+        network, inputs = built_models.make_model(model)
         built = cgcompile.build(
-            network, inputs, sizes=model.sizes, out=out, target="auto", lower=level, force=True, progress=told(start)
+            network, inputs, sizes=model.sizes, out=out, target="auto", lower=level, force=True, progress=watcher(start)
         )
     except CgbundleError as error:
         print(json.dumps({"error": str(error), "kind": error.kind, "hint": error.hint}))
@@ -35,7 +35,7 @@ def main(name: str, level: str, out: str) -> int:
     return 0
 
 
-def told(start: float) -> Any:
+def watcher(start: float) -> Any:
     """A watcher that writes finished stages to standard error."""
 
     def watch(event: cgcompile.Event) -> None:

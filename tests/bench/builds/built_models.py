@@ -57,7 +57,7 @@ ARCHITECTURES = tuple(
 BY_NAME = {model.name: model for model in (*MODELS, *ARCHITECTURES)}
 
 
-def made(model: Model) -> Sequence[Any]:
+def make_model(model: Model) -> Sequence[Any]:
     """(model, inputs) as `cgcompile.build` takes them.  Imports torch where the model is no file."""
     if model.source:
         return model.source, None

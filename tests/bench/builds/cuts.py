@@ -44,8 +44,8 @@ def main(names: list[str]) -> int:
             continue
         print(f"{name}: {row['regions']}, largest error {row['error']:.1e} of {row['tolerance']:.0e}")
         for size in map(str, SIZES):
-            found = row["calls"][size]
-            ways = ", ".join(f"{way} {time['us']:.0f} us ({time['launches']} graphs)" for way, time in found.items())
+            timings = row["calls"][size]
+            ways = ", ".join(f"{way} {time['us']:.0f} us ({time['launches']} graphs)" for way, time in timings.items())
             print(f"  batch {size}: {ways}")
     return 1 if any(map(child_rows.failed, rows.values())) else 0
 
@@ -86,10 +86,10 @@ def one(name: str, folder: str) -> None:
     }
     with torch.no_grad():
         for size in SIZES:
-            given = tuple(tensor.cuda() for tensor in sample(source, {"batch": size}, 7).tensors)
-            wanted, got = network(*given), program(*given)
+            inputs = tuple(tensor.cuda() for tensor in sample(source, {"batch": size}, 7).tensors)
+            wanted, got = network(*inputs), program(*inputs)
             row["error"] = max(row["error"], float((got - wanted).abs().max() / wanted.abs().max()))
-            row["calls"][size] = timed(torch, ways_of(torch, network, program), given)
+            row["calls"][size] = timed(torch, ways_of(torch, network, program), inputs)
     if not row["error"] <= row["tolerance"]:
         print(json.dumps({"error": f"differs from eager PyTorch by {row['error']:.1e}"}))
         return
@@ -102,43 +102,43 @@ def ways_of(torch: Any, network: Any, program: Any) -> dict[str, Callable[..., A
     broken = torch.compile(network, mode="reduce-overhead", dynamic=False)
     whole = torch.compile(network, mode="reduce-overhead", dynamic=False, fullgraph=True)
 
-    def full(*given: Any) -> Any:
+    def full(*inputs: Any) -> Any:
         with torch._dynamo.config.patch(capture_scalar_outputs=True, capture_dynamic_output_shape_ops=True):
-            return whole(*given)
+            return whole(*inputs)
 
     return {"bundle": program, "eager": network, "torch.compile": broken, "torch.compile, one graph": full}
 
 
-def timed(torch: Any, ways: dict[str, Callable[..., Any]], given: tuple[Any, ...]) -> dict[str, Any]:
+def timed(torch: Any, ways: dict[str, Callable[..., Any]], inputs: tuple[Any, ...]) -> dict[str, Any]:
     """Microseconds of a call and how many graphs it launches, by way; what cannot be compiled says why."""
-    found: dict[str, Any] = {}
+    timings: dict[str, Any] = {}
     for name, call in ways.items():
         try:
             for _ in range(5):
-                call(*given)
+                call(*inputs)
             torch.cuda.synchronize()
         except Exception as error:  # noqa: BLE001 (torch.compile fails in many ways, and the row shows the others)
-            found[name] = {"us": float("nan"), "launches": f"{type(error).__name__}"}
+            timings[name] = {"us": float("nan"), "launches": f"{type(error).__name__}"}
             continue
-        found[name] = {"us": median(torch, call, given), "launches": launches(torch, call, given)}
-    return found
+        timings[name] = {"us": median(torch, call, inputs), "launches": launches(torch, call, inputs)}
+    return timings
 
 
-def median(torch: Any, call: Callable[..., Any], given: tuple[Any, ...]) -> float:
+def median(torch: Any, call: Callable[..., Any], inputs: tuple[Any, ...]) -> float:
     """Of the calls of all rounds, in microseconds."""
     times = []
     for _ in range(ROUNDS * CALLS):
         start = time.perf_counter_ns()
-        call(*given)
+        call(*inputs)
         torch.cuda.synchronize()
         times.append(time.perf_counter_ns() - start)
     return statistics.median(times) / 1000
 
 
-def launches(torch: Any, call: Callable[..., Any], given: tuple[Any, ...]) -> int:
+def launches(torch: Any, call: Callable[..., Any], inputs: tuple[Any, ...]) -> int:
     """Graphs that one call launches."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]) as seen:
-        call(*given)
+        call(*inputs)
         torch.cuda.synchronize()
     return sum(event.name in ("cudaGraphLaunch", "cuGraphLaunch") for event in seen.events())
 

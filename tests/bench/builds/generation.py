@@ -30,22 +30,22 @@ def main(bundle: str | None) -> int:
             bundle = str(Path(scratch, "decoder.cgb"))
             sizes = {"prefill": {"batch": BATCHES, "seq": (PROMPT,)}, "decode": {"batch": BATCHES}}
             cgcompile.build(str(EXAMPLES / "decoder.py"), sizes=sizes, out=bundle, target="cuda")
-        found: dict[str, dict[int, Any]] = {"bundle": {}, **{way: {} for way in WAYS}}
+        measurements: dict[str, dict[int, Any]] = {"bundle": {}, **{way: {} for way in WAYS}}
         for batch in BATCHES:
             counts = ["--batch", str(batch), "--prompt", str(PROMPT), "--tokens", str(TOKENS)]
-            found["bundle"][batch] = run([str(EXAMPLES / "generate.py"), bundle, *counts])
+            measurements["bundle"][batch] = run([str(EXAMPLES / "generate.py"), bundle, *counts])
             for way in WAYS:
-                found[way][batch] = run([__file__, "--one", way, str(batch)])
+                measurements[way][batch] = run([__file__, "--one", way, str(batch)])
     same = True
     for batch in BATCHES:
-        rows = found["bundle"][batch]["rows"]
+        rows = measurements["bundle"][batch]["rows"]
         for way in ("bundle", *WAYS):
-            each = found[way][batch]
-            equal = each.pop("rows") == rows
+            measurement = measurements[way][batch]
+            equal = measurement.pop("rows") == rows
             same = same and equal
-            each["tokens_per_second"] = batch * TOKENS / each["seconds"]
-            print(f"batch {batch}, {way}: {each['tokens_per_second']:.0f} tokens/s, {'same' if equal else 'OTHER'} tokens")
-    print(json.dumps(found))
+            measurement["tokens_per_second"] = batch * TOKENS / measurement["seconds"]
+            print(f"batch {batch}, {way}: {measurement['tokens_per_second']:.0f} tokens/s, {'same' if equal else 'OTHER'} tokens")
+    print(json.dumps(measurements))
     return 0 if same else 1
 
 
@@ -74,19 +74,19 @@ def one(way: str, batch: int) -> None:
     def generate() -> list[list[int]]:
         for buffer in network.buffers():
             buffer.zero_()
-        found = []
+        tokens = []
         with torch.no_grad():
             ids = prompt
             for _ in range(TOKENS):
                 ids = call(ids)[0].clone()  # the next replay overwrites what a graph of torch.compile returns
-                found.append(ids)
-        return torch.cat(found, 1).tolist()
+                tokens.append(ids)
+        return torch.cat(tokens, 1).tolist()
 
     for _ in range(3 if way == "compile" else 1):
         generate()
     begun = time.perf_counter()
-    made = generate()
-    print(json.dumps({"rows": made, "seconds": time.perf_counter() - begun}))
+    sequences = generate()
+    print(json.dumps({"rows": sequences, "seconds": time.perf_counter() - begun}))
 
 
 if __name__ == "__main__":

@@ -65,11 +65,11 @@ class Decoder(nn.Module):
         return [torch.zeros(self.cache, dtype=dtype, device=like.device) for _ in range(2 * len(self.layers))]
 
     def next(self, token: Tensor, place: Tensor, caches: Caches) -> tuple[Tensor, Caches]:
-        x, made = self.tokens(token) + self.places(place.view(1)), []
+        x, new_caches = self.tokens(token) + self.places(place.view(1)), []
         for index, layer in enumerate(self.layers):
             x, *new = layer(x, place, *caches[2 * index : 2 * index + 2])
-            made += new
-        return (self.norm(x) @ self.tokens.weight.t()).argmax(-1), made
+            new_caches += new
+        return (self.norm(x) @ self.tokens.weight.t()).argmax(-1), new_caches
 
 
 class Loop(Decoder):
@@ -80,8 +80,8 @@ class Loop(Decoder):
             return (place < count) & (token != NONE).all()
 
         def turn(place: Tensor, token: Tensor, out: Tensor, *caches: Tensor) -> tuple[Tensor, ...]:
-            token, made = self.next(token, place, list(caches))
-            return place + 1, token, out.index_copy(0, place.view(1), token), *made
+            token, new_caches = self.next(token, place, list(caches))
+            return place + 1, token, out.index_copy(0, place.view(1), token), *new_caches
 
         begin = torch.zeros((), dtype=torch.int64, device=token.device)
         out = torch.zeros(count, dtype=torch.int64, device=token.device)
@@ -97,8 +97,8 @@ class Step(Decoder):
 
     def forward(self, token: Tensor) -> Tensor:
         kept = [self.get_buffer(f"cache{index}") for index in range(2 * len(self.layers))]
-        token, made = self.next(token, self.get_buffer("place"), kept)
-        for old, new in zip(kept, made, strict=True):
+        token, new_caches = self.next(token, self.get_buffer("place"), kept)
+        for old, new in zip(kept, new_caches, strict=True):
             old.copy_(new)
         self.get_buffer("place").add_(1)
         return token
@@ -111,20 +111,20 @@ def main() -> int:
     parser.add_argument("--compile", action="store_true")
     for name, value in (("layers", 12), ("width", 768), ("tokens", 128)):
         parser.add_argument(f"--{name}", type=int, default=value)
-    given = parser.parse_args()
-    device = "cuda" if given.target == "cuda" else "cpu"
-    record = {"record": given.record, **({"prove": "none"} if given.record == "cross-compile" else {})} if device == "cuda" else {}
+    args = parser.parse_args()
+    device = "cuda" if args.target == "cuda" else "cpu"
+    record = {"record": args.record, **({"prove": "none"} if args.record == "cross-compile" else {})} if device == "cuda" else {}
     first = torch.tensor([17], device=device)
     with tempfile.TemporaryDirectory() as scratch:
         programs, models = [], []
         for kind in (Loop, Step):
             torch.manual_seed(0)
-            model = kind(given.layers, given.width, given.tokens, torch.bfloat16 if device == "cuda" else torch.float32)
+            model = kind(args.layers, args.width, args.tokens, torch.bfloat16 if device == "cuda" else torch.float32)
             path = Path(scratch, f"{kind.__name__}.cgb")
-            cgcompile.build(model.eval(), lambda: (torch.tensor([17]),), out=path, target=given.target, **record)
+            cgcompile.build(model.eval(), lambda: (torch.tensor([17]),), out=path, target=args.target, **record)
             programs.append(cgbundle.load(path, outputs="view"))
             torch.manual_seed(0)  # a build may place the model elsewhere
-            models.append(kind(given.layers, given.width, given.tokens, next(model.parameters()).dtype).eval().to(device))
+            models.append(kind(args.layers, args.width, args.tokens, next(model.parameters()).dtype).eval().to(device))
         loop, step = programs
 
         def looped() -> list[int]:
@@ -132,19 +132,19 @@ def main() -> int:
 
         def stepped() -> list[int]:
             step.reset()
-            found, token = [], first
-            for _ in range(given.tokens):
+            generated, token = [], first
+            for _ in range(args.tokens):
                 token = step(token).tensor
-                found.append(int(token))
-                if found[-1] == NONE:
+                generated.append(int(token))
+                if generated[-1] == NONE:
                     break
-            return found
+            return generated
 
-        (one, all_at_once), (each, by_one) = timed(looped, stepped)
-    print(f"one launch: {given.tokens / one:.0f} tokens/s; a launch per token: {given.tokens / each:.0f}; ratio {each / one:.3f}")
+        (one, all_at_once), (many, by_one) = timed(looped, stepped)
+    print(f"one launch: {args.tokens / one:.0f} tokens/s; a launch per token: {args.tokens / many:.0f}; ratio {many / one:.3f}")
     print("same tokens" if all_at_once == by_one else "OTHER tokens", flush=True)
-    if given.compile:
-        compiled(models[0], models[1], first, given.tokens, by_one)
+    if args.compile:
+        compiled(models[0], models[1], first, args.tokens, by_one)
     return 0 if all_at_once == by_one else 1
 
 
@@ -158,27 +158,27 @@ def compiled(loop: nn.Module, step: nn.Module, first: Tensor, tokens: int, wante
     def stepped() -> list[int]:
         for name, value in step.named_buffers():
             value.copy_(state[name])
-        found, token = [], first
+        generated, token = [], first
         for _ in range(tokens):
-            token = each(token).clone()
-            found.append(int(token))
-            if found[-1] == NONE:
+            token = compiled_step(token).clone()
+            generated.append(int(token))
+            if generated[-1] == NONE:
                 break
-        return found
+        return generated
 
     with torch.no_grad():
-        each = torch.compile(step, mode="reduce-overhead")
+        compiled_step = torch.compile(step, mode="reduce-overhead")
         one = torch.compile(loop, mode="reduce-overhead")
         for name, call in (("a call per token", stepped), ("while_loop", looped)):
             begun = time.perf_counter()
             try:
                 call()
                 ready = time.perf_counter() - begun
-                ((seconds, found),) = timed(call)
+                ((seconds, actual),) = timed(call)
             except RuntimeError as error:  # torch could not compile it; the other is still measured
                 print(f"torch.compile, {name}: {type(error).__name__}: {str(error).splitlines()[0][:100]}", flush=True)
                 continue
-            same = sum(a == b for a, b in zip(found, wanted, strict=False))
+            same = sum(a == b for a, b in zip(actual, wanted, strict=False))
             rate = f"{tokens / seconds:.0f} tokens/s, first after {ready:.1f} s"
             print(f"torch.compile, {name}: {rate}; {same} of {len(wanted)} tokens are the bundle's", flush=True)
 
@@ -186,14 +186,14 @@ def compiled(loop: nn.Module, step: nn.Module, first: Tensor, tokens: int, wante
 def timed(*calls: Callable[[], list[int]]) -> list[tuple[float, list[int]]]:
     """Of each call (median seconds, what it gives); the host has the tokens at the end.  They take turns, because a GPU's clock
     goes up and down."""
-    found = [call() for call in calls]
+    outputs = [call() for call in calls]
     seconds: list[list[float]] = [[] for _ in calls]
     for _ in range(ROUNDS):
         for number, call in enumerate(calls):
             begun = time.perf_counter()
-            found[number] = call()
+            outputs[number] = call()
             seconds[number].append(time.perf_counter() - begun)
-    return [(statistics.median(second), tokens) for second, tokens in zip(seconds, found, strict=True)]
+    return [(statistics.median(second), tokens) for second, tokens in zip(seconds, outputs, strict=True)]
 
 
 if __name__ == "__main__":

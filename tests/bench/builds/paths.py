@@ -64,16 +64,16 @@ def main() -> int:
     parser.add_argument("--record", default="capture")
     for name, value in (("layers", 4), ("width", 768), ("rows", 64)):
         parser.add_argument(f"--{name}", type=int, default=value)
-    given = parser.parse_args()
-    device, dtype = ("cuda", torch.bfloat16) if given.target == "cuda" else ("cpu", torch.float32)
+    arguments = parser.parse_args()
+    device, dtype = ("cuda", torch.bfloat16) if arguments.target == "cuda" else ("cpu", torch.float32)
     models = []
     for kind in (If, Cond):
         torch.manual_seed(0)
-        models.append(kind(given.layers, given.width).to(dtype).eval())
-    inputs = [(torch.randn(given.rows, given.width) + shift).to(device) for shift in (-1, 1)]
-    options = {"record": given.record} if device == "cuda" else {}
-    right = rows(Foo(), None, inputs, given.target, options)
-    return 0 if right & rows(models[0], models[1], [x.to(dtype) for x in inputs], given.target, options) else 1
+        models.append(kind(arguments.layers, arguments.width).to(dtype).eval())
+    inputs = [(torch.randn(arguments.rows, arguments.width) + shift).to(device) for shift in (-1, 1)]
+    options = {"record": arguments.record} if device == "cuda" else {}
+    right = rows(Foo(), None, inputs, arguments.target, options)
+    return 0 if right & rows(models[0], models[1], [x.to(dtype) for x in inputs], arguments.target, options) else 1
 
 
 def rows(model: nn.Module, cond: nn.Module | None, inputs: Sequence[Tensor], target: str, options: dict[str, Any]) -> bool:

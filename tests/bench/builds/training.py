@@ -33,25 +33,25 @@ def main() -> int:
     parser.add_argument("--target", default="cuda")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--saved", type=int, default=100)
-    given = parser.parse_args()
-    device = "cuda" if given.target == "cuda" else "cpu"
-    batches = [tuple([ids.to(device) for ids in drawn(number)]) for number in range(given.steps)]
+    options = parser.parse_args()
+    device = "cuda" if options.target == "cuda" else "cpu"
+    batches = [tuple([ids.to(device) for ids in drawn(number)]) for number in range(options.steps)]
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch, "train.cgb")
-        cgcompile.build(train.model(), train.entries(), sizes={"evaluate": {"batch": [32]}}, out=path, target=given.target)
+        cgcompile.build(train.model(), train.entries(), sizes={"evaluate": {"batch": [32]}}, out=path, target=options.target)
         with torch.no_grad():
             eager = train.model().to(device)
             expected, rate = losses(eager.step, batches)
             row("eager", rate, expected, expected)
             compiled = train.model().to(device)
-            found, rate = losses(torch.compile(compiled.step, mode="reduce-overhead"), batches)
-            row("torch.compile", rate, found, expected)
+            actual, rate = losses(torch.compile(compiled.step, mode="reduce-overhead"), batches)
+            row("torch.compile", rate, actual, expected)
         with cgbundle.load(path) as program:
-            found, rate = losses(program.step, batches)
-            worst = row("bundle", rate, found, expected)
-        again, rate = resumed(path, Path(scratch, "state.safetensors"), batches, given.saved)
-        worst = max(worst, row("resumed", rate, again, found[given.saved :]))
-    same = again == found[given.saved :]
+            actual, rate = losses(program.step, batches)
+            worst = row("bundle", rate, actual, expected)
+        again, rate = resumed(path, Path(scratch, "state.safetensors"), batches, options.saved)
+        worst = max(worst, row("resumed", rate, again, actual[options.saved :]))
+    same = again == actual[options.saved :]
     print("resumed: the same losses" if same else "resumed: other losses")
     return 0 if worst <= ALLOWED and same else 1
 
@@ -85,10 +85,10 @@ def resumed(path: Path, file: Path, batches: Sequence[Batch], saved: int) -> tup
         return losses(program.step, batches[saved:])
 
 
-def row(name: str, rate: float, found: Sequence[float], expected: Sequence[float]) -> float:
+def row(name: str, rate: float, actual: Sequence[float], expected: Sequence[float]) -> float:
     """Prints a row; the largest relative difference."""
-    worst = max(abs(one - other) / abs(other) for one, other in zip(found, expected, strict=True))
-    print(f"{name:14} {rate:9.1f} steps/s   loss {found[0]:.4f} to {found[-1]:.4f}   off by {worst:.1e} at most", flush=True)
+    worst = max(abs(one - other) / abs(other) for one, other in zip(actual, expected, strict=True))
+    print(f"{name:14} {rate:9.1f} steps/s   loss {actual[0]:.4f} to {actual[-1]:.4f}   off by {worst:.1e} at most", flush=True)
     return worst
 
 

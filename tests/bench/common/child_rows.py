@@ -50,9 +50,9 @@ def run(
             return {"error": f"{script}: not done after {seconds:.0f} s"}
     lines = stdout.strip().splitlines()
     if lines and lines[-1].startswith("{"):
-        found: dict[str, Any] = json.loads(lines[-1])
-        if not process.returncode or "error" in found:
-            return found
+        row: dict[str, Any] = json.loads(lines[-1])
+        if not process.returncode or "error" in row:
+            return row
     log = stderr.strip().splitlines()
     print("\n".join(f"    {text}" for text in log[-12:]), file=sys.stderr, flush=True)
     how = f"signal {-process.returncode}" if process.returncode < 0 else f"exit {process.returncode}"

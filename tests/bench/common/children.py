@@ -21,8 +21,8 @@ class ChildFailed(Exception):
 
 def environment(extra: dict[str, str] | None = None) -> dict[str, str]:
     """What a child inherits, with the packages of this tree first on its path and the moment of its start."""
-    given = [each for each in (os.environ.get("PYTHONPATH"),) if each]
-    path = os.pathsep.join([str(ROOT / "bundles"), str(ROOT), str(ROOT / "cli"), *given])
+    inherited = [search_path for search_path in (os.environ.get("PYTHONPATH"),) if search_path]
+    path = os.pathsep.join([str(ROOT / "bundles"), str(ROOT), str(ROOT / "cli"), *inherited])
     # an editable install may put the same folders there already; a tree without one works too
     return os.environ | {"PYTHONPATH": path} | (extra or {}) | {serving.SPAWNED: repr(serving.now())}
 

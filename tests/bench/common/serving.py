@@ -42,20 +42,20 @@ class Laps:
         return self.last - self.started
 
 
-def given(texts: list[str]) -> list[tuple[str, str, tuple[int, ...]]]:
+def parse_inputs(texts: list[str]) -> list[tuple[str, str, tuple[int, ...]]]:
     """(file, dtype, shape) of each input, from `file:int64:1x64`."""
-    found = []
+    specs = []
     for text in texts:
         file, dtype, shape = text.rsplit(":", 2)
-        found.append((file, dtype, tuple([int(size) for size in shape.split("x")])))
-    return found
+        specs.append((file, dtype, tuple([int(size) for size in shape.split("x")])))
+    return specs
 
 
 def numpy_inputs(texts: list[str]) -> list[Any]:
     """The inputs as NumPy arrays."""
     import numpy
 
-    return [numpy.fromfile(file, dtype).reshape(shape) for file, dtype, shape in given(texts)]
+    return [numpy.fromfile(file, dtype).reshape(shape) for file, dtype, shape in parse_inputs(texts)]
 
 
 def plain_inputs(texts: list[str]) -> list[Any]:
@@ -64,13 +64,13 @@ def plain_inputs(texts: list[str]) -> list[Any]:
 
     import cgbundle
 
-    found = []
-    for path, dtype, shape in given(texts):
+    tensors = []
+    for path, dtype, shape in parse_inputs(texts):
         with open(path, "rb") as file:
             data = file.read()
         memory = (ctypes.c_char * len(data)).from_buffer_copy(data)
-        found.append(cgbundle.Tensor(ctypes.addressof(memory), dtype, shape, None, memory))
-    return found
+        tensors.append(cgbundle.Tensor(ctypes.addressof(memory), dtype, shape, None, memory))
+    return tensors
 
 
 def serve(bundle: str, inputs: list[str], make: Callable[[list[str]], list[Any]], laps: Laps) -> Any:

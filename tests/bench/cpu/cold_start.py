@@ -81,7 +81,7 @@ PARTS: dict[str, Callable[[dict[str, Any]], float]] = {
 
 def measure(case: Case, bundle: Path, inputs: list[str], cache: Path, repeat: int, say: Callable[[str], None]) -> Measured:
     """All ways, `repeat` times in turns after one round that warms the page cache and torch.compile's.  Raises ChildFailed."""
-    found = Measured(case=case)
+    measured = Measured(case=case)
     compiled = cache / f"{case.name}.inductor"
     shutil.rmtree(compiled, ignore_errors=True)
     caching = {"TORCHINDUCTOR_CACHE_DIR": str(compiled), "TORCHINDUCTOR_FX_GRAPH_CACHE": "1", "TORCHINDUCTOR_AUTOGRAD_CACHE": "1"}
@@ -105,7 +105,7 @@ def measure(case: Case, bundle: Path, inputs: list[str], cache: Path, repeat: in
         say(f"{case.name}: {way}, first time")
         run = once()
         if way == "compile":
-            found.cold_compile = run["seconds"]
+            measured.cold_compile = run["seconds"]
     for index in range(repeat):
         for way, once in ways.items():
             say(f"{case.name}: {way}, {index + 1} of {repeat}")
@@ -114,9 +114,9 @@ def measure(case: Case, bundle: Path, inputs: list[str], cache: Path, repeat: in
                 raise children.ChildFailed(
                     f"{case.name}: torch.compile found nothing in its warm cache: the comparison would be unfair"
                 )
-            found.runs.setdefault(way, []).append(run)
-            found.errors[way] = max(found.errors.get(way, 0.0), difference(output[way], output["eager"]))
-    return found
+            measured.runs.setdefault(way, []).append(run)
+            measured.errors[way] = max(measured.errors.get(way, 0.0), difference(output[way], output["eager"]))
+    return measured
 
 
 def difference(path: Path, reference: Path) -> float:

@@ -29,12 +29,12 @@ def main() -> int:
     options.cache.mkdir(parents=True, exist_ok=True)
     cache = options.cache.resolve()
     try:
-        found, wrong = measure(options, cache)
+        numbers, wrong = measure(options, cache)
     except children.ChildFailed as error:
         print(f"bench: {error}", file=sys.stderr)
         return 1
     if options.json:
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
+        options.json.write_text(json.dumps(numbers, indent=1) + "\n")
     for sentence in wrong:
         print(f"bench: WRONG: {sentence}", file=sys.stderr)
     return 1 if wrong else 0
@@ -65,7 +65,7 @@ def measure(options: argparse.Namespace, cache: Path) -> tuple[dict[str, Any], l
     models = [CASES[name] for name in options.models.split(",")] if options.only in (None, "cold") else []
     also = [case for part, case in (("calls", MLP), ("sharing", MINILM)) if options.only in (None, part)]
     bundles = {case.name: bundle(case, cache) for case in dict.fromkeys([*models, *also])}
-    found: dict[str, Any] = {"load average": os.getloadavg()[0], "cores": os.cpu_count()}
+    numbers: dict[str, Any] = {"load average": os.getloadavg()[0], "cores": os.cpu_count()}
     screen.print(f"{os.cpu_count()} cores, load average before measuring {os.getloadavg()[0]:.2f}\n")
     wrong: list[str] = []
     if options.only in (None, "cold"):
@@ -74,21 +74,21 @@ def measure(options: argparse.Namespace, cache: Path) -> tuple[dict[str, Any], l
             results.append(cold_start.measure(case, bundles[case.name], inputs(case, cache), cache, options.repeat, say))
             wrong += results[-1].wrong()
             wrong += [f"{case.name}: torch in the serving process" for run in results[-1].runs["bundle"] if run["torch"]]
-        found["cold"] = {
+        numbers["cold"] = {
             one.case.name: {"runs": one.runs, "errors": one.errors, "cold compile": one.cold_compile} for one in results
         }
         print_cold(screen, results)
     if options.only in (None, "calls"):
         say("mlp: calls")
         (text,) = inputs(MLP, cache)
-        found["calls"] = children.run("cpu/time_calls.py", bundles[MLP.name], text)
-        print_calls(screen, found["calls"])
+        numbers["calls"] = children.run("cpu/time_calls.py", bundles[MLP.name], text)
+        print_calls(screen, numbers["calls"])
     if options.only in (None, "sharing"):
         say(f"minilm: {SERVERS} servers")
         built = bundles[MINILM.name]
-        found["sharing"] = shared_pages.measure(built, inputs(MINILM, cache), SERVERS)
-        print_sharing(screen, found["sharing"], (built / shared_pages.WEIGHTS).stat().st_size)
-    return found, wrong
+        numbers["sharing"] = shared_pages.measure(built, inputs(MINILM, cache), SERVERS)
+        print_sharing(screen, numbers["sharing"], (built / shared_pages.WEIGHTS).stat().st_size)
+    return numbers, wrong
 
 
 def say(text: str) -> None:
@@ -131,27 +131,27 @@ def print_cold(screen: report.Console, results: list[cold_start.Measured]) -> No
     report.table(screen, "Where the bundle's time goes", ["median (smallest-largest)", *names], rows)
 
 
-def print_calls(screen: report.Console, found: dict[str, Any]) -> None:
+def print_calls(screen: report.Console, timings: dict[str, Any]) -> None:
     """What ours adds to the shared object's own run."""
-    bare = found["quartiles"]["bare"][1]
+    bare = timings["quartiles"]["bare"][1]
     rows = []
     for way, title in (
         ("bare", "the shared object's own run"),
         ("copy", 'program(x), outputs="copy"'),
         ("view", 'program(x), outputs="view"'),
     ):
-        low, median, high = found["quartiles"][way]
+        low, median, high = timings["quartiles"][way]
         added = "" if way == "bare" else report.goal(median - bare, 20, "us")
         rows.append([title, f"{median:.1f} us ({low:.1f}-{high:.1f})", added])
-    title = f"One call: examples/mlp.py, batch 1, {found['calls']} calls each"
+    title = f"One call: examples/mlp.py, batch 1, {timings['calls']} calls each"
     report.table(screen, title, ["", "median (quartiles)", "ours adds"], rows)
 
 
-def print_sharing(screen: report.Console, found: list[dict[str, shared_pages.Pages]], size: int) -> None:
+def print_sharing(screen: report.Console, servers: list[dict[str, shared_pages.Pages]], size: int) -> None:
     """The pages of the weights in each server, and what all of them take together."""
     shown = ("Rss", "Pss", "Shared_Clean", "Private_Clean", "Private_Dirty")
     rows = []
-    for index, one in enumerate(found):
+    for index, one in enumerate(servers):
         rows.append(
             [
                 f"server {index + 1}",
@@ -159,9 +159,9 @@ def print_sharing(screen: report.Console, found: list[dict[str, shared_pages.Pag
                 report.mebibytes(one["process"]["Pss"]),
             ]
         )
-    total = [sum(one["weights"][name] for one in found) for name in shown]
-    rows.append(["together", *map(report.mebibytes, total), report.mebibytes(sum(one["process"]["Pss"] for one in found))])
-    title = f"Weights of minilm ({report.mebibytes(size // 1024)} on disk) in {len(found)} servers at once"
+    total = [sum(one["weights"][name] for one in servers) for name in shown]
+    rows.append(["together", *map(report.mebibytes, total), report.mebibytes(sum(one["process"]["Pss"] for one in servers))])
+    title = f"Weights of minilm ({report.mebibytes(size // 1024)} on disk) in {len(servers)} servers at once"
     note = "Pss divides a page by the number of processes that map it: its sum is what the pages really take."
     report.table(screen, title, ["", *[name.replace("_", " ").lower() for name in shown], "whole process, pss"], rows, note)
 

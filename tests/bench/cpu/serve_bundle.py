@@ -27,12 +27,12 @@ def main(how: str, bundle: str, output: str, *inputs: str) -> None:
     result = serving.serve(bundle, list(inputs), make, laps)
     serving.write(output, result)
 
-    found = {"seconds": laps.total, "laps": laps.seconds, "foreign": serving.foreign(before), "torch": "torch" in sys.modules}
+    numbers = {"seconds": laps.total, "laps": laps.seconds, "foreign": serving.foreign(before), "torch": "torch" in sys.modules}
     if watch is not None:
-        found |= {"libraries": watch.libraries, "runs": watch.runs()}
+        numbers |= {"libraries": watch.libraries, "runs": watch.runs()}
     import json
 
-    print(json.dumps(found))
+    print(json.dumps(numbers))
 
 
 if __name__ == "__main__":

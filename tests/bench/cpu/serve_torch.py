@@ -65,12 +65,12 @@ def main(how: str, model: str, weights: str, output: str, *inputs: str) -> None:
     laps.mark("first call")
     serving.write(output, result)
 
-    found: dict[str, Any] = {"seconds": laps.total, "laps": laps.seconds}
+    numbers: dict[str, Any] = {"seconds": laps.total, "laps": laps.seconds}
     if how == "compile":
         from torch._dynamo.utils import counters
 
-        found["hits"] = counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"]
-    print(json.dumps(found))
+        numbers["hits"] = counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"]
+    print(json.dumps(numbers))
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ def ready(process: subprocess.Popen[str]) -> None:
 
 def pages(pid: int) -> dict[str, Pages]:
     """Sums over the process's mappings: those of the weights' file, and all."""
-    found = {"weights": dict.fromkeys(FIELDS, 0), "process": dict.fromkeys(FIELDS, 0)}
+    totals = {"weights": dict.fromkeys(FIELDS, 0), "process": dict.fromkeys(FIELDS, 0)}
     of_weights = False
     for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
         name, _, rest = line.partition(":")
@@ -55,6 +55,6 @@ def pages(pid: int) -> dict[str, Pages]:
             of_weights = line.endswith(f"/{WEIGHTS}")
         elif name in FIELDS:
             size = int(rest.split()[0])
-            found["process"][name] += size
-            found["weights"][name] += size * of_weights
-    return found
+            totals["process"][name] += size
+            totals["weights"][name] += size * of_weights
+    return totals

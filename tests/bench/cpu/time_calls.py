@@ -36,39 +36,39 @@ class Bare:
 
     def handle(self) -> Any:
         """An array of one input handle, as a run takes (and consumes) it."""
-        made = c_void_p()
+        pointer = c_void_p()
         create = self.torch[CREATE]
         address = c_void_p(self.value.ctypes.data)
         sizes = (c_int64(self.value.ndim), self.shape, self.strides, c_int64(0))
-        if create(address, *sizes, self.dtype, c_int32(0), c_int32(0), byref(made)):
+        if create(address, *sizes, self.dtype, c_int32(0), c_int32(0), byref(pointer)):
             raise SystemExit("torch refused the input tensor")
-        return (c_void_p * 1)(made.value)
+        return (c_void_p * 1)(pointer.value)
 
     def time(self, calls: int) -> list[int]:
         """Nanoseconds of each of `calls` runs."""
         handles = [self.handle() for _ in range(calls)]
-        made = (c_void_p * 1)()
+        outputs = (c_void_p * 1)()
         delete = self.torch["aoti_torch_delete_tensor_object"]
         run, container, clock = self.run, self.container, time.perf_counter_ns
-        found = []
+        nanoseconds = []
         for handle in handles:
             start = clock()
-            run(container, handle, 1, made, 1, None, None)
-            found.append(clock() - start)
-            delete(c_void_p(made[0]))
-        return found
+            run(container, handle, 1, outputs, 1, None, None)
+            nanoseconds.append(clock() - start)
+            delete(c_void_p(outputs[0]))
+        return nanoseconds
 
 
 def time_program(program: Any, value: Any, calls: int) -> list[int]:
     """Nanoseconds of each of `calls` whole calls; letting go of the result is not in it."""
     clock = time.perf_counter_ns
-    found = []
+    nanoseconds = []
     for _ in range(calls):
         start = clock()
         result = program(value)
-        found.append(clock() - start)
+        nanoseconds.append(clock() - start)
         del result
-    return found
+    return nanoseconds
 
 
 def main(bundle: str, text: str) -> None:
@@ -94,7 +94,7 @@ def main(bundle: str, text: str) -> None:
     for _ in range(ROUNDS):
         for name, way in ways.items():
             seconds[name] += way(CALLS)
-    quartiles = {name: [cut / 1000 for cut in statistics.quantiles(found, n=4)] for name, found in seconds.items()}
+    quartiles = {name: [cut / 1000 for cut in statistics.quantiles(times, n=4)] for name, times in seconds.items()}
     print(json.dumps({"quartiles": quartiles, "calls": ROUNDS * CALLS}))
     opened.close()
 

@@ -32,16 +32,16 @@ def main(path: str, gigabytes: str = "1") -> None:
         "the runtime": lambda: read(file, size, around=False),
         "the runtime, a file larger than half of the memory": lambda: read(file, size, around=True),
     }
-    found: dict[str, list[float]] = {name: [] for name in ways}
+    throughputs: dict[str, list[float]] = {name: [] for name in ways}
     cached = {}
     for _ in range(ROUNDS):
         for name, once in ways.items():
             os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
             begun = time.perf_counter()
             once()
-            found[name].append(size / (time.perf_counter() - begun) / 1e9)
+            throughputs[name].append(size / (time.perf_counter() - begun) / 1e9)
             cached[name] = weight_reads.is_cached(file)
-    for name, rates in found.items():
+    for name, rates in throughputs.items():
         kept = "stays in the page cache" if cached[name] else ""
         print(f"{name:52} {'  '.join(f'{rate:5.2f}' for rate in rates)} GB/s  {kept}")
 

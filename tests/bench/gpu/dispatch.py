@@ -46,21 +46,21 @@ def main(model: str, bundle: str) -> None:
             "cuGraphLaunch, inductor": gpu_calls.launch(default),
             "cuGraphLaunch, eager kernels": gpu_calls.launch(eager),
         }
-        found = measure(ways)
+        nanoseconds = measure(ways)
         expected = network(value)
         differences = {
-            name: gpu_calls.relative(expected, made.tensor if hasattr(made, "tensor") else made)
+            name: gpu_calls.relative(expected, output.tensor if hasattr(output, "tensor") else output)
             for name in ("bundle, view", "bundle, copy", "torch.compile reduce-overhead", "torch graph by hand and copy")
-            if (made := ways[name]()) is not None
+            if (output := ways[name]()) is not None
         }
-    quartiles = {name: [cut / 1000 for cut in statistics.quantiles(times, n=4)] for name, times in found.items()}
+    quartiles = {name: [cut / 1000 for cut in statistics.quantiles(times, n=4)] for name, times in nanoseconds.items()}
     print(json.dumps({"key": list(key), "quartiles": quartiles, "calls": ROUNDS * BURST, "differences": differences}))
 
 
 def measure(ways: dict[str, gpu_calls.Call]) -> dict[str, list[int]]:
     """Nanoseconds of every call of every way; letting go of the result is not in it."""
     clock = time.perf_counter_ns
-    found: dict[str, list[int]] = {name: [] for name in ways}
+    nanoseconds: dict[str, list[int]] = {name: [] for name in ways}
     for round_ in range(ROUNDS + 3):
         for name, way in ways.items():
             torch.cuda.synchronize()
@@ -70,9 +70,9 @@ def measure(ways: dict[str, gpu_calls.Call]) -> dict[str, list[int]]:
                 taken = clock() - start
                 del result
                 if round_ >= 3:
-                    found[name].append(taken)
+                    nanoseconds[name].append(taken)
     torch.cuda.synchronize()
-    return found
+    return nanoseconds
 
 
 if __name__ == "__main__":

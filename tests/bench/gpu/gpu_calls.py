@@ -31,16 +31,16 @@ def self_test_calls(bundle: str) -> dict[tuple[int, ...], torch.Tensor]:
     """The self-test's first input of every key, on the GPU."""
     entry = archive.read_manifest(bundle).entries[0]
     stored = Mapped(str(Path(bundle, file_names.SELF_TEST)), file_names.SELF_TEST)
-    found = {}
+    inputs = {}
     try:
         for program in entry.programs:
             name = file_names.self_test_entry(program.key, "input", 0)
             row = stored.entries[name]
             raw = torch.frombuffer(bytearray(stored.data(name)), dtype=getattr(torch, row.dtype))
-            found[program.key] = raw.reshape(row.shape).cuda()
+            inputs[program.key] = raw.reshape(row.shape).cuda()
     finally:
         stored.close()
-    return found
+    return inputs
 
 
 def network_of(model: str, bundle: str) -> Any:

@@ -61,7 +61,7 @@ def folder(name: str, out: str) -> None:
 
 def compare(bundle: str, model: str, cache: str, ways: list[str]) -> None:
     """What every process of `cgcompile bench --generate` answers.  Without a bundle ("-"): those of transformers alone."""
-    told: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "bundle": os.path.abspath(bundle),
         "model": os.path.abspath(model),
         "threads": None,
@@ -70,33 +70,33 @@ def compare(bundle: str, model: str, cache: str, ways: list[str]) -> None:
     batches: tuple[int, ...]
     if bundle == "-":
         vocabulary = json.loads(Path(model, "config.json").read_text())["vocab_size"]
-        told |= {"dtype": "bfloat16", "target": "cuda", "vocabulary": vocabulary}
+        settings |= {"dtype": "bfloat16", "target": "cuda", "vocabulary": vocabulary}
         prompt, tokens, batches = PROMPT, TOKENS, BATCHES
     else:
         manifest = Archive(bundle).manifest
         layout = read_layout(manifest, PROMPT)
         prompt, tokens, batches = lengths(layout)
-        told |= {
+        settings |= {
             "dtype": layout.dtype, "target": manifest.target.kind, "vocabulary": layout.vocabulary, "prefill": layout.prefill,
             "several": layout.several,
             "decode": layout.decode, "sampling": layout.sampling, "each": -(-(prompt + tokens + 1) // layout.page),
         }  # fmt: skip
     with tempfile.TemporaryDirectory() as scratch:
         job = Path(scratch, "job.json")
-        job.write_text(json.dumps({**told, "prompt": prompt, "tokens": tokens, "batches": batches}))
+        job.write_text(json.dumps({**settings, "prompt": prompt, "tokens": tokens, "batches": batches}))
         for way in ways:
             worker = f"cgcompile.tools.generation.{'bundle' if way == 'bundle' else 'torch'}_worker"
-            given: list[Any] = [job] if way == "bundle" else [way, job]
+            arguments: list[Any] = [job] if way == "bundle" else [way, job]
             environment = {} if way == "bundle" else compiler_cache(Path(cache))
             begin = perf_counter()
             try:
-                with WorkerProcess(worker, *given, log=Path(scratch, f"{way}.log"), environment=environment) as process:
+                with WorkerProcess(worker, *arguments, log=Path(scratch, f"{way}.log"), environment=environment) as process:
                     answer = process.answer()
             except BuildError as error:
                 say(way=way, failed=str(error), process=perf_counter() - begin)
                 continue
-            made = answer.pop("made")
-            say(way=way, prompt=prompt, tokens=tokens, **answer, begins=made[:12], process=perf_counter() - begin)
+            generated = answer.pop("made")
+            say(way=way, prompt=prompt, tokens=tokens, **answer, begins=generated[:12], process=perf_counter() - begin)
 
 
 def steps(bundle: str, contexts: list[int]) -> None:
@@ -107,11 +107,11 @@ def steps(bundle: str, contexts: list[int]) -> None:
     layout, rows = read_layout(program.manifest, PROMPT), program.manifest.weights
     for batch, blocks in layout.decode:
         for context in contexts:
-            each = -(-(context + STEPS + 1) // layout.page)
-            if each > blocks or each * batch >= layout.pages:
+            per_lane = -(-(context + STEPS + 1) // layout.page)
+            if per_lane > blocks or per_lane * batch >= layout.pages:
                 say(lanes=batch, context=context, skipped="the bundle has too few pages")
                 continue
-            tables = [[*range(1 + lane * each, 1 + (lane + 1) * each), *[0] * (blocks - each)] for lane in range(batch)]
+            tables = [[*range(1 + lane * per_lane, 1 + (lane + 1) * per_lane), *[0] * (blocks - per_lane)] for lane in range(batch)]
             pages = from_bytes(array("q", chain.from_iterable(tables)), "int64", (batch, blocks))
             count, slot = [from_bytes(array("q", values), "int64", (batch,)) for values in ([1] * batch, range(1, batch + 1))]
             sampling = tuple(
@@ -125,8 +125,8 @@ def steps(bundle: str, contexts: list[int]) -> None:
                 ids, begin = [3] * batch, perf_counter()
                 for step in range(STEPS):
                     start = from_bytes(array("q", [context + step] * batch), "int64", (batch,))
-                    made = program.decode(from_bytes(array("q", ids), "int64", (batch, 1)), count, start, pages, slot, sampling)
-                    ids = made["token"].tolist()
+                    output = program.decode(from_bytes(array("q", ids), "int64", (batch, 1)), count, start, pages, slot, sampling)
+                    ids = output["token"].tolist()
                 best = min(best, (perf_counter() - begin) / STEPS)
             read = weight_bytes(rows) + batch * context * cache_bytes(rows)
             say(
@@ -158,15 +158,15 @@ def cache_bytes(rows: Any) -> int:
     return total
 
 
-def say(**found: object) -> None:
-    print(json.dumps({name: round(value, 4) if isinstance(value, float) else value for name, value in found.items()}), flush=True)
+def say(**fields: object) -> None:
+    print(json.dumps({name: round(value, 4) if isinstance(value, float) else value for name, value in fields.items()}), flush=True)
 
 
 if __name__ == "__main__":
-    what, *given = sys.argv[1:]
+    what, *arguments = sys.argv[1:]
     if what == "folder":
-        folder(*given)
+        folder(*arguments)
     elif what == "compare":
-        compare(given[0], given[1], given[2], given[3:])
+        compare(arguments[0], arguments[1], arguments[2], arguments[3:])
     else:
-        steps(given[0], [int(each) for each in given[1:]] or [128, 1024, 8192])
+        steps(arguments[0], [int(context) for context in arguments[1:]] or [128, 1024, 8192])

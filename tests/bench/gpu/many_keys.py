@@ -30,20 +30,20 @@ BURST = 12
 def main(few: str, many: str, rounds: str = "7") -> None:
     """Prints the tables."""
     ways = [(few, "default"), (many, "default"), (many, "all"), (many, "lazy")]
-    found: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
+    runs_by_way: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
     for round_ in range(int(rounds) + 1):
         for way in ways:
             row = children.run("gpu/many_keys.py", "serve", *way)
             if round_:
-                found[way].append(row)
+                runs_by_way[way].append(row)
     screen = report.console()
     rows = []
-    for (bundle, how), each in found.items():
-        base = statistics.median(row["total"] for row in found[few, "default"])
-        total = [row["total"] for row in each]
-        laps = [report.milliseconds([row["laps"][name] for row in each]) for name in ("load", "first call")]
+    for (bundle, how), runs in runs_by_way.items():
+        base = statistics.median(row["total"] for row in runs_by_way[few, "default"])
+        total = [row["total"] for row in runs]
+        laps = [report.milliseconds([row["laps"][name] for row in runs]) for name in ("load", "first call")]
         verdict = report.goal(statistics.median(total) - base, GOAL, "s more") if bundle == many else ""
-        rows.append([f"{each[0]['keys']} keys, {how}", *laps, report.spread(total), verdict])
+        rows.append([f"{runs[0]['keys']} keys, {how}", *laps, report.spread(total), verdict])
     report.table(screen, "Process start to first output", ["", "load", "first call", "in all", "goal"], rows)
     for how in ("all", "default"):
         spent = children.run("gpu/many_keys.py", "driver", many, how)
@@ -71,9 +71,9 @@ def serve(bundle: str, how: str) -> dict[str, Any]:
     laps.mark("input")
     program.replay(values)
     laps.mark("first call")
-    found = {"laps": laps.seconds, "total": laps.total, "keys": len(program.int_keys)}
+    numbers = {"laps": laps.seconds, "total": laps.total, "keys": len(program.int_keys)}
     program.close()
-    return found
+    return numbers
 
 
 def driver(bundle: str, how: str) -> dict[str, Any]:
@@ -85,10 +85,10 @@ def driver(bundle: str, how: str) -> dict[str, Any]:
     spent: dict[str, list[float]] = defaultdict(lambda: [0, 0.0])
 
     def timed(name: str, call: Any) -> Any:
-        def run(*given: Any) -> Any:
+        def run(*arguments: Any) -> Any:
             begun = time.perf_counter()
             try:
-                return call(*given)
+                return call(*arguments)
             finally:
                 spent[name][0] += 1
                 spent[name][1] += time.perf_counter() - begun
@@ -133,7 +133,7 @@ def use(bundle: str) -> dict[str, Any]:
     for _ in range(40):
         same.append(burst(program, [device[keys[0]][0]] * BURST))
         turns.append(burst(program, [device[key][0] for key in keys[:BURST]]))
-    found = {
+    numbers = {
         "device memory for a key, KiB": round((free[0] - free[-1]) / (len(keys) - 1) / 1024, 1),
         "host memory for a key, KiB": round((resident[-1] - resident[0]) / (len(keys) - 1) / 1024, 1),
         "first call of a key, ms, median (largest)": f"{1e3 * statistics.median(first[1:]):.2f} ({1e3 * max(first[1:]):.2f})",
@@ -141,7 +141,7 @@ def use(bundle: str) -> dict[str, Any]:
         "a call of another key, us, median (least)": f"{statistics.median(turns):.2f} ({min(turns):.2f})",
     }
     program.close()
-    return found
+    return numbers
 
 
 def burst(program: Any, calls: list[list[Any]]) -> float:

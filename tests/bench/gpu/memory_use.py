@@ -41,7 +41,7 @@ def main(bundle: str, rounds: str) -> None:
         resident.append(resident_bytes())
     memories = dict(manifest.memories)
     images = sum(file.bytes for file in manifest.files if file.path.startswith("kernels/"))
-    found = {
+    numbers = {
         "memories": memories,
         "arenas": [row.arena for row in spec.programs],
         "manifest": sum(memories.values()),
@@ -56,7 +56,7 @@ def main(bundle: str, rounds: str) -> None:
         "resident growth": resident[-1] - resident[min(SETTLED, len(resident) - 1)],
     }
     context.release()
-    print(json.dumps(found))
+    print(json.dumps(numbers))
 
 
 def free(context: Context) -> int:

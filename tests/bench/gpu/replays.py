@@ -28,7 +28,7 @@ def main(model: str, bundle: str, count: str) -> None:
     pool = {key: drawn(value) for key, value in gpu_calls.self_test_calls(bundle).items()}
     with torch.no_grad(), gpu_calls.loaded(bundle) as program:
         first = {key: [program(value) for value in values] for key, values in pool.items()}
-        found: dict[str, Any] = {
+        numbers: dict[str, Any] = {
             "replays": int(count),
             "wrong": replays(program, pool, first, int(count)),
             "different outputs": sum(not torch.equal(values[0], values[1]) for values in first.values()),
@@ -39,13 +39,13 @@ def main(model: str, bundle: str, count: str) -> None:
         }
         with gpu_calls.loaded(bundle, mode="stream") as stream:
             pairs = [(stream(x), y) for key, values in pool.items() for x, y in zip(values, first[key], strict=True)]
-            found["stream compared"] = len(pairs)
-            found["stream differs"] = sum(not torch.equal(x, y) for x, y in pairs)
+            numbers["stream compared"] = len(pairs)
+            numbers["stream differs"] = sum(not torch.equal(x, y) for x, y in pairs)
         with gpu_calls.loaded(bundle, on_miss="chunk") as chunk:
             whole = torch.cat([value for values in pool.values() for value in values])
-            found["pad"] = {size: gpu_calls.relative(network(whole[:size]), program(whole[:size])) for size in OTHERS}
-            found["chunk"] = {size: gpu_calls.relative(network(whole[:size]), chunk(whole[:size])) for size in OTHERS}
-    print(json.dumps(found))
+            numbers["pad"] = {size: gpu_calls.relative(network(whole[:size]), program(whole[:size])) for size in OTHERS}
+            numbers["chunk"] = {size: gpu_calls.relative(network(whole[:size]), chunk(whole[:size])) for size in OTHERS}
+    print(json.dumps(numbers))
 
 
 def drawn(value: torch.Tensor) -> list[torch.Tensor]:

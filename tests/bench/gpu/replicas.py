@@ -55,11 +55,11 @@ def rate(call: Callable[[int], object], threads: int, seconds: float) -> float:
             call(number)
             counts[number] += 1
 
-    each = [threading.Thread(target=serve, args=(number,)) for number in range(threads)]
+    workers = [threading.Thread(target=serve, args=(number,)) for number in range(threads)]
     begin = time.perf_counter()
-    for thread in each:
+    for thread in workers:
         thread.start()
-    for thread in each:
+    for thread in workers:
         thread.join()
     return sum(counts) / (time.perf_counter() - begin)
 
@@ -73,7 +73,7 @@ def main() -> None:
         path = Path(folder, "layers.cgb")
         cgcompile.build(model(), inputs, sizes=[BATCH], out=path, target="cuda", lower="eager", record="capture")
         (ids,) = inputs(BATCH)
-        own = [ids.to(f"cuda:{device}") for device in devices]
+        copies = [ids.to(f"cuda:{device}") for device in devices]
         streams = [torch.cuda.Stream(device) for device in devices]
         first: dict[str, float] = {}
         for number in (1, len(devices)):
@@ -84,7 +84,7 @@ def main() -> None:
 
                 def on_gpu(thread: int, replicas: cgbundle.Replicas = replicas) -> None:
                     with torch.cuda.stream(streams[thread]):
-                        replicas(own[thread])
+                        replicas(copies[thread])
                     streams[thread].synchronize()
 
                 def on_cpu(_: int, replicas: cgbundle.Replicas = replicas) -> None:
@@ -94,9 +94,9 @@ def main() -> None:
                     "inputs of the CPU": rate(on_cpu, 2 * number, seconds),
                     "inputs of a GPU": rate(on_gpu, number, seconds),
                 }
-            for name, each in rates.items():
-                times = each / first.setdefault(name, each)
-                print(f"{number} GPU, {name}: {each:.1f} calls/s, {times:.2f} times one; loaded in {loaded:.2f} s", flush=True)
+            for name, speed in rates.items():
+                times = speed / first.setdefault(name, speed)
+                print(f"{number} GPU, {name}: {speed:.1f} calls/s, {times:.2f} times one; loaded in {loaded:.2f} s", flush=True)
 
 
 if __name__ == "__main__":

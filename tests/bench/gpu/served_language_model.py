@@ -197,14 +197,14 @@ def equal(served: Served, _: argparse.Namespace) -> None:
     say("equal", same=len(requests) - len(parted), of=len(requests), parted=parted)
 
 
-def http(served: Served, given: argparse.Namespace) -> None:
+def http(served: Served, options: argparse.Namespace) -> None:
     served.program.close()
-    with server(given.bundle, given.tokenizer) as address:
+    with server(options.bundle, options.tokenizer) as address:
         command = [sys.executable, "-m", "cgcompile_cli", "bench", address, "--generate", "--quiet", "--json"]
-        for words in ("requests=8,prompt=64,answer=8", given.words):
+        for words in ("requests=8,prompt=64,answer=8", options.words):
             run = subprocess.run([*command, "--load", words], capture_output=True, text=True, check=False)
         numbers = json.loads(run.stdout) if run.stdout else {"failed": run.stderr}
-        say("http", words=given.words, **numbers)
+        say("http", words=options.words, **numbers)
 
 
 @contextmanager
@@ -239,17 +239,17 @@ def main() -> None:
     parser.add_argument("--skip", default="", help="parts, with commas between them")
     parser.add_argument("--seconds", type=float, default=120.0)
     parser.add_argument("--words", default="requests=256,prompt=32-2000,answer=16-512", help="the load")
-    given = parser.parse_args()
+    options = parser.parse_args()
     began = time.perf_counter()
     sys.setswitchinterval(1e-4)
-    served = load(given.bundle)
+    served = load(options.bundle)
     for name, part in PARTS.items():
-        if name in given.skip.split(","):
+        if name in options.skip.split(","):
             continue
-        if time.perf_counter() - began > given.seconds:
-            say(name, left_out=f"{given.seconds:g} s are over")
+        if time.perf_counter() - began > options.seconds:
+            say(name, left_out=f"{options.seconds:g} s are over")
             continue
-        part(served, given)
+        part(served, options)
 
 
 if __name__ == "__main__":

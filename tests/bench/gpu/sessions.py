@@ -31,15 +31,15 @@ def main(bundle: str, sessions: int = 8, calls: int = 1000) -> int:
         alone = once(program.session(), inputs, wanted, order, calls, 0)
         torch.cuda.synchronize()
         free = torch.cuda.mem_get_info()[0]
-        made = [program.session() for _ in range(sessions)]
+        opened_sessions = [program.session() for _ in range(sessions)]
         torch.cuda.synchronize()
         taken = free - torch.cuda.mem_get_info()[0]
-        found: dict[int, Any] = {}
+        results: dict[int, Any] = {}
         ready = threading.Barrier(sessions + 1)
 
         def work(number: int) -> None:
             ready.wait()
-            found[number] = once(made[number], inputs, wanted, order, calls, number)
+            results[number] = once(opened_sessions[number], inputs, wanted, order, calls, number)
 
         threads = [threading.Thread(target=work, args=(number,)) for number in range(sessions)]
         for thread in threads:
@@ -49,7 +49,7 @@ def main(bundle: str, sessions: int = 8, calls: int = 1000) -> int:
         for thread in threads:
             thread.join()
         seconds = time.perf_counter() - begun
-        wrong = sum(each["wrong"] for each in found.values())
+        wrong = sum(result["wrong"] for result in results.values())
         row = {
             "sessions": sessions, "calls each": calls, "wrong": wrong, "wrong alone": alone["wrong"],
             "session memory": program.session_memory, "predicted bytes": sessions * on_gpu(program.session_memory),

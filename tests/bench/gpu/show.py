@@ -36,15 +36,15 @@ def main() -> int:
     cache.mkdir(parents=True, exist_ok=True)
     screen = report.console()
     screen.print(f"{os.cpu_count()} cores, load average {os.getloadavg()[0]:.2f}\n")
-    found: dict[str, Any] = {}
+    numbers: dict[str, Any] = {}
     wrong: list[str] = []
     rows = build_rows(cache, options) if BUILDS & set(options.only) else []
     for part in options.only:
         say(f"part {part}")
-        found[part], sentences = measure(part, cache, rows, screen)
+        numbers[part], sentences = measure(part, cache, rows, screen)
         wrong += [f"{part}: {sentence}" for sentence in sentences]
         if options.json:
-            options.json.write_text(json.dumps({**found, "wrong": wrong}, indent=1) + "\n")
+            options.json.write_text(json.dumps({**numbers, "wrong": wrong}, indent=1) + "\n")
     say("done")
     for sentence in wrong:
         print(f"gpu_show: {sentence}", file=sys.stderr)
@@ -64,12 +64,12 @@ def arguments() -> argparse.Namespace:
     options = parser.parse_args()
     options.only, options.levels = options.only.split(","), options.levels.split(",")
     options.models = options.models.split(",") if options.models else list(built_models.BY_NAME)
-    for name, given, known in (
+    for name, names, known in (
         ("only", options.only, PARTS),
         ("levels", options.levels, built_models.LEVELS),
         ("models", options.models, built_models.BY_NAME),
     ):
-        if set(given) - set(known):
+        if set(names) - set(known):
             parser.error(f"--{name}: expected names among {', '.join(known)}")
     return options
 
@@ -82,14 +82,14 @@ def measure(part: str, cache: Path, rows: list[dict[str, Any]], screen: report.C
     if bundle is None:
         return {"error": why}, [why]
     if part == "cold":
-        found = cold_start.measure(bundle, cache)
-        cold_start.show(screen, found)
-        return found, tables.wrong_cold(found)
-    found = measure_child(part, bundle, cache)
-    if why := failed(found):
-        return found, [why]
-    tables.SHOW[part](screen, found)
-    return found, tables.WRONG[part](found)
+        numbers = cold_start.measure(bundle, cache)
+        cold_start.show(screen, numbers)
+        return numbers, tables.wrong_cold(numbers)
+    numbers = measure_child(part, bundle, cache)
+    if why := failed(numbers):
+        return numbers, [why]
+    tables.SHOW[part](screen, numbers)
+    return numbers, tables.WRONG[part](numbers)
 
 
 def measure_child(part: str, bundle: Path, cache: Path) -> dict[str, Any]:

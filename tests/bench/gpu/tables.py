@@ -10,20 +10,20 @@ from tests.bench.common.child_rows import failed
 from tests.bench.gpu_cold.cold_start import TOLERANCE
 
 
-def show_dispatch(screen: report.Console, found: dict[str, Any]) -> None:
+def show_dispatch(screen: report.Console, numbers: dict[str, Any]) -> None:
     """Microseconds of the CPU per call."""
     rows = []
-    for name, (low, median, high) in found["quartiles"].items():
+    for name, (low, median, high) in numbers["quartiles"].items():
         verdict = report.goal(median, 25, "us") if name in ("bundle, view", "bundle, copy") else ""
         rows.append([name, f"{median:.1f} us ({low:.1f}-{high:.1f})", verdict])
-    title = f"CPU time of one call: GPT bf16, batch {found['key'][0]}, torch inputs on the GPU, {found['calls']} calls each"
+    title = f"CPU time of one call: GPT bf16, batch {numbers['key'][0]}, torch inputs on the GPU, {numbers['calls']} calls each"
     report.table(screen, title, ["", "median (quartiles)", "goal"], rows)
 
 
-def show_device(screen: report.Console, found: dict[str, Any]) -> None:
+def show_device(screen: report.Console, numbers: dict[str, Any]) -> None:
     """Microseconds of the GPU per call."""
     rows = []
-    for row in found["rows"]:
+    for row in numbers["rows"]:
         times = row["microseconds"]
         ratio = times["bundle, graph"] / times["torch.compile, graph"]
         rows.append(
@@ -35,36 +35,36 @@ def show_device(screen: report.Console, found: dict[str, Any]) -> None:
                 f"{row['difference to eager']:.0e}",
             ]
         )
-    columns = ["batch", *found["rows"][0]["microseconds"], "bundle / compile (1.01)", "outputs to compile", "to eager"]
-    report.table(screen, f"GPU time of one call: GPT bf16, {found['gpu']}, torch {found['torch']}", columns, rows)
+    columns = ["batch", *numbers["rows"][0]["microseconds"], "bundle / compile (1.01)", "outputs to compile", "to eager"]
+    report.table(screen, f"GPU time of one call: GPT bf16, {numbers['gpu']}, torch {numbers['torch']}", columns, rows)
 
 
-def show_memory(screen: report.Console, found: dict[str, Any]) -> None:
+def show_memory(screen: report.Console, numbers: dict[str, Any]) -> None:
     """Bytes as the manifest says and as the device reports."""
-    memories = found["memories"]
+    memories = numbers["memories"]
     # what the driver keeps when everything of ours is gone belongs to the context, though it comes with the first module
-    planned, used = found["manifest"], found["used after load"] - found["left after close"]
+    planned, used = numbers["manifest"], numbers["used after load"] - numbers["left after close"]
     known = memories["weights"] + memories["inputs"]
     rows = [[f"manifest: {name}", mb(size)] for name, size in memories.items()]
     rows += [
-        ["arena of each size (all share the largest)", ", ".join(map(mb, found["arenas"]))],
+        ["arena of each size (all share the largest)", ", ".join(map(mb, numbers["arenas"]))],
         ["manifest, in all", mb(planned)],
         ["the device reports after load, less context", f"{mb(used)}, {within(used, planned)} of the manifest's"],
         [
             "... less weights and inputs",
             f"{mb(used - known)}, {within(used - known, planned - known)} of the manifest's arena and code",
         ],
-        ["the device reports after a call of every size", mb(found["used after calls"])],
-        ["of the context: still taken when all is closed", mb(found["left after close"])],
-        [f"lost over {found['rounds']} rounds of load, call, close", f"{found['lost on the GPU']} bytes"],
-        ["growth of the process meanwhile", mb(found["resident growth"])],
+        ["the device reports after a call of every size", mb(numbers["used after calls"])],
+        ["of the context: still taken when all is closed", mb(numbers["left after close"])],
+        [f"lost over {numbers['rounds']} rounds of load, call, close", f"{numbers['lost on the GPU']} bytes"],
+        ["growth of the process meanwhile", mb(numbers["resident growth"])],
     ]
     report.table(screen, "Memory: GPT bf16", ["", ""], rows)
 
 
-def within(found: int, planned: int) -> str:
+def within(measured: int, planned: int) -> str:
     """`1.032 (within 10%: met)`."""
-    ratio = found / planned if planned else float("inf")
+    ratio = measured / planned if planned else float("inf")
     return f"{ratio:.3f} (within 10%: {'met' if abs(ratio - 1) <= 0.1 else 'MISSED'})"
 
 
@@ -73,17 +73,17 @@ def mb(size: int) -> str:
     return f"{size / 1e6:.1f} MB"
 
 
-def show_replays(screen: report.Console, found: dict[str, Any]) -> None:
+def show_replays(screen: report.Console, numbers: dict[str, Any]) -> None:
     """Counts and differences."""
     rows = [
-        [f"{found['replays']:,} replays, sizes, inputs and streams at random", f"{found['wrong']} with other bits"],
+        [f"{numbers['replays']:,} replays, sizes, inputs and streams at random", f"{numbers['wrong']} with other bits"],
         [
             'mode="stream" beside mode="graph"',
-            f"{found['stream differs']} of {found['stream compared']} with other bits",
+            f"{numbers['stream differs']} of {numbers['stream compared']} with other bits",
         ],
     ]
     for name, title in (("difference to eager", "recorded sizes"), ("pad", 'on_miss="pad"'), ("chunk", 'on_miss="chunk"')):
-        sizes = ", ".join(f"{size}: {value:.0e}" for size, value in found[name].items())
+        sizes = ", ".join(f"{size}: {value:.0e}" for size, value in numbers[name].items())
         rows.append([f"{title}, difference to eager by batch", sizes])
     report.table(screen, "Replays: GPT bf16", ["", ""], rows)
 
@@ -93,13 +93,13 @@ SHOW: dict[str, Callable[[report.Console, dict[str, Any]], None]] = {
 }  # fmt: skip
 
 
-def wrong_cold(found: dict[str, Any]) -> list[str]:
+def wrong_cold(numbers: dict[str, Any]) -> list[str]:
     """Ways that failed, a loading process that holds what it must not, outputs that differ."""
     sentences = [
-        f"{way}: {failed(rows[-1])}" for way, rows in found.items() if isinstance(rows, list) and rows and failed(rows[-1])
+        f"{way}: {failed(rows[-1])}" for way, rows in numbers.items() if isinstance(rows, list) and rows and failed(rows[-1])
     ]
-    sentences += [f"{way}: {failed(found[way])}" for way in ("cold compile", "JAX build") if failed(found[way])]
-    for run in [row for way in ("bundle", "bundle alone", "watched") for row in found.get(way, [])]:
+    sentences += [f"{way}: {failed(numbers[way])}" for way in ("cold compile", "JAX build") if failed(numbers[way])]
+    for run in [row for way in ("bundle", "bundle alone", "watched") for row in numbers.get(way, [])]:
         if run.get("banned"):
             sentences.append(f"the loading process imported {', '.join(run['banned'])}")
         if not all(run.get("self-test", [True])):
@@ -107,40 +107,40 @@ def wrong_cold(found: dict[str, Any]) -> list[str]:
         first, *others = run.get("addresses", [[]])
         if others and any(a == b for a, b in zip(first, others[-1], strict=True) if a):
             sentences.append("two loads share an address")
-    if any(not row["hits"] for row in found.get("compile", []) if not failed(row)):
+    if any(not row["hits"] for row in numbers.get("compile", []) if not failed(row)):
         sentences.append("torch.compile found nothing in its warm cache: the comparison would be unfair")
-    if any(found["differences"].get("bundle", []) + found["differences"].get("bundle alone", [])):
+    if any(numbers["differences"].get("bundle", []) + numbers["differences"].get("bundle alone", [])):
         sentences.append("the bundle's output differs from the recording's")
-    for way, values in found["differences"].items():
+    for way, values in numbers["differences"].items():
         sentences += [f"{way} differs from the recording by {value:.1e}" for value in values if not value <= TOLERANCE]
     return sorted(set(sentences))
 
 
-def wrong_dispatch(found: dict[str, Any]) -> list[str]:
+def wrong_dispatch(numbers: dict[str, Any]) -> list[str]:
     """Outputs too far from eager."""
-    return [f"{name} differs from eager by {value:.1e}" for name, value in found["differences"].items() if not value <= TOLERANCE]
+    return [f"{name} differs from eager by {value:.1e}" for name, value in numbers["differences"].items() if not value <= TOLERANCE]
 
 
-def wrong_device(found: dict[str, Any]) -> list[str]:
+def wrong_device(numbers: dict[str, Any]) -> list[str]:
     """Outputs too far from eager."""
     return [
         f"batch {row['key'][0]} differs from eager by {row['difference to eager']:.1e}"
-        for row in found["rows"]
+        for row in numbers["rows"]
         if not row["difference to eager"] <= TOLERANCE
     ]
 
 
-def wrong_memory(found: dict[str, Any]) -> list[str]:
+def wrong_memory(numbers: dict[str, Any]) -> list[str]:
     """A leak, or an arena that is no maximum."""
-    sentences = [] if found["arena is the maximum"] else ["the arena is not the largest of the sizes'"]
-    return sentences + ([f"{found['lost on the GPU']} bytes lost on the GPU"] if found["lost on the GPU"] > 0 else [])
+    sentences = [] if numbers["arena is the maximum"] else ["the arena is not the largest of the sizes'"]
+    return sentences + ([f"{numbers['lost on the GPU']} bytes lost on the GPU"] if numbers["lost on the GPU"] > 0 else [])
 
 
-def wrong_replays(found: dict[str, Any]) -> list[str]:
+def wrong_replays(numbers: dict[str, Any]) -> list[str]:
     """Other bits, or outputs too far from eager."""
-    sentences = [f"{found[name]} outputs with other bits ({name})" for name in ("wrong", "stream differs") if found[name]]
+    sentences = [f"{numbers[name]} outputs with other bits ({name})" for name in ("wrong", "stream differs") if numbers[name]]
     for name in ("difference to eager", "pad", "chunk"):
-        sentences += [f"{name} {size}: {value:.1e}" for size, value in found[name].items() if not value <= TOLERANCE]
+        sentences += [f"{name} {size}: {value:.1e}" for size, value in numbers[name].items() if not value <= TOLERANCE]
     return sentences
 
 

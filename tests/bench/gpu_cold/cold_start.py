@@ -57,22 +57,22 @@ def measure(bundle: Path, cache: Path) -> dict[str, Any]:
     }
     shutil.rmtree(cache / "torch_compile", ignore_errors=True)
     say("cold: torch.compile fills its cache")
-    found: dict[str, Any] = {"cold compile": ways["compile"]()}
-    say(f"cold: {seconds_or_error(found['cold compile'])}; JAX compiles")
-    found["JAX build"] = child_rows.run("gpu_cold/serve_jax.py", "build", folder / "jax", weights, *texts, extra=jax)
-    say(f"cold: {seconds_or_error(found['JAX build'])}")
+    numbers: dict[str, Any] = {"cold compile": ways["compile"]()}
+    say(f"cold: {seconds_or_error(numbers['cold compile'])}; JAX compiles")
+    numbers["JAX build"] = child_rows.run("gpu_cold/serve_jax.py", "build", folder / "jax", weights, *texts, extra=jax)
+    say(f"cold: {seconds_or_error(numbers['JAX build'])}")
     for way, once in ways.items():
         if way != "compile":
             first = once()
             say(f"cold: {way}, first time: {seconds_or_error(first)}")
     for round_ in range(max(REPEAT.values())):
         for way, once in ways.items():
-            rows = found.setdefault(way, [])
+            rows = numbers.setdefault(way, [])
             if round_ < REPEAT[way] and not (rows and failed(rows[-1])):
                 rows.append(once())
-    found["differences"] = differences(bundle, folder)
-    say(f"cold: differences to the recording {found['differences']}")
-    return found
+    numbers["differences"] = differences(bundle, folder)
+    say(f"cold: differences to the recording {numbers['differences']}")
+    return numbers
 
 
 def self_test_inputs(bundle: Path, folder: Path) -> list[str]:
@@ -96,7 +96,7 @@ def self_test_inputs(bundle: Path, folder: Path) -> list[str]:
 def differences(bundle: Path, folder: Path) -> dict[str, Any]:
     """Per way the largest difference of an output to the recording's, of the sizes that the way wrote."""
     dtype = archive.read_manifest(str(bundle)).entries[0].outputs[0].dtype
-    found = {}
+    errors = {}
     for way, stem in (
         ("bundle", "bundle"),
         ("bundle alone", "alone"),
@@ -105,10 +105,10 @@ def differences(bundle: Path, folder: Path) -> dict[str, Any]:
         ("JAX", "jax/output"),
     ):
         files = sorted(folder.glob(f"{stem}.[0-9]"))
-        found[way] = [
+        errors[way] = [
             comparison.difference(dtype, (folder / f"expected.{file.name[-1]}").read_bytes(), file.read_bytes()) for file in files
         ]
-    return found
+    return errors
 
 
 def c_floor(folder: Path) -> dict[str, Any]:
@@ -135,9 +135,9 @@ def seconds_or_error(row: dict[str, Any]) -> str:
     return failed(row) or f"{row['seconds']:.3f} s"
 
 
-def show(screen: report.Console, found: dict[str, Any]) -> None:
+def show(screen: report.Console, numbers: dict[str, Any]) -> None:
     """Times and ratios against the goals, then the breakdown."""
-    ours = times(found, "bundle")
+    ours = times(numbers, "bundle")
     goals = {"compile": 20, "capture": 6, "JAX": 4}
     titles = {
         "bundle": "bundle, three sizes ready (no torch, no NumPy)",
@@ -150,33 +150,33 @@ def show(screen: report.Console, found: dict[str, Any]) -> None:
     }
     rows = []
     for way, title in titles.items():
-        seconds = times(found, way)
+        seconds = times(numbers, way)
         if not seconds:
-            rows.append([title, failed(found[way][-1])[:60] if found.get(way) else "not run", ""])
+            rows.append([title, failed(numbers[way][-1])[:60] if numbers.get(way) else "not run", ""])
             continue
         verdict = ""
-        floor = times(found, "C floor")
+        floor = times(numbers, "C floor")
         if way in ("bundle", "bundle alone") and floor:
             verdict = report.goal((statistics.median(seconds) - statistics.median(floor)) * 1e3, OVER_FLOOR, "ms over the floor")
         elif way in goals and ours:
             verdict = report.goal(statistics.median(seconds) / statistics.median(ours), goals[way], "x", at_least=True)
         rows.append([title, report.spread(seconds), verdict])
-    rows.append(["torch.compile reduce-overhead, empty cache", seconds_or_error(found["cold compile"])[:60], "once"])
-    rows.append(["JAX, compiling the three executables", seconds_or_error(found["JAX build"])[:60], "once"])
+    rows.append(["torch.compile reduce-overhead, empty cache", seconds_or_error(numbers["cold compile"])[:60], "once"])
+    rows.append(["JAX, compiling the three executables", seconds_or_error(numbers["JAX build"])[:60], "once"])
     report.table(
         screen, "Cold start, GPT bf16: process start to first output", ["", "median (range)", "bundle faster by; goal"], rows
     )
-    show_breakdown(screen, found)
+    show_breakdown(screen, numbers)
 
 
-def times(found: dict[str, Any], way: str) -> list[float]:
+def times(numbers: dict[str, Any], way: str) -> list[float]:
     """Seconds of the repetitions that worked."""
-    return [row["seconds"] for row in found.get(way, []) if not failed(row)]
+    return [row["seconds"] for row in numbers.get(way, []) if not failed(row)]
 
 
-def show_breakdown(screen: report.Console, found: dict[str, Any]) -> None:
+def show_breakdown(screen: report.Console, numbers: dict[str, Any]) -> None:
     """Where the bundle's time goes, and what the loading process holds."""
-    runs = [row for row in found.get("watched", []) if not failed(row)]
+    runs = [row for row in numbers.get("watched", []) if not failed(row)]
     if not runs:
         return
     rows = [[name, report.milliseconds([run["laps"][name] for run in runs])] for name in LAPS[:2]]
@@ -185,20 +185,20 @@ def show_breakdown(screen: report.Console, found: dict[str, Any]) -> None:
         rows.append([f"load: {name}", report.milliseconds([run["stages"].get(name, 0.0) for run in runs])])
     rows.append(["load: the rest", report.milliseconds([rest_of_load(run) for run in runs])])
     rows += [[name, report.milliseconds([run["laps"][name] for run in runs])] for name in LAPS[2:]]
-    rows.append(["in all, watched", report.milliseconds(times(found, "watched"))])
+    rows.append(["in all, watched", report.milliseconds(times(numbers, "watched"))])
     note = "beside: in another thread, while the first goes on; so travel the weights"
     report.table(screen, "Where the bundle's time goes", ["", "median (range)"], rows, note)
     run = runs[-1]
     first, second = run["addresses"][0], run["addresses"][-1]
     apart = all(a != b for a, b in zip(first, second, strict=True) if a or b)
     held = ", ".join(run["banned"]) or "none"
-    plain = ", ".join(found["bundle"][-1].get("foreign", [])) or "none"
+    plain = ", ".join(numbers["bundle"][-1].get("foreign", [])) or "none"
     screen.print(f"imported of torch, numpy, triton, cgcompile: {held}; packages beside the standard library: {plain}")
     screen.print(f"two loads in one process: {'all' if apart else 'NOT ALL'} memories at other addresses, e.g. weights at")
     screen.print(
         f"  {first[0]:#x} and {second[0]:#x}; self-test at the second: {'same bits' if all(run['self-test']) else 'OTHER BITS'}"
     )
-    for way, values in found["differences"].items():
+    for way, values in numbers["differences"].items():
         shown = ", ".join(f"{value:.1e}" for value in values)
         screen.print(f"  {way}: largest difference to the recording per size: {shown} (allowed {TOLERANCE:g})")
     screen.print()
@@ -206,5 +206,5 @@ def show_breakdown(screen: report.Console, found: dict[str, Any]) -> None:
 
 def rest_of_load(run: dict[str, Any]) -> float:
     """Seconds of `load` in no stage of the first thread."""
-    own = sum(seconds for name, seconds in run["stages"].items() if not name.startswith(load_stages.BESIDE))
-    return run["laps"]["load"] - own
+    stage_seconds = sum(seconds for name, seconds in run["stages"].items() if not name.startswith(load_stages.BESIDE))
+    return run["laps"]["load"] - stage_seconds

@@ -79,8 +79,8 @@ class Stopwatch:
                 return original(*args, **options)
             finally:
                 spent = serving.now() - start
-                own = BESIDE + label if beside else label
-                self.seconds[own] = self.seconds.get(own, 0.0) + spent - inner.pop()
+                stage = BESIDE + label if beside else label
+                self.seconds[stage] = self.seconds.get(stage, 0.0) + spent - inner.pop()
                 if inner:
                     inner[-1] += spent
 

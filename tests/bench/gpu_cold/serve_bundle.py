@@ -41,7 +41,7 @@ def main(how: str, bundle: str, output: str, text: str) -> None:
     laps.mark("input")
     data = program(value).tobytes()
     laps.mark("first call")
-    found: dict[str, Any] = {
+    numbers: dict[str, Any] = {
         "seconds": laps.total,
         "laps": laps.seconds,
         "stages": stages,
@@ -56,11 +56,11 @@ def main(how: str, bundle: str, output: str, text: str) -> None:
     from cgbundle.self_test import replay_self_test
 
     with cgbundle.load(bundle) as second:
-        found["self-test"] = [row.exact for row in replay_self_test(second)]
+        numbers["self-test"] = [row.exact for row in replay_self_test(second)]
     if stopwatch is not None:
-        found["addresses"] = [list(memories.bases) for memories in stopwatch.seen.get("memories", [])]
+        numbers["addresses"] = [list(memories.bases) for memories in stopwatch.seen.get("memories", [])]
     program.close()
-    print(json.dumps(found))
+    print(json.dumps(numbers))
 
 
 if __name__ == "__main__":

@@ -29,12 +29,12 @@ def weights_of(path: str) -> dict[str, Any]:
     data = numpy.memmap(path, numpy.uint8, "r")
     (length,) = struct.unpack("<Q", bytes(data[:8]))
     header = json.loads(bytes(data[8 : 8 + length]))
-    found = {}
+    weights = {}
     for name, row in header.items():
         if name != "__metadata__" and not name.startswith("cgcompile."):
             begin, end = (8 + length + offset for offset in row["data_offsets"])
-            found[name] = data[begin:end].view(kinds[row["dtype"]]).reshape(row["shape"])
-    return found
+            weights[name] = data[begin:end].view(kinds[row["dtype"]]).reshape(row["shape"])
+    return weights
 
 
 def forward(weights: dict[str, Any], ids: Any) -> Any:
@@ -44,13 +44,13 @@ def forward(weights: dict[str, Any], ids: Any) -> Any:
     x = weights["token.weight"][ids] + weights["position.weight"][: ids.shape[1]]
     batch, tokens, width = x.shape
     for block in range(len([name for name in weights if name.endswith(".qkv.weight")])):
-        own = {
+        layer = {
             name.removeprefix(f"blocks.{block}."): value for name, value in weights.items() if name.startswith(f"blocks.{block}.")
         }
-        heads = linear(own, "qkv", norm(own, "attention_norm", x)).reshape(batch, tokens, 3, HEADS, width // HEADS)
+        heads = linear(layer, "qkv", norm(layer, "attention_norm", x)).reshape(batch, tokens, 3, HEADS, width // HEADS)
         mixed = jax.nn.dot_product_attention(heads[:, :, 0], heads[:, :, 1], heads[:, :, 2], is_causal=True)
-        x = x + linear(own, "out", mixed.reshape(batch, tokens, width))
-        x = x + linear(own, "down", jax.nn.gelu(linear(own, "up", norm(own, "mlp_norm", x)), approximate=False))
+        x = x + linear(layer, "out", mixed.reshape(batch, tokens, width))
+        x = x + linear(layer, "down", jax.nn.gelu(linear(layer, "up", norm(layer, "mlp_norm", x)), approximate=False))
     return norm(weights, "norm", x[:, -1]) @ weights["head.weight"].T
 
 
@@ -76,7 +76,7 @@ def build(folder: Path, weights: str, texts: list[str]) -> dict[str, Any]:
     start = time.perf_counter()
     shapes = {name: jax.ShapeDtypeStruct(value.shape, value.dtype) for name, value in weights_of(weights).items()}
     folder.mkdir(parents=True, exist_ok=True)
-    for index, (_, _, shape) in enumerate(serving.given(texts)):
+    for index, (_, _, shape) in enumerate(serving.parse_inputs(texts)):
         executable = jax.jit(forward).lower(shapes, jax.ShapeDtypeStruct(shape, numpy.int32)).compile()
         from jax.experimental import serialize_executable
 
@@ -105,11 +105,11 @@ def serve(folder: Path, weights: str, texts: list[str]) -> dict[str, Any]:
     laps.mark("weights and inputs")
     output = numpy.asarray(executables[0](placed, jax.device_put(inputs[0])))
     laps.mark("first output")
-    found = {"seconds": laps.total, "laps": dict(laps.seconds)}
+    numbers = {"seconds": laps.total, "laps": dict(laps.seconds)}
     for index, (executable, value) in enumerate(zip(executables, inputs, strict=True)):
         output = numpy.asarray(executable(placed, jax.device_put(value)))
         serving.write(str(folder / f"output.{index}"), output)
-    return found | {"platform": jax.devices()[0].platform}
+    return numbers | {"platform": jax.devices()[0].platform}
 
 
 def main(way: str, folder: str, weights: str, *texts: str) -> None:

@@ -75,15 +75,15 @@ def main(how: str, model: str, weights: str, output: str, *texts: str) -> None:
         laps.mark("until every size replays")
         host = call(inputs[0]).cpu()
         laps.mark("first output")
-        found: dict[str, Any] = {"seconds": laps.total, "laps": laps.seconds}
+        numbers: dict[str, Any] = {"seconds": laps.total, "laps": laps.seconds}
         for index, value in enumerate(inputs):
             host = call(value).cpu()
             serving.write(f"{output}.{index}", host.contiguous().view(torch.uint8).numpy())
     if how == "compile":
         from torch._dynamo.utils import counters
 
-        found["hits"] = counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"]
-    print(json.dumps(found))
+        numbers["hits"] = counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"]
+    print(json.dumps(numbers))
 
 
 def loaded(model: str, weights: str) -> Any:

@@ -77,10 +77,10 @@ def ours(theirs: dict[int, float]) -> None:
     outputs = [torch.empty_like(values) for values in inputs]
     for size in SIZES:
         launch = collective_launch(size)
-        each = Collective(launch, "bfloat16", [one.data_ptr() for one in inputs], [one.data_ptr() for one in outputs])
+        collective = Collective(launch, "bfloat16", [one.data_ptr() for one in inputs], [one.data_ptr() for one in outputs])
         for output in outputs:
             output.fill_(float("nan"))
-        graphs = ranks.graph([each] * TIMES)
+        graphs = ranks.graph([collective] * TIMES)
         best = min(ranks.replay(graphs) for _ in range(REPLAYS)) * 1000 / TIMES
         equal = all(torch.equal(output[: size // 2].cpu(), right[: size // 2]) for output in outputs)
         other = theirs.get(size, float("nan"))
@@ -104,7 +104,7 @@ def many(count: int) -> None:
         at = 0
         while at <= ROOM - LARGEST and len(listed) < RANDOM:
             size = 16 * random.randrange(1, random.choice((1 << 10, 16 << 10, 128 << 10, 128 << 10, LARGEST)) // 16)
-            read, written = [[values.data_ptr() + at for values in each] for each in (inputs, outputs)]
+            read, written = [[values.data_ptr() + at for values in tensors] for tensors in (inputs, outputs)]
             listed.append(Collective(collective_launch(size), "bfloat16", read, written))
             at += size
         graphs.append(ranks.graph(listed))

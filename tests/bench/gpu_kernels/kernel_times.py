@@ -30,16 +30,16 @@ def main(bundle: str) -> None:
     """Prints {key: {"total": us, "kernels": [[symbol, launches, us], ...]}}."""
     entry = archive.read_manifest(bundle).entries[0]
     backend = CudaBackend(Archive(bundle), mode="stream")
-    found = {}
+    times = {}
     with backend.locked(None) as stream:
         room = check("cuMemAlloc", cu.cuMemAlloc(FILLED))
         for program in entry.programs:
             file = program.steps[0].file
             table = Table((archive_file(bundle, file)), file)
-            found["x".join(map(str, program.key))] = timed(table, backend._executors[file, ()], stream, room)
+            times["x".join(map(str, program.key))] = timed(table, backend._executors[file, ()], stream, room)
         check("cuMemFree", cu.cuMemFree(room))
     backend.close()
-    print(json.dumps(found))
+    print(json.dumps(times))
 
 
 def archive_file(bundle: str, file: str) -> bytes:
@@ -67,7 +67,7 @@ def timed(table: Table, executor: Any, stream: Any, room: Any) -> dict[str, Any]
     times: dict[str, float] = defaultdict(float)
     counts: dict[str, int] = defaultdict(int)
     for index, symbol in enumerate(symbols):
-        times[symbol] += statistics.median(each[index] for each in rounds)
+        times[symbol] += statistics.median(durations[index] for durations in rounds)
         counts[symbol] += 1
     rows = sorted(times, key=lambda symbol: -times[symbol])
     return {"total": sum(times.values()), "kernels": [[symbol, counts[symbol], round(times[symbol], 2)] for symbol in rows]}
@@ -75,14 +75,14 @@ def timed(table: Table, executor: Any, stream: Any, room: Any) -> dict[str, Any]
 
 def names(table: Table) -> list[str]:
     """The symbol of every row that is launched, or its kind."""
-    found, kernels = [], 0
+    labels, kernels = [], 0
     for kind in table.kind:
         if kind == KERNEL:
-            found.append(table.symbols[table.function[kernels]])
+            labels.append(table.symbols[table.function[kernels]])
             kernels += 1
         else:
-            found.append("memset or memcpy")
-    return found
+            labels.append("memset or memcpy")
+    return labels
 
 
 if __name__ == "__main__":

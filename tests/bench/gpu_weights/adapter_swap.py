@@ -34,8 +34,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     for name, default in (("layers", 48), ("width", 2048), ("rank", 256)):
         parser.add_argument(f"--{name}", type=int, default=default)
-    given = parser.parse_args()
-    os.environ |= {"LORA_LAYERS": str(given.layers), "LORA_WIDTH": str(given.width), "LORA_RANK": str(given.rank)}
+    options = parser.parse_args()
+    os.environ |= {"LORA_LAYERS": str(options.layers), "LORA_WIDTH": str(options.width), "LORA_RANK": str(options.rank)}
     os.environ |= {"LORA_SLOTS": "4", "LORA_DTYPE": "float16"}
     sys.path.insert(0, str(children.ROOT / "examples"))
     import lora
@@ -44,7 +44,7 @@ def main() -> int:
 
     torch.manual_seed(0)
     adapters = [lora.adapter() for _ in range(3)]
-    size = sum(each.nbytes for each in adapters[0])
+    size = sum(tensor.nbytes for tensor in adapters[0])
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "lora.cgb")
         begun = time.perf_counter()
@@ -72,12 +72,12 @@ def measure(lora: Any, program: Any, adapters: list[tuple[torch.Tensor, torch.Te
             network.load(slot, down.cuda(), up.cuda())
             expected.append(network(x, slot.cuda()))
     on_gpu = slot.cuda()
-    pinned = [tuple(each.pin_memory() for each in row) for row in adapters]
-    there = [tuple(each.cuda() for each in row) for row in adapters]
+    pinned = [tuple(tensor.pin_memory() for tensor in row) for row in adapters]
+    there = [tuple(tensor.cuda() for tensor in row) for row in adapters]
     merged = [lora.merged(weights, *row) for row in adapters]
     none = torch.zeros_like(on_gpu)
     ways: dict[str, tuple[Callable[[int], Any], torch.Tensor]] = {
-        "load, NumPy": (lambda n: program.load(slot.numpy(), *[each.numpy() for each in adapters[n]]), on_gpu),
+        "load, NumPy": (lambda n: program.load(slot.numpy(), *[tensor.numpy() for tensor in adapters[n]]), on_gpu),
         "load, pinned": (lambda n: program.load(slot, *pinned[n]), on_gpu),
         "load, on the GPU": (lambda n: program.load(on_gpu, *there[n]), on_gpu),
         "update, merged": (lambda n: program.update(merged[n], partial=True), none),
@@ -101,19 +101,19 @@ def measure(lora: Any, program: Any, adapters: list[tuple[torch.Tensor, torch.Te
 
 def times(run: Callable[[int], Any]) -> list[float]:
     """Milliseconds of each round but the first."""
-    found = []
+    milliseconds = []
     for number in range(ROUNDS):
         torch.cuda.synchronize()
         begun = time.perf_counter()
         run(number % 3)
         torch.cuda.synchronize()
-        found.append((time.perf_counter() - begun) * 1e3)
-    return found[1:]
+        milliseconds.append((time.perf_counter() - begun) * 1e3)
+    return milliseconds[1:]
 
 
-def shown(found: list[float]) -> str:
+def shown(milliseconds: list[float]) -> str:
     """`5.2 ms (5.0 - 6.1)`."""
-    return f"{statistics.median(found):.2f} ms ({min(found):.2f} - {max(found):.2f})"
+    return f"{statistics.median(milliseconds):.2f} ms ({min(milliseconds):.2f} - {max(milliseconds):.2f})"
 
 
 if __name__ == "__main__":

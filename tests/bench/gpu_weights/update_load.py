@@ -41,18 +41,18 @@ def main(bundle: str, seconds: str = "4") -> int:
     with tempfile.TemporaryDirectory() as folder, cgbundle.load(bundle) as program:
         files = [write(bundle, Path(folder) / f"{number}.safetensors", number) for number in range(2)]
         keys = program.int_keys
-        given = [draw(program, key) for key in keys]
+        inputs = [draw(program, key) for key in keys]
         expected: list[list[bytes]] = []
         for file in files:
             program.update(file)
-            expected.append([answer(program, each) for each in given])
-        fine = all(len(set(each)) == len(files) for each in zip(*expected, strict=True))
+            expected.append([answer(program, values) for values in inputs])
+        fine = all(len(set(answers)) == len(files) for answers in zip(*expected, strict=True))
         print(f"{Path(files[0]).stat().st_size / 1e6:.0f} MB of weights; answers of both files differ: {fine}")
-        alone, _ = load(program, given, expected, float(seconds) / 2, [])
-        during, took = load(program, given, expected, float(seconds), files)
-        for name, found in (("without updates", alone), (f"beside {len(took)} updates", during)):
-            times = sorted(1e3 * each for own in found for each, _ in own)
-            counts = [sum(by == number for own in found for _, by in own) for number in (0, 1, -1)]
+        alone, _ = load(program, inputs, expected, float(seconds) / 2, [])
+        during, took = load(program, inputs, expected, float(seconds), files)
+        for name, sessions in (("without updates", alone), (f"beside {len(took)} updates", during)):
+            times = sorted(1e3 * duration for calls in sessions for duration, _ in calls)
+            counts = [sum(by == number for calls in sessions for _, by in calls) for number in (0, 1, -1)]
             fine = fine and not counts[2]
             print(
                 f"{name}: {len(times)} calls of {SESSIONS} sessions, by the one {counts[0]}, by the other {counts[1]}, by neither"
@@ -66,17 +66,17 @@ def main(bundle: str, seconds: str = "4") -> int:
                 fine = False
                 print(f"{file}: NOT REFUSED")
             except CgbundleError as refusal:
-                same = [answer(program, each) for each in given] == expected[0]
+                same = [answer(program, values) for values in inputs] == expected[0]
                 fine = fine and same
                 print(f"refused: {refusal} ({'nothing changed' if same else 'SOMETHING CHANGED'})"[:200])
     return 0 if fine else 1
 
 
 def load(
-    program: Any, given: list[Any], expected: list[list[bytes]], seconds: float, files: list[str]
+    program: Any, inputs: list[Any], expected: list[list[bytes]], seconds: float, files: list[str]
 ) -> tuple[list[list[tuple[float, int]]], list[float]]:
     """By session, of every call its seconds and which file's weights it used; and the seconds of every update."""
-    found: list[list[tuple[float, int]]] = [[] for _ in range(SESSIONS)]
+    calls: list[list[tuple[float, int]]] = [[] for _ in range(SESSIONS)]
     done, ready = threading.Event(), threading.Barrier(SESSIONS + 1)
 
     def call(place: int) -> None:
@@ -84,12 +84,12 @@ def load(
             ready.wait()
             number = place
             while not done.is_set():
-                number = (number + 1) % len(given)
+                number = (number + 1) % len(inputs)
                 begun = time.perf_counter()
-                got = answer(session, given[number])
+                got = answer(session, inputs[number])
                 spent = time.perf_counter() - begun
-                by = next((index for index, each in enumerate(expected) if each[number] == got), -1)
-                found[place].append((spent, by))
+                by = next((index for index, answers in enumerate(expected) if answers[number] == got), -1)
+                calls[place].append((spent, by))
 
     threads = [threading.Thread(target=call, args=(place,)) for place in range(SESSIONS)]
     for thread in threads:
@@ -106,26 +106,26 @@ def load(
     done.set()
     for thread in threads:
         thread.join()
-    return found, took
+    return calls, took
 
 
 def answer(program: Any, values: list[Any]) -> bytes:
     """The first output's bytes."""
-    made = program.replay(values)
-    return bytes((made[0] if isinstance(made, (list, tuple)) else made).tobytes())
+    outputs = program.replay(values)
+    return bytes((outputs[0] if isinstance(outputs, (list, tuple)) else outputs).tobytes())
 
 
 def draw(program: Any, key: tuple[int, ...]) -> list[Any]:
     """Inputs of the CPU for a key: indices below 1000, or numbers near 0.02."""
     row = program.spec.programs[program.int_keys.index(key)]
-    random, made = numpy.random.default_rng(sum(key)), []
+    random, tensors = numpy.random.default_rng(sum(key)), []
     for value in [row.values[index] for index in row.inputs]:
         if value.dtype in SMALL:
             data = small(random, value.dtype, math.prod(value.shape))
         else:
             data = random.integers(0, 1000, value.shape, value.dtype).tobytes()
-        made.append(tensor.from_bytes(data, value.dtype, value.shape))
-    return made
+        tensors.append(tensor.from_bytes(data, value.dtype, value.shape))
+    return tensors
 
 
 def write(bundle: str, path: Path, seed: int) -> str:
@@ -133,15 +133,15 @@ def write(bundle: str, path: Path, seed: int) -> str:
     random, manifest = numpy.random.default_rng(seed), archive.read_manifest(bundle)
     frozen = {manifest.weights[row.weight].tensor for row in manifest.frozen}
     mapped = safetensors.Mapped(str(Path(bundle) / file_names.WEIGHTS), file_names.WEIGHTS)
-    made: dict[str, safetensors_writer.Tensor] = {}
+    tensors: dict[str, safetensors_writer.Tensor] = {}
     for name, entry in mapped.entries.items():
         data = bytes(mapped.data(name))
         if entry.dtype in SMALL and name not in frozen:
             data = small(random, entry.dtype, math.prod(entry.shape))
-        made[name] = (entry.dtype, entry.shape, partial(bytes, data))
+        tensors[name] = (entry.dtype, entry.shape, partial(bytes, data))
     mapped.close()
     with open(path, "wb") as file:
-        safetensors_writer.write(file, made)
+        safetensors_writer.write(file, tensors)
     return str(path)
 
 
@@ -153,9 +153,9 @@ def small(random: numpy.random.Generator, dtype: str, number: int) -> bytes:
 
 def truncated(file: str) -> str:
     """A copy whose last bytes are missing."""
-    made = Path(f"{file}.truncated.safetensors")
-    made.write_bytes(Path(file).read_bytes()[:-64])
-    return str(made)
+    copy = Path(f"{file}.truncated.safetensors")
+    copy.write_bytes(Path(file).read_bytes()[:-64])
+    return str(copy)
 
 
 def misshapen(file: str) -> str:
@@ -168,10 +168,10 @@ def misshapen(file: str) -> str:
     last = list(tensors)[-1]
     dtype, shape, data = tensors[last]
     tensors[last] = (dtype, (*shape, 1), data)
-    made = Path(f"{file}.misshapen.safetensors")
-    with open(made, "wb") as out:
+    copy = Path(f"{file}.misshapen.safetensors")
+    with open(copy, "wb") as out:
         safetensors_writer.write(out, tensors)
-    return str(made)
+    return str(copy)
 
 
 if __name__ == "__main__":

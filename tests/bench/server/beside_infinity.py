@@ -34,8 +34,8 @@ TOLERANCE = 1e-4
 
 
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        return int(found.getsockname()[1])
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
 
 
 def answers(port: int, sentence: str) -> bool:
@@ -77,36 +77,36 @@ def running(name: str, command: Sequence[str], sentence: str) -> Iterator[Server
             process.wait()
 
 
-def measure(given: argparse.Namespace) -> dict[str, Any]:
+def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Everything, as numbers.  Raises ChildFailed."""
     sentences = texts()
     load = Load(sentences=sentences, expected=references(sentences), processes=1, cores=os.sched_getaffinity(0), model=NAME)
-    serve = [given.serve] if given.serve else [sys.executable, "-m", "cgcompile_cli"]
+    serve = [options.serve] if options.serve else [sys.executable, "-m", "cgcompile_cli"]
     commands = {
-        "bundle": [*serve, "serve", str(given.bundle), "--name", NAME, "--tokenizer", str(MODEL_DIR)],
-        "Infinity": [given.infinity, "v2", "--model-id", str(MODEL_DIR), "--served-model-name", NAME, "--url-prefix", "/v1"],
+        "bundle": [*serve, "serve", str(options.bundle), "--name", NAME, "--tokenizer", str(MODEL_DIR)],
+        "Infinity": [options.infinity, "v2", "--model-id", str(MODEL_DIR), "--served-model-name", NAME, "--url-prefix", "/v1"],
     }
-    commands["Infinity"] += ["--device", "cpu", *given.option]
+    commands["Infinity"] += ["--device", "cpu", *options.option]
     starts: dict[str, list[float]] = {name: [] for name in commands}
-    for _ in range(given.starts):
+    for _ in range(options.starts):
         for name, command in commands.items():
             with running(name, command, sentences[0]) as server:
                 starts[name].append(server.start)
     with ExitStack() as stack:
         servers = [stack.enter_context(running(name, command, sentences[0])) for name, command in commands.items()]
-        counts = (given.clients, 1)
+        counts = (options.clients, 1)
         rounds: dict[tuple[str, int], list[Round]] = {(server.name, count): [] for server in servers for count in counts}
         for server in servers:
             starts[server.name].append(server.start)
-            load.drive(server, given.clients, 2)  # not measured
+            load.drive(server, options.clients, 2)  # not measured
         for count in counts:
-            each = given.requests if count > 1 else given.requests * 4
-            for _ in range(given.rounds):
+            request_count = options.requests if count > 1 else options.requests * 4
+            for _ in range(options.rounds):
                 for server in servers:
-                    rounds[server.name, count].append(made := load.drive(server, count, each))
-                    print(spell(server.name, count, made), file=sys.stderr, flush=True)
+                    rounds[server.name, count].append(round_ := load.drive(server, count, request_count))
+                    print(spell(server.name, count, round_), file=sys.stderr, flush=True)
         for server in servers:
-            worst = max(made.difference for count in counts for made in rounds[server.name, count])
+            worst = max(round_.difference for count in counts for round_ in rounds[server.name, count])
             if worst > TOLERANCE:
                 raise children.ChildFailed(f"{server.name}: an answer differs from eager PyTorch's by {worst:.1e}")
         return {
@@ -119,9 +119,9 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
         }
 
 
-def show(found: dict[str, Any], clients: int) -> None:
+def show(servers: dict[str, Any], clients: int) -> None:
     """The table."""
-    ways = list(found.values())
+    ways = list(servers.values())
 
     def spread(numbers: Sequence[float], form: str) -> str:
         return f"{sorted(numbers)[len(numbers) // 2]:{form}} ({min(numbers):{form}}-{max(numbers):{form}})"
@@ -136,7 +136,7 @@ def show(found: dict[str, Any], clients: int) -> None:
         for part in ("p50", "p99", "processor"):
             title = "processors' time of a request" if part == "processor" else part
             rows.append((f"{name}: {title}", *(f"{way[count][part] * 1e3:.2f} ms" for way in ways)))
-    report.table(report.console(), f"MiniLM, {os.cpu_count()} processors", ("", *found), rows, "all answers correct")
+    report.table(report.console(), f"MiniLM, {os.cpu_count()} processors", ("", *servers), rows, "all answers correct")
 
 
 def main() -> int:
@@ -150,16 +150,16 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--starts", type=int, default=3, help="of each server, beside that of the load")
     parser.add_argument("--json", action="store_true", help="print the numbers instead of the table")
-    given = parser.parse_args()
+    options = parser.parse_args()
     try:
-        found = measure(given)
+        numbers = measure(options)
     except children.ChildFailed as error:
         print(f"beside_infinity: {error}", file=sys.stderr)
         return 1
-    if given.json:
-        print(json.dumps(found, indent=2))
+    if options.json:
+        print(json.dumps(numbers, indent=2))
     else:
-        show(found, given.clients)
+        show(numbers, options.clients)
     return 0
 
 

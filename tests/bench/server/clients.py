@@ -43,9 +43,9 @@ def request(text: str, model: str) -> bytes:
 
 def embedding(body: bytes) -> list[float]:
     """That of an answer in either form."""
-    told = json.loads(body)
-    found: list[float] = (told["data"][0] if "data" in told else told)["embedding"]
-    return found
+    response = json.loads(body)
+    vector: list[float] = (response["data"][0] if "data" in response else response)["embedding"]
+    return vector
 
 
 def answer(came: bytearray) -> bytes | None:
@@ -64,7 +64,7 @@ def answer(came: bytearray) -> bytes | None:
 
 def drive(clients: list[Client], requests: list[bytes]) -> list[tuple[float, int, bytes]]:
     """Every answer: its seconds, its text's number, its body.  All clients start at once.  Raises OSError, Refused."""
-    found: list[tuple[float, int, bytes]] = []
+    replies: list[tuple[float, int, bytes]] = []
     with selectors.DefaultSelector() as selector:
         for client in clients:
             selector.register(client.connection, selectors.EVENT_READ, client)
@@ -79,37 +79,37 @@ def drive(clients: list[Client], requests: list[bytes]) -> list[tuple[float, int
                 client.came += came
                 if (body := answer(client.came)) is None:
                     continue
-                found.append((serving.now() - client.asked, client.texts.pop(), body))
+                replies.append((serving.now() - client.asked, client.texts.pop(), body))
                 client.came.clear()
                 if client.texts:
                     client.asked = serving.now()
                     client.connection.sendall(requests[client.texts[-1]])
                 else:
                     selector.unregister(client.connection)
-    return found
+    return replies
 
 
-def main(port: str, clients: str, each: str, first: str) -> None:
+def main(port: str, clients: str, count: str, first: str) -> None:
     """Runs once."""
-    given = json.loads(sys.stdin.readline())
-    texts, expected = given["texts"], given["expected"]
-    made = [
-        Client(socket.create_connection(("127.0.0.1", int(port))), random.Random(number).choices(range(len(texts)), k=int(each)))
+    job = json.loads(sys.stdin.readline())
+    texts, expected = job["texts"], job["expected"]
+    client_list = [
+        Client(socket.create_connection(("127.0.0.1", int(port))), random.Random(number).choices(range(len(texts)), k=int(count)))
         for number in range(int(first), int(first) + int(clients))
     ]
-    for client in made:
+    for client in client_list:
         client.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    requests = [request(text, given["model"]) for text in texts]
+    requests = [request(text, job["model"]) for text in texts]
     print("ready", flush=True)
     sys.stdin.readline()
     begin = serving.now()
-    found = drive(made, requests)
+    replies = drive(client_list, requests)
     end = serving.now()
     worst = 0.0
-    for _, text, body in found:
+    for _, text, body in replies:
         pairs = zip(embedding(body), expected[text], strict=True)
         worst = max(worst, *[abs(a - b) for a, b in pairs])
-    answers = [(seconds, text) for seconds, text, _ in found]
+    answers = [(seconds, text) for seconds, text, _ in replies]
     print(json.dumps({"begin": begin, "end": end, "answers": answers, "difference": worst}))
 
 

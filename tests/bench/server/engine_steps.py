@@ -56,10 +56,10 @@ def program(lanes: int, seconds: float) -> tuple[Any, Calls]:
     return SimpleNamespace(entries=entries, manifest=SimpleNamespace(weights=weights)), decode
 
 
-async def measure(lanes: int, given: argparse.Namespace) -> dict[str, float]:
-    loaded, decode = program(lanes, given.milliseconds / 1e3)
+async def measure(lanes: int, options: argparse.Namespace) -> dict[str, float]:
+    loaded, decode = program(lanes, options.milliseconds / 1e3)
     requests = [
-        Request(prompt=tuple(range(number, number + given.prompt)), most=given.tokens, sampling=Sampling(temperature=0.0))
+        Request(prompt=tuple(range(number, number + options.prompt)), most=options.tokens, sampling=Sampling(temperature=0.0))
         for number in range(lanes)
     ]
     async with Engine(BundleModel(loaded, 1), lanes, lambda *_: None) as engine, engine.open(requests) as stream:
@@ -83,10 +83,10 @@ def main() -> None:
     parser.add_argument("--milliseconds", type=float, default=2.0, help="of a call")
     parser.add_argument("--prompt", type=int, default=500)
     parser.add_argument("--tokens", type=int, default=400)
-    given = parser.parse_args()
-    for lanes in given.lanes:
-        told = asyncio.run(measure(lanes, given))
-        print(json.dumps({name: round(value, 1) for name, value in told.items()}), flush=True)
+    options = parser.parse_args()
+    for lanes in options.lanes:
+        numbers = asyncio.run(measure(lanes, options))
+        print(json.dumps({name: round(value, 1) for name, value in numbers.items()}), flush=True)
 
 
 if __name__ == "__main__":

@@ -134,9 +134,9 @@ class Flooded:
 
         def send() -> None:
             status = "OK"
-            own = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", -1)]
+            channel_options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", -1)]
             try:
-                with grpc.insecure_channel(f"127.0.0.1:{port}", options=own) as channel:
+                with grpc.insecure_channel(f"127.0.0.1:{port}", options=channel_options) as channel:
                     channel.unary_unary(method, request_serializer=bytes, response_deserializer=bytes)(message, timeout=LONG)
             except grpc.RpcError as error:
                 status = error.code().name
@@ -166,8 +166,8 @@ class Flooded:
         until = time.monotonic() + seconds
         while time.monotonic() < until and any(thread.is_alive() for thread in self._threads):
             time.sleep(EVERY)
-        told, _ = self._probe.communicate("end\n", LONG)
-        for status, latency in json.loads(told):
+        output, _ = self._probe.communicate("end\n", LONG)
+        for status, latency in json.loads(output):
             self.statuses[f"health: {status}"] += 1
             self.latencies.append(latency)
 
@@ -261,15 +261,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("scenes", nargs="*", choices=[*SCENES, []], help="default: models and language")
     parser.add_argument("--minilm", type=Path, metavar="BUNDLE", help="for `texts`: examples/minilm.py, built")
     parser.add_argument("--seconds", type=float, default=60.0)
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     os.environ["PYTHONPATH"] = os.pathsep.join(
         [*[str(ROOT / place) for place in (".", "cli", "bundles")], os.environ.get("PYTHONPATH", "")]
     )
-    for name in given.scenes or ("models", "language"):
+    for name in options.scenes or ("models", "language"):
         with tempfile.TemporaryDirectory() as folder:
             if name == "texts":
-                (Path(folder) / "minilm.cgb").symlink_to(given.minilm.resolve(strict=True))
-            print(json.dumps({"server": name} | SCENES[name](Path(folder), given.seconds, 60 << 20)), flush=True)
+                (Path(folder) / "minilm.cgb").symlink_to(options.minilm.resolve(strict=True))
+            print(json.dumps({"server": name} | SCENES[name](Path(folder), options.seconds, 60 << 20)), flush=True)
     return 0
 
 

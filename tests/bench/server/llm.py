@@ -49,8 +49,8 @@ class Served:
 
     def health(self) -> dict[str, Any]:
         with urllib.request.urlopen(f"{self.address}/health") as answer:
-            found: dict[str, Any] = json.loads(answer.read())
-        return found | found["models"]["llm"]
+            status: dict[str, Any] = json.loads(answer.read())
+        return status | status["models"]["llm"]
 
     def resident(self) -> float:
         """MiB in main memory."""
@@ -58,8 +58,8 @@ class Served:
         return int(next(line for line in fields if line.startswith("VmRSS")).split()[1]) / 1024
 
     def text(self, prompt: str, count: int) -> str:
-        made = self.client.completions.create(model="llm", prompt=prompt, max_tokens=count, temperature=0)
-        return made.choices[0].text
+        completion = self.client.completions.create(model="llm", prompt=prompt, max_tokens=count, temperature=0)
+        return completion.choices[0].text
 
     def leaves(self, prompt: str, count: int, after: int) -> None:
         """A stream of which `after` events are read."""
@@ -82,46 +82,46 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--longest", type=int, default=40, help="tokens of prompt and answer")
-    given = parser.parse_args()
-    server = Served(given.bundle, given.tokenizer)
+    options = parser.parse_args()
+    server = Served(options.bundle, options.tokenizer)
     print(f"process start to first answer {server.seconds:.2f} s; torch imported: {server.health()['torch']}", flush=True)
     order = random.Random(0)
-    wanted = [asked(order, given.longest) for _ in range(given.clients)]
-    with ThreadPoolExecutor(given.clients) as threads:
-        together = list(threads.map(lambda each: server.text(*each), wanted))
-    same = sum(text == server.text(*each) for each, text in zip(wanted, together, strict=True))
-    print(f"{given.clients} clients at once: {same} texts as each alone", flush=True)
+    wanted = [asked(order, options.longest) for _ in range(options.clients)]
+    with ThreadPoolExecutor(options.clients) as threads:
+        together = list(threads.map(lambda request: server.text(*request), wanted))
+    same = sum(text == server.text(*request) for request, text in zip(wanted, together, strict=True))
+    print(f"{options.clients} clients at once: {same} texts as each alone", flush=True)
     pages, memory, began = server.health()["pages_free"], server.resident(), time.perf_counter()
 
     def one(number: int) -> bool:
-        own = random.Random(number)
-        prompt, count = asked(own, given.longest)
-        leaves = own.random() < 0.34
+        rng = random.Random(number)
+        prompt, count = asked(rng, options.longest)
+        leaves = rng.random() < 0.34
         if leaves:
-            server.leaves(prompt, count, own.randrange(0, 6))
+            server.leaves(prompt, count, rng.randrange(0, 6))
         else:
             server.text(prompt, count)
         return leaves
 
-    with ThreadPoolExecutor(given.clients) as threads:
-        left = sum(threads.map(one, range(given.requests)))
+    with ThreadPoolExecutor(options.clients) as threads:
+        left = sum(threads.map(one, range(options.requests)))
     seconds = time.perf_counter() - began
     deadline = time.monotonic() + 30
     while server.health()["pages_used"] and time.monotonic() < deadline:
         time.sleep(0.1)
     health = server.health()
     print(
-        f"{given.requests} requests in {seconds:.0f} s, {left} of them left early: pages taken {health['pages_used']}, "
+        f"{options.requests} requests in {seconds:.0f} s, {left} of them left early: pages taken {health['pages_used']}, "
         f"free {health['pages_free']} (before: {pages}), resident {server.resident():.1f} MiB (before: {memory:.1f})",
         flush=True,
     )
     server.process.send_signal(signal.SIGKILL)
     server.process.wait()
-    again = Served(given.bundle, given.tokenizer)
+    again = Served(options.bundle, options.tokenizer)
     print(f"killed and started again: first answer after {again.seconds:.2f} s", flush=True)
     again.process.terminate()
     again.process.wait()
-    if same != given.clients or health["pages_used"] or health["pages_free"] != pages:
+    if same != options.clients or health["pages_used"] or health["pages_free"] != pages:
         raise SystemExit(1)
 
 

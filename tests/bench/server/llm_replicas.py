@@ -60,34 +60,34 @@ def ask(address: str, options: dict[str, Any], threads: int, first: int, begin: 
             body = {"model": "llm", "prompt": ids, "max_tokens": options["tokens"], "temperature": 0}
             connection.request("POST", "/v1/completions", json.dumps(body))
             answer = connection.getresponse()
-            told = json.loads(answer.read())
+            response = json.loads(answer.read())
             if answer.status != 200:
-                raise SystemExit(str(told))
+                raise SystemExit(str(response))
             now = time.monotonic()
-            wrong[number] += told["choices"][0]["text"] != known.setdefault(prompt, told["choices"][0]["text"])
+            wrong[number] += response["choices"][0]["text"] != known.setdefault(prompt, response["choices"][0]["text"])
             if begin <= now < until:
                 counts[number] += 1
                 spent[number] += now - began
 
-    each = [threading.Thread(target=client, args=(number,)) for number in range(threads)]
-    for thread in each:
+    workers = [threading.Thread(target=client, args=(number,)) for number in range(threads)]
+    for thread in workers:
         thread.start()
-    for thread in each:
+    for thread in workers:
         thread.join()
     return [sum(counts), sum(wrong), sum(spent)]
 
 
-def rate(bundle: str, tokenizer: str, devices: str, given: argparse.Namespace) -> float:
+def rate(bundle: str, tokenizer: str, devices: str, args: argparse.Namespace) -> float:
     """Answers a second."""
     every = sorted(os.sched_getaffinity(0))
-    own, theirs = set(every[: given.cores]), set(every[given.cores :]) or set(every)
-    server, address = started(bundle, tokenizer, devices, own, given.turns)
+    server_cores, theirs = set(every[: args.cores]), set(every[args.cores :]) or set(every)
+    server, address = started(bundle, tokenizer, devices, server_cores, args.turns)
     try:
-        begin = time.monotonic() + given.warm
-        until, threads = begin + given.seconds, given.clients // given.processes
-        with get_context("spawn").Pool(given.processes) as pool:
+        begin = time.monotonic() + args.warm
+        until, threads = begin + args.seconds, args.clients // args.processes
+        with get_context("spawn").Pool(args.processes) as pool:
             rows = pool.starmap(
-                ask, [(address, vars(given), threads, 13 * number, begin, until, theirs) for number in range(given.processes)]
+                ask, [(address, vars(args), threads, 13 * number, begin, until, theirs) for number in range(args.processes)]
             )
         with open(f"/proc/{server.pid}/stat") as file:
             fields = file.read().rpartition(")")[2].split()
@@ -95,14 +95,14 @@ def rate(bundle: str, tokenizer: str, devices: str, given: argparse.Namespace) -
     finally:
         server.terminate()
         server.wait()
-    counts, wrong, spent = [sum(each) for each in zip(*rows, strict=True)]
-    made = counts / given.seconds
+    counts, wrong, spent = [sum(column) for column in zip(*rows, strict=True)]
+    speed = counts / args.seconds
     print(
-        f"devices {devices}: {made:.1f} answers/s, {made * given.tokens:.0f} tokens/s, "
+        f"devices {devices}: {speed:.1f} answers/s, {speed * args.tokens:.0f} tokens/s, "
         f"{1000 * spent / max(1, counts):.0f} ms each, {wrong} unlike the first; the server's processor {busy:.1f} s",
         flush=True,
     )
-    return made
+    return speed
 
 
 def main() -> None:
@@ -119,13 +119,13 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=16)
     parser.add_argument("--turns", type=int, default=1)
     parser.add_argument("--cores", type=int, default=8)
-    given = parser.parse_args()
-    if given.write:
-        write_llama(Path(given.bundle), SHAPE)
+    args = parser.parse_args()
+    if args.write:
+        write_llama(Path(args.bundle), SHAPE)
         return
-    one, several = [rate(given.bundle, given.tokenizer, devices, given) for devices in (given.devices.split(",")[0], given.devices)]
-    count = len(given.devices.split(","))
-    print(f"prompts of {given.prompt}, {given.tokens} tokens: {count} GPUs {several / one:.2f} times one", flush=True)
+    one, several = [rate(args.bundle, args.tokenizer, devices, args) for devices in (args.devices.split(",")[0], args.devices)]
+    count = len(args.devices.split(","))
+    print(f"prompts of {args.prompt}, {args.tokens} tokens: {count} GPUs {several / one:.2f} times one", flush=True)
 
 
 if __name__ == "__main__":

@@ -125,9 +125,9 @@ def running(name: str, command: Sequence[str], sentence: str, threads: int, core
         post(port, sentence)
         yield Server(name=name, process=process, port=port, start=serving.now() - begin)
         process.send_signal(signal.SIGINT)
-        told = process.stderr.read()
-        if process.wait(30) or (told and name == "bundle"):
-            raise children.ChildFailed(f"{name}: ended with {process.returncode}\n{told}")
+        log = process.stderr.read()
+        if process.wait(30) or (log and name == "bundle"):
+            raise children.ChildFailed(f"{name}: ended with {process.returncode}\n{log}")
     finally:
         process.kill()
         process.wait()
@@ -161,40 +161,40 @@ class Load:
     cores: set[int]
     model: str = ""
 
-    def drive(self, server: Server, clients: int, each: int) -> Round:
-        """`clients` clients send `each` requests, all starting at once.  Raises ChildFailed."""
+    def drive(self, server: Server, clients: int, requests: int) -> Round:
+        """`clients` clients send `requests` requests, all starting at once.  Raises ChildFailed."""
         script = [sys.executable, str(Path(__file__).with_name("clients.py"))]
         shares = [share for share in split(clients, self.processes) if share]
-        made = [
+        workers = [
             subprocess.Popen(
-                [*script, *map(str, (server.port, len(share), each, share[0]))], env=children.environment(), text=True,
+                [*script, *map(str, (server.port, len(share), requests, share[0]))], env=children.environment(), text=True,
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, preexec_fn=partial(os.sched_setaffinity, 0, self.cores),
             )
             for share in shares
         ]  # fmt: skip
         try:
-            for process in made:
+            for process in workers:
                 say(process, json.dumps({"texts": self.sentences, "expected": self.expected, "model": self.model}))
-            if [hear(process) for process in made] != ["ready\n"] * len(made):
+            if [hear(process) for process in workers] != ["ready\n"] * len(workers):
                 raise children.ChildFailed(f"{server.name}: clients did not connect")
             before = processor_time(server)
-            for process in made:
+            for process in workers:
                 say(process, "go")
-            told = [hear(process) for process in made]
+            lines = [hear(process) for process in workers]
             loop, others = (after - earlier for after, earlier in zip(processor_time(server), before, strict=True))
-            if not all(told):
+            if not all(lines):
                 raise children.ChildFailed(f"{server.name}: clients failed")
-            found = [json.loads(line) for line in told]
+            reports = [json.loads(line) for line in lines]
         finally:
-            for process in made:
+            for process in workers:
                 process.kill()
                 process.wait()
         return Round(
-            seconds=max(one["end"] for one in found) - min(one["begin"] for one in found),
+            seconds=max(one["end"] for one in reports) - min(one["begin"] for one in reports),
             loop=loop,
             others=others,
-            latencies=tuple([seconds for one in found for seconds, _ in one["answers"]]),
-            difference=max(one["difference"] for one in found),
+            latencies=tuple([seconds for one in reports for seconds, _ in one["answers"]]),
+            difference=max(one["difference"] for one in reports),
         )
 
 
@@ -219,12 +219,12 @@ def hear(process: subprocess.Popen[str]) -> str:
 
 def summary(rounds: Sequence[Round]) -> dict[str, Any]:
     """Requests a second of every round; latencies of all rounds together, and the processors' time of a request, in seconds."""
-    latencies = sorted(latency for made in rounds for latency in made.latencies)
+    latencies = sorted(latency for round_ in rounds for latency in round_.latencies)
     return {
-        "throughput": [len(made.latencies) / made.seconds for made in rounds],
-        "loop": sum([made.loop for made in rounds]) / len(latencies),
-        "others": sum([made.others for made in rounds]) / len(latencies),
-        "processor": sum([made.loop + made.others for made in rounds]) / len(latencies),
+        "throughput": [len(round_.latencies) / round_.seconds for round_ in rounds],
+        "loop": sum([round_.loop for round_ in rounds]) / len(latencies),
+        "others": sum([round_.others for round_ in rounds]) / len(latencies),
+        "processor": sum([round_.loop + round_.others for round_ in rounds]) / len(latencies),
         "mean": statistics.mean(latencies),
         "p50": statistics.median(latencies),
         "p99": latencies[min(len(latencies) - 1, round(0.99 * len(latencies)))],
@@ -232,17 +232,17 @@ def summary(rounds: Sequence[Round]) -> dict[str, Any]:
     }
 
 
-def spell(name: str, clients: int, made: Round) -> str:
+def spell(name: str, clients: int, round_: Round) -> str:
     """A round in a line, while the others go on."""
-    found = summary([made])
-    spent = f"{found['loop'] * 1e3:.2f} + {found['others'] * 1e3:.2f} ms of the processors' time each"
-    return f"{name}, {clients} clients: {found['throughput'][0]:.0f} requests/s, p99 {found['p99'] * 1e3:.1f} ms, {spent}"
+    numbers = summary([round_])
+    spent = f"{numbers['loop'] * 1e3:.2f} + {numbers['others'] * 1e3:.2f} ms of the processors' time each"
+    return f"{name}, {clients} clients: {numbers['throughput'][0]:.0f} requests/s, p99 {numbers['p99'] * 1e3:.1f} ms, {spent}"
 
 
 def processor_time(server: Server) -> tuple[float, float]:
     """Seconds that the process's first thread, its event loop, has had a processor, and those of all other threads."""
     threads = Path(f"/proc/{server.process.pid}/task")
-    spent = {int(each.name): running_time(each) for each in threads.iterdir()}
+    spent = {int(thread.name): running_time(thread) for thread in threads.iterdir()}
     loop = spent.pop(server.process.pid)
     return loop, sum(spent.values())
 
@@ -277,18 +277,18 @@ def spans(before: Mapping[str, Any], after: Mapping[str, Any], mean: float) -> d
     """Seconds of a request in each span; the rest of its `mean` latency is HTTP: parsing, the event loop, the client."""
     spent = {name: (after["spans"][name] - before["spans"][name]) / (after["rows"] - before["rows"]) for name in after["spans"]}
     spent["thread"] = spent["call"] - spent["tensors"] - spent["replay"] - spent["rows"]
-    found = {name: spent[name] for name in SPANS}
-    return {**found, "http": mean - sum(found.values())}
+    seconds = {name: spent[name] for name in SPANS}
+    return {**seconds, "http": mean - sum(seconds.values())}
 
 
-def measure(given: argparse.Namespace) -> dict[str, Any]:
+def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Everything, as numbers.  Raises ChildFailed."""
-    folder = given.cache / "serve"  # beside the bundle of the other benchmarks, which has other sizes
+    folder = options.cache / "serve"  # beside the bundle of the other benchmarks, which has other sizes
     folder.mkdir(parents=True, exist_ok=True)
-    path = given.bundle or cases.bundle(CASE, folder)
+    path = options.bundle or cases.bundle(CASE, folder)
     sentences = texts()
     load = Load(
-        sentences=sentences, expected=references(sentences), processes=given.client_processes, cores=cores(given.client_cores)
+        sentences=sentences, expected=references(sentences), processes=options.client_processes, cores=cores(options.client_cores)
     )
     here = Path(__file__).parent
     words = str(Path(MODEL_DIR) / "tokenizer.json")
@@ -300,58 +300,58 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
         "--port",
         "0",
         "--calls",
-        str(given.calls),
+        str(options.calls),
     ]
     batch, length = [dimension.sizes for dimension in read_manifest(str(path)).entries[0].dimensions]
-    lengths = given.lengths or ",".join(map(str, length))
-    torch = [str(here / "serve_eager.py"), str(given.largest or batch[-1]), lengths, given.device, str(given.calls)]
-    commands = {"bundle": served, **{how: [*torch, how] for how in ("eager", *(["compile"] if given.compile else []))}}
-    counts = (given.clients, 1)
-    found: dict[str, Any] = {name: getattr(given, name) for name in ("clients", "threads", "calls")}
-    found["processors"] = len(cores(given.server_cores))
+    lengths = options.lengths or ",".join(map(str, length))
+    torch = [str(here / "serve_eager.py"), str(options.largest or batch[-1]), lengths, options.device, str(options.calls)]
+    commands = {"bundle": served, **{how: [*torch, how] for how in ("eager", *(["compile"] if options.compile else []))}}
+    counts = (options.clients, 1)
+    numbers: dict[str, Any] = {name: getattr(options, name) for name in ("clients", "threads", "calls")}
+    numbers["processors"] = len(cores(options.server_cores))
     with ExitStack() as stack:
         servers = [
-            stack.enter_context(running(name, command, sentences[0], given.threads, cores(given.server_cores)))
+            stack.enter_context(running(name, command, sentences[0], options.threads, cores(options.server_cores)))
             for name, command in commands.items()
         ]
         rounds: dict[tuple[str, int], list[Round]] = {(server.name, count): [] for server in servers for count in counts}
         for server in servers:
-            load.drive(server, given.clients, given.warm)  # not measured
+            load.drive(server, options.clients, options.warm)  # not measured
         before = {server.name: health(server) for server in servers}
         for count in counts:
-            each = given.requests if count > 1 else given.requests * 4
-            for _ in range(given.rounds):
+            request_count = options.requests if count > 1 else options.requests * 4
+            for _ in range(options.rounds):
                 for server in servers:
-                    rounds[server.name, count].append(made := load.drive(server, count, each))
-                    print(spell(server.name, count, made), file=sys.stderr, flush=True)
+                    rounds[server.name, count].append(round_ := load.drive(server, count, request_count))
+                    print(spell(server.name, count, round_), file=sys.stderr, flush=True)
             if count > 1:
                 after = {server.name: health(server) for server in servers}
         for server in servers:
             name = server.name
-            worst = max(made.difference for count in counts for made in rounds[name, count])
-            if worst > given.tolerance:
-                raise children.ChildFailed(f"{name}: an answer is {worst:.1e} off, allowed are {given.tolerance:.0e}")
+            worst = max(round_.difference for count in counts for round_ in rounds[name, count])
+            if worst > options.tolerance:
+                raise children.ChildFailed(f"{name}: an answer is {worst:.1e} off, allowed are {options.tolerance:.0e}")
             calls, rows, computing = (after[name][what] - before[name][what] for what in ("calls", "rows", "computing"))
-            many = summary(rounds[name, given.clients])
-            found[name] = {
+            many = summary(rounds[name, options.clients])
+            numbers[name] = {
                 "torch": after[name]["torch"], "start": server.start, "resident": resident(server), "difference": worst,
-                "rows per call": rows / calls, "busy": computing / sum(made.seconds for made in rounds[name, given.clients]),
+                "rows per call": rows / calls, "busy": computing / sum(round_.seconds for round_ in rounds[name, options.clients]),
                 "spans": spans(before[name], after[name], many["mean"]), "many": many, "one": summary(rounds[name, 1]),
             }  # fmt: skip
-    return found
+    return numbers
 
 
 def cores(text: str) -> set[int]:
     """Processors, from `0-5,8`; all of this process for ""."""
     if not text:
         return os.sched_getaffinity(0)
-    pairs = [each.partition("-") for each in text.split(",")]
+    pairs = [part.partition("-") for part in text.split(",")]
     return {core for first, _, last in pairs for core in range(int(first), int(last or first) + 1)}
 
 
-def show(found: dict[str, Any]) -> None:
+def show(numbers: dict[str, Any]) -> None:
     """The table."""
-    ways = [found[name] for name in ("bundle", "eager", "compile") if name in found]
+    ways = [numbers[name] for name in ("bundle", "eager", "compile") if name in numbers]
     bundle, eager, *_ = ways
 
     def ratio(a: float, b: float) -> str:
@@ -365,24 +365,24 @@ def show(found: dict[str, Any]) -> None:
         row("process start to first answer", "start", lambda seconds: f"{seconds:.2f} s"),
         row("memory of the process", "resident", report.mebibytes),
     ]
-    for key, name in (("many", f"{found['clients']} clients"), ("one", "1 client")):
-        own = [way[key] for way in ways]
-        through = [statistics.median(way["throughput"]) for way in own]
-        spread = [f"{min(way['throughput']):.0f}-{max(way['throughput']):.0f}" for way in own]
+    for key, name in (("many", f"{numbers['clients']} clients"), ("one", "1 client")):
+        summaries = [way[key] for way in ways]
+        through = [statistics.median(way["throughput"]) for way in summaries]
+        spread = [f"{min(way['throughput']):.0f}-{max(way['throughput']):.0f}" for way in summaries]
         cells = [f"{x:.0f} ({s})" for x, s in zip(through, spread, strict=True)]
         rows.append((f"{name}, requests a second", *cells, ratio(through[0], through[1])))
         for part, title in PARTS.items():
-            cells = [f"{way[part] * 1e3:.2f} ms" for way in own]
-            rows.append((f"{name}, {title}", *cells, ratio(own[1][part], own[0][part])))
-    many = f"{found['clients']} clients"
+            cells = [f"{way[part] * 1e3:.2f} ms" for way in summaries]
+            rows.append((f"{name}, {title}", *cells, ratio(summaries[1][part], summaries[0][part])))
+    many = f"{numbers['clients']} clients"
     for span, title in {**SPANS, "http": "the rest: HTTP"}.items():
         rows.append((f"{many}, {title}", *(f"{way['spans'][span] * 1e3:.2f} ms" for way in ways), ""))
     rows.append((f"{many}, calls' share of the time", *(f"{way['busy']:.0%}" for way in ways), ""))
     rows.append((f"{many}, rows of a call", *(f"{way['rows per call']:.1f}" for way in ways), ""))
     total = sum(way[key]["requests"] for way in ways for key in ("many", "one"))
     note = f"all {total} answers correct; largest difference of an element {max(way['difference'] for way in ways):.1e}"
-    at_once = f"{found['calls']} calls at once, {found['threads']} threads each"
-    title = f"examples/serve.py, MiniLM, {found['processors']} processors, {at_once}"
+    at_once = f"{numbers['calls']} calls at once, {numbers['threads']} threads each"
+    title = f"examples/serve.py, MiniLM, {numbers['processors']} processors, {at_once}"
     names = ("bundle", "eager PyTorch", "torch.compile")[: len(ways)]
     report.table(report.console(), title, ("", *names, "better than eager by"), rows, note)
 
@@ -419,17 +419,17 @@ def main() -> int:
     parser.add_argument("--compile", action="store_true", help="torch.compile too")
     parser.add_argument("--tolerance", type=float, default=TOLERANCE, help="of an element (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="print the numbers instead of the table")
-    given = parser.parse_args()
+    options = parser.parse_args()
     try:
-        found = measure(given)
+        numbers = measure(options)
     except children.ChildFailed as error:
         print(f"serve_http: {error}", file=sys.stderr)
         return 1
-    if given.json:
-        print(json.dumps(found, indent=2))
+    if options.json:
+        print(json.dumps(numbers, indent=2))
     else:
-        show(found)
-    return int(found["bundle"]["torch"])
+        show(numbers)
+    return int(numbers["bundle"]["torch"])
 
 
 if __name__ == "__main__":

@@ -51,10 +51,10 @@ class Eager:
 
         if request.method == "GET":
             return {"process": os.getpid()}
-        given = {each["name"]: torch.tensor(each["data"]).reshape(each["shape"]) for each in (await request.json())["inputs"]}
+        inputs = {entry["name"]: torch.tensor(entry["data"]).reshape(entry["shape"]) for entry in (await request.json())["inputs"]}
         with torch.inference_mode():
-            made = self._network(given["input_ids"], given["attention_mask"])
-        return {"outputs": [{"data": made.flatten().tolist()}], "process": os.getpid()}
+            output = self._network(inputs["input_ids"], inputs["attention_mask"])
+        return {"outputs": [{"data": output.flatten().tolist()}], "process": os.getpid()}
 
 
 def ask(method: str, path: str, body: bytes | None = None) -> Any:
@@ -81,22 +81,22 @@ def running(application: Any) -> Iterator[None]:
 
 def measure(application: Any, body: bytes, expected: Sequence[float], clients: int, seconds: float) -> dict[str, Any]:
     """One round of an application.  Raises AssertionError for an answer that is not eager PyTorch's."""
-    found: dict[str, Any] = {"answers": 0, "again": 0}
+    numbers: dict[str, Any] = {"answers": 0, "again": 0}
     with running(application):
         began = time.monotonic()
 
         def once() -> bool:
-            told = ask("POST", PATH, body)
-            if told is None:
-                found["again"] += 1
+            answer = ask("POST", PATH, body)
+            if answer is None:
+                numbers["again"] += 1
                 return False
-            assert max(abs(a - b) for a, b in zip(told["outputs"][0]["data"], expected, strict=True)) < TOLERANCE
-            found["answers"] += 1
+            assert max(abs(a - b) for a, b in zip(answer["outputs"][0]["data"], expected, strict=True)) < TOLERANCE
+            numbers["answers"] += 1
             return True
 
         while not once():
             time.sleep(0.05)
-        found["first"] = time.monotonic() - began
+        numbers["first"] = time.monotonic() - began
         end, loaded = time.monotonic() + seconds, time.monotonic()
 
         def client() -> None:
@@ -107,15 +107,15 @@ def measure(application: Any, body: bytes, expected: Sequence[float], clients: i
         for thread in threads:
             thread.start()
         seen: set[int] = set()
-        while time.monotonic() < end and "second" not in found:
-            told = ask("GET", "/v2/health/live")
-            seen |= {told["process"]} if told else set()
+        while time.monotonic() < end and "second" not in numbers:
+            health = ask("GET", "/v2/health/live")
+            seen |= {health["process"]} if health else set()
             if len(seen) == 2:
-                found["second"] = time.monotonic() - loaded
+                numbers["second"] = time.monotonic() - loaded
             time.sleep(0.05)
         for thread in threads:
             thread.join()
-    return found
+    return numbers
 
 
 def main() -> int:
@@ -125,18 +125,18 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--clients", type=int, default=48)
     parser.add_argument("--seconds", type=float, default=30.0, help="of load in a round")
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     import torch
 
     ids, mask = minilm.tokenize([SENTENCE])
     with torch.inference_mode():
         expected = minilm.model()(torch.from_numpy(ids), torch.from_numpy(mask)).flatten().tolist()
     rows = [("input_ids", ids), ("attention_mask", mask)]
-    asked = [{"name": n, "datatype": "INT64", "shape": list(each.shape), "data": each.flatten().tolist()} for n, each in rows]
+    asked = [{"name": n, "datatype": "INT64", "shape": list(array.shape), "data": array.flatten().tolist()} for n, array in rows]
     body = json.dumps({"inputs": asked}).encode()
-    found: dict[str, list[dict[str, Any]]] = {"bundle": [], "eager": []}
+    measurements: dict[str, list[dict[str, Any]]] = {"bundle": [], "eager": []}
     with tempfile.TemporaryDirectory() as folder:
-        shutil.copytree(given.bundle, Path(folder, "models", "minilm", "1", "model.cgb"))
+        shutil.copytree(arguments.bundle, Path(folder, "models", "minilm", "1", "model.cgb"))
         paths = os.pathsep.join([str(ROOT / "examples"), str(ROOT / "bundles"), str(ROOT), os.environ.get("PYTHONPATH", "")])
         ray.init(num_cpus=4, include_dashboard=False, runtime_env={"env_vars": {"PYTHONPATH": paths}}, log_to_driver=False)
         try:
@@ -145,18 +145,18 @@ def main() -> int:
                 "bundle": ray_replicas.app({"folder": str(Path(folder, "models")), "cpus": "0.5"}),
                 "eager": Eager.options(ray_actor_options={"num_cpus": 0.5}).bind(),  # type: ignore[attr-defined]
             }
-            for _ in range(given.rounds):
+            for _ in range(arguments.rounds):
                 for name, application in applications.items():
-                    found[name].append(measure(application, body, expected, given.clients, given.seconds))
-                    print(name, found[name][-1], os.getloadavg()[0], flush=True)
+                    measurements[name].append(measure(application, body, expected, arguments.clients, arguments.seconds))
+                    print(name, measurements[name][-1], os.getloadavg()[0], flush=True)
         finally:
             serve.shutdown()
             ray.shutdown()
-    for name, rounds in found.items():
-        first = statistics.median(each["first"] for each in rounds)
-        second = [each["second"] for each in rounds if "second" in each]
+    for name, rounds in measurements.items():
+        first = statistics.median(round_["first"] for round_ in rounds)
+        second = [round_["second"] for round_ in rounds if "second" in round_]
         later = f"{statistics.median(second):.1f} s" if second else "none"
-        answers = sum(each["answers"] for each in rounds)
+        answers = sum(round_["answers"] for round_ in rounds)
         print(f"{name}: first answer after {first:.1f} s; second replica under load after {later}; {answers} answers, all right")
     return 0
 

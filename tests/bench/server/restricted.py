@@ -75,13 +75,13 @@ def ask(served: Served, number: int, count: int | None) -> Answer:
         options |= {"response_format": form, "max_tokens": 400}
     else:
         options |= {"max_tokens": count, "extra_body": {"ignore_eos": True}}
-    made = served.client.chat.completions.create(**options)
+    completion = served.client.chat.completions.create(**options)
     try:
         checker = jsonschema.FormatChecker()
-        jsonschema.validate(json.loads(made.choices[0].message.content), SCHEMAS[name], format_checker=checker)
+        jsonschema.validate(json.loads(completion.choices[0].message.content), SCHEMAS[name], format_checker=checker)
     except (ValueError, jsonschema.ValidationError):
-        return Answer(False, made.usage.completion_tokens)
-    return Answer(made.choices[0].finish_reason == "stop", made.usage.completion_tokens)
+        return Answer(False, completion.usage.completion_tokens)
+    return Answer(completion.choices[0].finish_reason == "stop", completion.usage.completion_tokens)
 
 
 def processor_seconds(served: Served) -> float:
@@ -92,14 +92,14 @@ def processor_seconds(served: Served) -> float:
 
 def calls(served: Served, choice: Any) -> list[Any]:
     """The calls of tools in an answer, which are valid."""
-    made = served.client.chat.completions.create(
+    completion = served.client.chat.completions.create(
         model="llm", messages=[{"role": "user", "content": "What is the weather in Paris?"}], temperature=0, max_tokens=120,
         tools=[{"type": "function", "function": TOOL}], tool_choice=choice,
     )  # fmt: skip
-    found = made.choices[0].message.tool_calls or []
-    for call in found:
+    function_calls = completion.choices[0].message.tool_calls or []
+    for call in function_calls:
         jsonschema.validate(json.loads(call.function.arguments), TOOL["parameters"])
-    return [(call.function.name, call.function.arguments) for call in found]
+    return [(call.function.name, call.function.arguments) for call in function_calls]
 
 
 def main() -> None:
@@ -108,14 +108,14 @@ def main() -> None:
     parser.add_argument("tokenizer")
     parser.add_argument("--answers", type=int, default=200)
     parser.add_argument("--clients", type=int, default=4)
-    given = parser.parse_args()
-    served = Served(given.bundle, given.tokenizer)
+    args = parser.parse_args()
+    served = Served(args.bundle, args.tokenizer)
     ask(served, 0, None)
     valid = 0
     tokens, seconds, processor = {True: 0, False: 0}, {True: 0.0, False: 0.0}, {True: 0.0, False: 0.0}
-    with ThreadPoolExecutor(given.clients) as threads:
-        for first in range(0, given.answers, ROUND):
-            numbers = range(first, min(given.answers, first + ROUND))
+    with ThreadPoolExecutor(args.clients) as threads:
+        for first in range(0, args.answers, ROUND):
+            numbers = range(first, min(args.answers, first + ROUND))
             counts: list[int | None] = [None] * len(numbers)
             for restricted in (True, False):
                 began, used = time.perf_counter(), processor_seconds(served)
@@ -128,13 +128,13 @@ def main() -> None:
                     counts = [answer.tokens for answer in answers]
     speeds = [tokens[restricted] / seconds[restricted] for restricted in (True, False)]
     costs = [1000 * processor[restricted] / tokens[restricted] for restricted in (True, False)]
-    print(f"{valid} of {given.answers} answers are valid; tokens/s with schemas {speeds[0]:.1f}, free {speeds[1]:.1f}", flush=True)
+    print(f"{valid} of {args.answers} answers are valid; tokens/s with schemas {speeds[0]:.1f}, free {speeds[1]:.1f}", flush=True)
     print(f"processor time for a token: with schemas {costs[0]:.2f} ms, free {costs[1]:.2f} ms", flush=True)
     for choice in ("required", {"type": "function", "function": {"name": TOOL["name"]}}, "auto"):
         print(f"tool_choice {json.dumps(choice)}: {calls(served, choice)}", flush=True)
     served.process.terminate()
     served.process.wait()
-    if valid != given.answers or speeds[0] < 0.9 * speeds[1]:
+    if valid != args.answers or speeds[0] < 0.9 * speeds[1]:
         raise SystemExit(1)
 
 

@@ -38,9 +38,9 @@ def main(largest: str, lengths: str, device: str, calls: str, how: str) -> None:
             ids = torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows])
             mask = torch.tensor([[*[1] * len(row), *[0] * (longest - len(row))] for row in rows])
         with spans.span("replay", len(rows)), torch.inference_mode():
-            made = run(ids.to(device), mask.to(device)).cpu()
+            output = run(ids.to(device), mask.to(device)).cpu()
         with spans.span("rows", len(rows)):
-            return made.tolist()
+            return output.tolist()
 
     for rows in (2, 1):  # a compiler has a case for one row, and may take longer than a request has
         call([[1, 2, 3]] * rows, 3)

@@ -125,9 +125,9 @@ class Served:
     def _put(self) -> None:
         """Version number+1 of every model; it has the weights of the other one than before."""
         for name in KINDS:
-            made = self.models.parent / "made"
-            shutil.copytree(self.bundles / f"{name}-{self.number % 2}.cgb", made / "model.cgb")
-            made.rename(self.models / name / str(self.number + 1))
+            staging = self.models.parent / "made"
+            shutil.copytree(self.bundles / f"{name}-{self.number % 2}.cgb", staging / "model.cgb")
+            staging.rename(self.models / name / str(self.number + 1))
         self.number += 1
 
     def switch(self) -> None:
@@ -141,19 +141,19 @@ class Served:
 
     def memory(self) -> Memory:
         place = Path(f"/proc/{self.process.pid}")
-        told = dict(line.split(":", 1) for line in (place / "status").read_text().splitlines())
-        return Memory(int(told["VmRSS"].split()[0]) >> 10, int(told["Threads"]), len(os.listdir(place / "fd")))
+        fields = dict(line.split(":", 1) for line in (place / "status").read_text().splitlines())
+        return Memory(int(fields["VmRSS"].split()[0]) >> 10, int(fields["Threads"]), len(os.listdir(place / "fd")))
 
 
 def ask(port: int, path: str, body: Any) -> Any:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=LONG)
     connection.request("GET" if body is None else "POST", path, None if body is None else json.dumps(body))
     answer = connection.getresponse()
-    told = answer.read()
+    payload = answer.read()
     connection.close()
     if answer.status != 200:
-        raise SystemExit(f"{path}: {answer.status} {told.decode()}")
-    return json.loads(told or b"null")
+        raise SystemExit(f"{path}: {answer.status} {payload.decode()}")
+    return json.loads(payload or b"null")
 
 
 class Clients:
@@ -200,32 +200,32 @@ class Clients:
                 time.sleep(order.random() * pause)
                 return None
             answer = connection.getresponse()
-            told = answer.read()
+            payload = answer.read()
             if answer.status != 200:
-                raise ValueError(f"{answer.status} {told.decode()}")
-            return told
+                raise ValueError(f"{answer.status} {payload.decode()}")
+            return payload
         finally:
             connection.close()
 
     def _rows(self, order: random.Random) -> str:
         rows = [[order.randrange(100) + 0.0 for _ in range(6)] for _ in range(order.randrange(1, 4))]
         row = {"name": "x", "datatype": "FP32", "shape": [len(rows), 6], "data": rows}
-        told = self._post(order, "/v2/models/rows/infer", {"inputs": [row]}, 0.02)
-        if told is None:
+        payload = self._post(order, "/v2/models/rows/infer", {"inputs": [row]}, 0.02)
+        if payload is None:
             return "left"
-        found = json.loads(told)
-        version = (int(found["model_version"]) - 1) % 2
-        expected = [number + version for each in rows for number in each[:3]]
-        return "right" if found["outputs"][0]["data"] == expected else f"{rows}: {found}"
+        response = json.loads(payload)
+        version = (int(response["model_version"]) - 1) % 2
+        expected = [number + version for values in rows for number in values[:3]]
+        return "right" if response["outputs"][0]["data"] == expected else f"{rows}: {response}"
 
     def _texts(self, order: random.Random) -> str:
         texts = ["".join(order.choices(LETTERS, k=order.randrange(1, 30))) for _ in range(order.randrange(1, 40))]
-        told = self._post(order, "/v1/embeddings", {"model": "texts", "input": texts}, 0.05)
-        if told is None:
+        payload = self._post(order, "/v1/embeddings", {"model": "texts", "input": texts}, 0.05)
+        if payload is None:
             return "left"
-        found = [each["embedding"] for each in json.loads(told)["data"]]
-        sizes = [row[1] for row in found] == [len(text) for text in texts]
-        return "right" if sizes and len({row[2] for row in found}) == 1 else f"{texts}: {found}"
+        embeddings = [entry["embedding"] for entry in json.loads(payload)["data"]]
+        sizes = [row[1] for row in embeddings] == [len(text) for text in texts]
+        return "right" if sizes and len({row[2] for row in embeddings}) == 1 else f"{texts}: {embeddings}"
 
     def _llama(self, order: random.Random) -> str:
         prompt = order.choice(list(self.prompts))
@@ -260,38 +260,38 @@ def main() -> int:
     parser.add_argument("--clients", type=int, default=24)
     parser.add_argument("--every", type=float, default=10.0, help="seconds between two versions")
     parser.add_argument("--cache", type=Path, default=Path(".cache/bench/switches"), help="where the bundles are kept")
-    given = parser.parse_args()
-    given.cache.mkdir(parents=True, exist_ok=True)
-    build(given.cache)
+    options = parser.parse_args()
+    options.cache.mkdir(parents=True, exist_ok=True)
+    build(options.cache)
     order = random.Random(0)
     prompts = ["".join(order.choices(LETTERS, k=order.randrange(2, 30))) for _ in range(64)]
     with tempfile.TemporaryDirectory() as folder:
-        server = Served(given.cache.resolve(), Path(folder))
+        server = Served(options.cache.resolve(), Path(folder))
         try:
-            return drive(server, prompts, given)
+            return drive(server, prompts, options)
         finally:
             server.process.kill()
             server.process.wait()
             server.log.close()
 
 
-def drive(server: Served, prompts: list[str], given: argparse.Namespace) -> int:
+def drive(server: Served, prompts: list[str], options: argparse.Namespace) -> int:
     first = answers(server.port, prompts)
     server.switch()
     second = answers(server.port, prompts)
     apart = sum(a != b for a, b in zip(first, second, strict=True))
     print(f"two versions: {apart} of {len(prompts)} prompts are answered otherwise", flush=True)
     clients = Clients(server, dict(zip(prompts, zip(first, second, strict=True), strict=True)))
-    for thread in clients.run(given.clients, min(2000, given.requests)):  # not measured: pools of memory grow at first
+    for thread in clients.run(options.clients, min(2000, options.requests)):  # not measured: pools of memory grow at first
         thread.join()
     time.sleep(2)
     before, began = server.memory(), time.monotonic()
     clients.asked = 0
     clients.counts.clear()
-    threads = clients.run(given.clients, given.requests)
+    threads = clients.run(options.clients, options.requests)
     switches = 0
     while any(thread.is_alive() for thread in threads):
-        time.sleep(given.every)
+        time.sleep(options.every)
         server.switch()
         switches += 1
         if not switches % 6:
@@ -304,7 +304,7 @@ def drive(server: Served, prompts: list[str], given: argparse.Namespace) -> int:
     print(dict(sorted(clients.counts.items())))
     print(f"before {before}, after {after}; pages taken {pages}; wrong: {clients.wrong[:5]}")
     leaks = after.threads > before.threads + POOL or after.files > before.files or pages or after.mib > before.mib + 64
-    return int(bool(clients.wrong) or clients.asked != given.requests or bool(leaks) or apart < len(prompts) // 2)
+    return int(bool(clients.wrong) or clients.asked != options.requests or bool(leaks) or apart < len(prompts) // 2)
 
 
 if __name__ == "__main__":

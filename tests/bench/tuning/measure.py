@@ -40,11 +40,11 @@ def main(out: str, *paths: str) -> None:
     stream = check(cu.cuStreamCreate(1))
     room = int(check(cu.cuMemAlloc(ROOM)))
     fill(room)
-    found: dict[str, Any] = {}
+    problems: dict[str, Any] = {}
     start = time.monotonic()
     pieces = [piece for path in paths for piece in pickle.loads(Path(path).read_bytes())]
     for problem, candidate, launches, _ in pieces:
-        row = found.setdefault(repr(problem), {"problem": asdict(problem), "measured": {}})
+        row = problems.setdefault(repr(problem), {"problem": asdict(problem), "measured": {}})
         try:
             taken = measure(launches, room, stream)
         except RuntimeError as error:
@@ -53,7 +53,7 @@ def main(out: str, *paths: str) -> None:
         # one problem may stand for several layouts of its factors: their mean counts
         row["measured"].setdefault(repr(candidate), (candidate, []))[1].append(taken)
     rows = []
-    for row in found.values():
+    for row in problems.values():
         measured = [(statistics.mean(times), candidate) for candidate, times in row["measured"].values()]
         measured.sort(key=lambda pair: pair[0])
         rows.append(
@@ -103,9 +103,9 @@ def measure(launches: Any, room: int, stream: Any) -> float:
         times.append(1000 * check(cu.cuEventElapsedTime(start, end)) / LAUNCHES)
     cu.cuGraphExecDestroy(executable)
     cu.cuGraphDestroy(graph)
-    for each in keep:
-        if isinstance(each, cu.CUmodule):
-            cu.cuModuleUnload(each)
+    for resource in keep:
+        if isinstance(resource, cu.CUmodule):
+            cu.cuModuleUnload(resource)
     return statistics.median(times)
 
 

@@ -91,15 +91,15 @@ def main(name: str, out: str, part: str, seconds: float, models: Sequence[str]) 
         print(f"{len(mine)} of {len(graphs)} operations", flush=True)
         path = table_file(name)
         table = read_table(path) if path else {}
-        traced = sorted([candidate for graph in mine for candidate in candidates(graph, target, table)], key=lambda each: each[0])
+        traced = sorted([candidate for graph in mine for candidate in candidates(graph, target, table)], key=lambda row: row[0])
     print(f"{len(traced)} pieces after {time.monotonic() - start:.0f} s", flush=True)
-    variants = list(dict.fromkeys(variant for _, _, _, each in traced for variant in each.variants))
-    made: dict[Any, Any] = {}
+    variants = list(dict.fromkeys(variant for _, _, _, plan in traced for variant in plan.variants))
+    cubins: dict[Any, Any] = {}
     for at in range(0, len(variants), CHUNK):
         if time.monotonic() - start < seconds:
-            made |= compile_all(variants[at : at + CHUNK], target, 1 if step > 1 else None)
+            cubins |= compile_all(variants[at : at + CHUNK], target, 1 if step > 1 else None)
     pieces = [
-        piece(problem, candidate, each, made) for _, problem, candidate, each in traced if all(v in made for v in each.variants)
+        piece(problem, candidate, plan, cubins) for _, problem, candidate, plan in traced if all(v in cubins for v in plan.variants)
     ]
     Path(out).write_bytes(pickle.dumps([(p.problem, p.candidate, p.launches, p.nbytes) for p in pieces]))
     print(f"{out}: {len(pieces)} pieces, {Path(out).stat().st_size / 1e6:.1f} MB, {time.monotonic() - start:.0f} s", flush=True)
@@ -115,7 +115,7 @@ def operations(retraced: Retraced) -> Any:
         values: list[torch.Tensor] = []
         copies: dict[torch.fx.Node, torch.fx.Node] = {}
 
-        def given(argument: torch.fx.Node, graph: Any = graph, values: Any = values, copies: Any = copies) -> torch.fx.Node:
+        def copied(argument: torch.fx.Node, graph: Any = graph, values: Any = values, copies: Any = copies) -> torch.fx.Node:
             if argument not in copies:
                 copies[argument] = graph.placeholder(f"x{len(values)}")
                 copies[argument].meta["val"] = argument.meta["val"]
@@ -123,18 +123,18 @@ def operations(retraced: Retraced) -> Any:
             return copies[argument]
 
         together = [node, *epilogue(node, order)]
-        for each in together:  # placeholders come first in a graph
-            for argument in each.all_input_nodes:
+        for part in together:  # placeholders come first in a graph
+            for argument in part.all_input_nodes:
                 if argument not in together:
-                    given(argument)
-        for each in together:
-            made = graph.call_function(each.target, torch.fx.map_arg(each.args, given), torch.fx.map_arg(each.kwargs, given))
-            made.meta["val"] = each.meta["val"]
-            copies[each] = made
-        results = [each for each in together if any(user not in together for user in each.users)]
+                    copied(argument)
+        for part in together:
+            copy = graph.call_function(part.target, torch.fx.map_arg(part.args, copied), torch.fx.map_arg(part.kwargs, copied))
+            copy.meta["val"] = part.meta["val"]
+            copies[part] = copy
+        results = [part for part in together if any(user not in together for user in part.users)]
         graph.output(tuple([copies[result] for result in results]))
-        plain = [[a for a in each.args if not isinstance(a, torch.fx.Node)] for each in together]
-        text = " ".join([f"{each.target} {args}" for each, args in zip(together, plain, strict=True)])
+        plain = [[a for a in part.args if not isinstance(a, torch.fx.Node)] for part in together]
+        text = " ".join([f"{part.target} {args}" for part, args in zip(together, plain, strict=True)])
         yield f"{text} {[(tuple(v.shape), v.stride(), v.dtype) for v in values]}", alone(graph, values, retraced)
         if node.target in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
             left, right = [argument.meta["val"] for argument in node.args[-2:] if isinstance(argument, torch.fx.Node)]
@@ -143,13 +143,13 @@ def operations(retraced: Retraced) -> Any:
 
 def epilogue(node: torch.fx.Node, order: Any) -> list[torch.fx.Node]:
     """The pointwise operations and views behind `node` that need nothing that is computed later than it, in order."""
-    found = [node]
-    for each in list(order)[order[node] + 1 :]:
-        fused = torch.Tag.pointwise in getattr(each.target, "tags", ()) or each.target in VIEWS
-        inner = [argument for argument in each.all_input_nodes if argument in found]
-        if fused and inner and all(argument in found or order[argument] < order[node] for argument in each.all_input_nodes):
-            found.append(each)
-    return found[1:]
+    chain = [node]
+    for successor in list(order)[order[node] + 1 :]:
+        fused = torch.Tag.pointwise in getattr(successor.target, "tags", ()) or successor.target in VIEWS
+        inner = [argument for argument in successor.all_input_nodes if argument in chain]
+        if fused and inner and all(argument in chain or order[argument] < order[node] for argument in successor.all_input_nodes):
+            chain.append(successor)
+    return chain[1:]
 
 
 def alone(graph: torch.fx.Graph, values: list[torch.Tensor], retraced: Retraced) -> Retraced:
@@ -169,17 +169,17 @@ def split(a: torch.Tensor, b: torch.Tensor, retraced: Retraced) -> Any:
         with retraced.mode:
             left = torch.empty_strided((pieces, m, part), (part * a.stride(1), *a.stride()), dtype=a.dtype, device=a.device)
             right = torch.empty_strided((pieces, part, n), (part * b.stride(0), *b.stride()), dtype=b.dtype, device=b.device)
-            made = torch.empty((pieces, m, n), dtype=torch.float32, device=a.device)
+            product = torch.empty((pieces, m, n), dtype=torch.float32, device=a.device)
         graph = torch.fx.Graph()
-        given = []
+        operands = []
         for index, value in enumerate((left, right)):
-            given.append(graph.placeholder(f"x{index}"))
-            given[-1].meta["val"] = value
+            operands.append(graph.placeholder(f"x{index}"))
+            operands[-1].meta["val"] = value
         if a.dtype == torch.float32:
-            node = graph.call_function(torch.ops.aten.bmm.default, tuple(given))
+            node = graph.call_function(torch.ops.aten.bmm.default, tuple(operands))
         else:
-            node = graph.call_function(torch.ops.aten.bmm.dtype, (*given, torch.float32))
-        node.meta["val"] = made
+            node = graph.call_function(torch.ops.aten.bmm.dtype, (*operands, torch.float32))
+        node.meta["val"] = product
         graph.output((node,))
         yield f"split {pieces} {m} {n} {k} {a.stride()} {b.stride()} {a.dtype}", alone(graph, [left, right], retraced)
 
@@ -189,32 +189,32 @@ def candidates(graph: Retraced, target: Arch, table: Table) -> list[tuple[int, P
     has, for new rows replace old ones."""
     offered: dict[Problem, Sequence[Candidate]] = {}
 
-    def first(problem: Problem, given: Sequence[Candidate], arch: Arch, table: Any = None) -> tuple[int, str]:
-        offered.setdefault(problem, tuple(given))
-        return cost_model.choose(problem, given, arch)
+    def first(problem: Problem, listed: Sequence[Candidate], arch: Arch, table: Any = None) -> tuple[int, str]:
+        offered.setdefault(problem, tuple(listed))
+        return cost_model.choose(problem, listed, arch)
 
     try:
         lowered(graph, target, first)
     except BuildError as error:
         print(f"  left out: {error}", flush=True)
         return []
-    found = []
-    for problem, given in offered.items():
+    lowerings = []
+    for problem, proposals in offered.items():
         known = [candidate for candidate, _ in table.get(problem, ())]
-        more = [replace(each, group=0) if problem.kind == "conv" else each for each in WIDE]
+        more = [replace(tile, group=0) if problem.kind == "conv" else tile for tile in WIDE]
         offers = dict.fromkeys(
-            [*known, *given, *(each for each in more if each.block_m <= 2 * problem.m and each.block_n <= 2 * problem.n)]
+            [*known, *proposals, *(tile for tile in more if tile.block_m <= 2 * problem.m and tile.block_n <= 2 * problem.n)]
         )
         fitting = [offer for offer in offers if cost_model.fits(problem, offer, target)]
-        fitting.sort(key=lambda each: cost_model.cost(problem, each, target))
-        likely = [each for each in fitting if (each.block_m, each.block_n, each.block_k, each.stages, each.warps) in LIKELY]
-        others = [each for each in fitting if each not in likely and each not in known]
+        fitting.sort(key=lambda tile: cost_model.cost(problem, tile, target))
+        likely = [tile for tile in fitting if (tile.block_m, tile.block_n, tile.block_k, tile.stages, tile.warps) in LIKELY]
+        others = [tile for tile in fitting if tile not in likely and tile not in known]
         for rank, candidate in enumerate(dict.fromkeys([*known, *others[:4], *likely, *others[4:MOST]])):
             try:
-                found.append((rank, problem, candidate, lowered(graph, target, partial(always, candidate), (candidate,))))
+                lowerings.append((rank, problem, candidate, lowered(graph, target, partial(always, candidate), (candidate,))))
             except BuildError as error:
                 print(f"  left out: {candidate}: {error}", flush=True)
-    return found
+    return lowerings
 
 
 def always(candidate: Candidate, problem: Problem, listed: Sequence[Candidate], arch: Arch) -> tuple[int, str]:
@@ -233,27 +233,27 @@ def compile_all(variants: list[Any], target: Arch, workers: int | None) -> dict[
         compile_variants, arch=target.name, shared_limit=target.shared_optin, cache=cache_folder(), workers=workers,
         tell=lambda text: None,
     )  # fmt: skip
-    start, made = time.monotonic(), {}
+    start, cubins = time.monotonic(), {}
     try:
-        made = dict(zip(variants, compiled(variants), strict=True))
+        cubins = dict(zip(variants, compiled(variants), strict=True))
     except BuildError as error:
         print(f"  one by one, because of {type(error).__name__}: {error}", flush=True)
         for variant in variants:
             try:
-                (made[variant],) = compiled([variant])
-            except BuildError as each:
-                print(f"  left out: {each}", flush=True)
-    print(f"compiled {len(made)} of {len(variants)} kernels in {time.monotonic() - start:.0f} s", flush=True)
-    return made
+                (cubins[variant],) = compiled([variant])
+            except BuildError as failure:
+                print(f"  left out: {failure}", flush=True)
+    print(f"compiled {len(cubins)} of {len(variants)} kernels in {time.monotonic() - start:.0f} s", flush=True)
+    return cubins
 
 
-def piece(problem: Problem, candidate: Candidate, traced: Lowered, made: dict[Any, Any]) -> Piece:
+def piece(problem: Problem, candidate: Candidate, traced: Lowered, cubins: dict[Any, Any]) -> Piece:
     """What the measuring program needs of it."""
     launches = []
     for event in traced.events:
         if not isinstance(event, Launch):
             continue
-        compiled = made[traced.variants[event.variant]]
+        compiled = cubins[traced.variants[event.variant]]
         arguments = [
             ("ptr", traced.buffers[argument.buffer].nbytes) if isinstance(argument, Pointer) else argument
             for argument in event.arguments
@@ -272,5 +272,5 @@ if __name__ == "__main__":
     parser.add_argument("--part", default="0/1")
     parser.add_argument("--seconds", type=float, default=1e9)
     parser.add_argument("models", nargs="*")
-    told = parser.parse_intermixed_args()
-    main(told.arch, told.out, told.part, told.seconds, told.models)
+    options = parser.parse_intermixed_args()
+    main(options.arch, options.out, options.part, options.seconds, options.models)

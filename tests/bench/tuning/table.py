@@ -18,12 +18,12 @@ KEPT = 4
 
 def main(arch: str, *measured: str) -> None:
     """Replaces cgcompile/offline/tuning/ARCH.json: rows of later files replace those of earlier ones for the same problem."""
-    files = [json.loads(Path(each).read_text()) for each in measured]
-    found, gpus = files[-1], dict.fromkeys([name for file in files for name in file["gpu"].split(", ")])
+    files = [json.loads(Path(path).read_text()) for path in measured]
+    latest, gpus = files[-1], dict.fromkeys([name for file in files for name in file["gpu"].split(", ")])
     problems = {json.dumps(row["problem"]): row["measured"][:KEPT] for file in files for row in file["problems"]}
     lines = [f'{{"problem": {problem}, "measured": {json.dumps(rows)}}}' for problem, rows in problems.items()]
     about = {
-        "arch": arch, "gpu": ", ".join(gpus), "driver": found["driver"], "date": found["date"],
+        "arch": arch, "gpu": ", ".join(gpus), "driver": latest["driver"], "date": latest["date"],
         "versions": {"torch": version("torch"), "triton": version("triton")},
         "how": "tests/bench/tuning/measure.py: median of 7 graphs of 24 launches each, operands from memory, microseconds",
     }  # fmt: skip

@@ -44,13 +44,13 @@ def main() -> None:
     parser.add_argument("--only", choices=("build", "measure"))
     parser.add_argument("--target", default="sm_90")
     parser.add_argument("--bundles", default="two,one,layers")
-    given = parser.parse_args()
-    given.folder.mkdir(parents=True, exist_ok=True)
-    for shape in given.shapes.split(","):
-        if given.only != "measure":
-            build(given.folder, shape, given.target, given.bundles.split(","))
-        if given.only != "build":
-            measure(given.folder, shape)
+    options = parser.parse_args()
+    options.folder.mkdir(parents=True, exist_ok=True)
+    for shape in options.shapes.split(","):
+        if options.only != "measure":
+            build(options.folder, shape, options.target, options.bundles.split(","))
+        if options.only != "build":
+            measure(options.folder, shape)
 
 
 BUILDS = (
@@ -93,35 +93,35 @@ def build(folder: Path, shape: str, target: str, names: Sequence[str]) -> None:
 def measure(folder: Path, shape: str) -> None:
     """A line for each way."""
     two, one = [path_of(folder, shape, name) for name in ("two", "one")]
-    found = {}
+    score_files = {}
     for short, name, devices, *_ in BUILDS:
         path = path_of(folder, shape, short)
         if not (path / "manifest.json").exists():
             print(f"{shape}: {name}: not built", flush=True)
             continue
         cold = [start(shape, "bundle", path, devices) for _ in range(REPEAT + 1)][1:]
-        told("cold", shape, name, [each["seconds"] for each in cold if "seconds" in each] or cold[0])
-        found[name] = folder / f"{path.name}.scores"
-        told("us", shape, name, start(shape, "calls", path, devices, found[name]))
+        show("cold", shape, name, [row["seconds"] for row in cold if "seconds" in row] or cold[0])
+        score_files[name] = folder / f"{path.name}.scores"
+        show("us", shape, name, start(shape, "calls", path, devices, score_files[name]))
     if (two / "manifest.json").exists():
         meeting = folder / f"meeting{os.getpid()}"
-        made = together(shape, [("rank", two, rank, meeting) for rank in range(2)])
-        same = [each.get("hashes") for each in made]
-        print(f"{shape}: both ranks the same bits: {same[0] == same[1] and same[0] is not None} {hint(made)}", flush=True)
+        rows = together(shape, [("rank", two, rank, meeting) for rank in range(2)])
+        same = [row.get("hashes") for row in rows]
+        print(f"{shape}: both ranks the same bits: {same[0] == same[1] and same[0] is not None} {hint(rows)}", flush=True)
     for name, world, path in (("torch, NCCL, two GPUs", 2, two), ("torch, one GPU", 1, one)):
         if (path / "manifest.json").exists():
-            found[name], port = folder / f"{path.name}.torch", 29000 + os.getpid() % 1000
-            made = together(shape, [("torch", path, rank, world, port, found[name]) for rank in range(world)])
-            told("cold", shape, name, [max(each["seconds"] for each in made)] if all("us" in each for each in made) else made[0])
-            told("us", shape, name, made[0])
-    compare(shape, {name: path for name, path in found.items() if path.exists()})
+            score_files[name], port = folder / f"{path.name}.torch", 29000 + os.getpid() % 1000
+            rows = together(shape, [("torch", path, rank, world, port, score_files[name]) for rank in range(world)])
+            show("cold", shape, name, [max(row["seconds"] for row in rows)] if all("us" in row for row in rows) else rows[0])
+            show("us", shape, name, rows[0])
+    compare(shape, {name: path for name, path in score_files.items() if path.exists()})
 
 
 def start(shape: str, *arguments: object) -> dict[str, Any]:
     return together(shape, [arguments])[0]
 
 
-def together(shape: str, each: list[tuple[object, ...]]) -> list[dict[str, Any]]:
+def together(shape: str, commands: list[tuple[object, ...]]) -> list[dict[str, Any]]:
     """The rows of processes that run side by side; `seconds` from their start to what they call `clock`."""
     began = time.clock_gettime(time.CLOCK_MONOTONIC)
     running = [
@@ -132,7 +132,7 @@ def together(shape: str, each: list[tuple[object, ...]]) -> list[dict[str, Any]]
             stderr=subprocess.PIPE,
             text=True,
         )
-        for arguments in each
+        for arguments in commands
     ]
     rows = []
     for process in running:
@@ -148,25 +148,25 @@ def together(shape: str, each: list[tuple[object, ...]]) -> list[dict[str, Any]]
     return rows
 
 
-def told(kind: str, shape: str, name: str, found: Any) -> None:
-    if kind == "cold" and isinstance(found, list):
-        text = f"process start to first outputs {statistics.median(found):.2f} s (best {min(found):.2f})"
-    elif kind == "us" and "us" in found:
-        text = "us a token: " + ", ".join(f"batch {batch} {us:.0f}" for batch, us in found["us"].items())
+def show(kind: str, shape: str, name: str, measured: Any) -> None:
+    if kind == "cold" and isinstance(measured, list):
+        text = f"process start to first outputs {statistics.median(measured):.2f} s (best {min(measured):.2f})"
+    elif kind == "us" and "us" in measured:
+        text = "us a token: " + ", ".join(f"batch {batch} {us:.0f}" for batch, us in measured["us"].items())
     else:
-        text = f"{kind} FAILED: {found.get('error', found)!r}"
+        text = f"{kind} FAILED: {measured.get('error', measured)!r}"
     print(f"{shape}: {name}: {text}", flush=True)
 
 
-def hint(made: list[dict[str, Any]]) -> str:
-    return " ".join([repr(each["error"]) for each in made if "error" in each])
+def hint(rows: list[dict[str, Any]]) -> str:
+    return " ".join([repr(row["error"]) for row in rows if "error" in row])
 
 
-def compare(shape: str, found: dict[str, Path]) -> None:
+def compare(shape: str, score_files: dict[str, Path]) -> None:
     """Every way's scores beside those of eager PyTorch on one GPU, or of the first way."""
     import torch
 
-    scores = {name: torch.load(path) for name, path in found.items()}
+    scores = {name: torch.load(path) for name, path in score_files.items()}
     if not scores:
         return
     like = "torch, one GPU" if "torch, one GPU" in scores else next(iter(scores))

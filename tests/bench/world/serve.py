@@ -48,8 +48,8 @@ def bundle(path: str, devices: str) -> None:
 
 def opened(cgbundle: Any, path: str, devices: str) -> Any:
     """A program on one GPU or over several."""
-    each = [int(device) for device in devices.split(",")]
-    where = {"devices": each} if len(each) > 1 else {"device": each[0]}
+    ordinals = [int(device) for device in devices.split(",")]
+    where = {"devices": ordinals} if len(ordinals) > 1 else {"device": ordinals[0]}
     return cgbundle.load(path, outputs="view", **where)
 
 
@@ -60,7 +60,7 @@ def calls(path: str, devices: str, out: str) -> None:
     import cgbundle
 
     with opened(cgbundle, path, devices) as program:
-        torch.save(scores(lambda *given: program(*given).tensor), out)
+        torch.save(scores(lambda *inputs: program(*inputs).tensor), out)
         say({"us": {batch: per_call(program, batch) for batch in BATCHES}})
 
 
@@ -68,26 +68,26 @@ def scores(step: Callable[..., Any]) -> Any:
     """float32 (STEPS, 8, vocabulary), on the CPU: a token a row for each step, keys and values of all before in the state."""
     import torch
 
-    made = []
+    logits = []
     for number in range(STEPS):
-        given = torch.tensor(tokens(number, 8)), torch.full((8,), number)
-        made.append(step(*[each.cuda() for each in given]).float().cpu())
-    return torch.stack(made)
+        inputs = torch.tensor(tokens(number, 8)), torch.full((8,), number)
+        logits.append(step(*[tensor.cuda() for tensor in inputs]).float().cpu())
+    return torch.stack(logits)
 
 
 def per_call(step: Callable[..., Any], batch: int) -> float:
     """Microseconds, the least of five times CALLS calls."""
     import torch
 
-    given = torch.tensor(tokens(0, batch)).cuda(), torch.full((batch,), STEPS).cuda()
+    inputs = torch.tensor(tokens(0, batch)).cuda(), torch.full((batch,), STEPS).cuda()
     for _ in range(WARM):
-        step(*given)
+        step(*inputs)
     torch.cuda.synchronize()
     best = float("inf")
     for _ in range(5):
         began = time.perf_counter()
         for _ in range(CALLS):
-            step(*given)
+            step(*inputs)
         torch.cuda.synchronize()
         best = min(best, (time.perf_counter() - began) / CALLS)
     return best * 1e6
@@ -101,9 +101,9 @@ def rank(path: str, number: str, meeting: str) -> None:
     hashes = []
     with cgbundle.load(path, rank=int(number), rendezvous=meeting, device=int(number)) as program:
         for step in range(STEPS):
-            given = tokens(step, 8), array("q", [step] * 8)
-            made = program(*[from_bytes(each, "int64", (8,)) for each in given])
-            hashes.append(hashlib.sha256(made.tobytes()).hexdigest())
+            inputs = tokens(step, 8), array("q", [step] * 8)
+            output = program(*[from_bytes(values, "int64", (8,)) for values in inputs])
+            hashes.append(hashlib.sha256(output.tobytes()).hexdigest())
     say({"hashes": hashes})
 
 
@@ -113,11 +113,11 @@ def by_hand(path: str, number: str, world: str, port: str, out: str) -> None:
     from safetensors.torch import load_file
     from torch import distributed, nn
 
-    own, ranks = int(number), int(world)
-    torch.cuda.set_device(own)
+    own_rank, ranks = int(number), int(world)
+    torch.cuda.set_device(own_rank)
     torch.set_grad_enabled(False)
     if ranks > 1:
-        distributed.init_process_group("nccl", init_method=f"tcp://127.0.0.1:{port}", rank=own, world_size=ranks)
+        distributed.init_process_group("nccl", init_method=f"tcp://127.0.0.1:{port}", rank=own_rank, world_size=ranks)
     sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
     import tensor_parallel
 
@@ -134,16 +134,16 @@ def by_hand(path: str, number: str, world: str, port: str, out: str) -> None:
 
     class Gathers:
         @staticmethod
-        def all_gather_tensor(given: torch.Tensor, axis: int, _: object) -> torch.Tensor:
-            made = given.new_empty(ranks * given.shape[0], *given.shape[1:])
-            distributed.all_gather_into_tensor(made, given.contiguous())
-            return torch.cat(made.chunk(ranks), axis)
+        def all_gather_tensor(shard: torch.Tensor, axis: int, _: object) -> torch.Tensor:
+            gathered = shard.new_empty(ranks * shard.shape[0], *shard.shape[1:])
+            distributed.all_gather_into_tensor(gathered, shard.contiguous())
+            return torch.cat(gathered.chunk(ranks), axis)
 
     tensor_parallel.weight, tensor_parallel.summed, tensor_parallel.collectives = empty, summed, Gathers
     with torch.device("cuda"):
-        model = tensor_parallel.model(own, ranks)
-    file = Path(path, "ranks", number, "weights.safetensors") if own else Path(path, "weights.safetensors")
-    left = model.load_state_dict(load_file(file, device=f"cuda:{own}"), strict=False)
+        model = tensor_parallel.model(own_rank, ranks)
+    file = Path(path, "ranks", number, "weights.safetensors") if own_rank else Path(path, "weights.safetensors")
+    left = model.load_state_dict(load_file(file, device=f"cuda:{own_rank}"), strict=False)
     assert not left.unexpected_keys, left
     steps = {batch: captured(model, batch) for batch in BATCHES}
     for batch in BATCHES:
@@ -152,10 +152,10 @@ def by_hand(path: str, number: str, world: str, port: str, out: str) -> None:
     for name, buffer in model.named_buffers():
         if name.endswith(("keys", "values")):
             buffer.zero_()
-    found = scores(steps[8])
-    if not own:
-        torch.save(found, out)
-    hashes = [hashlib.sha256(each.numpy().tobytes()).hexdigest() for each in found]
+    logits = scores(steps[8])
+    if not own_rank:
+        torch.save(logits, out)
+    hashes = [hashlib.sha256(row.numpy().tobytes()).hexdigest() for row in logits]
     say({"clock": clock, "us": {batch: per_call(steps[batch], batch) for batch in BATCHES}, "hashes": hashes})
 
 
@@ -163,21 +163,21 @@ def captured(model: Any, batch: int) -> Callable[..., Any]:
     """The model in a CUDA graph: warmed up on another stream, then captured."""
     import torch
 
-    given = [torch.zeros(batch, dtype=torch.int64, device="cuda") for _ in range(2)]
+    static_inputs = [torch.zeros(batch, dtype=torch.int64, device="cuda") for _ in range(2)]
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
         for _ in range(3):
-            model(*given)
+            model(*static_inputs)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        made = model(*given)
+        output = model(*static_inputs)
 
     def replay(*inputs: Any) -> Any:
-        for place, each in zip(given, inputs, strict=True):
-            place.copy_(each, non_blocking=True)
+        for place, value in zip(static_inputs, inputs, strict=True):
+            place.copy_(value, non_blocking=True)
         graph.replay()
-        return made
+        return output
 
     return replay
 

@@ -22,9 +22,9 @@ class Group(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(layers)
 
-    def forward(self, given: Sequence[Sequence[torch.Tensor]]) -> list[Any]:
+    def forward(self, inputs: Sequence[Sequence[torch.Tensor]]) -> list[Any]:
         """What every layer makes of its tensors."""
-        return [layer(*tensors) for layer, tensors in zip(self.layers, given, strict=True)]
+        return [layer(*tensors) for layer, tensors in zip(self.layers, inputs, strict=True)]
 
 
 def layer(kind: Callable[..., nn.Module], *options: Any, x: Draw | tuple[Draw, ...], name: str = "", **more: Any) -> Layer:
@@ -36,7 +36,7 @@ def group(number: int, layers: Sequence[Layer]) -> Case:
     """A case of several layers, with each as a case of its own."""
     return Case(
         name=f"layers/group-{number:02}", make=_maker(layers), sizes=BATCH,
-        members=tuple([Case(name=f"layers/{each[0]}", make=_maker([each]), sizes=BATCH) for each in layers]),
+        members=tuple([Case(name=f"layers/{member[0]}", make=_maker([member]), sizes=BATCH) for member in layers]),
     )  # fmt: skip
 
 
@@ -189,8 +189,8 @@ class Tagger(nn.Module):
     def forward(self, words: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         packed = nn.utils.rnn.pack_padded_sequence(self.words(words), lengths.cpu(), batch_first=True, enforce_sorted=False)
         states, _ = nn.utils.rnn.pad_packed_sequence(self.lstm(packed)[0], batch_first=True, total_length=words.shape[1])
-        made: torch.Tensor = self.tags(states)
-        return made
+        scores: torch.Tensor = self.tags(states)
+        return scores
 
 
 def sentences(batch: int, words: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -107,8 +107,8 @@ class CacheGiven(torch.nn.Module):
         cache = DynamicCache()
         for index, (keys, values) in enumerate(past):
             cache.update(keys, values, index)
-        made = self.network(input_ids=input_ids, past_key_values=cache, use_cache=True)
-        return made.logits, [(layer.keys, layer.values) for layer in made.past_key_values.layers]
+        output = self.network(input_ids=input_ids, past_key_values=cache, use_cache=True)
+        return output.logits, [(layer.keys, layer.values) for layer in output.past_key_values.layers]
 
 
 def past(batch: int) -> tuple[Any, ...]:

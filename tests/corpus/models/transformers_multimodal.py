@@ -30,11 +30,11 @@ def with_picture(pieces: int, side: int = 32, mask: bool = True):
 
     def inputs(batch: int) -> dict[str, torch.Tensor]:
         words = torch.randint(5, IMAGE, (batch, 8))
-        given = {
+        tensors = {
             "input_ids": torch.cat([torch.full((batch, pieces), IMAGE), words], 1),
             "pixel_values": torch.randn(batch, 3, side, side),
         }
-        return {**given, "attention_mask": torch.ones(batch, pieces + 8, dtype=torch.int64)} if mask else given
+        return {**tensors, "attention_mask": torch.ones(batch, pieces + 8, dtype=torch.int64)} if mask else tensors
 
     return inputs
 
@@ -96,8 +96,8 @@ def qwen2_vl_vision() -> Made:
 
         def forward(self, patches: torch.Tensor) -> torch.Tensor:
             """[pictures * 64, 96] -> [pictures * 16, 64]."""
-            made = self.network(patches, grid_thw=torch.tensor([[1, 8, 8]], device=patches.device))
-            return made if isinstance(made, torch.Tensor) else made.last_hidden_state
+            output = self.network(patches, grid_thw=torch.tensor([[1, 8, 8]], device=patches.device))
+            return output if isinstance(output, torch.Tensor) else output.last_hidden_state
 
     def inputs() -> tuple[torch.Tensor, ...]:
         return (torch.randn(64, 3 * 2 * 4 * 4),)

@@ -43,9 +43,9 @@ def rt_detr() -> Made:
         use_pretrained_backbone=False, use_timm_backbone=False, backbone=None,
     )  # fmt: skip
     model = RTDetrForObjectDetection(config)
-    for each in model.modules():  # else nothing but rounding is left of the image: all scores are equal, and any ten are the best
-        if isinstance(each, torch.nn.Conv2d):
-            torch.nn.init.kaiming_normal_(each.weight)
+    for module in model.modules():  # else nothing but rounding is left of the image: all scores are equal, and any ten are the best
+        if isinstance(module, torch.nn.Conv2d):
+            torch.nn.init.kaiming_normal_(module.weight)
     torch.nn.init.normal_(model.model.enc_score_head.weight, std=1000.0)
     return model, pixels(64)
 

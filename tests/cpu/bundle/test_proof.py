@@ -20,7 +20,7 @@ from tests.helpers.raising import raises
 BOUND = ErrorBound(title="output y (float32)", bound=1e-5, exact=False, rounded=True)
 
 
-def made(expected: str, compare: str = "tolerance") -> Manifest:
+def sealed_manifest(expected: str, compare: str = "tolerance") -> Manifest:
     """As a build seals it before the replay: a recording was compared with eager PyTorch, by 4e-6; nothing else was yet."""
     errors = (4e-6,) if expected == "recording" else ()
     proofs = tuple([proved(size, method="none", errors=errors) for size in SIZES])
@@ -45,16 +45,16 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_beside_a_recording_both_distances_are_kept(answers: Any) -> None:
     """The error against eager PyTorch, measured when it was recorded, and how far the replay was from the recording."""
     answers("tolerance", 1e-6, 0.0)
-    (self_test,) = proof.replay(Path("nowhere"), made("recording"), [[BOUND]], ()).self_tests
-    assert [(each.method, each.error, each.errors, each.distance) for each in self_test.proofs] == [
+    (self_test,) = proof.replay(Path("nowhere"), sealed_manifest("recording"), [[BOUND]], ()).self_tests
+    assert [(row.method, row.error, row.errors, row.distance) for row in self_test.proofs] == [
         ("replay", 4e-6, (4e-6,), 1e-6), ("replay", 4e-6, (4e-6,), 0.0),
     ]  # fmt: skip
 
 
 def test_without_a_recording_the_replay_is_what_is_compared_with_eager(answers: Any) -> None:
     answers("tolerance", 1e-6, 2e-6)
-    (self_test,) = proof.replay(Path("nowhere"), made("eager"), [[BOUND]], ()).self_tests
-    assert [(each.method, each.error, each.tolerance, each.errors, each.distance) for each in self_test.proofs] == [
+    (self_test,) = proof.replay(Path("nowhere"), sealed_manifest("eager"), [[BOUND]], ()).self_tests
+    assert [(row.method, row.error, row.tolerance, row.errors, row.distance) for row in self_test.proofs] == [
         ("replay", 1e-6, 1e-5, (1e-6,), 0.0), ("replay", 2e-6, 1e-5, (2e-6,), 0.0),
     ]  # fmt: skip
     answers("tolerance", 1e-6, 2e-5)
@@ -62,7 +62,7 @@ def test_without_a_recording_the_replay_is_what_is_compared_with_eager(answers: 
         r"batch=4: the bundle's outputs differ from eager PyTorch: output y \(float32\): by 2.0e-05, allowed 1.0e-05: 1 of 8 values"
     )
     with raises("proof-failed", match=words):
-        proof.replay(Path("nowhere"), made("eager"), [[BOUND]], ())
+        proof.replay(Path("nowhere"), sealed_manifest("eager"), [[BOUND]], ())
 
 
 @pytest.mark.parametrize(("compare", "error"), [("bits", 1e-9), ("tolerance", 2e-5)])
@@ -71,4 +71,4 @@ def test_a_replay_that_is_not_its_recording_is_refused(answers: Any, compare: st
     with raises(
         "proof-failed", match=r"batch=4: the replay differs from the recording: output y \(float32\): 1 of 8 values differ"
     ):
-        proof.replay(Path("nowhere"), made("recording", compare), [[BOUND]], ())
+        proof.replay(Path("nowhere"), sealed_manifest("recording", compare), [[BOUND]], ())

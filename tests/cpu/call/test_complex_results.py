@@ -49,17 +49,17 @@ def test_results_are_eager_pytorchs(model: Waves, bundle: Path) -> None:
     model.seen.zero_()
     with cgbundle.load(bundle, check="full") as program:
         for batch in (2, 4, 2):
-            given = inputs(batch)
+            arguments = inputs(batch)
             with torch.no_grad():
-                wanted = model(*given)
-            for found, want in zip(program(*given), wanted, strict=True):
-                torch.testing.assert_close(found, want.resolve_conj().resolve_neg())
+                wanted = model(*arguments)
+            for output, want in zip(program(*arguments), wanted, strict=True):
+                torch.testing.assert_close(output, want.resolve_conj().resolve_neg())
 
 
 def test_weights_and_results_are_kept_with_all_their_digits(model: Waves, bundle: Path) -> None:
     mixing = model.mixing.detach() * 3
-    given = inputs(2)
+    arguments = inputs(2)
     with cgbundle.load(bundle) as program:
         program.update({"mixing": mixing})
-        found = program(*given)[0]
-    torch.testing.assert_close(found, torch.fft.fft(given[0] @ mixing), rtol=1e-12, atol=1e-12)
+        output = program(*arguments)[0]
+    torch.testing.assert_close(output, torch.fft.fft(arguments[0] @ mixing), rtol=1e-12, atol=1e-12)

@@ -58,15 +58,15 @@ def test_what_the_caller_writes_there_changes_nothing_else(model: Large, bundle:
         for batch in (4, 1, 4):
             (x,) = inputs(batch)
             with torch.no_grad():
-                wanted = [each.clone() for each in model(x)]
-            given = x.numpy() if library == "numpy" else x
+                wanted = [output.clone() for output in model(x)]
+            argument = x.numpy() if library == "numpy" else x
             before = x.clone()
             for _ in range(3):
-                made = list(program(given))
-                for place, each in enumerate(made):
-                    torch.testing.assert_close(torch.as_tensor(each), wanted[place], rtol=1e-4, atol=1e-3)
-                    each[...] = -7 - place
-                assert [float(each.flatten()[-1]) for each in made] == [-7.0 - place for place in range(len(made))]
+                answers = list(program(argument))
+                for place, answer in enumerate(answers):
+                    torch.testing.assert_close(torch.as_tensor(answer), wanted[place], rtol=1e-4, atol=1e-3)
+                    answer[...] = -7 - place
+                assert [float(answer.flatten()[-1]) for answer in answers] == [-7.0 - place for place in range(len(answers))]
                 assert torch.equal(x, before)
 
 
@@ -85,10 +85,10 @@ def test_it_lasts_when_the_program_is_gone(model: Large, bundle: Path) -> None:
 def test_the_answers_are_those_of_copies(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (x,) = inputs(4)
     with cgbundle.load(bundle) as program:
-        given = program(x.numpy())
+        answers = program(x.numpy())
     monkeypatch.setattr(outputs, "LARGE", 1 << 62)
     with cgbundle.load(bundle) as program:
         copied = program(x.numpy())
     assert copied[0].flags.owndata
-    for one, other in zip(given, copied, strict=True):
+    for one, other in zip(answers, copied, strict=True):
         numpy.testing.assert_array_equal(one, other)

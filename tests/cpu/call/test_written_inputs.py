@@ -40,8 +40,8 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     def build(name: str) -> Path:
         out = folder / f"{name}.cgb"
         if not out.exists():
-            made, inputs, _ = MODELS[name]
-            cgcompile.build(made(), inputs, sizes=list(SIZES), out=out, target="cpu")
+            model_class, inputs, _ = MODELS[name]
+            cgcompile.build(model_class(), inputs, sizes=list(SIZES), out=out, target="cpu")
         return out
 
     return build
@@ -50,19 +50,19 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 @pytest.fixture(scope="module", params=WHOLE)
 def case(request: pytest.FixtureRequest, build: Callable[[str], Path]) -> Case:
     """A bundle, its model, the model's inputs, and the inputs that it writes to."""
-    made, inputs, written = MODELS[request.param]
-    return build(request.param), made(), inputs, written
+    model_class, inputs, written = MODELS[request.param]
+    return build(request.param), model_class(), inputs, written
 
 
 def close(got: Any, want: Tensor) -> None:
-    found = torch.as_tensor(got)
-    assert found.dtype == want.dtype
+    actual = torch.as_tensor(got)
+    assert actual.dtype == want.dtype
     step = 1e-5 if want.is_floating_point() else 0
-    torch.testing.assert_close(found, want, rtol=step, atol=step)
+    torch.testing.assert_close(actual, want, rtol=step, atol=step)
 
 
-def outputs(made: Any) -> list[Any]:
-    return [getattr(each, "tensor", each) for each in (made if isinstance(made, tuple) else (made,))]
+def outputs(answer: Any) -> list[Any]:
+    return [getattr(output, "tensor", output) for output in (answer if isinstance(answer, tuple) else (answer,))]
 
 
 def spread(tensor: Tensor) -> Tensor:
@@ -90,13 +90,13 @@ def test_inputs_and_outputs_equal_eager(case: Case, kind: str, batch: int, hande
         for seed in range(2):
             fresh = draw(inputs, batch, seed)
             wanted, after = eager(network, fresh)
-            given = [KINDS[kind](tensor) for tensor in fresh]
-            places = [tensor.__array_interface__ if isinstance(tensor, numpy.ndarray) else tensor.data_ptr() for tensor in given]
-            for got, want in zip(outputs(program(*given)), wanted, strict=True):
+            tensors = [KINDS[kind](tensor) for tensor in fresh]
+            places = [tensor.__array_interface__ if isinstance(tensor, numpy.ndarray) else tensor.data_ptr() for tensor in tensors]
+            for got, want in zip(outputs(program(*tensors)), wanted, strict=True):
                 close(got, want)
-            for tensor, want in zip(given, after, strict=True):
+            for tensor, want in zip(tensors, after, strict=True):
                 close(tensor, want)
-            assert places == [t.__array_interface__ if isinstance(t, numpy.ndarray) else t.data_ptr() for t in given]
+            assert places == [t.__array_interface__ if isinstance(t, numpy.ndarray) else t.data_ptr() for t in tensors]
 
 
 def test_the_manifest_and_the_self_test_name_what_is_written(case: Case) -> None:
@@ -112,11 +112,11 @@ def test_the_manifest_and_the_self_test_name_what_is_written(case: Case) -> None
     assert (batch.pad, batch.chunk) == ("no", False) and batch.reason.startswith("forward() writes to its input '")
     stored = load_file(path / file_names.SELF_TEST)
     for size in SIZES:
-        given = tuple([stored[f"{size}/input/{index}"] for index in range(len(manifest.entries[0].inputs))])
-        _, after = eager(network, given)
+        tensors = tuple([stored[f"{size}/input/{index}"] for index in range(len(manifest.entries[0].inputs))])
+        _, after = eager(network, tensors)
         for index in written:
             close(stored[f"{size}/mutated/{index}"], after[index])
-            assert not torch.equal(stored[f"{size}/mutated/{index}"], given[index]), "a self-test without a change proves nothing"
+            assert not torch.equal(stored[f"{size}/mutated/{index}"], tensors[index]), "a self-test without a change proves nothing"
     assert {name for name in stored if "/mutated/" in name} == {f"{size}/mutated/{index}" for size in SIZES for index in written}
 
 
@@ -182,18 +182,18 @@ def test_inspect_and_run_show_what_is_written(decoder: Path, tmp_path: Path) -> 
     assert json.loads(call("inspect", decoder, "--json"))["mutated_inputs"] == ["cache", "place"]
     shown = json.loads(call("run", decoder, "--size", "4", "--json", "--outputs", tmp_path / "made.safetensors"))
     assert [row["name"] for row in shown["written"]] == ["cache", "place"] and len(shown["outputs"]) == 1
-    made, stored = load_file(tmp_path / "made.safetensors"), load_file(decoder / file_names.SELF_TEST)
-    assert made.keys() == {"output", "cache", "place"}
-    close(made["cache"], stored["4/mutated/1"])
-    close(made["place"], stored["4/mutated/2"])
+    tensors, stored = load_file(tmp_path / "made.safetensors"), load_file(decoder / file_names.SELF_TEST)
+    assert tensors.keys() == {"output", "cache", "place"}
+    close(tensors["cache"], stored["4/mutated/1"])
+    close(tensors["place"], stored["4/mutated/2"])
     assert "cache" in call("run", decoder)
 
 
 def test_run_gives_an_input_and_an_output_of_one_name_a_name_each() -> None:
     manifest = edited(signature([], [spec("x", 1)], [spec("x", 1), spec("x.written", 1)]), mutated_inputs=(0,))
-    given, first, second = [from_bytes(bytes(4), "float32", (1,)) for _ in range(3)]
-    named = [("x", first), ("x.written", second), ("x.written.written", given)]
-    assert _named(manifest.entries[0], [given], [first, second]) == named
+    argument, first, second = [from_bytes(bytes(4), "float32", (1,)) for _ in range(3)]
+    named = [("x", first), ("x.written", second), ("x.written.written", argument)]
+    assert _named(manifest.entries[0], [argument], [first, second]) == named
 
 
 # --- what is refused when it is built ------------------------------------------------------------------------------
@@ -233,8 +233,8 @@ def test_an_input_that_the_compiler_writes_wrongly_is_no_bundle(tmp_path: Path) 
     except BuildError as error:
         assert "int_key batch=2" in str(error) and not out.exists()
     else:
-        given = draw(drawn(3, 3), 2, 1)
-        _, after = eager(Swap(), given)
+        arguments = draw(drawn(3, 3), 2, 1)
+        _, after = eager(Swap(), arguments)
         with cgbundle.load(out) as program:
-            program(*given)
-        assert all(torch.equal(got, want) for got, want in zip(given, after, strict=True))
+            program(*arguments)
+        assert all(torch.equal(got, want) for got, want in zip(arguments, after, strict=True))

@@ -27,8 +27,8 @@ JUNK = 77
 class Graph:
     """A graph that runs a call again, and writes to the tensors that its capture gave."""
 
-    def __init__(self, call: Callable[[], Any], made: Sequence[Tensor]) -> None:
-        self.call, self.made = call, made
+    def __init__(self, call: Callable[[], Any], outputs: Sequence[Tensor]) -> None:
+        self.call, self.made = call, outputs
 
     def replay(self) -> None:
         with torch.no_grad():
@@ -40,11 +40,11 @@ class Captured:
     """A module captured for some inputs, which can be replayed with others."""
 
     def __init__(self, module: torch.fx.GraphModule, inputs: Sequence[Any]) -> None:
-        self.static = [each.clone() if isinstance(each, Tensor) else each for each in inputs]
+        self.static = [argument.clone() if isinstance(argument, Tensor) else argument for argument in inputs]
         self.parts: list[str] = []
         self.graphs: list[Graph] = []
         lasting = [*tree_leaves(self.static), *module.buffers()]
-        self.lasting = {each.untyped_storage().data_ptr() for each in lasting if isinstance(each, Tensor)}
+        self.lasting = {leaf.untyped_storage().data_ptr() for leaf in lasting if isinstance(leaf, Tensor)}
         self.steps, self.results = control_flow.capture_blocks(
             module, self.static, lambda part: part, self.warm, self.keep, lambda tensor: False, "int_key (1,)"
         )
@@ -60,9 +60,9 @@ class Captured:
 
     def __call__(self, *inputs: Any) -> list[Any]:
         for graph in self.graphs:  # nothing of an earlier run is left
-            for each in graph.made:
-                if each.untyped_storage().data_ptr() not in self.lasting:
-                    each.fill_(JUNK)
+            for output in graph.made:
+                if output.untyped_storage().data_ptr() not in self.lasting:
+                    output.fill_(JUNK)
         for static, value in zip(self.static, inputs, strict=True):
             if isinstance(static, Tensor):
                 static.copy_(value)
@@ -103,34 +103,34 @@ def test_every_way_is_eagers_whatever_way_the_example_took(name: str, example: i
     make, inputs, kinds = MODELS[name]
     module = copy.deepcopy(exported(name))
     torch.manual_seed(1)
-    model, given = make().eval(), inputs()
-    captured = Captured(module, [given[example % len(given)]])
+    model, examples = make().eval(), inputs()
+    captured = Captured(module, [examples[example % len(examples)]])
     assert sorted(types(captured.steps)) == list(kinds)
     with torch.no_grad():
-        wanted = [model(x) for x in given]
-    assert len({tuple(map(float, [leaf.double().sum() for leaf in tree_leaves(each)])) for each in wanted}) == len(given)
-    for x, want in [*zip(given, wanted, strict=True), *zip(reversed(given), reversed(wanted), strict=True)]:
+        wanted = [model(x) for x in examples]
+    assert len({tuple(map(float, [leaf.double().sum() for leaf in tree_leaves(output)])) for output in wanted}) == len(examples)
+    for x, want in [*zip(examples, wanted, strict=True), *zip(reversed(examples), reversed(wanted), strict=True)]:
         check(captured(x), want)
 
 
-def types(found: steps.Steps) -> list[str]:
-    inner = [step for step in found if isinstance(step, steps.Conditional)]
-    return [step.type for step in inner] + [each for step in inner for body in step.bodies for each in types(body)]
+def types(captured_steps: steps.Steps) -> list[str]:
+    inner = [step for step in captured_steps if isinstance(step, steps.Conditional)]
+    return [step.type for step in inner] + [kind for step in inner for body in step.bodies for kind in types(body)]
 
 
 def test_the_results_hold_what_the_example_gives() -> None:
     for name, (make, inputs, _) in MODELS.items():
         module = exported(name)
         torch.manual_seed(1)
-        model, given = make().eval(), inputs()
-        for x in given:
+        model, examples = make().eval(), inputs()
+        for x in examples:
             with torch.no_grad():
                 check(Captured(copy.deepcopy(module), [x]).results, model(x))
 
 
 def test_a_lookup_that_the_example_must_not_take_is_captured() -> None:
     model, x = Guarded().eval(), torch.randn(2, 8)
-    inputs = [torch.tensor(each) for each in ([9, 12], [0, 3], [1, 0], [3, 900])]
+    inputs = [torch.tensor(indices) for indices in ([9, 12], [0, 3], [1, 0], [3, 900])]
     captured = Captured(module_of(model, [inputs[0], x]), [inputs[0], x])
     assert torch.equal(captured.static[0], inputs[0])
     for ids in inputs:

@@ -78,17 +78,17 @@ def test_what_is_no_tensor_of_the_gpu_is_refused(monkeypatch: pytest.MonkeyPatch
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, begun: bool) -> list[Callable[[], str]]:
     """A CUPTI that is not there; the functions that its logs were given."""
-    given: list[Callable[[], str]] = []
+    callbacks: list[Callable[[], str]] = []
 
     def log(line: Callable[[], str]) -> Any:
-        given.append(line)
+        callbacks.append(line)
         return SimpleNamespace(close=lambda: None)
 
     module = ModuleType("cgcompile.capture.worker.cupti")
     module.ImageLog = log  # type: ignore[attr-defined]
     monkeypatch.setitem(__import__("sys").modules, "cgcompile.capture.worker.cupti", module)
     monkeypatch.setattr(observe, "_has_begun", lambda: begun)
-    return given
+    return callbacks
 
 
 def test_a_process_is_observed_once_and_before_cuda_starts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,10 +96,10 @@ def test_a_process_is_observed_once_and_before_cuda_starts(monkeypatch: pytest.M
     try:
         with raises("observe-late", match="this process uses CUDA already"):
             observe.observe()
-        given = stand_in(monkeypatch, begun=False)
+        callbacks = stand_in(monkeypatch, begun=False)
         observe.observe()
         observe.observe()
-        assert given == [observe.line] and observe.observed() is observe.image_log()
+        assert callbacks == [observe.line] and observe.observed() is observe.image_log()
     finally:
         observe.image_log.cache_clear()
 
@@ -121,8 +121,8 @@ def test_blocks_of_torchs_are_what_nobody_named() -> None:
         ],
     }]  # fmt: skip
     span = Range(kind="inputs", start=(1 << 30) + 100, size=100)
-    found = [(piece.start - (1 << 30), piece.size) for piece in memory._others(segments, [span])]
-    assert found == [(0, 100), (200, 800), (1536, 512)], "what is behind the bytes that were asked for is nobody's"
+    blocks = [(piece.start - (1 << 30), piece.size) for piece in memory._others(segments, [span])]
+    assert blocks == [(0, 100), (200, 800), (1536, 512)], "what is behind the bytes that were asked for is nobody's"
 
 
 def test_tensors_lie_in_spans_and_outputs_in_the_pools_of_the_captures(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,8 +157,8 @@ def test_words_that_are_addresses_are_found(monkeypatch: pytest.MonkeyPatch) -> 
         Range(kind="inputs", start=words.data_ptr(), size=160), Range(kind="torch", start=buffer.data_ptr(), size=256),
     ]  # fmt: skip
     addresses = AddressMap(pieces, [(piece.start, piece.size) for piece in pieces], lambda address: None)
-    found = memory.found_pointers(addresses, [0], [])
-    assert [(each.word.at, each.word.readings[0].range, each.word.readings[0].offset) for each in found] == [(8, 1, 4), (96, 0, 0)]
+    pointers = memory.found_pointers(addresses, [0], [])
+    assert [(ptr.word.at, ptr.word.readings[0].range, ptr.word.readings[0].offset) for ptr in pointers] == [(8, 1, 4), (96, 0, 0)]
     assert memory._words_between(words.data_ptr() + 4, 150, words.data_ptr(), words.data_ptr() + 1) == [(92, words.data_ptr())]
 
 

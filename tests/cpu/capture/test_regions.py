@@ -81,8 +81,8 @@ def inputs(batch):
 class Graph:
     """A graph that runs a call again and writes to the tensors that its capture gave."""
 
-    def __init__(self, call: Callable[[], Any], made: tuple[torch.Tensor, ...]) -> None:
-        self.call, self.made = call, made
+    def __init__(self, call: Callable[[], Any], outputs: tuple[torch.Tensor, ...]) -> None:
+        self.call, self.made = call, outputs
 
     def pool(self) -> tuple[int, int]:
         return (0, 1)
@@ -107,11 +107,11 @@ def pools(monkeypatch: pytest.MonkeyPatch) -> list[object]:
         asked.append(pool)
         lasting = [*buffer.values(), *state.values()]
         before = [tensor.clone() for tensor in lasting]
-        made = tuple(call())
+        outputs = tuple(call())
         for tensor, value in zip(lasting, before, strict=True):  # a capture runs nothing
             tensor.copy_(value)
-        held.update({tensor.data_ptr(): tensor for tensor in made})
-        return Graph(call, made), made
+        held.update({tensor.data_ptr(): tensor for tensor in outputs})
+        return Graph(call, outputs), outputs
 
     def tensor_of(loaded: regions.LoadedProgram, row: Weight) -> torch.Tensor:
         return state.setdefault(row.name, weight_tensors(loaded.split[KEYS[0]])[row.name])
@@ -175,13 +175,13 @@ def test_a_replay_with_other_inputs_gives_what_the_model_gives(key: tuple[int, .
     fresh = loaded.calls[key][1][0]
     for static, value in zip(opened.static, fresh, strict=True):
         static.copy_(value)
-    made = regions.replay_regions(opened, captured)
+    outputs = regions.replay_regions(opened, captured)
     with torch.no_grad():
         wanted = loaded.modules[key](*fresh)
     eager = regions.eager_regions(opened, fresh)
-    for got, want, own in zip(made, wanted, eager, strict=True):
+    for got, want, eager_output in zip(outputs, wanted, eager, strict=True):
         torch.testing.assert_close(got, want)
-        torch.testing.assert_close(own, want)
+        torch.testing.assert_close(eager_output, want)
 
 
 @pytest.mark.parametrize("key", KEYS)
@@ -221,10 +221,10 @@ def test_replays_carry_state_and_change_inputs_as_the_model_does(key: tuple[int,
         fresh = [tensor.clone() for tensor in loaded.calls[key][1][0]]
         for static, value in zip(opened.static, fresh, strict=True):
             static.copy_(value)
-        made = regions.replay_regions(opened, captured)
+        outputs = regions.replay_regions(opened, captured)
         with torch.no_grad():
             wanted = network(*fresh)
-        for got, want in zip([*made, *opened.static], [*wanted, *fresh], strict=True):
+        for got, want in zip([*outputs, *opened.static], [*wanted, *fresh], strict=True):
             torch.testing.assert_close(got, want)
         for name, value in network.named_buffers():
             torch.testing.assert_close(state()[name], value)

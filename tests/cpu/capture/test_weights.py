@@ -31,7 +31,7 @@ TENSORS["model.tied"] = TENSORS["model.a"]
 def stored(path: Path) -> tuple[tuple[module.Weight, ...], dict[str, torch.Tensor]]:
     layout = lay_out(shapes_of(TENSORS), ("model.state", "model.zeros", "model.minus"), ("model.on_host",))
     written = write_weights(path, TENSORS, layout.rows)
-    rows = tuple([replace(row, zeros=each.zeros) for row, each in zip(layout.rows, written, strict=True)])
+    rows = tuple([replace(row, zeros=weight.zeros) for row, weight in zip(layout.rows, written, strict=True)])
     return rows, {
         "weights": torch.ones(layout.weights_end, dtype=torch.uint8),
         "state": torch.ones(layout.state_end, dtype=torch.uint8),

@@ -30,16 +30,16 @@ KEY = (4,)
 @pytest.fixture(params=sorted(MODELS))
 def case(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
     """A loaded program with an example and a fresh call, and the model."""
-    made, inputs, written = MODELS[request.param]
+    model_class, inputs, written = MODELS[request.param]
     stream = SimpleNamespace(wait_stream=lambda other: None)
     for name, value in (
-        ("Stream", lambda: stream), ("current_stream", lambda: stream), ("stream", lambda given: nullcontext()),
+        ("Stream", lambda: stream), ("current_stream", lambda: stream), ("stream", lambda cuda_stream: nullcontext()),
         ("synchronize", lambda: None), ("get_rng_state", lambda: torch.zeros(1)),
     ):  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, value)
     for module in (recorder, record):
         monkeypatch.setattr(module, "place_inputs", lambda tensors, buffer: [tensor.clone() for tensor in tensors])
-    network = made()
+    network = model_class()
     program = export(load_source(network, inputs), {"batch": (1, 4)}).programs.first
     asked = Request(
         role="record", programs={KEY: tmp_path}, calls=tmp_path, result=tmp_path, keys=(KEY,), level="eager", specialize="size",
@@ -86,8 +86,8 @@ def examined(loaded: Any, monkeypatch: pytest.MonkeyPatch, spoil: Callable[[list
 
     def replay() -> None:
         with torch.no_grad():
-            made = loaded.modules[KEY](*static)
-        item.kept = tuple(made)
+            outputs = loaded.modules[KEY](*static)
+        item.kept = tuple(outputs)
         spoil(static)
 
     item.steps = (Graph(replay),)
@@ -97,13 +97,13 @@ def examined(loaded: Any, monkeypatch: pytest.MonkeyPatch, spoil: Callable[[list
 
 def test_the_self_test_holds_what_the_replay_leaves_in_the_inputs(case: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     loaded, network = case
-    found = examined(loaded, monkeypatch)
+    self_test = examined(loaded, monkeypatch)
     fresh = loaded.calls[KEY][1][0]
     outputs, after = eager(network, fresh)
-    assert all(difference.error == 0 for difference in found.differences) and found.written == tuple(
+    assert all(difference.error == 0 for difference in self_test.differences) and self_test.written == tuple(
         [row_major(after[index]) for index in loaded.request.written[KEY]]
     )
-    assert found.outputs == tuple([row_major(output) for output in outputs])
+    assert self_test.outputs == tuple([row_major(output) for output in outputs])
 
 
 def test_a_replay_that_leaves_something_else_there_is_an_error(case: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,7 +77,7 @@ def exported(function: Callable[..., Any] | nn.Module, inputs: Callable[..., Any
     return export(load_source(model, inputs), {"batch": (1, 8)})
 
 
-def told(findings: tuple[Finding, ...]) -> list[str]:
+def labels(findings: tuple[Finding, ...]) -> list[str]:
     return [f"{finding.severity} {finding.rule}" for finding in findings]
 
 
@@ -157,8 +157,8 @@ def loop(m: Model, x: torch.Tensor) -> torch.Tensor:
 def observe(m: Model, x: torch.Tensor) -> torch.Tensor:
     switch, scale, zero = torch.ones(1, dtype=torch.long), torch.ones(1), torch.zeros(1, dtype=torch.int)
     low, high = torch.zeros(1), torch.ones(1)
-    made = aten._fused_moving_avg_obs_fq_helper_functional.default(x, switch, switch, low, high, scale, zero, 0.01, 0, 255, -1)
-    return made[0]
+    outputs = aten._fused_moving_avg_obs_fq_helper_functional.default(x, switch, switch, low, high, scale, zero, 0.01, 0, 255, -1)
+    return outputs[0]
 
 
 def checkpointed(m: Model, x: torch.Tensor) -> torch.Tensor:
@@ -258,29 +258,29 @@ PASSED: list[tuple[str, Callable[..., Any] | nn.Module]] = [
 
 @pytest.mark.parametrize(("expected", "node", "function"), CASES, ids=[f"{case[0]} {case[1]}" for case in CASES])
 def test_every_rule_is_hit(expected: str, node: str, function: Callable[..., Any]) -> None:
-    made = exported(function)
-    checked = check(made)
+    exported_model = exported(function)
+    checked = check(exported_model)
     findings = checked.findings
-    (found, *_) = [finding for finding in findings if told((finding,)) == [expected]] or [None]
-    assert found is not None, told(findings)
-    assert found.node.rstrip("0123456789").rstrip("_") == node.rstrip("_") or found.node == node
-    assert all((found.message, found.effect, found.fix)) and "\n" not in found.message + found.effect + found.fix
+    (hit, *_) = [finding for finding in findings if labels((finding,)) == [expected]] or [None]
+    assert hit is not None, labels(findings)
+    assert hit.node.rstrip("0123456789").rstrip("_") == node.rstrip("_") or hit.node == node
+    assert all((hit.message, hit.effect, hit.fix)) and "\n" not in hit.message + hit.effect + hit.fix
     if not isinstance(function, nn.Module) and node != "b_model_table":
-        file, _, line = found.where.rpartition(":")
+        file, _, line = hit.where.rpartition(":")
         assert (
             file == "tests/cpu/checks/test_checks.py"
-            and found.source == source_line(int(line)) != "return self.function(self, *values)"
+            and hit.source == source_line(int(line)) != "return self.function(self, *values)"
         )
-    if found.severity == "host":
-        assert placed(checked)[found.node] == found.rule
+    if hit.severity == "host":
+        assert placed(checked)[hit.node] == hit.rule
 
 
 @pytest.mark.parametrize("function", [case[1] for case in PASSED], ids=[case[0] for case in PASSED])
 def test_what_a_graph_can_hold_is_passed(function: Callable[..., Any]) -> None:
-    made = exported(function)
-    checked = check(made)
+    exported_model = exported(function)
+    checked = check(exported_model)
     findings = checked.findings
-    assert told(findings) == [] and placed(checked) == {}
+    assert labels(findings) == [] and placed(checked) == {}
 
 
 @torch.library.custom_op("cgchecks::of_numpy", mutates_args=())
@@ -293,24 +293,24 @@ of_numpy.register_fake(lambda x: torch.empty_like(x))
 
 
 def test_an_operator_that_needs_python_is_refused_where_the_host_runs_it() -> None:
-    made = exported(lambda self, x: plain(of_numpy(x)))
-    assert not [finding for finding in check(made).findings if finding.severity == "refuse"], "a capture records what it launches"
-    for checked in (check(made, "cpu"), check(made, fallback_ops=["cgchecks::of_numpy", "cgchecks::plain"])):
-        (found,) = [finding for finding in checked.findings if finding.severity == "refuse"]
-        assert found.rule == "operator-without-code" and found.message.startswith(
+    traced = exported(lambda self, x: plain(of_numpy(x)))
+    assert not [finding for finding in check(traced).findings if finding.severity == "refuse"], "a capture records what it launches"
+    for checked in (check(traced, "cpu"), check(traced, fallback_ops=["cgchecks::of_numpy", "cgchecks::plain"])):
+        (refusal,) = [finding for finding in checked.findings if finding.severity == "refuse"]
+        assert refusal.rule == "operator-without-code" and refusal.message.startswith(
             "cgchecks.of_numpy runs on the host without Python"
         )
-        assert found.where.startswith("tests/cpu/checks/test_checks.py:")
+        assert refusal.where.startswith("tests/cpu/checks/test_checks.py:")
 
 
 def test_every_rule_has_a_case_or_a_test_of_its_own() -> None:
-    own = {
+    rule_names = {
         "sparse-output", "deterministic-scatter", "fallback-op", "overlapping-input", "non-tensor-input", "too-many-keys",
         "small-region", "data-dependent-follower", "assert-scalar", "mismatched-integers", "near-ties",
         "operator-without-code", "operator-without-kernel", "unknown-collective", "widened-bound", "earlier-calls",
         "moved-to-gpu", "wrapped-module", "tensor-assertion", "quantized-weights",
     }  # fmt: skip
-    assert {case[0].split()[1] for case in CASES} | own == {
+    assert {case[0].split()[1] for case in CASES} | rule_names == {
         explanation.name for explanation in explanations() if explanation.kind == "finding"
     }
     assert {name(rule) for rule in RULES} <= {explanation.name for explanation in explanations()}, "what --allow and explain know"
@@ -326,18 +326,18 @@ def test_every_rule_explains_itself(rule: Callable[..., Any]) -> None:
 
 
 def test_a_bound_that_eager_pytorch_widens_is_told() -> None:
-    (found,) = cgcompile.check(Model(lambda m, x: (x * 1e4).sin()), rows, sizes=[2, 4], target="cpu").findings
-    assert (found.rule, found.severity) == ("widened-bound", "note") and found.message.endswith(" instead of 1.0e-04")
+    (finding,) = cgcompile.check(Model(lambda m, x: (x * 1e4).sin()), rows, sizes=[2, 4], target="cpu").findings
+    assert (finding.rule, finding.severity) == ("widened-bound", "note") and finding.message.endswith(" instead of 1.0e-04")
 
 
 def test_operators_that_the_user_keeps_on_the_host() -> None:
-    made = exported(lambda m, x: plain(x.topk(2).values))
+    exported_model = exported(lambda m, x: plain(x.topk(2).values))
     for spelled in ("aten.topk", "aten::topk", "aten.topk.default"):
-        checked = check(made, fallback_ops=[spelled])
+        checked = check(exported_model, fallback_ops=[spelled])
         findings = checked.findings
-        assert told(findings) == ["host fallback-op", "note custom-operator"] and findings[0].node == "topk"
+        assert labels(findings) == ["host fallback-op", "note custom-operator"] and findings[0].node == "topk"
         assert placed(checked) == {"topk": "fallback-op"}
-    assert told(check(made, fallback_ops=["cgchecks::plain"]).findings)[0] == "host fallback-op"
+    assert labels(check(exported_model, fallback_ops=["cgchecks::plain"]).findings)[0] == "host fallback-op"
 
 
 def test_an_operator_that_is_not_called_is_no_fallback_op() -> None:
@@ -361,8 +361,8 @@ def test_scatters_under_deterministic_algorithms() -> None:
         lambda m, x: torch.zeros_like(x).scatter_add_(1, x.long(), x),
         lambda m, x: torch.zeros_like(x).index_put_((x[:, 0].long(),), x),
     ):
-        assert told(check(exported(function)).findings) == ["host deterministic-scatter"]
-    assert told(check(exported(lambda m, x: x + 1)).findings) == []
+        assert labels(check(exported(function)).findings) == ["host deterministic-scatter"]
+    assert labels(check(exported(lambda m, x: x + 1)).findings) == []
 
 
 def test_inputs_that_share_memory_or_are_numbers() -> None:
@@ -371,20 +371,20 @@ def test_inputs_that_share_memory_or_are_numbers() -> None:
         return both[:, :4], both[:, 4:]
 
     findings = check(exported(lambda m, x, y: x + y, pair)).findings
-    assert told(findings) == ["note overlapping-input"] and "'values_0' and 'values_1' share memory" in findings[0].message
+    assert labels(findings) == ["note overlapping-input"] and "'values_0' and 'values_1' share memory" in findings[0].message
     findings = check(exported(lambda m, x: x + 1, lambda batch: torch.rand(1, 4).expand(batch, 4))).findings
-    assert told(findings) == ["note overlapping-input"] and "is expanded" in findings[0].message
+    assert labels(findings) == ["note overlapping-input"] and "is expanded" in findings[0].message
     findings = check(exported(lambda m, x, n: x * n, lambda batch: (torch.rand(batch, 4), 3))).findings
-    assert told(findings) == ["note non-tensor-input"] and "fixed to 3" in findings[0].message
+    assert labels(findings) == ["note non-tensor-input"] and "fixed to 3" in findings[0].message
 
 
 def test_assertions_that_export_added_are_part_of_what_they_are_about() -> None:
-    made = exported(lambda m, x: torch.arange(x.sum().long().item()).sum() + x)
-    assert told(check(made).findings) == ["host host-scalar"]
-    (node,) = [node for node in made.programs.first.graph.nodes if node.target is aten._assert_scalar.default]
+    exported_model = exported(lambda m, x: torch.arange(x.sum().long().item()).sum() + x)
+    assert labels(check(exported_model).findings) == ["host host-scalar"]
+    (node,) = [node for node in exported_model.programs.first.graph.nodes if node.target is aten._assert_scalar.default]
     node.meta["stack_trace"] = 'File "/home/user/model.py", line 7, in forward\n    assert small'
-    findings = check(made).findings
-    assert told(findings) == ["host host-scalar", "note assert-scalar"]
+    findings = check(exported_model).findings
+    assert labels(findings) == ["host host-scalar", "note assert-scalar"]
     assert (findings[1].where, findings[1].source) == ("/home/user/model.py:7", "assert small")
 
 
@@ -398,28 +398,28 @@ def test_many_keys() -> None:
 
 
 def test_what_takes_a_value_that_depends_on_data_follows_until_sizes_are_known() -> None:
-    made = exported(lambda m, x: m.linear(x) + x[x > 0.5].sin().cos().sum().exp())
-    checked = check(made)
+    exported_model = exported(lambda m, x: m.linear(x) + x[x > 0.5].sin().cos().sum().exp())
+    checked = check(exported_model)
     findings = checked.findings
     (shape,) = [finding for finding in findings if finding.severity == "host"]
     assert shape.effect == "this operation and the 3 after it run on the host between two graphs"
-    found = placed(checked)
-    assert {each: found[each] for each in ("index", "sin", "cos", "sum_1")} == {
+    placements = placed(checked)
+    assert {node: placements[node] for node in ("index", "sin", "cos", "sum_1")} == {
         "index": "data-dependent-shape", **dict.fromkeys(("sin", "cos", "sum_1"), "data-dependent-follower")
     }  # fmt: skip
-    assert {"linear", "gt", "exp", "add"} & found.keys() == set()
+    assert {"linear", "gt", "exp", "add"} & placements.keys() == set()
 
 
 def test_what_only_the_host_uses_is_made_there() -> None:
-    made = exported(lambda m, x: (x.cpu() + torch.ones(4, device="cpu") * m.table[0]).cuda() + torch.zeros(4))
-    found = placed(check(made))
-    assert {"ones", "to_host", "mul", "add", "select"} <= found.keys()
-    assert {"to_device", "zeros", "add_1"} & found.keys() == set()
+    exported_model = exported(lambda m, x: (x.cpu() + torch.ones(4, device="cpu") * m.table[0]).cuda() + torch.zeros(4))
+    placements = placed(check(exported_model))
+    assert {"ones", "to_host", "mul", "add", "select"} <= placements.keys()
+    assert {"to_device", "zeros", "add_1"} & placements.keys() == set()
 
 
 def test_obstacles_inside_control_flow_place_the_whole_operator() -> None:
-    made = exported(lambda m, x: torch.cond(x.sum() > 0, lambda x: unsafe(x), lambda x: x - 1, (x,)))
-    checked = check(made)
+    exported_model = exported(lambda m, x: torch.cond(x.sum() > 0, lambda x: unsafe(x), lambda x: x - 1, (x,)))
+    checked = check(exported_model)
     findings = checked.findings
     assert {finding.node for finding in findings if finding.severity == "host"} == {"cond"}
     assert placed(checked).keys() == {"cond"}
@@ -430,8 +430,8 @@ def test_branches_and_loops_become_conditional_nodes() -> None:
         return loop(m, torch.cond(x.sum() > 0, lambda x: x + 1, lambda x: x - 1, (x,)))
 
     checked = check(exported(both), conditionals=True)
-    found = [(finding.severity, finding.message) for finding in checked.findings if finding.rule == "control-flow"]
-    assert found == [("note", "cond decides on the GPU what runs"), ("note", "while_loop decides on the GPU what runs")]
+    notes = [(finding.severity, finding.message) for finding in checked.findings if finding.rule == "control-flow"]
+    assert notes == [("note", "cond decides on the GPU what runs"), ("note", "while_loop decides on the GPU what runs")]
     assert not placed(checked)
 
 
@@ -445,9 +445,9 @@ def test_branches_and_loops_become_conditional_nodes() -> None:
 )
 def test_a_branch_of_the_hosts_takes_all_there(inside: Any, reason: str) -> None:
     checked = check(exported(lambda m, x: torch.cond(x.sum() > 0, inside, lambda x: x - 1, (x,))), conditionals=True)
-    (found,) = [finding for finding in checked.findings if finding.rule == "control-flow"]
-    assert found.severity == "host"
-    assert re.fullmatch(f"cond decides on the CPU what runs, and both branches run there, since {reason}", found.message)
+    (control_flow,) = [finding for finding in checked.findings if finding.rule == "control-flow"]
+    assert control_flow.severity == "host"
+    assert re.fullmatch(f"cond decides on the CPU what runs, and both branches run there, since {reason}", control_flow.message)
     assert "cond" in placed(checked)
 
 
@@ -457,11 +457,11 @@ def test_a_loop_with_something_of_the_hosts_turns_there() -> None:
         return torch.while_loop(lambda i, x: i < 3, lambda i, x: (i + 1, x + x[x > 0].sum()), (start, x.sin()))[1]
 
     checked = check(exported(counted), conditionals=True)
-    (found,) = [finding for finding in checked.findings if finding.rule == "control-flow"]
-    assert found.severity == "host" and found.message.startswith(
+    (control_flow,) = [finding for finding in checked.findings if finding.rule == "control-flow"]
+    assert control_flow.severity == "host" and control_flow.message.startswith(
         "while_loop decides on the CPU what runs, and every turn runs there"
     )
-    assert re.search(r"since a value inside it depends on data \(index, \S+test_checks.py:\d+\)$", found.message)
+    assert re.search(r"since a value inside it depends on data \(index, \S+test_checks.py:\d+\)$", control_flow.message)
 
 
 def test_writes_to_a_buffer_of_two_names_are_refused() -> None:
@@ -470,18 +470,18 @@ def test_writes_to_a_buffer_of_two_names_are_refused() -> None:
 
 
 def test_buffers_that_one_line_writes_to_are_one_note() -> None:
-    found = [finding.message for finding in check(exported(Averages())).findings]
-    assert found == [
+    messages = [finding.message for finding in check(exported(Averages())).findings]
+    assert messages == [
         "forward() writes to the buffer 'calls'",
         "forward() writes to 6 buffers: 'mean0', 'mean1', 'mean2' and 3 more",
     ]
 
 
 def test_nothing_is_placed_for_the_cpu() -> None:
-    made = exported(lambda m, x: (x.cpu() * 2).cuda() + x[x > 0.5].sum() + x.cpu())
-    assert told(check(made, "cpu").findings) == []
+    exported_model = exported(lambda m, x: (x.cpu() * 2).cuda() + x[x > 0.5].sum() + x.cpu())
+    assert labels(check(exported_model, "cpu").findings) == []
     writing = exported(lambda m, x: x.add_(1) * x.max().item())
-    assert told(check(writing, "cpu").findings) == ["note mutated-input"]
+    assert labels(check(writing, "cpu").findings) == ["note mutated-input"]
 
 
 def test_strict_refuses_what_is_on_the_host() -> None:
@@ -541,9 +541,9 @@ class Turning(nn.Module):
 
 def test_a_report_says_what_becomes_of_a_loop_with_the_host_inside() -> None:
     report = cgcompile.check(Turning().eval(), rows, sizes=[1, 8], target="cuda")
-    (found,) = [finding for finding in report.findings if finding.rule == "control-flow"]
-    assert "and every turn runs there, since a value inside it depends on data (index, " in found.message
-    assert found.effect == "this operation and the 1 before it run on the host between two graphs"
+    (control_flow,) = [finding for finding in report.findings if finding.rule == "control-flow"]
+    assert "and every turn runs there, since a value inside it depends on data (index, " in control_flow.message
+    assert control_flow.effect == "this operation and the 1 before it run on the host between two graphs"
     assert [(region.kind, region.reason) for region in report.regions] == [("graph", ""), ("host", "control-flow"), ("graph", "")]
     assert dict(report.regions[1].operations)["while_loop"] == 1
 
@@ -604,18 +604,18 @@ def test_strict_and_host_ops_in_a_report() -> None:
 )
 def test_what_stops_the_export_is_a_finding(function: Callable[..., Any], rule: str) -> None:
     report = cgcompile.check(Model(function), rows, target="cuda")
-    assert told(report.findings) == [f"refuse {rule}"]
+    assert labels(report.findings) == [f"refuse {rule}"]
     assert report.findings[0].where.startswith("tests/cpu/checks/test_checks.py:") and report.findings[0].source
     assert "was not checked" in report.findings[0].effect and report.unpartitioned
 
 
 def test_what_stops_only_a_dynamic_export_is_found_in_the_programs_of_the_sizes() -> None:
     report = cgcompile.check(Model(lambda m, x: x.to_sparse().to_dense()), rows, target="cuda")
-    (found,) = report.findings
-    assert (found.severity, found.rule) == ("refuse", "sparse-output")
-    assert found.where.startswith("tests/cpu/checks/test_checks.py:") and "to_sparse" in found.source
-    assert found.message == "to_sparse gives a tensor of the layout torch.sparse_coo"
-    assert "was not checked" not in found.effect
+    (refusal,) = report.findings
+    assert (refusal.severity, refusal.rule) == ("refuse", "sparse-output")
+    assert refusal.where.startswith("tests/cpu/checks/test_checks.py:") and "to_sparse" in refusal.source
+    assert refusal.message == "to_sparse gives a tensor of the layout torch.sparse_coo"
+    assert "was not checked" not in refusal.effect
     assert "to_sparse" in report.per_size
 
 

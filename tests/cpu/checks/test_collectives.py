@@ -24,7 +24,7 @@ def group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     dist.destroy_process_group()
 
 
-def found(forward: Callable[..., Any], target: str = "cuda") -> list[Finding]:
+def unknown_collectives(forward: Callable[..., Any], target: str = "cuda") -> list[Finding]:
     return [finding for finding in check(exported(forward), target).findings if finding.rule == "unknown-collective"]
 
 
@@ -33,8 +33,8 @@ def test_collectives_over_all_ranks_are_fine(group: Any) -> None:
         gathered = collectives.all_gather_tensor(collectives.all_reduce(x, "sum", group), 0, group)
         return collectives.broadcast(gathered, 0, group) + 1
 
-    assert found(forward) == []
-    (on_cpu, *_) = found(forward, "cpu")
+    assert unknown_collectives(forward) == []
+    (on_cpu, *_) = unknown_collectives(forward, "cpu")
     assert on_cpu.message == "all_reduce: the ranks of a model are GPUs"
 
 
@@ -49,6 +49,6 @@ def test_others_are_refused_with_the_line(group: Any) -> None:
         ),
     }
     for message, forward in cases.items():
-        (one,) = found(forward)
+        (one,) = unknown_collectives(forward)
         assert one.severity == "refuse" and one.message == message
         assert one.where.startswith("tests/cpu/checks/test_collectives.py:")

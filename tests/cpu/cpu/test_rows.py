@@ -30,9 +30,9 @@ Change = Callable[[Manifest], Manifest]
 def altered(golden: str, folder: Path, change: Change) -> Path:
     """A copy of a golden with another manifest."""
     skip_older_torch()
-    made = Path(shutil.copytree(GOLDEN / f"{golden}.cgb", folder / "altered.cgb"))
-    attach(made, change(archive.read_manifest(str(made))))
-    return made
+    bundle = Path(shutil.copytree(GOLDEN / f"{golden}.cgb", folder / "altered.cgb"))
+    attach(bundle, change(archive.read_manifest(str(bundle))))
+    return bundle
 
 
 def attach(folder: Path, manifest: Manifest) -> None:
@@ -47,19 +47,19 @@ def attach(folder: Path, manifest: Manifest) -> None:
 def put_values(index: int, **changes: Callable[[Any], Any]) -> Change:
     """Changes fields of value `index` of every program."""
 
-    def change(made: Manifest) -> Manifest:
+    def change(manifest: Manifest) -> Manifest:
         programs = []
-        for program in made.entries[0].programs:
+        for program in manifest.entries[0].programs:
             values = list(program.values)
             values[index] = replace(values[index], **{name: to(getattr(values[index], name)) for name, to in changes.items()})
             programs.append(replace(program, values=tuple(values)))
-        return edited(made, programs=tuple(programs))
+        return edited(manifest, programs=tuple(programs))
 
     return change
 
 
 def bind(*constants: tuple[str, int]) -> Change:
-    return lambda made: replace(made, regions=(replace(made.regions[0], constants=constants),))
+    return lambda manifest: replace(manifest, regions=(replace(manifest.regions[0], constants=constants),))
 
 
 FIRST, BIAS, LAST, END = ("model_0_weight", 1), ("model_0_bias", 0), ("model_2_weight", 3), ("model_2_bias", 2)
@@ -86,10 +86,10 @@ def test_a_weight_of_another_dtype_or_larger_than_the_code_reads(tmp_path: Path,
     """The file and the manifest agree with each other."""
     size = 4 * shape[0] * shape[1]
 
-    def change(made: Manifest) -> Manifest:
-        weight = replace(made.weights[1], shape=shape, strides=(shape[1], 1), dtype=dtype)
-        weights = (made.weights[0], weight, *made.weights[2:])
-        return replace(made, weights=weights, memories=(("weights", 2704 - 2048 + size),))
+    def change(manifest: Manifest) -> Manifest:
+        weight = replace(manifest.weights[1], shape=shape, strides=(shape[1], 1), dtype=dtype)
+        weights = (manifest.weights[0], weight, *manifest.weights[2:])
+        return replace(manifest, weights=weights, memories=(("weights", 2704 - 2048 + size),))
 
     folder = altered("v1/cpu_mlp", tmp_path, change)
     stored = {
@@ -117,10 +117,10 @@ def test_outputs_that_the_code_lays_out_otherwise(tmp_path: Path, strides: tuple
 def test_strides_that_do_not_count(tmp_path: Path) -> None:
     """Those of an axis of one element."""
 
-    def change(made: Manifest) -> Manifest:
-        program = made.entries[0].programs[0]
+    def change(manifest: Manifest) -> Manifest:
+        program = manifest.entries[0].programs[0]
         values = (program.values[0], replace(program.values[1], strides=(77, 1)))
-        return edited(made, programs=(replace(program, values=values), made.entries[0].programs[1]))
+        return edited(manifest, programs=(replace(program, values=values), manifest.entries[0].programs[1]))
 
     with cgbundle.load(altered("v1/cpu_mlp", tmp_path, change)) as program:
         assert [program(empty("float32", (1, 16))).shape for _ in range(2)] == [(1, 4), (1, 4)]
@@ -137,9 +137,9 @@ def test_goldens_pass_their_self_tests(golden: str) -> None:
 def test_a_built_bundle_says_what_it_was_built_for(bundle: Path, tmp_path: Path) -> None:
     """Its self-test is made to fit the other shape, too: the rows behind the shared object are what is left."""
     folder = Path(shutil.copytree(bundle, tmp_path / "other.cgb"))
-    made = archive.read_manifest(str(folder))
-    other = put_values(0, shape=lambda shape: (shape[0], 5), strides=lambda _: (5, 1))(made)
-    other = edited(other, inputs=(replace(made.entries[0].inputs[0], shape=("batch", 5)),))
+    manifest = archive.read_manifest(str(folder))
+    other = put_values(0, shape=lambda shape: (shape[0], 5), strides=lambda _: (5, 1))(manifest)
+    other = edited(other, inputs=(replace(manifest.entries[0].inputs[0], shape=("batch", 5)),))
     self_test_file = safetensors.Mapped(str(folder / file_names.SELF_TEST), file_names.SELF_TEST)
     stored = {}
     for name, entry in self_test_file.entries.items():

@@ -55,13 +55,13 @@ def test_a_program_gives_the_same_on_any_number(bundle: Path) -> None:
     x = torch.randn(4, 6)
     with cgbundle.load(bundle) as plain, cgbundle.load(bundle, threads=1) as one, cgbundle.load(bundle, threads=3) as three:
         session = three.session()
-        assert all(torch.allclose(each(x)[0], plain(x)[0]) for each in (one, three, session))
+        assert all(torch.allclose(program(x)[0], plain(x)[0]) for program in (one, three, session))
 
 
 def test_a_quota_holds_where_no_number_is_given(library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(libtorch, "threads_of_quota", lambda: 1)
-    limited, told = libtorch.load("2.11"), libtorch.load("2.11", threads=3)
-    assert (limited.threaded(torch.get_num_threads)(), told.threaded(torch.get_num_threads)()) == (1, 3)
+    limited, configured = libtorch.load("2.11"), libtorch.load("2.11", threads=3)
+    assert (limited.threaded(torch.get_num_threads)(), configured.threaded(torch.get_num_threads)()) == (1, 3)
 
 
 @pytest.mark.parametrize("number", [0, -1, 1.0, True, "2", 1025])

@@ -91,8 +91,8 @@ def test_what_graphs_change_is_noted_and_put_back(plans: list[dict[str, Any]]) -
         run({"small": Graph(engine.small), (8, "rows"): Graph(engine.rows)}, engine)  # the fresh process does nothing here
     assert {name: bytes(engine.view(name).numpy()) for name in engine.memory} == before
     (plan,) = plans
-    (given, (((name, at, size), digest),)), (_, (other,)) = plan["graphs"]
-    assert not given and (name, at, size) == ("result", 0, 4 * ROW) and other[0][0] == "out"
+    (inputs, (((name, at, size), digest),)), (_, (other,)) = plan["graphs"]
+    assert not inputs and (name, at, size) == ("result", 0, 4 * ROW) and other[0][0] == "out"
     assert digest == hashlib.sha256(bytes([byte ^ 1 for byte in before["x"][: 4 * ROW]])).hexdigest()
     assert plan["contents"] == [], "what a graph writes whole may begin as anything"
 
@@ -124,7 +124,7 @@ def test_inputs_that_a_graph_needs_are_noted_before_it(plans: list[dict[str, Any
     with pytest.raises(BuildError, match="tensor 'out' holds other bits than the engine's own graphs leave in it"):
         run({"small": Graph(count), (8, "rows"): Graph(count)}, engine, prepare)
     rows = plans[0]["graphs"]
-    held = [plans[0]["held"][begin] for given, _ in rows for (_, begin) in given]
+    held = [plans[0]["held"][begin] for inputs, _ in rows for (_, begin) in inputs]
     assert held == [0, 100] and [[place[0] for place, _ in results] for _, results in rows] == [["out"], ["out"]]
     assert bytes(engine.view("out").numpy()) == before
 

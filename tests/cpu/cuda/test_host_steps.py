@@ -96,7 +96,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     compiled = compile_cpu(exported, tmp_path_factory.mktemp("work"), lambda text: None)
     os.rename(compiled.path, folder / FILE)
     region = HostRegion((folder / FILE).read_bytes(), libtorch.load(torch.__version__), FILE)
-    ((own, name),) = region.constants()
+    ((constant, name),) = region.constants()
     region.close()
     assert name.endswith("scale")
     (folder / file_names.PROGRAM).write_bytes(b"PK, but not really\n")
@@ -129,7 +129,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 Weight(name="scale", tensor="scale", dtype="float32", shape=(16,), strides=(1,), memory="host"),
             ),
             memories=(("weights", 256), ("inputs", 256), ("arena", 512), ("host", 1024)),
-            regions=(Region(name="pick", kind="host", reason="data-dependent-shape", file=FILE, constants=((own, 1),)),),
+            regions=(Region(name="pick", kind="host", reason="data-dependent-shape", file=FILE, constants=((constant, 1),)),),
             programs=tuple(map(program, KEYS)),
             self_test=replace(entry.self_test, bounds=(1e-5, 1e-5), proofs=tuple([tiny_bundle.proof(key) for key in KEYS])),
         ),
@@ -139,11 +139,11 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
-    made = FakeDriver()
-    install(monkeypatch, made)
-    yield made
-    assert not made.live and not made.pinned
-    assert made.retained == 0
+    driver = FakeDriver()
+    install(monkeypatch, driver)
+    yield driver
+    assert not driver.live and not driver.pinned
+    assert driver.retained == 0
 
 
 def manifest_of(folder: Path) -> Manifest:
@@ -223,10 +223,10 @@ def test_without_importing_torch(bundle: Path) -> None:
 def test_an_output_that_is_not_what_the_bundle_says(
     fake: FakeDriver, bundle: Path, changes: dict[str, object], message: str
 ) -> None:
-    made = manifest_of(bundle)
-    last = made.entries[0].programs[1]
+    manifest = manifest_of(bundle)
+    last = manifest.entries[0].programs[1]
     values = tuple([replace(value, **changes) if index in (3, 5) else value for index, value in enumerate(last.values)])
-    broken = edited(made, programs=(made.entries[0].programs[0], replace(last, values=values)))
+    broken = edited(manifest, programs=(manifest.entries[0].programs[0], replace(last, values=values)))
     calls = CudaBackend(ArchiveOf(bundle, broken), 0, "graph")
     x = example(5)
     with raises("library-refused", match=f"^{FILE}: an output is {message}"), calls.locked(None) as turn:
@@ -237,30 +237,30 @@ def test_an_output_that_is_not_what_the_bundle_says(
 
 
 def test_another_number_of_inputs_is_refused(fake: FakeDriver, bundle: Path) -> None:
-    made = manifest_of(bundle)
-    (program, *_) = made.entries[0].programs
+    manifest = manifest_of(bundle)
+    (program, *_) = manifest.entries[0].programs
     steps = list(program.steps)
     steps[1] = replace(steps[1], inputs=(1, 1))
     with raises("library-refused", match=f"^{FILE}: has 1 inputs, the bundle says 2"):
-        CudaBackend(ArchiveOf(bundle, edited(made, programs=(replace(program, steps=tuple(steps)),))), 0, "graph")
+        CudaBackend(ArchiveOf(bundle, edited(manifest, programs=(replace(program, steps=tuple(steps)),))), 0, "graph")
     steps[1] = replace(steps[1], inputs=(1,), outputs=(2,))
     with raises("library-refused", match=f"^{FILE}: has 2 outputs, the bundle says 1"):
-        CudaBackend(ArchiveOf(bundle, edited(made, programs=(replace(program, steps=tuple(steps)),))), 0, "graph")
+        CudaBackend(ArchiveOf(bundle, edited(manifest, programs=(replace(program, steps=tuple(steps)),))), 0, "graph")
 
 
 def test_a_constant_that_the_bundle_does_not_give(fake: FakeDriver, bundle: Path) -> None:
-    made = manifest_of(bundle)
+    manifest = manifest_of(bundle)
     with raises("library-refused", match=f"^{FILE}: "):
-        CudaBackend(ArchiveOf(bundle, replace(made, regions=(replace(made.regions[0], constants=()),))), 0, "graph")
+        CudaBackend(ArchiveOf(bundle, replace(manifest, regions=(replace(manifest.regions[0], constants=()),))), 0, "graph")
 
 
 def test_what_the_machine_lacks_is_said_before_anything_runs(
     fake: FakeDriver, bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = manifest_of(bundle)
+    manifest = manifest_of(bundle)
     with raises("wrong-machine", match="lacks avx1024"):
-        CudaBackend(ArchiveOf(bundle, replace(made, target=replace(made.target, features=("avx1024",)))), 0, "graph")
+        CudaBackend(ArchiveOf(bundle, replace(manifest, target=replace(manifest.target, features=("avx1024",)))), 0, "graph")
     assert not fake.calls
     monkeypatch.setenv(libtorch.VARIABLE, str(tmp_path))
     with raises("library-missing", match="no libtorch_cpu.so there"):
-        CudaBackend(ArchiveOf(bundle, made), 0, "graph")
+        CudaBackend(ArchiveOf(bundle, manifest), 0, "graph")

@@ -151,25 +151,25 @@ def double(tmp_path_factory: pytest.TempPathFactory) -> Path:
     places = spec.submodule_search_locations if spec is not None else None
     if not places:
         pytest.skip("triton, which brings cuda.h, is not installed")
-    made = tmp_path_factory.mktemp("double") / "double.so"
+    library = tmp_path_factory.mktemp("double") / "double.so"
     source, header = Path(__file__).with_name("driver_double.c"), Path(places[0]) / "backends/nvidia/include"
     options = ("-x", "c", "-shared", "-fPIC", "-Wall", "-Wmissing-prototypes", "-Werror", "-I", str(header))
-    subprocess.run([compiler(), *options, "-o", str(made), str(source)], check=True)
-    return made
+    subprocess.run([compiler(), *options, "-o", str(library), str(source)], check=True)
+    return library
 
 
 @pytest.fixture
 def cu(double: Path, monkeypatch: pytest.MonkeyPatch) -> libcuda.Driver:
     """The binding over the double, under the executors."""
     monkeypatch.setattr(libcuda, "LIBRARY", str(double))
-    made = libcuda.Driver()
+    binding = libcuda.Driver()
     for module in (driver, graph_executor, stream_executor):
-        monkeypatch.setattr(module, "cu", made)
-    return made
+        monkeypatch.setattr(module, "cu", binding)
+    return binding
 
 
 @pytest.fixture
-def told(double: Path, cu: libcuda.Driver) -> Callable[[], str]:
+def log(double: Path, cu: libcuda.Driver) -> Callable[[], str]:
     """What the double was given since it was asked last."""
     take = ctypes.CDLL(str(double)).take
     take.restype = ctypes.c_char_p
@@ -177,18 +177,18 @@ def told(double: Path, cu: libcuda.Driver) -> Callable[[], str]:
     return lambda: take().decode()
 
 
-@pytest.mark.parametrize(("name", "given", "arrives", "answer"), CALLS, ids=[call[0] for call in CALLS])
+@pytest.mark.parametrize(("name", "arguments", "arrives", "answer"), CALLS, ids=[call[0] for call in CALLS])
 def test_every_call_arrives(
-    name: str, given: tuple[Any, ...], arrives: str, answer: Any, cu: libcuda.Driver, told: Callable[[], str]
+    name: str, arguments: tuple[Any, ...], arrives: str, answer: Any, cu: libcuda.Driver, log: Callable[[], str]
 ) -> None:
-    found = getattr(cu, name)(*given)
-    assert (told(), found) == (arrives, answer)
-    assert isinstance(found, tuple) == libcuda.answers(name)
+    result = getattr(cu, name)(*arguments)
+    assert (log(), result) == (arrives, answer)
+    assert isinstance(result, tuple) == libcuda.answers(name)
 
 
 def test_every_function_is_called_here() -> None:
-    own = {name for name in vars(libcuda.Driver) if name.startswith("cu")}
-    assert {*libcuda.FUNCTIONS, *own} == {call[0] for call in CALLS} | BY_RECORD
+    methods = {name for name in vars(libcuda.Driver) if name.startswith("cu")}
+    assert {*libcuda.FUNCTIONS, *methods} == {call[0] for call in CALLS} | BY_RECORD
 
 
 def test_the_records_are_as_long_as_the_drivers(double: Path) -> None:
@@ -219,54 +219,54 @@ def table() -> Table:
 
 
 @pytest.fixture
-def made() -> launches.Launches:
-    found = launches.Launches.__new__(launches.Launches)
-    found.functions, found.params = [A, B], [C, D]
-    return found
+def handles() -> launches.Launches:
+    stub = launches.Launches.__new__(launches.Launches)
+    stub.functions, stub.params = [A, B], [C, D]
+    return stub
 
 
-def test_a_kernel_launch_arrives(table: Table, made: launches.Launches, cu: libcuda.Driver, told: Callable[[], str]) -> None:
+def test_a_kernel_launch_arrives(table: Table, handles: launches.Launches, cu: libcuda.Driver, log: Callable[[], str]) -> None:
     for row, address, stream, rest in ((0, C, 7, f" {ARRIVED}"), (1, D, 0, "")):
-        stream_executor._kernel_step(table, row, made, "")(stream)
-        function, grid, threads = made.functions[table.function[row]], table.grid_x[row], table.threads_x[row]
-        assert told() == f"{grid},1,1 {threads},1,1 0 {stream:x} {function:x} {address:x} 0{rest}"
+        stream_executor._kernel_step(table, row, handles, "")(stream)
+        function, grid, threads = handles.functions[table.function[row]], table.grid_x[row], table.threads_x[row]
+        assert log() == f"{grid},1,1 {threads},1,1 0 {stream:x} {function:x} {address:x} 0{rest}"
 
 
-def test_a_kernel_node_arrives(table: Table, made: launches.Launches, cu: libcuda.Driver, told: Callable[[], str]) -> None:
-    params = graph_executor._kernel_params(table, made)
+def test_a_kernel_node_arrives(table: Table, handles: launches.Launches, cu: libcuda.Driver, log: Callable[[], str]) -> None:
+    params = graph_executor._kernel_params(table, handles)
     for row, address in ((0, C), (1, D)):
         assert cu.cuGraphAddKernelNode(A, None, 0, params(row)) == (0, NEW)
         grid, threads = table.grid_x[row], table.threads_x[row]
-        function = made.functions[table.function[row]]
-        assert told() == f"{A:x} 0 0 {function:x} {grid},1,1 {threads},1,1 0 {address:x} 0 0 0"
+        function = handles.functions[table.function[row]]
+        assert log() == f"{A:x} 0 0 {function:x} {grid},1,1 {threads},1,1 0 {address:x} 0 0 0"
         assert cu.cuGraphExecKernelNodeSetParams(C, D, params(row)) == 0
-        assert told() == f"{C:x} {D:x} {function:x} {grid},1,1 {threads},1,1 0 {address:x} 0"
+        assert log() == f"{C:x} {D:x} {function:x} {grid},1,1 {threads},1,1 0 {address:x} 0"
     for number, value in launches.attributes(table, 0):
         assert cu.cuGraphKernelNodeSetAttribute(B, number, value) == 0
-    assert told() == "".join(f"{B:x} {each}" for each in ARRIVED.split(" "))
+    assert log() == "".join(f"{B:x} {attribute}" for attribute in ARRIVED.split(" "))
 
 
-def test_copies_and_fills_arrive(table: Table, cu: libcuda.Driver, told: Callable[[], str]) -> None:
+def test_copies_and_fills_arrive(table: Table, cu: libcuda.Driver, log: Callable[[], str]) -> None:
     source, target = (4 << 40) + table.memcpy_offset[0], (4 << 40) + table.memcpy_offset[1]
     assert source != target
     copied = f"2 2 {source:x} {target:x} 40 4 1 40 {table.memcpy_pitch[1]:x} 40 {table.memcpy_pitch[3]:x}"
     params = launches.copy_params(table, 0, BASES)
-    assert (cu.cuGraphAddMemcpyNode(A, None, 0, params, B), told()) == ((0, NEW), f"{copied} {A:x} 0 0 {B:x}")
-    assert (cu.cuMemcpy3DAsync(params, 7), told()) == (0, f"{copied} 7")
-    assert (cu.cuGraphExecMemcpyNodeSetParams(A, B, params, C), told()) == (0, f"{copied} {A:x} {B:x} {C:x}")
+    assert (cu.cuGraphAddMemcpyNode(A, None, 0, params, B), log()) == ((0, NEW), f"{copied} {A:x} 0 0 {B:x}")
+    assert (cu.cuMemcpy3DAsync(params, 7), log()) == (0, f"{copied} 7")
+    assert (cu.cuGraphExecMemcpyNodeSetParams(A, B, params, C), log()) == (0, f"{copied} {A:x} {B:x} {C:x}")
     fill = graph_executor._memset_params(table, 0, BASES)
     value = launches.memset_value(table, 0)
     assert cu.cuGraphAddMemsetNode(A, None, 0, fill, B) == (0, NEW)
-    assert told() == f"{A:x} 0 0 {4 << 40:x} {fill.pitch:x} {value:x} {fill.elementSize:x} {fill.width:x} {fill.height:x} {B:x}"
+    assert log() == f"{A:x} 0 0 {4 << 40:x} {fill.pitch:x} {value:x} {fill.elementSize:x} {fill.width:x} {fill.height:x} {B:x}"
 
 
 @pytest.mark.parametrize("loop", [False, True])
-def test_a_conditional_node_arrives(loop: bool, cu: libcuda.Driver, told: Callable[[], str]) -> None:
+def test_a_conditional_node_arrives(loop: bool, cu: libcuda.Driver, log: Callable[[], str]) -> None:
     params = structures.ConditionalNodeParams(type=libcuda.NODE_TYPE_CONDITIONAL)
     params.conditional.handle, params.conditional.size, params.conditional.ctx = C, 2, D
     params.conditional.type = libcuda.CONDITION_WHILE if loop else libcuda.CONDITION_IF
     assert cu.cuGraphAddConditionalNode(A, None, 0, params) == (0, NEW)
-    assert told() == f"{A:x} 0 0 1 {C:x} {'01' if loop else '10'} 2 {D:x}"
+    assert log() == f"{A:x} 0 0 1 {C:x} {'01' if loop else '10'} 2 {D:x}"
     assert params.conditional.phGraph_out[:2] == [0xB0D1 << 32, 0xB0D2 << 32]
 
 
@@ -274,7 +274,7 @@ PYTHON_API = 4
 """FUNCFLAG_PYTHONAPI of ctypes: the interpreter's lock is kept during a call."""
 
 
-def test_a_function_that_keeps_the_lock_is_the_same(cu: libcuda.Driver, told: Callable[[], str]) -> None:
+def test_a_function_that_keeps_the_lock_is_the_same(cu: libcuda.Driver, log: Callable[[], str]) -> None:
     send = cu.held("cuMemcpyHtoDAsync")
-    assert (send(A, B, 0x77, 7), told()) == (0, f"{A:x} {B:x} 77 7")
+    assert (send(A, B, 0x77, 7), log()) == (0, f"{A:x} {B:x} 77 7")
     assert type(send)._flags_ & PYTHON_API and not type(cu.cuStreamQuery)._flags_ & PYTHON_API

@@ -29,8 +29,8 @@ class Everything(nn.Module):
     def forward(self, index: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, ...]:
         self.calls += 1
         scale.mul_(2)
-        made = self.second(torch.relu(self.first(self.bag(index)))) * scale
-        return made, made.t(), scale, index[:1], index, self.calls * 3
+        output = self.second(torch.relu(self.first(self.bag(index)))) * scale
+        return output, output.t(), scale, index[:1], index, self.calls * 3
 
 
 def program(module: nn.Module, *inputs: torch.Tensor, dynamic: Any = None) -> torch.fx.GraphModule:
@@ -98,14 +98,14 @@ def test_a_program_is_lowered_as_it_is(specialize: str) -> None:
         for turn in (1, 2):  # the first call compiles
             mine, its = scale.clone(), scale.clone()
             with torch.no_grad():
-                made, wanted = call(index, mine), plain(index, its)
-            for got, want in zip(made, wanted, strict=True):
+                outputs, wanted = call(index, mine), plain(index, its)
+            for got, want in zip(outputs, wanted, strict=True):
                 torch.testing.assert_close(got, want)
                 assert got.stride() == want.stride()
             assert torch.equal(mine, its) and torch.equal(mine, scale * 2)
             assert float(module.calls) == float(plain.calls) == turn and module.calls.data_ptr() == place
-            assert made[0].data_ptr() == made[1].data_ptr() and made[2].data_ptr() == mine.data_ptr()
-            assert made[3].data_ptr() == made[4].data_ptr() == index.data_ptr()
+            assert outputs[0].data_ptr() == outputs[1].data_ptr() and outputs[2].data_ptr() == mine.data_ptr()
+            assert outputs[3].data_ptr() == outputs[4].data_ptr() == index.data_ptr()
     del model
 
 
@@ -156,9 +156,9 @@ def test_layers_of_many_steps_are_not_written_out() -> None:
     module = program(model, x)
     nodes = len(module.graph.nodes)
     with torch.no_grad():
-        made = lower(module, "inductor", "size")(x)
+        outputs = lower(module, "inductor", "size")(x)
         want = model(x)
     assert [str(node.target) for node in module.graph.nodes].count("cgcompile.recurrent.default") == 2
     assert len(module.graph.nodes) == nodes and torch.ops.aten.lstm.input in [node.target for node in module.graph.nodes]
-    assert [each.shape for each in made] == [each.shape for each in want]
-    assert all(torch.allclose(one, other, atol=1e-6) for one, other in zip(made, want, strict=True))
+    assert [output.shape for output in outputs] == [output.shape for output in want]
+    assert all(torch.allclose(one, other, atol=1e-6) for one, other in zip(outputs, want, strict=True))

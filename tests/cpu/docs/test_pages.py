@@ -22,8 +22,8 @@ PAGES = [page for page in pages() if any(block.language in RUN for block in bloc
 
 @pytest.fixture(scope="module")
 def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
-    with Runner(tmp_path_factory.mktemp("docs") / "pages") as made:
-        yield made
+    with Runner(tmp_path_factory.mktemp("docs") / "pages") as page_runner:
+        yield page_runner
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

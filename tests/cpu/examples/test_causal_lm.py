@@ -44,9 +44,9 @@ from tests.helpers.models.causal_lm import (  # noqa: E402
     SLOTS,
     TURNS,
     Engine,
+    causal_model,
     check_family,
     check_requests,
-    made,
     nobodys_page_is_zero,
     prompt,
     reference,
@@ -56,7 +56,7 @@ from tests.helpers.models.language_models import configuration  # noqa: E402
 
 @pytest.fixture(scope="module")
 def llama() -> Any:
-    return made("llama")
+    return causal_model("llama")
 
 
 # --- the tokens of transformers -------------------------------------------------------------------------------------
@@ -84,10 +84,10 @@ def test_generate_stops_at_stop_tokens_and_limits(llama: Any) -> None:
     engine.add("a", prompt(9), 60)
     engine.run("a", 1)
     wanted = reference(llama, prompt(9), 41)
-    given = engine.generate(["a"], [3])
-    assert given["tokens"][0].tolist() == wanted[1:4] + [-1] * (TURNS - 3) and given["count"].tolist() == [3, 0, 0, 0]
+    outputs = engine.generate(["a"], [3])
+    assert outputs["tokens"][0].tolist() == wanted[1:4] + [-1] * (TURNS - 3) and outputs["count"].tolist() == [3, 0, 0, 0]
     place = next(place for place in range(6, 40) if wanted[place] not in wanted[4:place])
-    given = engine.generate(["a"], [TURNS], (127, wanted[place]))
+    outputs = engine.generate(["a"], [TURNS], (127, wanted[place]))
     assert engine.texts["a"]["tokens"][9:] == wanted[: place + 1], "the stop token is the last"
     engine.decode(["a"])
     assert engine.remove("a")[-1] == wanted[place + 1], "and what the loop read is in the pages"
@@ -146,15 +146,15 @@ def test_the_penalty_is_transformers(llama: Any) -> None:
 def test_log_probabilities(llama: Any) -> None:
     engine = Engine(llama)
     engine.add("a", prompt(10), 40, alternatives=5)
-    given = engine.prefill(["a"])
+    outputs = engine.prefill(["a"])
     llama.network.set_attn_implementation("eager")
     with torch.no_grad():
         wanted = llama.network(torch.tensor([prompt(10)])).logits[0, -1].log_softmax(-1)
     llama.network.set_attn_implementation("paged")
     best = wanted.topk(20)
-    assert given["top_token"][0].tolist() == best.indices.tolist() and given["token"][0] == best.indices[0]
-    torch.testing.assert_close(given["top_logprob"][0], best.values)
-    torch.testing.assert_close(given["logprob"][0], best.values[0])
+    assert outputs["top_token"][0].tolist() == best.indices.tolist() and outputs["token"][0] == best.indices[0]
+    torch.testing.assert_close(outputs["top_logprob"][0], best.values)
+    torch.testing.assert_close(outputs["logprob"][0], best.values[0])
 
 
 def test_random_words_are_philox() -> None:
@@ -182,20 +182,20 @@ def restriction(allowed: Sequence[int], biases: dict[int, float], lanes: int, *,
 def test_a_restricted_token_is_the_likeliest_of_those_that_may_come(llama: Any) -> None:
     """By masks and by biases, which a slot keeps until they are forgotten; a lane that is not deferred leaves nothing."""
     plain, engine = Engine(llama), Engine(llama)
-    for each, options in ((plain, {"alternatives": 20}), (engine, {"deferred": 1})):
-        each.add("a", prompt(9), 40, **options)
-        each.slots, each.texts["a"]["slot"] = [*range(3, SLOTS)], 2 if each is engine else 1
-    given = plain.prefill(["a"])
-    ranked, logprobs = given["top_token"][0].tolist(), given["top_logprob"][0].tolist()
+    for instance, options in ((plain, {"alternatives": 20}), (engine, {"deferred": 1})):
+        instance.add("a", prompt(9), 40, **options)
+        instance.slots, instance.texts["a"]["slot"] = [*range(3, SLOTS)], 2 if instance is engine else 1
+    outputs = plain.prefill(["a"])
+    ranked, logprobs = outputs["top_token"][0].tolist(), outputs["top_logprob"][0].tolist()
     engine.prefill(["a"])
     assert not llama.deferred[1].any() and llama.deferred[2].any() and nobodys_page_is_zero(llama)
     slot, place = torch.tensor([2, 0]), torch.tensor([9, 0])
     sampling = engine._lanes(["a"])[-1]
-    sampling = Sampling(*[each[:2] for each in sampling])
+    sampling = Sampling(*[tensor[:2] for tensor in sampling])
 
-    def chosen(*given: Any, **options: Any) -> tuple[int, float]:
-        made = llama.choose(slot, place, sampling, restriction(*given, 2, **options))
-        return made["token"][0].item(), made["logprob"][0].item()
+    def chosen(*arguments: Any, **options: Any) -> tuple[int, float]:
+        choice = llama.choose(slot, place, sampling, restriction(*arguments, 2, **options))
+        return choice["token"][0].item(), choice["logprob"][0].item()
 
     everything = [*range(128)]
     assert chosen(everything, {}, fresh=1) == (ranked[0], pytest.approx(logprobs[0]))
@@ -218,9 +218,9 @@ def folder() -> Path:
 
 
 def test_a_bundle_gives_the_same_tokens(folder: Path) -> None:
-    model = made(str(folder / "llama"))
+    model = causal_model(str(folder / "llama"))
     sampling = {"temperature": 0.8, "top_k": 40, "top_p": 0.9, "penalty": 1.1, "seed": 3, "alternatives": 2}
-    found = []
+    runs = []
     with cgbundle.load(folder / "llama.cgb") as program:
         for entries in (program, model):
             random.seed(0)
@@ -230,22 +230,22 @@ def test_a_bundle_gives_the_same_tokens(folder: Path) -> None:
             first = engine.prefill(["greedy", "drawn"])
             engine.prefill(["greedy"])
             for _ in range(11):
-                given = engine.decode(["drawn", "greedy"])
+                outputs = engine.decode(["drawn", "greedy"])
             texts.append(engine.remove("greedy"))
             engine.add("later", prompt(30), 20)
             engine.run("later", 4)
             engine.decode(["drawn"])
             texts += [engine.remove("drawn"), engine.remove("later")]
-            found.append((texts, first["logprob"], given["top_logprob"]))
+            runs.append((texts, first["logprob"], outputs["top_logprob"]))
         assert not any(torch.from_dlpack(program.state[name])[0].any() for name in ("keys_0", "values_0", "seen"))
-    assert found[0][0] == found[1][0]
-    assert found[0][0][0][21:] == reference(model, prompt(21), 12) and found[0][0][2][30:] == reference(model, prompt(30), 4)
-    torch.testing.assert_close(found[0][1:], found[1][1:], rtol=1e-4, atol=1e-5)
+    assert runs[0][0] == runs[1][0]
+    assert runs[0][0][0][21:] == reference(model, prompt(21), 12) and runs[0][0][2][30:] == reference(model, prompt(30), 4)
+    torch.testing.assert_close(runs[0][1:], runs[1][1:], rtol=1e-4, atol=1e-5)
 
 
 def test_a_bundle_chooses_among_the_tokens_that_may_come(folder: Path) -> None:
     """Greedy and drawn, with biases that a slot keeps: the tokens of the model in eager PyTorch."""
-    model, found = made(str(folder / "llama")), []
+    model, runs = causal_model(str(folder / "llama")), []
     with cgbundle.load(folder / "llama.cgb") as program:
         for entries in (program, model):
             engine, texts = Engine(entries, lanes=2, blocks=4), []
@@ -254,11 +254,11 @@ def test_a_bundle_chooses_among_the_tokens_that_may_come(folder: Path) -> None:
             engine.prefill(["greedy", "drawn"])
             start, _, slot, sampling = engine._lanes(["greedy", "drawn"])
             for turn in range(3):
-                given = restriction(range(60 + turn, 128), {70 + turn: 2.5, 90: -1.0}, 2, fresh=int(turn == 0))
+                constraint = restriction(range(60 + turn, 128), {70 + turn: 2.5, 90: -1.0}, 2, fresh=int(turn == 0))
                 with torch.no_grad():
-                    texts.append(entries.choose(slot, start + turn, sampling, given))
-            found.append(texts)
-    for ours, eager in zip(*found, strict=True):
+                    texts.append(entries.choose(slot, start + turn, sampling, constraint))
+            runs.append(texts)
+    for ours, eager in zip(*runs, strict=True):
         assert torch.equal(ours["token"], eager["token"]) and (eager["token"] >= 60).all()
         torch.testing.assert_close(ours["logprob"], eager["logprob"], rtol=1e-4, atol=1e-5)
         assert torch.equal(ours["top_token"], eager["top_token"])
@@ -306,7 +306,7 @@ def test_scheduled_tokens_are_transformers(turns: int, pages: int) -> None:
     from cgserve.scheduling.requests import Request, Sampling
     from cgserve.scheduling.scheduler import Scheduler
 
-    llama = made("llama", turns=8)
+    llama = causal_model("llama", turns=8)
     model = BundleModel(as_program(llama), turns)
     limits = model.limits
     assert (limits.readers, limits.chunk, limits.lanes, limits.loop_lanes, limits.turns) == ((2,), 16, 4, 4, turns)
@@ -363,15 +363,15 @@ def test_equal_beginnings_change_no_bit(folder: Path) -> None:
         model = BundleModel(program, 1)
         assert model.limits.shared and model.limits.several
         for shared in (False, True):
-            scheduler, made, texts = Scheduler(replace(model.limits, shared=shared)), None, dict[int, list[Any]]()
+            scheduler, output, texts = Scheduler(replace(model.limits, shared=shared)), None, dict[int, list[Any]]()
             for key, request in enumerate(requests):
                 scheduler.add(key, request)
             steps, count = [], 0
             while (step := scheduler.next()) is not None or steps:
                 if step is not None:  # as in an engine: it is prepared before what the one before it made is told
                     count += sum(len(lane.ids) for lane in step.lanes if step.entry == "prefill")
-                    made = model.prepare(step)(made)
-                    steps.append(made)
+                    output = model.prepare(step)(output)
+                    steps.append(output)
                 else:
                     for progress in scheduler.finish(steps.pop(0).rows()):
                         texts.setdefault(progress.key, []).extend(progress.tokens)
@@ -388,16 +388,16 @@ def test_equal_beginnings_change_no_bit(folder: Path) -> None:
 def test_weights_of_a_folder(llama: Any, tmp_path: Any) -> None:
     llama.network.save_pretrained(tmp_path, max_shard_size="60KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
-    loaded = made(str(tmp_path)).state_dict()
+    loaded = causal_model(str(tmp_path)).state_dict()
     assert all(torch.equal(value, loaded[name]) for name, value in llama.state_dict().items())
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "qwen2"])
 def test_weights_of_eight_bits(family: str) -> None:
-    small, twin = made(family), made(family)
+    small, twin = causal_model(family), causal_model(family)
     before = sum(parameter.numel() * parameter.element_size() for parameter in twin.network.parameters())
     int8_weights(small.network)
-    layers = {name: each for name, each in small.network.named_modules() if hasattr(each, "scale")}
+    layers = {name: module for name, module in small.network.named_modules() if hasattr(module, "scale")}
     tied = twin.network.get_output_embeddings().weight is twin.network.get_input_embeddings().weight
     for name, layer in layers.items():
         whole, plain = layer.weight * layer.scale[:, None], twin.network.get_submodule(name)
@@ -405,7 +405,7 @@ def test_weights_of_eight_bits(family: str) -> None:
         assert ((whole - old).abs() <= 0.5001 * layer.scale[:, None]).all()
         plain.weight = torch.nn.Parameter(whole if isinstance(plain, torch.nn.Linear) else whole.T.contiguous())
     assert len(layers) >= 9 and layers[next(name for name in layers if "head" in name)].weight.dtype == torch.int8
-    after = sum(each.numel() * each.element_size() for each in small.network.state_dict().values())
+    after = sum(tensor.numel() * tensor.element_size() for tensor in small.network.state_dict().values())
     assert after < 0.62 * before or tied, "embeddings stay"
     engine = Engine(small)
     engine.add("a", prompt(19), 24)

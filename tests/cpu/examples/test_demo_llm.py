@@ -28,8 +28,8 @@ def test_its_server_says_what_transformers_says(
     template = "{% for each in messages %}{{ each.content }}{% endfor %}"
     write_tokenizer(folder, letters=120, bos_token="<s>", chat_template=template)
     assert demo.main([str(folder), str(llama_bundle() / "llama.cgb")]) == 0
-    told = capfd.readouterr().out
-    assert "Why is the sky blue?" in told and "of each answer: the same; pages still taken: 0" in told
+    output = capfd.readouterr().out
+    assert "Why is the sky blue?" in output and "of each answer: the same; pages still taken: 0" in output
 
 
 def test_it_names_the_package_that_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -147,8 +147,8 @@ def test_tensor_parallel_shares_make_the_whole(monkeypatch: pytest.MonkeyPatch) 
     module = load("tensor_parallel")
     whole, *parts = [dict(module.model(rank, world).named_parameters()) for rank, world in ((0, 1), (0, 2), (1, 2))]
     for name, weight in whole.items():
-        own = [part[name] for part in parts]
-        joined = [torch.cat(own, axis) for axis in range(weight.dim())] if own[0].shape != weight.shape else own
-        assert any(torch.equal(each, weight) for each in joined if each.shape == weight.shape), name
+        shards = [part[name] for part in parts]
+        joined = [torch.cat(shards, axis) for axis in range(weight.dim())] if shards[0].shape != weight.shape else shards
+        assert any(torch.equal(candidate, weight) for candidate in joined if candidate.shape == weight.shape), name
     with torch.no_grad():
         assert module.model(0, 1)(*module.inputs(3)).shape == (3, module.VOCABULARY)

@@ -111,8 +111,8 @@ def test_a_failed_call_is_told_to_who_asked_and_to_nobody_else(batching: ModuleT
         return await asyncio.gather(*[batcher.answer(row) for row in rows], return_exceptions=True) + [await batcher.answer([5])]
 
     model = Model()
-    told = asked(batching, model, session)
-    assert [str(each) for each in told] == ["bad luck", "1", "2", "6", "5"]
+    answers = asked(batching, model, session)
+    assert [str(answer) for answer in answers] == ["bad luck", "1", "2", "6", "5"]
     assert [rows for rows, length in model.called if length == 2] == [[[13], [1], [2]], [[13]], [[1]], [[2]], [[5]]]
 
 
@@ -137,8 +137,8 @@ def test_those_who_went_away_make_room_in_a_full_queue(batching: ModuleType) -> 
         await asyncio.sleep(0)
         with pytest.raises(sys.modules["cgserve.batching.request_queue"].Busy):
             await batcher.answer([1])
-        for each in gone:
-            each.cancel()
+        for task in gone:
+            task.cancel()
         await asyncio.gather(*gone, return_exceptions=True)
         return await asyncio.gather(batcher.answer([1]), batcher.answer([2]))
 
@@ -212,9 +212,9 @@ class Served:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         connection.request(method, path, body, {"Content-Type": kind})
         answer = connection.getresponse()
-        told = json.loads(answer.read())
+        payload = json.loads(answer.read())
         connection.close()
-        return answer.status, told
+        return answer.status, payload
 
     def embed(self, text: object) -> tuple[int, Any]:
         """The same for one text."""
@@ -229,7 +229,7 @@ def start(*arguments: object) -> subprocess.Popen[str]:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Expected]:
+def artifacts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Expected]:
     """The bundle, its tokenizer.json, and what is expected of them."""
     for package in ("fastapi", "uvicorn"):
         pytest.importorskip(package, reason="pip install '.[serve]'")
@@ -259,9 +259,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Expected
 
 
 @contextmanager
-def serving(made: tuple[Path, Path, Expected]) -> Iterator[Served]:
+def serving(artifacts: tuple[Path, Path, Expected]) -> Iterator[Served]:
     """A fresh server at a free port."""
-    bundle, words, expected = made
+    bundle, words, expected = artifacts
     process = start(bundle, "--port", 0, "--calls", 2, "--tokenizer", words)
     assert process.stderr is not None
     try:
@@ -275,10 +275,10 @@ def serving(made: tuple[Path, Path, Expected]) -> Iterator[Served]:
 
 
 @pytest.fixture(scope="module")
-def server(made: tuple[Path, Path, Expected]) -> Iterator[Served]:
+def server(artifacts: tuple[Path, Path, Expected]) -> Iterator[Served]:
     """One server for all tests that leave it running."""
-    with serving(made) as found:
-        yield found
+    with serving(artifacts) as running_server:
+        yield running_server
 
 
 def test_64_clients_get_their_own_answers_from_a_process_without_torch(server: Served) -> None:
@@ -288,9 +288,9 @@ def test_64_clients_get_their_own_answers_from_a_process_without_torch(server: S
     with ThreadPoolExecutor(64) as clients:
         answers = list(clients.map(server.embed, texts))
     expected = {text: server.expected(text) for text in texts}
-    for text, (status, told) in zip(texts, answers, strict=True):
-        assert status == 200 and told["tokens"] == len(text.split())
-        assert told["embedding"] == pytest.approx(expected[text], abs=1e-6)
+    for text, (status, payload) in zip(texts, answers, strict=True):
+        assert status == 200 and payload["tokens"] == len(text.split())
+        assert payload["embedding"] == pytest.approx(expected[text], abs=1e-6)
     status, about = server.ask("GET", "/health")
     assert status == 200 and about["torch"] is False
     rows, calls = (about[what] - before[what] for what in ("rows", "calls"))
@@ -315,9 +315,9 @@ def test_64_clients_get_their_own_answers_from_a_process_without_torch(server: S
     ],
 )
 def test_what_does_not_fit_is_told_in_one_line(server: Served, body: bytes, status: int, line: str) -> None:
-    got, told = server.ask("POST", "/embed", body)
-    assert (got, list(told)) == (status, ["detail"])
-    assert told["detail"].startswith(line) and "\n" not in told["detail"]
+    got, payload = server.ask("POST", "/embed", body)
+    assert (got, list(payload)) == (status, ["detail"])
+    assert payload["detail"].startswith(line) and "\n" not in payload["detail"]
     assert server.embed("the cat")[0] == 200, "the server goes on"
 
 
@@ -328,8 +328,8 @@ def test_other_paths_and_kinds(server: Served) -> None:
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
-def test_the_server_stops_without_a_word(made: tuple[Path, Path, Expected], how: signal.Signals) -> None:
-    with serving(made) as server:
+def test_the_server_stops_without_a_word(artifacts: tuple[Path, Path, Expected], how: signal.Signals) -> None:
+    with serving(artifacts) as server:
         kept = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
         kept.request("GET", "/health")
         assert kept.getresponse().read(), "a connection that is kept open does not hold it up"
@@ -338,17 +338,17 @@ def test_the_server_stops_without_a_word(made: tuple[Path, Path, Expected], how:
         assert server.process.stderr is not None and server.process.stderr.read() == ""
 
 
-def test_what_cannot_be_served_is_one_line(made: tuple[Path, Path, Expected], bundle: Path) -> None:
+def test_what_cannot_be_served_is_one_line(artifacts: tuple[Path, Path, Expected], bundle: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         expected = {
-            ("nothing.cgb", "--tokenizer", made[1]): "serve: nothing.cgb: no such bundle\n",
+            ("nothing.cgb", "--tokenizer", artifacts[1]): "serve: nothing.cgb: no such bundle\n",
             (
                 bundle,
                 "--tokenizer",
-                made[1],
+                artifacts[1],
             ): "serve: expected a bundle of (input_ids, attention_mask) -> one output, int64 (batch, seq)\n",
-            (made[0], "--tokenizer", made[1], "--port", port): f"serve: 127.0.0.1:{port}: Address already in use\n",
+            (artifacts[0], "--tokenizer", artifacts[1], "--port", port): f"serve: 127.0.0.1:{port}: Address already in use\n",
         }
         for arguments, line in expected.items():
             process = start(*arguments)

@@ -28,15 +28,15 @@ def test_steps_of_a_bundle_are_those_of_eager_pytorch(tmp_path: Path, monkeypatc
     torch.manual_seed(1)
     drawn = [train.sequences(train.BATCH) for _ in range(STEPS)]
     with torch.no_grad():
-        expected = [float(eager.step(*each)) for each in drawn]
+        expected = [float(eager.step(*batch)) for batch in drawn]
     with cgbundle.load(path) as program:
-        losses = [float(program.step(*each)) for each in drawn[: STEPS // 2]]
+        losses = [float(program.step(*batch)) for batch in drawn[: STEPS // 2]]
         kept = {name: torch.from_dlpack(program.state[name]).clone() for name in program.state}
-        losses += [float(program.step(*each)) for each in drawn[STEPS // 2 :]]
+        losses += [float(program.step(*batch)) for batch in drawn[STEPS // 2 :]]
     with cgbundle.load(path) as resumed:
         for name, value in kept.items():
             resumed.state[name] = value
-        again = [float(resumed.step(*each)) for each in drawn[STEPS // 2 :]]
+        again = [float(resumed.step(*batch)) for batch in drawn[STEPS // 2 :]]
     assert losses == pytest.approx(expected, rel=1e-3) and losses[-1] < losses[0]
     assert again == losses[STEPS // 2 :]
 

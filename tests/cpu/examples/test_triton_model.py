@@ -78,9 +78,9 @@ def model(bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
     monkeypatch.setitem(sys.modules, "triton_python_backend_utils", backend)
     spec = importlib.util.spec_from_file_location("model", version / "model.py")
     assert spec is not None and spec.loader is not None
-    made = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(made)
-    yield made
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    yield module
 
 
 def test_the_configuration_is_the_bundles(model: ModuleType) -> None:
@@ -99,13 +99,13 @@ def test_requests_are_answered_together_and_each_its_own(model: ModuleType, bund
     loaded.initialize({"model_instance_kind": "CPU", "model_instance_device_id": "0"})
     calls, replay = list[int](), loaded.program.replay
     loaded.program.replay = lambda tensors: (calls.append(len(tensors[0])), replay(tensors))[1]
-    made = numpy.random.default_rng(0).standard_normal((6, 6)).astype(numpy.float32)
-    parts = [made[:1], made[1:3], numpy.zeros((1, 7), numpy.float32), made[3:]]
-    told = loaded.execute([Request(Tensor("input", part)) for part in parts])
+    rows = numpy.random.default_rng(0).standard_normal((6, 6)).astype(numpy.float32)
+    parts = [rows[:1], rows[1:3], numpy.zeros((1, 7), numpy.float32), rows[3:]]
+    responses = loaded.execute([Request(Tensor("input", part)) for part in parts])
     assert calls == [6, 1], "one call for all of one shape"
-    assert told[2].outputs == [] and "input" in told[2].error.msg and "\n" not in told[2].error.msg
+    assert responses[2].outputs == [] and "input" in responses[2].error.msg and "\n" not in responses[2].error.msg
     with cgbundle.load(bundle) as program:
-        for part, response in ((parts[0], told[0]), (parts[1], told[1]), (parts[3], told[3])):
+        for part, response in ((parts[0], responses[0]), (parts[1], responses[1]), (parts[3], responses[3])):
             [output] = response.outputs
             assert response.error is None and output.name() == "output"
             assert numpy.allclose(output.as_numpy(), program(part), atol=1e-5)

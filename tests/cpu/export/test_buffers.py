@@ -29,8 +29,8 @@ class Unread(nn.Module):
         self.register_buffer("heads", torch.eye(4).to_sparse(), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        made: torch.Tensor = self.linear(x)
-        return torch.sparse.mm(self.heads, made.t()).t() if self.read else made
+        output: torch.Tensor = self.linear(x)
+        return torch.sparse.mm(self.heads, output.t()).t() if self.read else output
 
 
 class Filled(nn.Module):
@@ -72,10 +72,10 @@ def test_a_buffer_that_the_first_call_makes_keeps_its_shape(tmp_path: Path) -> N
 
 
 def test_one_that_is_made_anew_at_every_size_is_no_state() -> None:
-    made = export(load_source(Filled(kept=False), rows), {"batch": (2, 4)})
+    exported = export(load_source(Filled(kept=False), rows), {"batch": (2, 4)})
     for size in (2, 4, 2):
         x = rows(size)
-        (result,) = made.programs.at((size,)).module()(x)
+        (result,) = exported.programs.at((size,)).module()(x)
         torch.testing.assert_close(result, x + sum(range(size)))
 
 
@@ -117,8 +117,8 @@ class FirstCall(nn.Module):
 
 
 def test_what_is_written_through_data_is_state_of_the_next_call() -> None:
-    made = export(load_source(FirstCall(), rows), {"batch": (2,)})
-    assert [obstacle.rule for obstacle in made.obstacles] == ["path"]
-    program, model = made.programs.first.module(check_guards=False), FirstCall()
+    exported = export(load_source(FirstCall(), rows), {"batch": (2,)})
+    assert [obstacle.rule for obstacle in exported.obstacles] == ["path"]
+    program, model = exported.programs.first.module(check_guards=False), FirstCall()
     for x in (rows(2), rows(2)):
         torch.testing.assert_close(program(x)[0], model(x))

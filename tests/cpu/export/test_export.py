@@ -35,9 +35,9 @@ def exported(function: Callable[..., Any] | nn.Module, inputs: Callable[..., Any
 
 
 def signature(function: Callable[..., Any] | nn.Module, inputs: Callable[..., Any] = rows, **sizes: tuple[int, ...]) -> Signature:
-    made = exported(function, inputs, **sizes)
-    refuse_branches(made)
-    return describe_signature(made)
+    exported_model = exported(function, inputs, **sizes)
+    refuse_branches(exported_model)
+    return describe_signature(exported_model)
 
 
 class Two(nn.Module):
@@ -46,9 +46,9 @@ class Two(nn.Module):
 
 
 def test_dimensions_are_shared_across_inputs() -> None:
-    made = signature(Two(), lambda batch, seq: (torch.rand(batch, seq), torch.rand(batch, 2 * seq + 1)), batch=(1, 4), seq=(3, 8))
-    assert [spec.shape for spec in made.inputs] == [("batch", "seq"), ("batch", ("+", ("*", "seq", 2), 1))]
-    assert made.outputs[0].shape == ("batch",)
+    sig = signature(Two(), lambda batch, seq: (torch.rand(batch, seq), torch.rand(batch, 2 * seq + 1)), batch=(1, 4), seq=(3, 8))
+    assert [spec.shape for spec in sig.inputs] == [("batch", "seq"), ("batch", ("+", ("*", "seq", 2), 1))]
+    assert sig.outputs[0].shape == ("batch",)
 
 
 class Converted(nn.Module):
@@ -66,9 +66,9 @@ class Converted(nn.Module):
 def test_a_module_may_be_converted_to_what_it_is() -> None:
     model = Converted()
     weight = model.linear.weight
-    made = exported(model)
+    exported_model = exported(model)
     x = torch.rand(3, 4)
-    assert torch.equal(made.programs.first.module()(x)[0], model(x))
+    assert torch.equal(exported_model.programs.first.module()(x)[0], model(x))
     assert model.linear.weight is weight and nn.Module._apply.__module__ == "torch.nn.modules.module"
 
 
@@ -98,16 +98,16 @@ def test_only_the_range_of_the_sizes_has_to_work() -> None:
 
 
 def test_a_multiple_that_export_finds_is_taken_up() -> None:
-    made = signature(lambda x: x.view(-1, 2, 4).sum(1), batch=(4, 8))
-    assert made.inputs[0].shape == ("batch", 4)
+    sig = signature(lambda x: x.view(-1, 2, 4).sum(1), batch=(4, 8))
+    assert sig.inputs[0].shape == ("batch", 4)
     with raises("size-excluded", match="in multiples of 2, not for 5|batch=5"):
         signature(lambda x: x.view(-1, 2, 4).sum(1), batch=(4, 5, 8))
 
 
 @pytest.mark.parametrize("function", [lambda x: x + 1 if x.shape[0] == 8 else x, lambda x: x + torch.ones(8, 1)])
 def test_a_dimension_that_cannot_vary_keeps_its_one_size(function: Callable[..., Any]) -> None:
-    made = exported(function, batch=(8,))
-    assert not made.programs.dynamic and "'batch' cannot vary" in made.programs.reason
+    exported_model = exported(function, batch=(8,))
+    assert not exported_model.programs.dynamic and "'batch' cannot vary" in exported_model.programs.reason
 
 
 def test_an_assertion_about_a_whole_tensor_can_be_made_functional() -> None:
@@ -367,8 +367,8 @@ def test_a_saved_program_is_a_source(tmp_path: Path) -> None:
     torch.export.save(torch.export.export(nn.Linear(4, 2).eval(), (torch.rand(3, 4),), dynamic_shapes=dims), path)
     source = load_source(str(path))
     assert (source.name, source.dimensions) == ("saved", ("batch",))
-    made = export(source, {"batch": (1, 8)})
-    assert describe_signature(made).inputs[0].shape == ("batch", 4)
+    exported = export(source, {"batch": (1, 8)})
+    assert describe_signature(exported).inputs[0].shape == ("batch", 4)
 
 
 class TwoNamed(nn.Module):
@@ -379,8 +379,8 @@ class TwoNamed(nn.Module):
 def saved(path: Path, **more: Any) -> Source:
     batch, seq = torch.export.Dim("batch", min=2, max=64), torch.export.Dim("seq", min=2)
     shapes = {"x": {0: batch}, "rest": ({"b": {0: batch}},), "mask": {0: batch, 1: seq}}
-    given = (torch.rand(3, 4), {"b": torch.rand(3, 4)}), {"mask": torch.ones(3, 5)}
-    torch.export.save(torch.export.export(TwoNamed(), *given, dynamic_shapes=shapes), path, **more)
+    arguments = (torch.rand(3, 4), {"b": torch.rand(3, 4)}), {"mask": torch.ones(3, 5)}
+    torch.export.save(torch.export.export(TwoNamed(), *arguments, dynamic_shapes=shapes), path, **more)
     return load_source(str(path))
 
 
@@ -497,16 +497,16 @@ def test_a_saved_program_wants_its_constants(tmp_path: Path) -> None:
     """A .pt2 file knows no defaults, and its own module refuses a call without them."""
     path = tmp_path / "modes.pt2"
     torch.export.save(torch.export.export(Modes(), (torch.ones(2, 3), "b")), path)
-    found = describe_signature(export(load_source(str(path)), {}))
-    assert found.call == {"call": [["x", {"tensor": 0}], ["mode", {"value": "b"}]]}
-    assert found.parameters == (Parameter(keyword=False, default=None),) * 2
+    sig = describe_signature(export(load_source(str(path)), {}))
+    assert sig.call == {"call": [["x", {"tensor": 0}], ["mode", {"value": "b"}]]}
+    assert sig.parameters == (Parameter(keyword=False, default=None),) * 2
 
 
 def test_parameters_have_the_models_defaults_and_are_by_name_only_where_the_model_says_so() -> None:
     model = load_source(Modes(), lambda batch: {"x": torch.ones(batch, 3), "mode": "b", "power": 2.0})
-    found = describe_signature(export(model, {"batch": (1, 4)}))
+    sig = describe_signature(export(model, {"batch": (1, 4)}))
     times = {"tuple": [{"value": 1}, {"value": 2}]}
-    assert found.call == {
+    assert sig.call == {
         "call": [
             ["x", {"tensor": 0}],
             ["mode", {"value": "b"}],
@@ -515,7 +515,7 @@ def test_parameters_have_the_models_defaults_and_are_by_name_only_where_the_mode
             ["power", {"value": 2.0}],
         ]
     }
-    assert [(parameter.keyword, parameter.default) for parameter in found.parameters] == [
+    assert [(parameter.keyword, parameter.default) for parameter in sig.parameters] == [
         (False, None), (False, {"value": "a"}), (False, times), (True, {"value": None}), (True, {"value": 1.0}),
     ]  # fmt: skip
 
@@ -586,14 +586,14 @@ class Dense(nn.Module):
         graphs = int(graph.max()) + 1
         counts = torch.zeros(graphs, dtype=torch.long).scatter_add_(0, graph, torch.ones_like(graph))
         most = int(counts.max())
-        made = torch.as_tensor(0.0).repeat([graphs * most + 1, 4])
-        made[graph * most] = x
-        return made[: graphs * most].view(graphs, most, 4).sum((0, 1))
+        padded_rows = torch.as_tensor(0.0).repeat([graphs * most + 1, 4])
+        padded_rows[graph * most] = x
+        return padded_rows[: graphs * most].view(graphs, most, 4).sum((0, 1))
 
 
 def test_the_operation_whose_size_torch_cannot_follow_is_told_with_its_line() -> None:
     program = export(load_source(Dense(), lambda: (torch.randn(6, 4), torch.arange(6) // 3)), {}).programs.first
     sized = [node for node in program.graph.nodes if node.target is torch.ops.aten.slice.Tensor][-1]
-    told = size_in(program, AssertionError(f"should have been constant\n\nWhile executing %{sized.name} : [num_users=2] = ..."))
-    assert told.startswith("tests/cpu/export/test_export.py:") and told.endswith(": the size of a tensor depends on data")
+    message = size_in(program, AssertionError(f"should have been constant\n\nWhile executing %{sized.name} : [num_users=2] = ..."))
+    assert message.startswith("tests/cpu/export/test_export.py:") and message.endswith(": the size of a tensor depends on data")
     assert size_in(program, AssertionError("should have been constant")) == ""

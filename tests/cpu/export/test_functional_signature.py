@@ -110,22 +110,22 @@ MAYBE_WRITING = {
 
 @pytest.mark.parametrize("name", READING)
 def test_what_only_reads_is_not_traced_again(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = program(READING[name], train=False)
-    traced = made.run_decompositions({}).graph_signature
-    monkeypatch.setattr(ExportedProgram, "run_decompositions", lambda *given: pytest.fail("traced again"))
-    found = functional(made)
-    assert (state_buffers(found), written_inputs(found)) == (state_buffers(traced), written_inputs(traced)) == ((), ())
-    assert found.user_inputs == traced.user_inputs
+    exported_program = program(READING[name], train=False)
+    traced = exported_program.run_decompositions({}).graph_signature
+    monkeypatch.setattr(ExportedProgram, "run_decompositions", lambda *arguments: pytest.fail("traced again"))
+    signature = functional(exported_program)
+    assert (state_buffers(signature), written_inputs(signature)) == (state_buffers(traced), written_inputs(traced)) == ((), ())
+    assert signature.user_inputs == traced.user_inputs
 
 
 @pytest.mark.parametrize("name", DIRECT)
 def test_writes_to_buffers_and_inputs_themselves_need_no_trace(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = program(DIRECT[name], train=False)
-    traced = made.run_decompositions({}).graph_signature
-    monkeypatch.setattr(ExportedProgram, "run_decompositions", lambda *given: pytest.fail("traced again"))
-    found = functional(made)
-    assert (state_buffers(found), written_inputs(found)) == (state_buffers(traced), written_inputs(traced))
-    assert found.user_inputs == traced.user_inputs
+    exported_program = program(DIRECT[name], train=False)
+    traced = exported_program.run_decompositions({}).graph_signature
+    monkeypatch.setattr(ExportedProgram, "run_decompositions", lambda *arguments: pytest.fail("traced again"))
+    signature = functional(exported_program)
+    assert (state_buffers(signature), written_inputs(signature)) == (state_buffers(traced), written_inputs(traced))
+    assert signature.user_inputs == traced.user_inputs
 
 
 @pytest.mark.parametrize("name", MAYBE_WRITING)
@@ -133,12 +133,12 @@ def test_what_may_write_is_traced(name: str, monkeypatch: pytest.MonkeyPatch) ->
     code, train = MAYBE_WRITING[name]
     plain, traced = ExportedProgram.run_decompositions, []
 
-    def trace(own: ExportedProgram, *given: object) -> ExportedProgram:
-        traced.append(own)
-        return plain(own, *given)
+    def trace(exported_program: ExportedProgram, *arguments: object) -> ExportedProgram:
+        traced.append(exported_program)
+        return plain(exported_program, *arguments)
 
     monkeypatch.setattr(ExportedProgram, "run_decompositions", trace)
-    found = functional(program(code, train))
+    signature = functional(program(code, train))
     assert len(traced) == 1
-    assert bool(written_inputs(found)) == (name in ("another's write", "what a composite gives"))
-    assert bool(state_buffers(found)) == (name in ("through a view", "trained"))
+    assert bool(written_inputs(signature)) == (name in ("another's write", "what a composite gives"))
+    assert bool(state_buffers(signature)) == (name in ("through a view", "trained"))

@@ -49,9 +49,9 @@ def exported(function: Callable[..., Any], inputs: Callable[..., Any] = rows, **
     return export(load_source(Holding(function).eval(), inputs), sizes or {"batch": (1, 3, 8)})
 
 
-def prepared(made: Exported) -> Prepared:
-    functionalized = {key: functional(program) for key, program in made.programs.each}
-    return prepare(made, describe_signature(made), functionalized, markers=False)
+def prepared(exported: Exported) -> Prepared:
+    functionalized = {key: functional(program) for key, program in exported.programs.each}
+    return prepare(exported, describe_signature(exported), functionalized, markers=False)
 
 
 def branch(m: Holding, x: torch.Tensor) -> torch.Tensor:
@@ -83,11 +83,11 @@ def halves(m: Holding, x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("function", [branch, alone, order_statistic, loop, number, halves])
 def test_every_key_has_a_program_that_gives_what_the_model_gives(function: Callable[..., Any]) -> None:
-    made = exported(function)
-    assert not made.programs.dynamic and "batch" in made.programs.reason
-    ready = prepared(made)
-    for key in made.programs.by_key:
-        tensors = sample(made.source, {"batch": key[0]}).tensors
+    exported_model = exported(function)
+    assert not exported_model.programs.dynamic and "batch" in exported_model.programs.reason
+    ready = prepared(exported_model)
+    for key in exported_model.programs.by_key:
+        tensors = sample(exported_model.source, {"batch": key[0]}).tensors
         (want,) = run_eager(ready.reference, tensors).outputs
         (got,) = ready.programs.at(key).module()(*tensors)
         torch.testing.assert_close(got, want, rtol=0, atol=0)
@@ -97,9 +97,9 @@ def test_every_key_has_a_program_that_gives_what_the_model_gives(function: Calla
     "function", [lambda m, x: m.linear(x), lambda m, x: torch.einsum("bi,bij->bj", x, m.experts[x.argmax(-1) % 4])]
 )
 def test_what_can_be_dynamic_stays_dynamic(function: Callable[..., Any]) -> None:
-    made = exported(function)
+    exported_model = exported(function)
     if torch.__version__ >= "2.13":  # torch 2.11 cannot keep `w[index]` dynamic
-        assert made.programs.dynamic and len(made.programs.each) == 1 and not made.programs.reason
+        assert exported_model.programs.dynamic and len(exported_model.programs.each) == 1 and not exported_model.programs.reason
 
 
 def counted(m: Holding, x: torch.Tensor) -> torch.Tensor:
@@ -109,24 +109,24 @@ def counted(m: Holding, x: torch.Tensor) -> torch.Tensor:
 
 def test_the_only_size_of_a_model_with_state_is_a_constant() -> None:
     """Nothing of it is padded, and a symbol makes the program dearer to trace and to compile."""
-    made = exported(counted, batch=(8,))
-    assert not made.programs.dynamic and "one size" in made.programs.reason and len(made.shapes) == 1
-    assert describe_signature(made).outputs[0].shape == (8, 8)
+    exported_model = exported(counted, batch=(8,))
+    assert not exported_model.programs.dynamic and "one size" in exported_model.programs.reason and len(exported_model.shapes) == 1
+    assert describe_signature(exported_model).outputs[0].shape == (8, 8)
     assert exported(counted, batch=(1, 8)).programs.dynamic and exported(lambda m, x: m.linear(x), batch=(8,)).programs.dynamic
 
 
 def test_a_mixture_of_experts_is_right_at_every_size() -> None:
-    made = prepared(
+    prepared_model = prepared(
         exported(lambda m, x: torch.einsum("bi,bij->bj", x, m.experts[x.argmax(-1) % 4]) * (2 if x.shape[0] > 4 else 1))
     )
-    assert made.signature.outputs[0].shape == ("batch", 8) and len(made.programs.each) == 3
+    assert prepared_model.signature.outputs[0].shape == ("batch", 8) and len(prepared_model.programs.each) == 3
 
 
 def test_literals_of_one_name_that_differ_get_names_of_their_own() -> None:
-    made = exported(number)
-    values = {name: value.item() for name, value in made.programs.weights().items() if "lifted" in name}
+    exported_model = exported(number)
+    values = {name: value.item() for name, value in exported_model.programs.weights().items() if "lifted" in name}
     assert sorted(values.values()) == [1.0, 3.0, 8.0]
-    for key, program in made.programs.by_key.items():
+    for key, program in exported_model.programs.by_key.items():
         (name,) = [name for name in program.constants if "lifted" in name]
         assert values[name] == key[0]
 
@@ -160,8 +160,8 @@ def test_two_dimensions_and_their_product() -> None:
         y = torch.tanh(x) if x.shape[1] > 4 else x
         return y.reshape(-1, 8), torch.cat([x[0], x[:, 0]])
 
-    made = exported(joined, lambda batch, seq: (torch.randn(batch, seq, 8),), batch=(1, 3), seq=(2, 8))
-    first, second = describe_signature(made).outputs
+    exported_model = exported(joined, lambda batch, seq: (torch.randn(batch, seq, 8),), batch=(1, 3), seq=(2, 8))
+    first, second = describe_signature(exported_model).outputs
     assert first.shape == (("*", "batch", "seq"), 8) and second.shape == (("+", "batch", "seq"), 8)
 
 
@@ -169,8 +169,8 @@ def test_two_dimensions_and_their_product() -> None:
 
 
 def proved(function: Callable[..., Any], **sizes: tuple[int, ...]) -> tuple[str, bool, str]:
-    made = exported(function, **sizes)
-    (dimension,) = prove_padding(made.source, prepared(made), made.sizes, lambda text: None)
+    exported_model = exported(function, **sizes)
+    (dimension,) = prove_padding(exported_model.source, prepared(exported_model), exported_model.sizes, lambda text: None)
     return dimension.pad, dimension.chunk, dimension.reason
 
 
@@ -208,8 +208,8 @@ def test_findings_are_told_once_with_the_keys_where_they_differ() -> None:
             y = y + x.max().item()
         return y
 
-    made = exported(read, batch=(2, 8))
-    checked = check(made)
+    exported_model = exported(read, batch=(2, 8))
+    checked = check(exported_model)
     assert sorted(finding.message for finding in checked.findings if finding.severity == "host") == [
         "the CPU reads a number out of a tensor and waits for the GPU",
         "the CPU reads a number out of a tensor and waits for the GPU (at batch=8)",
@@ -243,17 +243,17 @@ def test_an_output_whose_axes_change_is_refused() -> None:
 
 
 def test_a_branch_on_data_is_no_matter_of_sizes() -> None:
-    made = exported(lambda m, x: x * 2 if x.sum() > 0 else x)
-    assert made.programs.dynamic
-    assert [obstacle.rule for obstacle in made.obstacles] == ["path"]
+    exported_model = exported(lambda m, x: x * 2 if x.sum() > 0 else x)
+    assert exported_model.programs.dynamic
+    assert [obstacle.rule for obstacle in exported_model.obstacles] == ["path"]
 
 
 def test_sizes_without_a_rule_are_listed_up_to_a_limit() -> None:
     def ragged(m: Holding, x: torch.Tensor) -> torch.Tensor:
         return x[0].repeat(1 + (int(x.shape[0]) * 7919) % 13, 1)
 
-    made = exported(ragged, batch=(1, 2, 3, 5))
-    shape = describe_signature(made).outputs[0].shape
+    exported_model = exported(ragged, batch=(1, 2, 3, 5))
+    shape = describe_signature(exported_model).outputs[0].shape
     assert shape != (1, 8)
     with raises("shape-irregular", match="its sizes follow no rule, and are too many for a list"):
         describe_signature(exported(ragged, batch=tuple(range(1, 40, 2))))
@@ -292,11 +292,11 @@ def test_a_model_that_does_otherwise_while_it_is_traced_is_told_that_it_is_not(
     function: Callable[..., Any], sizes: dict[str, tuple[int, ...]]
 ) -> None:
     source = load_source(Holding(function).eval(), rows if sizes else lambda: rows(2))
-    made = export(source, sizes)
-    refuse_branches(made)
-    for key in made.programs.by_key:
+    ep = export(source, sizes)
+    refuse_branches(ep)
+    for key in ep.programs.by_key:
         tensors = sample(source, dict(zip(sizes, key, strict=True))).tensors
-        torch.testing.assert_close(made.programs.at(key).module()(*tensors), run_eager(made.flat, tensors).outputs, rtol=0, atol=0)
+        torch.testing.assert_close(ep.programs.at(key).module()(*tensors), run_eager(ep.flat, tensors).outputs, rtol=0, atol=0)
     assert torch.compiler.is_exporting() is False and torch._subclasses.FakeTensor is FakeTensor
 
 
@@ -315,13 +315,13 @@ def required(m: Holding, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def test_what_eager_pytorch_asks_before_it_fails_is_asserted() -> None:
-    made = export(load_source(Holding(required).eval(), lambda batch: (*rows(batch), torch.ones(batch, 7))), {"batch": (1, 3)})
-    assert [obstacle.rule for obstacle in made.obstacles] == ["asserted-value"]
+    exported = export(load_source(Holding(required).eval(), lambda batch: (*rows(batch), torch.ones(batch, 7))), {"batch": (1, 3)})
+    assert [obstacle.rule for obstacle in exported.obstacles] == ["asserted-value"]
 
 
 def test_what_eager_pytorch_decides_by_data_is_named_as_that() -> None:
-    made = export(load_source(Holding(masked).eval(), lambda batch: (*rows(batch), torch.ones(batch, 7))), {"batch": (1, 3)})
-    assert [(obstacle.rule, "mask.all()" in obstacle.source) for obstacle in made.obstacles] == [("path", True)]
+    exported = export(load_source(Holding(masked).eval(), lambda batch: (*rows(batch), torch.ones(batch, 7))), {"batch": (1, 3)})
+    assert [(obstacle.rule, "mask.all()" in obstacle.source) for obstacle in exported.obstacles] == [("path", True)]
 
 
 def by_the_stack(m: Holding, x: torch.Tensor) -> torch.Tensor:

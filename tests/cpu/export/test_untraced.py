@@ -112,12 +112,12 @@ class Circuit(Potential):
         return hash(self.net[0].in_features)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        made: torch.Tensor = self.net(x)
-        return made
+        output: torch.Tensor = self.net(x)
+        return output
 
 
 def test_a_hash_is_computed_before_the_trace_and_not_while_attributes_are_read() -> None:
-    outer, own = nn.Sequential(Circuit()), Circuit.__hash__
+    outer, hash_method = nn.Sequential(Circuit()), Circuit.__hash__
     untraced.export(outer, (torch.rand(2, 4),), None)
-    assert Circuit.asked <= 3 and Circuit.__hash__ is own  # modules() asks twice; the trace asked 31 times
+    assert Circuit.asked <= 3 and Circuit.__hash__ is hash_method  # modules() asks twice; the trace asked 31 times
     assert hash(outer[0]) == hash(4)

@@ -94,20 +94,20 @@ def exported(model: nn.Module, **sizes: tuple[int, ...]) -> Exported:
     return export(load_source(model.eval(), rows), sizes or {"batch": (2, 4)})
 
 
-def severities(made: Exported) -> list[tuple[str, str]]:
-    return [(finding.rule, finding.severity) for finding in check(made).findings]
+def severities(traced: Exported) -> list[tuple[str, str]]:
+    return [(finding.rule, finding.severity) for finding in check(traced).findings]
 
 
 @pytest.mark.parametrize("model", [Levels(), Inner(Levels())])
 def test_an_attribute_that_is_assigned_before_it_is_read_is_a_note(model: nn.Module) -> None:
     levels = next(module for module in model.modules() if isinstance(module, Levels))
     before = levels.levels
-    made = exported(model)
-    assert severities(made) == [("mutated-attribute", "note")]
+    traced = exported(model)
+    assert severities(traced) == [("mutated-attribute", "note")]
     assert levels.levels is not before and not any(type(level) is not torch.Tensor for level in levels.levels)
     assert "__getattribute__" not in vars(Levels)
-    tensors = sample(made.source, {"batch": 2}).tensors
-    torch.testing.assert_close(made.programs.first.module()(*tensors), run_eager(made.flat, tensors).outputs)
+    tensors = sample(traced.source, {"batch": 2}).tensors
+    torch.testing.assert_close(traced.programs.first.module()(*tensors), run_eager(traced.flat, tensors).outputs)
 
 
 @pytest.mark.parametrize("model", [Longer(), Dictionary(), Copied(), Present()])
@@ -151,12 +151,12 @@ class Sized(nn.Module):
 
 @pytest.mark.parametrize("model", [Spiking(reset=True), Sized(reset=True)])
 def test_tensors_in_an_attribute_that_no_result_depends_on_are_a_note(model: nn.Module) -> None:
-    made = exported(model)
-    assert severities(made) == [("mutated-attribute", "note")]
-    assert not list(made.source.model.buffers()), "they are no buffers afterwards"
+    traced = exported(model)
+    assert severities(traced) == [("mutated-attribute", "note")]
+    assert not list(traced.source.model.buffers()), "they are no buffers afterwards"
     for size in (2, 4, 2):
-        tensors = sample(made.source, {"batch": size}).tensors
-        torch.testing.assert_close(made.programs.at((size,)).module()(*tensors), run_eager(made.flat, tensors).outputs)
+        tensors = sample(traced.source, {"batch": size}).tensors
+        torch.testing.assert_close(traced.programs.at((size,)).module()(*tensors), run_eager(traced.flat, tensors).outputs)
 
 
 @pytest.mark.parametrize("model", [Spiking(reset=False), Spiking(reset=True, strange=True), Sized(reset=False)])
@@ -182,13 +182,13 @@ class Caches(nn.Module):
 
 
 def test_tensors_that_are_no_buffers_are_state() -> None:
-    made = exported(Caches())
-    assert sorted(functional(made.programs.first).buffers_to_mutate.values()) == [
+    traced = exported(Caches())
+    assert sorted(functional(traced.programs.first).buffers_to_mutate.values()) == [
         "model.plain", "model.seen", "model.store_layers_0_keys",
     ]  # fmt: skip
-    assert {rule for rule, _ in severities(made)} == {"mutated-buffer"}
-    (x,) = sample(made.source, {"batch": 2}).tensors
-    program, eager = made.programs.first.module(), Caches()
+    assert {rule for rule, _ in severities(traced)} == {"mutated-buffer"}
+    (x,) = sample(traced.source, {"batch": 2}).tensors
+    program, eager = traced.programs.first.module(), Caches()
     for _ in range(3):
         torch.testing.assert_close(program(x)[0], eager(x))
 
@@ -274,8 +274,8 @@ class Policy(nn.Module):
             self.distribution = Distribution()
         if self.way == "a count":
             self.distribution.calls += 1
-        made: torch.Tensor = self.distribution.of(self.linear(x) + offset).mean
-        return made
+        output: torch.Tensor = self.distribution.of(self.linear(x) + offset).mean
+        return output
 
 
 @pytest.mark.parametrize(
@@ -288,9 +288,9 @@ class Policy(nn.Module):
 )  # fmt: skip
 def test_parts_of_an_object_are_attributes(way: str, severity: str, name: str) -> None:
     exported = export(load_source(Policy(way), lambda batch: torch.rand(batch, 4)), {"batch": (1, 4)})
-    found = [finding for finding in check(exported).findings if finding.rule == "mutated-attribute"]
-    assert (found[0].severity, found[0].message.split("'")[1]) == (severity, name)
-    assert found[0].where.startswith("tests/cpu/model/test_attributes.py:")
+    mutations = [finding for finding in check(exported).findings if finding.rule == "mutated-attribute"]
+    assert (mutations[0].severity, mutations[0].message.split("'")[1]) == (severity, name)
+    assert mutations[0].where.startswith("tests/cpu/model/test_attributes.py:")
 
 
 class Cell(nn.Module):
@@ -322,5 +322,5 @@ class Listed(nn.Module):
 )
 def test_what_modules_in_a_list_keep_is_refused_with_its_line(cells: Any, name: str) -> None:
     exported = export(load_source(Listed(cells), lambda batch: torch.rand(batch, 4)), {"batch": (1, 4)})
-    (found,) = [finding for finding in check(exported).findings if finding.rule == "mutated-attribute"]
-    assert (found.severity, found.message.split("'")[1]) == ("refuse", name) and found.source.startswith("self.kept = torch.tanh")
+    (hit,) = [finding for finding in check(exported).findings if finding.rule == "mutated-attribute"]
+    assert (hit.severity, hit.message.split("'")[1]) == ("refuse", name) and hit.source.startswith("self.kept = torch.tanh")

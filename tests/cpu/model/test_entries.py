@@ -41,37 +41,37 @@ def exports(model: nn.Module, entries: Any, sizes: Any) -> list[Exported]:
 
 
 @pytest.fixture(scope="module")
-def made() -> list[tuple[Exported, Prepared]]:
+def entries() -> list[tuple[Exported, Prepared]]:
     model, entries = traced_entries()
     exported = exports(model, entries, SIZES)
     prepared = [prepare(entry, describe_signature(entry), check(entry).functionalized, markers=False) for entry in exported]
     return list(zip(exported, together(prepared), strict=True))
 
 
-def test_entries_have_one_module_and_one_name_for_each_weight(made: list[tuple[Exported, Prepared]]) -> None:
-    assert [exported.source.entry for exported, _ in made] == ["forward", "fill", "empty"]
-    assert len({id(exported.source.model) for exported, _ in made}) == 1
-    (first, *others) = [prepared.programs.weights() for _, prepared in made]
+def test_entries_have_one_module_and_one_name_for_each_weight(entries: list[tuple[Exported, Prepared]]) -> None:
+    assert [exported.source.entry for exported, _ in entries] == ["forward", "fill", "empty"]
+    assert len({id(exported.source.model) for exported, _ in entries}) == 1
+    (first, *others) = [prepared.programs.weights() for _, prepared in entries]
     for other in others:
         for name in first.keys() & other.keys():
             assert other[name].data_ptr() == first[name].data_ptr()
     assert {"model.linear.weight", "model.linear.bias", "model.cache"} <= first.keys()
 
 
-def test_what_one_entry_writes_to_is_state_for_all(made: list[tuple[Exported, Prepared]]) -> None:
-    assert [prepared.state for _, prepared in made] == [("model.cache",)] * 3
-    assert [prepared.changes for _, prepared in made] == [(), ("model.cache",), ("model.cache",)]
-    assert {id(prepared.weights["model.cache"]) for _, prepared in made} == {id(made[0][1].weights["model.cache"])}
+def test_what_one_entry_writes_to_is_state_for_all(entries: list[tuple[Exported, Prepared]]) -> None:
+    assert [prepared.state for _, prepared in entries] == [("model.cache",)] * 3
+    assert [prepared.changes for _, prepared in entries] == [(), ("model.cache",), ("model.cache",)]
+    assert {id(prepared.weights["model.cache"]) for _, prepared in entries} == {id(entries[0][1].weights["model.cache"])}
 
 
-def test_an_entry_that_changes_nothing_is_padded(made: list[tuple[Exported, Prepared]]) -> None:
-    proved = [prove_padding(each.source, own, SIZES[each.source.entry], lambda text: None) for each, own in made]
-    assert [[(d.name, d.pad, d.chunk) for d in each] for each in proved] == [[("batch", "rows", True)], [("rows", "no", False)], []]
+def test_an_entry_that_changes_nothing_is_padded(entries: list[tuple[Exported, Prepared]]) -> None:
+    proved = [prove_padding(exported.source, ready, SIZES[exported.source.entry], lambda text: None) for exported, ready in entries]
+    assert [[(d.name, d.pad, d.chunk) for d in dims] for dims in proved] == [[("batch", "rows", True)], [("rows", "no", False)], []]
     assert proved[1][0].reason == "fill() writes to its buffer 'cache'"
 
 
-def test_eager_pytorch_runs_the_method(made: list[tuple[Exported, Prepared]]) -> None:
-    exported, prepared = made[1]
+def test_eager_pytorch_runs_the_method(entries: list[tuple[Exported, Prepared]]) -> None:
+    exported, prepared = entries[1]
     x, lane = sample(exported.source, {"rows": 2}).tensors
     ran = run_eager(prepared.reference, (x, lane))
     expected = Lanes.fill(_like(exported.source.model), x, lane)
@@ -79,19 +79,19 @@ def test_eager_pytorch_runs_the_method(made: list[tuple[Exported, Prepared]]) ->
 
 
 def _like(model: nn.Module) -> Any:
-    own = Lanes()
-    own.load_state_dict(model.state_dict())
-    return own
+    lanes = Lanes()
+    lanes.load_state_dict(model.state_dict())
+    return lanes
 
 
 def test_literals_of_one_name_get_names_of_their_own() -> None:
     rows = {"one": lambda: (torch.ones(3),), "other": lambda: (torch.ones(3),)}
-    made = exports(Literals(), rows, {"one": {}, "other": {}})
-    names = [set(each.programs.first.constants) for each in made]
-    shared = with_shared_constants([each.programs for each in made])
-    values = {name: value.tolist() for each in shared for name, value in each.weights().items()}
+    exported_models = exports(Literals(), rows, {"one": {}, "other": {}})
+    names = [set(exported.programs.first.constants) for exported in exported_models]
+    shared = with_shared_constants([exported.programs for exported in exported_models])
+    values = {name: value.tolist() for programs in shared for name, value in programs.weights().items()}
     assert names[0] == names[1] and len(values) == 2 and sorted(values.values()) == [[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]
-    assert [each.first.module()(torch.ones(3))[0].tolist() for each in shared] == [[2.0, 3.0, 4.0], [4.0, 5.0, 6.0]]
+    assert [programs.first.module()(torch.ones(3))[0].tolist() for programs in shared] == [[2.0, 3.0, 4.0], [4.0, 5.0, 6.0]]
 
 
 # --- files -----------------------------------------------------------------------------------------------------------

@@ -84,9 +84,9 @@ def registered() -> None:
 
 
 def slotted(inner: Frozen, names: list[str]) -> Slotted:
-    made = object.__new__(Slotted)
-    made.inner, made.names = inner, names
-    return made
+    instance = object.__new__(Slotted)
+    instance.inner, instance.names = inner, names
+    return instance
 
 
 def ones(size: int) -> torch.Tensor:
@@ -111,30 +111,30 @@ def test_what_is_described_is_made_again_with_other_tensors_and_the_same_types(m
     check(tree, "result", len(leaves))
     assert [path for path, _ in leaves] == paths
     others = [tensor + 1 for _, tensor in leaves]
-    made = rebuild(tree, others, value)
-    assert type(made) is type(value) and contexts(made, "") == contexts(value, "")
+    instance = rebuild(tree, others, value)
+    assert type(instance) is type(value) and contexts(instance, "") == contexts(value, "")
     again: list[NamedTensor] = []
-    assert describe(made, "", again) == tree
+    assert describe(instance, "", again) == tree
     assert all(one is other for one, (_, other) in zip(others, again, strict=True))
     # the runtime takes the instance apart in the same way, and its own result in place of it
     flatten = flattener({"call": [["value", tree]]}, [Parameter()])
     if "p" not in paths[0]:  # a registered class of positions is a tuple there
-        assert all(one is other for one, other in zip(others, flatten((made,), {}), strict=True))
+        assert all(one is other for one, other in zip(others, flatten((instance,), {}), strict=True))
     assert all(one is other for one, other in zip(others, flatten((builder(tree)(others),), {}), strict=True))
 
 
 def test_a_result_without_its_class_is_read_in_the_same_way() -> None:
     leaves: list[NamedTensor] = []
     tree = describe(slotted(Frozen(ones(1), more=(1, "two")), ["a"]), "", leaves)
-    made = builder(tree)(["tensor"])
-    assert (made.inner.x, made.inner.scale, made.inner.more, made.inner.total, made.names) == (
+    instance = builder(tree)(["tensor"])
+    assert (instance.inner.x, instance.inner.scale, instance.inner.more, instance.inner.total, instance.names) == (
         "tensor",
         2.0,
         (1, "two"),
         None,
         ["a"],
     )
-    assert repr(made).startswith("Slotted(inner=Frozen(x='tensor', scale=2.0, ")
+    assert repr(instance).startswith("Slotted(inner=Frozen(x='tensor', scale=2.0, ")
     topk = builder(describe(torch.topk(ones(3), 2), "", []))(["v", "i"])
     assert (topk.values, topk.indices, tuple(topk)) == ("v", "i", ("v", "i"))
 
@@ -155,7 +155,7 @@ class Named(nn.Module):
 X, Y = torch.zeros(1), torch.ones(1)
 
 
-def given(model: nn.Module, value: Any) -> Sample:
+def sample_of(model: nn.Module, value: Any) -> Sample:
     return sample(load_source(model, lambda: value), {})
 
 
@@ -180,14 +180,14 @@ def given(model: nn.Module, value: Any) -> Sample:
 def test_what_inputs_gives_is_one_argument_several_by_position_by_name_or_both(
     model: nn.Module, value: Any, names: list[str], args: int, kwargs: list[str]
 ) -> None:
-    made = given(model, value)
-    assert [name for name, _ in made.call["call"]] == names
-    assert (len(made.args), list(made.kwargs)) == (args, kwargs)
+    example = sample_of(model, value)
+    assert [name for name, _ in example.call["call"]] == names
+    assert (len(example.args), list(example.kwargs)) == (args, kwargs)
 
 
 def test_two_arguments_of_one_name_are_refused() -> None:
     with raises("source-invalid", match="two arguments of forward\\(\\) are called 'rest_0'"):
-        given(Plain(), ((X, Y, X), {"rest_0": X}))
+        sample_of(Plain(), ((X, Y, X), {"rest_0": X}))
 
 
 # --- what is refused -------------------------------------------------------------------------------------------------
@@ -229,9 +229,9 @@ def test_a_result_that_no_bundle_holds_is_refused_with_its_path_and_the_line_of_
 
 
 def with_note() -> Any:
-    made = Frozen(X)
-    object.__setattr__(made, "note", X)
-    return (made,)
+    instance = Frozen(X)
+    object.__setattr__(instance, "note", X)
+    return (instance,)
 
 
 @pytest.mark.parametrize(
@@ -271,13 +271,13 @@ def filled(cache: Any, batch: int, tokens: int) -> Any:
 
 
 def test_a_cache_is_its_layers_tensors() -> None:
-    made = caches()
-    dynamic, static = filled(made.DynamicCache(), 1, 3), filled(made.StaticCache(config=config(), max_cache_len=8), 1, 3)
-    both = made.EncoderDecoderCache(filled(made.DynamicCache(), 1, 3), filled(made.DynamicCache(), 1, 3))
+    library = caches()
+    dynamic, static = filled(library.DynamicCache(), 1, 3), filled(library.StaticCache(config=config(), max_cache_len=8), 1, 3)
+    both = library.EncoderDecoderCache(filled(library.DynamicCache(), 1, 3), filled(library.DynamicCache(), 1, 3))
     for value, paths in (
         (dynamic, ["layers.0.keys", "layers.0.values"]),
         (static, ["layers.0.keys", "layers.0.values", "layers.0.cumulative_length"]),
-        (both, [f"{name}_attention_cache.layers.0.{each}" for name in ("self", "cross") for each in ("keys", "values")]),
+        (both, [f"{name}_attention_cache.layers.0.{part}" for name in ("self", "cross") for part in ("keys", "values")]),
     ):
         leaves: list[NamedTensor] = []
         tree = describe(value, "", leaves)
@@ -290,21 +290,21 @@ def test_a_cache_is_its_layers_tensors() -> None:
 
 
 def test_a_cache_is_an_input_whose_length_is_a_dimension() -> None:
-    made = caches()
-    source = load_source(Gives(lambda x: x.layers[0].keys), lambda past: filled(made.DynamicCache(), 2, past))
+    library = caches()
+    source = load_source(Gives(lambda x: x.layers[0].keys), lambda past: filled(library.DynamicCache(), 2, past))
     assert input_shapes(source, {"past": (2, 4)}) == [(2, 2, "past", 4)] * 2
     static = load_source(
         Gives(lambda x: x.layers[0].keys),
-        lambda batch, length: filled(made.StaticCache(config=config(), max_cache_len=length), batch, 1),
+        lambda batch, length: filled(library.StaticCache(config=config(), max_cache_len=length), batch, 1),
     )
     with raises("source-invalid", match=r"input 'x.layers.0': its max_cache_len, 4, changes with length"):
         input_shapes(static, {"batch": (1, 2), "length": (2, 4)})
 
 
 def test_a_cache_that_counts_in_python_is_an_output_and_no_input() -> None:
-    made = caches()
-    cache = made.DynamicCache()
-    cache.layers.append(made.DynamicSlidingWindowLayer(sliding_window=4))
+    library = caches()
+    cache = library.DynamicCache()
+    cache.layers.append(library.DynamicSlidingWindowLayer(sliding_window=4))
     filled(cache, 1, 6)
     leaves: list[NamedTensor] = []
     describe(cache, "", leaves)
@@ -327,7 +327,7 @@ class Holder(nn.Module):
 
 def test_a_write_to_a_tensor_that_a_tuple_keeps_is_refused_with_its_line_and_what_to_do() -> None:
     line = Holder.forward.__code__.co_firstlineno + 1
-    made = export(load_source(Holder(), lambda: torch.ones(1)), {})
+    exported = export(load_source(Holder(), lambda: torch.ones(1)), {})
     with raises("state-changed", match=rf"^{HERE}:{line}: forward\(\) writes to a tensor that is an attribute") as caught:
-        functional(made.programs.first)
+        functional(exported.programs.first)
     assert "buffer" in caught.value.hint and "let inputs() give a cache" in caught.value.hint

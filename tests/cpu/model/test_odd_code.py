@@ -59,7 +59,7 @@ def check(model: nn.Module, make: Callable[..., Any] = inputs, **options: Any) -
     return cgcompile.check(model, make, sizes=[2, 4], target="cpu", **options)
 
 
-@pytest.mark.parametrize("error", ERRORS, ids=lambda each: type(each).__name__)
+@pytest.mark.parametrize("error", ERRORS, ids=lambda exception: type(exception).__name__)
 def test_an_exception_of_the_models_own_is_told_with_its_line(error: BaseException) -> None:
     with raises("eager-failed", match=rf"test_odd_code.py:\d+: .*{type(error).__name__}"):
         check(Raising(error, lambda x: True))
@@ -67,12 +67,12 @@ def test_an_exception_of_the_models_own_is_told_with_its_line(error: BaseExcepti
         check(Raising(error, lambda x: x.shape[0] == 4))
 
 
-@pytest.mark.parametrize("error", ERRORS, ids=lambda each: type(each).__name__)
+@pytest.mark.parametrize("error", ERRORS, ids=lambda exception: type(exception).__name__)
 def test_one_that_is_raised_while_the_model_is_probed_is_an_assertion(error: BaseException) -> None:
     assert [finding.rule for finding in check(Raising(error, lambda x: x.max() > 2)).findings] == ["asserted-value"]
 
 
-@pytest.mark.parametrize("error", ERRORS, ids=lambda each: type(each).__name__)
+@pytest.mark.parametrize("error", ERRORS, ids=lambda exception: type(exception).__name__)
 def test_one_of_what_makes_inputs(error: BaseException) -> None:
     def failing(batch: int) -> tuple[torch.Tensor]:
         raise error
@@ -217,5 +217,5 @@ def test_what_a_model_prints_goes_to_stderr(tmp_path: Path) -> None:
 
 def test_a_long_refusal_is_folded(capsys: pytest.CaptureFixture[str]) -> None:
     complain("word " * 1000, "")
-    told = capsys.readouterr().err
-    assert len(told) < 900 and told.endswith("more characters (--json has all)\n") and told.count("\n") == 1
+    stderr = capsys.readouterr().err
+    assert len(stderr) < 900 and stderr.endswith("more characters (--json has all)\n") and stderr.count("\n") == 1

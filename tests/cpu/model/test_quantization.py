@@ -27,17 +27,17 @@ def perceptron() -> nn.Module:
 def dynamic(model: nn.Module, *kinds: type[nn.Module], dtype: torch.dtype = torch.qint8) -> nn.Module:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        made: nn.Module = torch.ao.quantization.quantize_dynamic(model, set(kinds), dtype=dtype)
-    return made
+        quantized_model: nn.Module = torch.ao.quantization.quantize_dynamic(model, set(kinds), dtype=dtype)
+    return quantized_model
 
 
 def per_row() -> nn.Module:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        made: nn.Module = torch.ao.quantization.quantize_dynamic(
+        quantized_model: nn.Module = torch.ao.quantization.quantize_dynamic(
             perceptron(), {nn.Linear: torch.ao.quantization.per_channel_dynamic_qconfig}
         )
-    return made
+    return quantized_model
 
 
 SAMPLES = {
@@ -50,14 +50,14 @@ SAMPLES = {
 }
 
 
-@pytest.mark.parametrize("given", SAMPLES.values(), ids=SAMPLES)
+@pytest.mark.parametrize("sample", SAMPLES.values(), ids=SAMPLES)
 @pytest.mark.parametrize("make", [lambda: dynamic(perceptron(), nn.Linear), per_row], ids=["one scale", "scale of each row"])
-def test_dynamic_linear_in_plain_operations(make: Callable[[], nn.Module], given: torch.Tensor) -> None:
+def test_dynamic_linear_in_plain_operations(make: Callable[[], nn.Module], sample: torch.Tensor) -> None:
     model = make()
     before = type(model[0])  # type: ignore[index]
     plain = plain_model(model, "model.py")
     with torch.no_grad():
-        wanted, got = model(given), plain(given)
+        wanted, got = model(sample), plain(sample)
     assert torch.allclose(wanted, got, rtol=0, atol=1e-6 * float(wanted.abs().max()))
     assert {name: tensor.dtype for name, tensor in plain.named_buffers()}["0._packed_params.weight"] == torch.int8
     assert type(model[0]) is before and model is not plain  # type: ignore[index]
@@ -67,9 +67,9 @@ def test_dynamic_linear_in_plain_operations(make: Callable[[], nn.Module], given
 def test_no_name_of_the_state_dict_means_another_tensor(make: Callable[[], nn.Module]) -> None:
     model = make()
     assert "0.scale" in model.state_dict()  # that of the activation before it is quantized, which nothing reads
-    made = plain_model(model, "model.py").state_dict()
-    assert not made.keys() & model.state_dict().keys()
-    assert {name.removeprefix("0._packed_params.") for name in made if name.startswith("0.")} >= {"weight", "scale", "bias"}
+    tensors = plain_model(model, "model.py").state_dict()
+    assert not tensors.keys() & model.state_dict().keys()
+    assert {name.removeprefix("0._packed_params.") for name in tensors if name.startswith("0.")} >= {"weight", "scale", "bias"}
 
 
 def test_a_step_too_small_for_a_reciprocal() -> None:
@@ -107,8 +107,8 @@ class Scaled(torch.Tensor):
 
     @staticmethod
     def __new__(cls, data8: torch.Tensor, scale: torch.Tensor) -> Scaled:
-        made: Scaled = torch.Tensor._make_wrapper_subclass(cls, data8.shape, dtype=scale.dtype, device=data8.device)  # type: ignore[attr-defined]
-        return made
+        wrapper: Scaled = torch.Tensor._make_wrapper_subclass(cls, data8.shape, dtype=scale.dtype, device=data8.device)  # type: ignore[attr-defined]
+        return wrapper
 
     def __init__(self, data8: torch.Tensor, scale: torch.Tensor) -> None:
         self.data8, self.scale = data8, scale
@@ -147,9 +147,9 @@ def check_exported(model: nn.Module) -> dict[str, torch.Tensor]:
     source = load_source(model, lambda batch: (torch.linspace(-3, 5, 64 * batch).reshape(batch, 64).sin(),))
     exported = export(source, {"batch": (1, 4)})
     program = exported.programs.first
-    (given,) = source.inputs(3)
+    (argument,) = source.inputs(3)
     with torch.no_grad():
-        assert torch.allclose(model(given), program.module()(given)[0], rtol=0, atol=1e-6)
+        assert torch.allclose(model(argument), program.module()(argument)[0], rtol=0, atol=1e-6)
     operators = {node.target for node in program.graph.nodes if isinstance(node.target, torch._ops.OpOverload)}
     assert {operator.namespace for operator in operators} <= {"aten"}
     weights = weight_tensors(program)

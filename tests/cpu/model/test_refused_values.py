@@ -96,13 +96,13 @@ def ended_early(model: Model, x: torch.Tensor) -> torch.Tensor:
 
 
 def test_a_loop_that_data_ends_is_told_of_while_loop() -> None:
-    (found,) = [finding for finding in report(Model(ended_by_data), "cuda").findings if finding.severity == "refuse"]
-    assert found.rule == "data-dependent-branch" and "torch.while_loop" in found.fix
+    (refusal,) = [finding for finding in report(Model(ended_by_data), "cuda").findings if finding.severity == "refuse"]
+    assert refusal.rule == "data-dependent-branch" and "torch.while_loop" in refusal.fix
 
 
 def test_a_bounded_loop_that_data_ends_early_is_several_paths() -> None:
-    made = report(Model(ended_early), "cuda")
-    assert not made.refused and [finding.rule for finding in made.findings].count("path") == 3
+    check_report = report(Model(ended_early), "cuda")
+    assert not check_report.refused and [finding.rule for finding in check_report.findings].count("path") == 3
 
 
 @pytest.mark.parametrize(

@@ -31,9 +31,9 @@ def inputs(batch: int):
 def test_the_command_is_no_line_of_the_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "layers.py").write_text(LAYERS)
-    told = CliRunner().invoke(app, ["check", "layers.py", "--sizes", "1,2", "--train", "--quiet"], prog_name="cgcompile")
-    assert told.exit_code == 0 and "note random-operation\n" in told.stdout, "layers of a library have no line of the user's"
-    assert "check.py" not in told.stdout and "typer" not in told.stdout
+    result = CliRunner().invoke(app, ["check", "layers.py", "--sizes", "1,2", "--train", "--quiet"], prog_name="cgcompile")
+    assert result.exit_code == 0 and "note random-operation\n" in result.stdout, "layers of a library have no line of the user's"
+    assert "check.py" not in result.stdout and "typer" not in result.stdout
 
 
 class Dropping(nn.Module):
@@ -45,12 +45,12 @@ def test_a_script_is_called_by_its_model_alone() -> None:
     def inputs(batch: int) -> torch.Tensor:
         return torch.randn(batch, 4)
 
-    found = {}
+    locations = {}
     for name, model in (("own", Dropping()), ("library", nn.Dropout(0.5))):
         report = cgcompile.check(model, inputs, sizes=[1, 2], train=True)
-        (found[name],) = [finding.where for finding in report.findings if finding.rule == "random-operation"]
+        (locations[name],) = [finding.where for finding in report.findings if finding.rule == "random-operation"]
     line = Dropping.forward.__code__.co_firstlineno + 1
-    assert found["own"].endswith(f"test_user_code.py:{line}") and found["library"] == ""
+    assert locations["own"].endswith(f"test_user_code.py:{line}") and locations["library"] == ""
 
 
 @pytest.mark.parametrize(

@@ -52,12 +52,12 @@ def test_a_line_in_a_library_comes_with_the_line_that_called_it(tmp_path: Path) 
             return picked + library.mixed(x).sum()
 
     report = cgcompile.check(Caller(), lambda batch: torch.rand(batch, 4), sizes=[2, 4], target="sm_90")
-    found = {
+    locations = {
         (finding.rule, finding.where, finding.message.partition(", called from ")[2])
         for finding in report.findings
         if "copy" not in finding.rule
     }
-    assert found == {
+    assert locations == {
         ("several-devices", "strangers/parts.py:8", "tests/cpu/model/test_user_lines.py:52"),
         ("data-dependent-shape", "strangers/parts.py:5", "tests/cpu/model/test_user_lines.py:51"),
     }
@@ -68,8 +68,8 @@ def test_a_branch_in_a_library_names_both_lines(tmp_path: Path) -> None:
 
     class Caller(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            made: torch.Tensor = library.halved(x)
-            return made
+            output: torch.Tensor = library.halved(x)
+            return output
 
     with pytest.raises(ModelError, match=r"strangers/parts\.py:11: .*, called from tests/cpu/model/test_user_lines\.py:\d+: "):
         refuse_branches(export(load_source(Caller(), lambda batch: torch.rand(batch, 4)), {"batch": (2, 4)}))

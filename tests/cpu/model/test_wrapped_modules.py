@@ -20,8 +20,8 @@ class Block(nn.Module):
         self.linear = nn.Linear(4, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        made: torch.Tensor = self.linear(x)
-        return made
+        output: torch.Tensor = self.linear(x)
+        return output
 
 
 class Holder(nn.Module):
@@ -33,8 +33,8 @@ class Holder(nn.Module):
         self.compiled, self.parallel = torch.compile(Block()), nn.DataParallel(Block())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        made: torch.Tensor = self.scripted(x) + self.compiled(x) * self.parallel(x)
-        return made
+        output: torch.Tensor = self.scripted(x) + self.compiled(x) * self.parallel(x)
+        return output
 
 
 def rows(batch: int) -> torch.Tensor:
@@ -64,8 +64,8 @@ def test_a_loaded_module_of_torch_jit_inside_of_a_model_has_parameters(tmp_path:
             self.block = torch.jit.load(tmp_path / "block.pt")
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            made: torch.Tensor = self.block(x).relu()
-            return made
+            output: torch.Tensor = self.block(x).relu()
+            return output
 
     model = Around().eval()
     before = model.block.linear.weight
@@ -82,8 +82,8 @@ class Hiding(nn.Module):
         self.parameters = nn.ParameterList(self.layers[0][0].parameters())  # type: ignore[assignment]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        made: torch.Tensor = self.layers[0][0](x)
-        return made
+        output: torch.Tensor = self.layers[0][0](x)
+        return output
 
 
 def test_a_child_that_a_method_hides_gets_another_name() -> None:

@@ -99,7 +99,7 @@ def test_a_layer_has_three_kernels(dtype: torch.dtype) -> None:
 
 def test_torch_analyses_each_kind_of_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
     analysed, generate = [], triton_kernel_wrap.generate_ttir
-    monkeypatch.setattr(triton_kernel_wrap, "generate_ttir", lambda *given: analysed.append(1) or generate(*given))
+    monkeypatch.setattr(triton_kernel_wrap, "generate_ttir", lambda *arguments: analysed.append(1) or generate(*arguments))
     model, x = nn.Sequential(Layer(128, 2), Layer(128, 2), Layer(128, 4)), torch.randn(2, 64, 128)
     traced = lowered(model, x)
     assert len(analysed) == 2 and names(traced).count("fused_attention") == 3
@@ -143,8 +143,8 @@ def attended(*shapes: tuple[int, ...], dtype: torch.dtype = FLOAT) -> Lowered:
     ],
 )
 def test_where_it_is_used(query: tuple[int, ...], key: tuple[int, ...], one: bool) -> None:
-    found = names(attended(query, key))
-    assert (found == ["fused_attention"]) if one else ("fused_attention" not in found)
+    kernel_names = names(attended(query, key))
+    assert (kernel_names == ["fused_attention"]) if one else ("fused_attention" not in kernel_names)
 
 
 def test_long_ones_that_do_not_fit_are_refused() -> None:
@@ -182,7 +182,7 @@ def test_fits_into_the_smallest_and_the_newest(width: int, dtype: torch.dtype) -
     mask = torch.randn(300, 300).to(dtype)
     tensors = [torch.randn(1, 60, 300, width, dtype=dtype) for _ in range(3)]
     for target in ("sm_80", "sm_120"):
-        traced = lowered(lambda *each: F.scaled_dot_product_attention(*each), *tensors, mask, target=target)
+        traced = lowered(lambda *operands: F.scaled_dot_product_attention(*operands), *tensors, mask, target=target)
         (variant,) = traced.variants
         assert (dict(variant.constants)["BLOCK_M"] > 16 and variant.stages > 1) or (width, dtype) == (256, FLOAT)
         finish(variant, compile_variant(variant, target), arch(target).shared_optin)
@@ -293,10 +293,10 @@ def interpreted(traced: Lowered, tensors: Sequence[torch.Tensor], folder: Path) 
     graph = assembled(traced, compiled, plan(traced), {}, starts)
     with open(folder / "weights.safetensors", "wb") as file:
         safetensors_writer.write(file, {})
-    given = tuple((value, row_major(tensor)) for value, tensor in zip(graph.inputs, tensors, strict=True))
+    stage_inputs = tuple((value, row_major(tensor)) for value, tensor in zip(graph.inputs, tensors, strict=True))
     task = Task(
         key=(1,),
-        stages=(Stage(given=given, recording=graph.recording, read=graph.outputs),),
+        stages=(Stage(given=stage_inputs, recording=graph.recording, read=graph.outputs),),
         variants=tuple(((image.sha256, image.symbol), variant) for image, variant in zip(compiled, traced.variants, strict=True)),
         sizes=(("weights", PAD), ("inputs", end + PAD), ("arena", graph.arena)),
         weights=((folder / "weights.safetensors", ()),),

@@ -144,10 +144,10 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 def test_kernels_are_compiled_without_a_gpu(arch: str, cache: Path) -> None:
-    made = compile_all([add, softmax, matmul], cache, arch)
-    assert [kernel.symbol for kernel in made] == ["add", "softmax", "matmul"]
-    assert [kernel.threads for kernel in made] == [128, 256, 128]
-    for kernel, source in zip(made, (add, softmax, matmul), strict=True):
+    compiled_kernels = compile_all([add, softmax, matmul], cache, arch)
+    assert [kernel.symbol for kernel in compiled_kernels] == ["add", "softmax", "matmul"]
+    assert [kernel.threads for kernel in compiled_kernels] == [128, 256, 128]
+    for kernel, source in zip(compiled_kernels, (add, softmax, matmul), strict=True):
         assert read_cubin(kernel.image).functions == {kernel.symbol}
         assert kernel.params == tuple((type_, name) for name, type_ in source.signature if type_ != "constexpr")
         assert kernel.scratch_pointers == 2
@@ -156,7 +156,7 @@ def test_kernels_are_compiled_without_a_gpu(arch: str, cache: Path) -> None:
         # e_flags: the architecture stands in the low byte up to ptxas 12, in the second from 13 on
         assert int(arch[3:]) in (kernel.image[48], kernel.image[49])
     # the tiles of three stages; sm_90 keeps what is loaded in two of them
-    assert made[2].shared >= 2 * 2 * 128 * 64 * 2 > 48 << 10
+    assert compiled_kernels[2].shared >= 2 * 2 * 128 * 64 * 2 > 48 << 10
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100", "sm_120"])
@@ -192,15 +192,15 @@ def test_clusters_multiply_the_blocks(cache: Path) -> None:
 
 def test_equal_variants_give_equal_bytes_wherever_they_are_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also the kernels that name their source: those that assert.  Settings of Triton in the environment do not get through."""
-    found = []
+    builds = []
     for name, setting in (("here", "0"), ("there", "1")):
         (tmp_path / name).mkdir()
         monkeypatch.chdir(tmp_path / name)
         monkeypatch.setenv("TMPDIR", os.fspath(tmp_path / name))
         monkeypatch.setenv("DISABLE_PTXAS_OPT", setting)
         monkeypatch.setenv("TRITON_DISABLE_LINE_INFO", setting)
-        found.append(compile_all([inductors, matmul], tmp_path / name / "cache"))
-    for here, there in zip(*found, strict=True):
+        builds.append(compile_all([inductors, matmul], tmp_path / name / "cache"))
+    for here, there in zip(*builds, strict=True):
         assert here == there
         assert os.fspath(tmp_path).encode() not in here.image
         assert b"debug_line" not in here.image
@@ -243,11 +243,11 @@ def test_what_changes_a_kernel_changes_its_place_in_the_cache(cache: Path) -> No
         replace(add, divisible=()),
         replace(add, source=ADD.replace("+ tl.load(b", "- tl.load(b")),
     ]
-    made = compile_all(others, cache)
+    compiled_kernels = compile_all(others, cache)
     fewer = compile_all([matmul, replace(matmul, stages=2)], cache, "sm_80")
     assert fewer[1].shared < fewer[0].shared
-    assert len({kernel.sha256 for kernel in made}) == len(others)
-    assert compile_all([add], cache, "sm_80")[0].sha256 not in {kernel.sha256 for kernel in made}
+    assert len({kernel.sha256 for kernel in compiled_kernels}) == len(others)
+    assert compile_all([add], cache, "sm_80")[0].sha256 not in {kernel.sha256 for kernel in compiled_kernels}
 
 
 def test_a_damaged_file_of_the_cache_is_made_again(tmp_path: Path) -> None:
@@ -256,19 +256,19 @@ def test_a_damaged_file_of_the_cache_is_made_again(tmp_path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
-    told: list[str] = []
-    (after,) = compile_variants([add], "sm_90", shared_limit=LIMIT, cache=tmp_path, tell=told.append)
+    messages: list[str] = []
+    (after,) = compile_variants([add], "sm_90", shared_limit=LIMIT, cache=tmp_path, tell=messages.append)
     assert after == before
-    assert told == ["1 of 1 kernels to compile", "1 of 1 kernels: add"]
+    assert messages == ["1 of 1 kernels to compile", "1 of 1 kernels: add"]
 
 
 def test_equal_variants_are_compiled_once(tmp_path: Path) -> None:
-    told: list[str] = []
-    made = compile_variants(
-        [add, add, replace(add, selected_by="nearest")], "sm_90", shared_limit=LIMIT, cache=tmp_path, tell=told.append
+    messages: list[str] = []
+    compiled_kernels = compile_variants(
+        [add, add, replace(add, selected_by="nearest")], "sm_90", shared_limit=LIMIT, cache=tmp_path, tell=messages.append
     )
-    assert told == ["1 of 1 kernels to compile", "1 of 1 kernels: add"]
-    assert made == (made[0],) * 3
+    assert messages == ["1 of 1 kernels to compile", "1 of 1 kernels: add"]
+    assert compiled_kernels == (compiled_kernels[0],) * 3
 
 
 # --- refusals -------------------------------------------------------------------------------------------------
@@ -323,13 +323,13 @@ def test_a_compiler_that_dies_is_reported(tmp_path: Path, monkeypatch: pytest.Mo
         compile_all([add], tmp_path / "cache")
 
 
-def kernel_of(made: CompiledKernel, **changes: Any) -> KernelImage:
+def kernel_of(kernel: CompiledKernel, **changes: Any) -> KernelImage:
     plain = KernelImage(
-        image=made.image,
-        symbol=made.symbol,
-        shared=made.shared,
+        image=kernel.image,
+        symbol=kernel.symbol,
+        shared=kernel.shared,
         tensor_columns=0,
-        warps=made.threads // 32,
+        warps=kernel.threads // 32,
         blocks=1,
         global_scratch=0,
         profile_scratch=0,
@@ -339,32 +339,32 @@ def kernel_of(made: CompiledKernel, **changes: Any) -> KernelImage:
 
 
 def test_a_variable_that_a_kernel_may_write_is_refused(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (made,) = compile_all([add], cache)
+    (kernel,) = compile_all([add], cache)
     counter = Symbol(name="counter", section=".nv.global", value=0, local=False, initial=bytes(4))
     monkeypatch.setattr(kernels, "read_cubin", lambda image, what: Cubin(data=(counter,), functions=frozenset()))
     with raises("kernel-unsupported", match="kernel add has a variable that it may write, counter, in memory of the image"):
-        finish(add, kernel_of(made), LIMIT)
+        finish(add, kernel_of(kernel), LIMIT)
 
 
 def test_metadata_and_image_have_to_agree(cache: Path) -> None:
-    (made,) = compile_all([add], cache)
-    assert finish(add, kernel_of(made), LIMIT) == made
+    (kernel,) = compile_all([add], cache)
+    assert finish(add, kernel_of(kernel), LIMIT) == kernel
     with raises("kernel-unsupported", match="kernel add needs 128 bytes of global scratch"):
-        finish(add, kernel_of(made, global_scratch=128), LIMIT)
+        finish(add, kernel_of(kernel, global_scratch=128), LIMIT)
     with raises("kernel-unsupported", match="needs 64 bytes of profile scratch"):
-        finish(add, kernel_of(made, profile_scratch=64), LIMIT)
+        finish(add, kernel_of(kernel, profile_scratch=64), LIMIT)
     with raises("kernel-too-large", match="1024 columns of tensor memory"):
-        finish(add, kernel_of(made, tensor_columns=1024), LIMIT)
+        finish(add, kernel_of(kernel, tensor_columns=1024), LIMIT)
     with raises("kernel-failed", match=r"wants blocks of \(128, 1, 1\) threads, Triton says 256"):
-        finish(add, kernel_of(made, warps=8), LIMIT)
+        finish(add, kernel_of(kernel, warps=8), LIMIT)
     with raises("kernel-failed", match="wants clusters of None blocks, Triton says 2"):
-        finish(add, kernel_of(made, blocks=2), LIMIT)
+        finish(add, kernel_of(kernel, blocks=2), LIMIT)
     with raises("kernel-failed", match="takes 6 parameters, its signature has 7"):
-        finish(replace(add, signature=(*add.signature, *(("x", "i32"),) * 3)), kernel_of(made), LIMIT)
+        finish(replace(add, signature=(*add.signature, *(("x", "i32"),) * 3)), kernel_of(kernel), LIMIT)
     with raises("kernel-failed", match="takes 6 parameters, its signature has 5"):
-        finish(replace(add, signature=(*add.signature, ("x", "*fp32"))), kernel_of(made), LIMIT)
+        finish(replace(add, signature=(*add.signature, ("x", "*fp32"))), kernel_of(kernel), LIMIT)
     with raises("kernel-unsupported", match="parameter a is a tensor descriptor"):
-        finish(replace(add, signature=(("a", "tensordesc<fp16[8]>"), *add.signature[1:])), kernel_of(made), LIMIT)
+        finish(replace(add, signature=(("a", "tensordesc<fp16[8]>"), *add.signature[1:])), kernel_of(kernel), LIMIT)
 
 
 @pytest.mark.parametrize(
@@ -383,11 +383,11 @@ def test_the_line_that_says_most_is_shown(text: str, line: str) -> None:
 def test_no_packed_add_comes_to_ptxas(cache: Path, tmp_path: Path) -> None:
     """ptxas 12.8 and 12.9 drop the immediate of a packed add of which one half is used."""
     arguments = [("x", "*fp32"), ("w", "*fp32"), ("out", "*fp32")]
-    (made,) = compile_all([variant(PADDED, arguments, ("x", "w", "out"), warps=1)], cache)
-    (tmp_path / "padded.cubin").write_bytes(made.image)
-    found = importlib.util.find_spec("triton")
-    assert found is not None and found.origin is not None
-    disassemble = Path(found.origin).parent / "backends/nvidia/bin/nvdisasm"
+    (kernel,) = compile_all([variant(PADDED, arguments, ("x", "w", "out"), warps=1)], cache)
+    (tmp_path / "padded.cubin").write_bytes(kernel.image)
+    spec = importlib.util.find_spec("triton")
+    assert spec is not None and spec.origin is not None
+    disassemble = Path(spec.origin).parent / "backends/nvidia/bin/nvdisasm"
     shown = subprocess.run([disassemble, tmp_path / "padded.cubin"], capture_output=True, text=True, check=True).stdout
     assert "STG" in shown
     assert "16x2" not in shown
@@ -433,12 +433,12 @@ def test_a_program_of_real_kernels_becomes_rows(cache: Path) -> None:
         inputs=(BufferView(pointer=at(0), dtype="float16", shape=(128, 128), strides=(128, 1)),),
         outputs=(BufferView(pointer=at(5), dtype="float32", shape=(128, 128), strides=(128, 1)),),
     )
-    made = compile_all(program.variants, cache)
+    compiled_kernels = compile_all(program.variants, cache)
     placed = plan(program)
     check_plan(program, placed)
     assert placed.bound == 3 * 4 * 128 * 128
-    graph = assembled(program, made, placed, {"w": 0}, (0,))
+    graph = assembled(program, compiled_kernels, placed, {"w": 0}, (0,))
     data = tables.encode(graph.recording)
     memories = {"weights": 1 << 20, "inputs": 1 << 20, "arena": graph.arena}
-    check_recording(Table(data, "t"), memories, {kernel.sha256 for kernel in made})
-    assert [function.attributes for function in graph.recording.functions] == [((8, made[0].shared),), (), ()]
+    check_recording(Table(data, "t"), memories, {kernel.sha256 for kernel in compiled_kernels})
+    assert [function.attributes for function in graph.recording.functions] == [((8, compiled_kernels[0].shared),), (), ()]

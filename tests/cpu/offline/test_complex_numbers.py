@@ -27,18 +27,18 @@ def test_transforms_are_those_of_pytorch(length: int) -> None:
     for normalization, forward in ((fourier.NONE, True), (fourier.BY_ROOT, True), (fourier.BY_SIZE, False)):
         close(fourier.to_complex(z.real, z.imag, [1], normalization, forward), aten._fft_c2c(z, [1], normalization, forward))
     for onesided in (True, False):
-        made = fourier.to_complex_halves(x, [2, 1], fourier.NONE, onesided)
-        close(made, aten._fft_r2c(x, [2, 1], fourier.NONE, onesided))
+        spectrum = fourier.to_complex_halves(x, [2, 1], fourier.NONE, onesided)
+        close(spectrum, aten._fft_r2c(x, [2, 1], fourier.NONE, onesided))
     half = z[:, : length // 2 + 1]  # with imaginary parts where a transform of real numbers has none: they are ignored
     close(
         fourier.to_real(half.real, half.imag, [2, 1], fourier.BY_SIZE, length), aten._fft_c2r(half, [2, 1], fourier.BY_SIZE, length)
     )
 
 
-def close(made: tuple[Tensor, Tensor] | Tensor, wanted: Tensor) -> None:
-    found = torch.complex(*made) if isinstance(made, tuple) else made
-    assert found.shape == wanted.shape
-    assert (found - wanted).abs().max() <= 3e-6 * wanted.abs().max()
+def close(output: tuple[Tensor, Tensor] | Tensor, wanted: Tensor) -> None:
+    actual = torch.complex(*output) if isinstance(output, tuple) else output
+    assert actual.shape == wanted.shape
+    assert (actual - wanted).abs().max() <= 3e-6 * wanted.abs().max()
 
 
 def test_a_length_that_cannot_be_taken_apart_is_refused() -> None:
@@ -78,15 +78,15 @@ CASES: dict[str, Callable[[Tensor, Tensor], Any]] = {
 
 def written(z: Tensor, x: Tensor) -> Tensor:
     """The whole of what was written to by its parts."""
-    made = torch.zeros(4, 4, dtype=z.dtype)
-    made[1:, :2] = z[1:, 2:] * 2j
-    made[0] = x[0]
-    made[:, 3] *= 1 + 1j
-    made[2, 1:] += z[2, 1:]
-    made[3].fill_(4j)
+    matrix = torch.zeros(4, 4, dtype=z.dtype)
+    matrix[1:, :2] = z[1:, 2:] * 2j
+    matrix[0] = x[0]
+    matrix[:, 3] *= 1 + 1j
+    matrix[2, 1:] += z[2, 1:]
+    matrix[3].fill_(4j)
     x = x.clone()
     x[0] = z[1].real
-    return made * z + x
+    return matrix * z + x
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -99,12 +99,12 @@ def test_operations_on_pairs_are_those_of_pytorch(name: str) -> None:
         if node.op == "placeholder":
             values[node] = Pair(z.real.clone(), z.imag.clone()) if not values else x
         elif node.op == "call_function":
-            args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda each: values[each])
+            args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda operand: values[operand])
             values[node] = run_on_pairs(node.target, args, kwargs)
             assert not (isinstance(values[node], Tensor) and values[node].is_complex())
         elif node.op == "output":
-            made = joined(values[node.args[0][0]])
-    torch.testing.assert_close(made, CASES[name](z, x), rtol=1e-5, atol=1e-5)
+            output = joined(values[node.args[0][0]])
+    torch.testing.assert_close(output, CASES[name](z, x), rtol=1e-5, atol=1e-5)
 
 
 def test_an_operator_without_a_rule_is_named() -> None:

@@ -24,25 +24,25 @@ def folded(model: nn.Module, x: torch.Tensor, writes: bool = False) -> tuple[Ret
     program = torch.export.export(model.eval(), (x,))
     values = {**program.state_dict, **program.constants}
     with fake_device(arch("sm_90")):
-        made, constants = fold(retrace(program, (x,), writes=writes), values)
-    return made, constants, [node.target for node in made.graph.graph.nodes if node.op == "call_function"]
+        retraced, constants = fold(retrace(program, (x,), writes=writes), values)
+    return retraced, constants, [node.target for node in retraced.graph.graph.nodes if node.op == "call_function"]
 
 
-def computed(made: Retraced, constants: tuple[FoldedConstant, ...], model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+def computed(retraced: Retraced, constants: tuple[FoldedConstant, ...], model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """What the folded graph gives, on the CPU."""
     held = dict(model.named_parameters()) | dict(model.named_buffers())
     bytes_of = {constant.name: constant.contents for constant in constants}
-    given = []
-    for (kind, name), like in zip(made.names, made.tensors, strict=True):
+    arguments = []
+    for (kind, name), like in zip(retraced.names, retraced.tensors, strict=True):
         if name in bytes_of:
             flat = torch.frombuffer(bytearray(bytes_of[name]), dtype=like.dtype)
-            given.append(flat.as_strided(like.shape, like.stride()))
+            arguments.append(flat.as_strided(like.shape, like.stride()))
         else:
-            given.append(held[name] if kind == WEIGHT else x)
-    for node in made.graph.graph.nodes:
+            arguments.append(held[name] if kind == WEIGHT else x)
+    for node in retraced.graph.graph.nodes:
         node.kwargs = {key: torch.device("cpu") if isinstance(value, torch.device) else value for key, value in node.kwargs.items()}
-    made.graph.recompile()
-    return made.graph(*given)[0]
+    retraced.graph.recompile()
+    return retraced.graph(*arguments)[0]
 
 
 def test_the_scale_of_a_normalization_is_a_weight() -> None:
@@ -50,18 +50,18 @@ def test_the_scale_of_a_normalization_is_a_weight() -> None:
     model = nn.BatchNorm2d(6)
     nn.init.uniform_(model.running_var, 0.5, 2.0)
     x = torch.randn(2, 6, 3, 3)
-    made, constants, left = folded(model, x)
+    retraced, constants, left = folded(model, x)
     assert torch.ops.aten.sqrt.default not in left and torch.ops.aten.reciprocal.default not in left and constants
-    torch.testing.assert_close(computed(made, constants, model, x), model(x))
+    torch.testing.assert_close(computed(retraced, constants, model, x), model(x))
 
 
 def test_the_bias_of_one_row_stays_a_weight_that_an_update_may_change() -> None:
     """torch decomposes it as the bias times 1, plus the product."""
     torch.manual_seed(0)
     model, x = nn.Linear(96, 5), torch.randn(1, 96)
-    made, constants, _ = folded(model, x)
-    assert constants == () and "bias" in [name for _, name in made.names]
-    torch.testing.assert_close(computed(made, constants, model, x), model(x))
+    retraced, constants, _ = folded(model, x)
+    assert constants == () and "bias" in [name for _, name in retraced.names]
+    torch.testing.assert_close(computed(retraced, constants, model, x), model(x))
 
 
 def test_a_normalization_is_one_product_and_one_sum() -> None:
@@ -73,9 +73,9 @@ def test_a_normalization_is_one_product_and_one_sum() -> None:
     nn.init.normal_(model.weight)
     nn.init.normal_(model.bias)
     x = torch.randn(2, 6, 3, 3).half()
-    made, constants, left = folded(model, x)
+    retraced, constants, left = folded(model, x)
     assert len(constants) == 2 and torch.ops.aten.sub.Tensor not in left and torch.ops.aten.rsqrt.default not in left
-    torch.testing.assert_close(computed(made, constants, model, x), model(x), rtol=2e-3, atol=2e-3)
+    torch.testing.assert_close(computed(retraced, constants, model, x), model(x), rtol=2e-3, atol=2e-3)
 
 
 def test_a_weight_that_is_normalized_by_its_own_statistics() -> None:
@@ -91,8 +91,8 @@ def test_a_weight_that_is_normalized_by_its_own_statistics() -> None:
             return x @ rows.reshape_as(self.weight).t()
 
     model, x = Standardized(), torch.randn(4, 8)
-    made, constants, _ = folded(model, x)
-    torch.testing.assert_close(computed(made, constants, model, x), model(x))
+    retraced, constants, _ = folded(model, x)
+    torch.testing.assert_close(computed(retraced, constants, model, x), model(x))
 
 
 def test_a_weight_laid_out_anew_is_kept_and_a_view_is_not() -> None:
@@ -106,10 +106,10 @@ def test_a_weight_laid_out_anew_is_kept_and_a_view_is_not() -> None:
 
     model, x = Turned(), torch.randn(4, 5)
     wide = nn.functional.pad(x, [0, 0])
-    made, constants, left = folded(model, wide)
+    retraced, constants, left = folded(model, wide)
     assert [len(constant.contents) for constant in constants] == [7 * 4], "the sum over the padded weight, and not its transpose"
     assert torch.ops.aten.constant_pad_nd.default not in left
-    torch.testing.assert_close(computed(made, constants, model, wide), model(wide))
+    torch.testing.assert_close(computed(retraced, constants, model, wide), model(wide))
 
 
 def test_a_wider_copy_of_a_large_weight_is_not_kept() -> None:
@@ -176,8 +176,8 @@ def test_live_weights_are_state_too_and_all_that_lies_in_their_memory() -> None:
     weight, counter = torch.ones(3), torch.ones(4)
     tensors = {"model.a": weight, "model.tied": weight[1:], "model.count": counter, "model.b": torch.ones(3), "c": torch.empty(0)}
     alias = OutputAlias(output=0, memory="weights", index=0, name="a", views={})
-    given = OutputAlias(output=1, memory="inputs", index=0, name="", views={})
-    assert live_weights(tensors, [alias, given], ["model.count"]) == ("model.a", "model.count", "model.tied")
+    input_alias = OutputAlias(output=1, memory="inputs", index=0, name="", views={})
+    assert live_weights(tensors, [alias, input_alias], ["model.count"]) == ("model.a", "model.count", "model.tied")
 
 
 def test_what_is_filled_later_is_no_constant() -> None:
@@ -185,8 +185,8 @@ def test_what_is_filled_later_is_no_constant() -> None:
     torch.manual_seed(0)
     model = nn.Conv1d(4, 3, 3, padding=1, padding_mode="circular", bias=False)
     x = torch.randn(2, 4, 9)
-    made, constants, _ = folded(model, x)
-    torch.testing.assert_close(computed(made, constants, model, x), model(x))
+    retraced, constants, _ = folded(model, x)
+    torch.testing.assert_close(computed(retraced, constants, model, x), model(x))
 
 
 class Spectrum(nn.Module):
@@ -197,7 +197,7 @@ class Spectrum(nn.Module):
 
 def test_factors_of_a_fourier_transform_are_constants() -> None:
     x = torch.randn(3, 12)
-    made, constants, left = folded(Spectrum(), x)
+    retraced, constants, left = folded(Spectrum(), x)
     assert len(constants) == 1 and not constants[0].sources
     assert torch.ops.aten.cos.default not in left and torch.ops.aten.arange.start_step not in left
-    torch.testing.assert_close(computed(made, constants, Spectrum(), x), Spectrum()(x))
+    torch.testing.assert_close(computed(retraced, constants, Spectrum(), x), Spectrum()(x))

@@ -20,13 +20,13 @@ from tests.helpers.models.conditional_models import MODELS
 @pytest.mark.parametrize("name", ["nested", "carried", "read afterwards", "shifted", "overlapping", "chosen"])
 def test_every_way_is_eagers(name: str, tmp_path: Path) -> None:
     torch.manual_seed(1)
-    make, made, kinds = MODELS[name]
-    model, given = make().eval(), made()
+    make, inputs, kinds = MODELS[name]
+    model, examples = make().eval(), inputs()
     with torch.no_grad():
-        program = torch.export.export(model, (given[0],), strict=False)
-        expected = [model(x) for x in given]
-    assert len({tuple(map(float, [leaf.sum() for leaf in each])) for each in expected}) == len(given)
-    task = task_of(program, given[0], given, tmp_path)
+        program = torch.export.export(model, (examples[0],), strict=False)
+        expected = [model(x) for x in examples]
+    assert len({tuple(map(float, [leaf.sum() for leaf in output])) for output in expected}) == len(examples)
+    task = task_of(program, examples[0], examples, tmp_path)
     (recording,) = set(task.recordings)
     assert sorted(types(recording)) == list(kinds)
     (outcome,) = interpret([task], tmp_path, budget=1)
@@ -36,9 +36,9 @@ def test_every_way_is_eagers(name: str, tmp_path: Path) -> None:
 
 
 def test_only_what_the_loop_alone_takes_is_not_copied(tmp_path: Path) -> None:
-    make, made, _ = MODELS["read afterwards"]
-    program = torch.export.export(make(), (made()[0],), strict=False)
-    (recording,) = set(task_of(program, made()[0], made(), tmp_path).recordings)
+    make, inputs, _ = MODELS["read afterwards"]
+    program = torch.export.export(make(), (inputs()[0],), strict=False)
+    (recording,) = set(task_of(program, inputs()[0], inputs(), tmp_path).recordings)
     begin = next(node for node in recording.nodes if isinstance(node, ConditionalNode))
     before = recording.nodes[: recording.nodes.index(begin)]
     assert sum(isinstance(node, MemcpyNode) for node in before) == 3
@@ -49,8 +49,8 @@ def types(recording: Recording) -> list[str]:
 
 
 def check(stage: Stage, wanted: Sequence[Tensor], contents: Sequence[bytes]) -> None:
-    for value, want, found in zip(stage.read, wanted, contents, strict=True):
-        got = tensor_of(found, value)
+    for value, want, content in zip(stage.read, wanted, contents, strict=True):
+        got = tensor_of(content, value)
         assert (got.dtype, got.shape) == (want.dtype, want.shape)
         assert torch.allclose(got.double(), want.double(), rtol=1e-5, atol=1e-5)
 

@@ -95,9 +95,9 @@ def inputs(batch: int) -> tuple[Tensor]:
 def test_check_names_what_lowering_refuses(name: str) -> None:
     expected, function = CASES[name]
     program = export(load_source(Of(function).eval(), inputs), {"batch": (4, 8)}).programs.first
-    found = operators_without_kernel(program, (), H200)
-    assert [bool(found), expected in "".join(each.fix for each in found)] == [bool(expected), True]
-    assert all(each.where.startswith("tests/cpu/offline/test_coverage.py:") for each in found)
+    findings = operators_without_kernel(program, (), H200)
+    assert [bool(findings), expected in "".join(finding.fix for finding in findings)] == [bool(expected), True]
+    assert all(finding.where.startswith("tests/cpu/offline/test_coverage.py:") for finding in findings)
     try:
         lower_key(program, (4,), inputs(4), H200)
     except BuildError as error:
@@ -110,16 +110,16 @@ def test_check_names_what_lowering_refuses(name: str) -> None:
 @pytest.mark.parametrize("biased", [True, False])
 def test_cells_are_what_pytorch_computes(biased: bool) -> None:
     x, hidden, state = torch.randn(3, 4, 5)
-    for gates, cell, own, given in ((3, torch.gru_cell, gru_cell, hidden), (4, torch.lstm_cell, lstm_cell, (hidden, state))):
+    for gates, cell, decomp, states in ((3, torch.gru_cell, gru_cell, hidden), (4, torch.lstm_cell, lstm_cell, (hidden, state))):
         weights = [torch.randn(gates * 5, 5) for _ in range(2)] + [torch.randn(gates * 5) for _ in range(2 * biased)]
-        torch.testing.assert_close(own(x, given, *weights), cell(x, given, *weights))
+        torch.testing.assert_close(decomp(x, states, *weights), cell(x, states, *weights))
 
 
 @pytest.mark.parametrize("length", [1, 2, 7, 8])
 def test_windows_are_what_pytorch_computes(length: int) -> None:
-    for own, torchs in ((window(0.5), torch.hann_window), (window(0.54), torch.hamming_window)):
+    for decomp, torchs in ((window(0.5), torch.hann_window), (window(0.54), torch.hamming_window)):
         for periodic in (True, False):
-            torch.testing.assert_close(own(length, periodic), torchs(length, periodic))
+            torch.testing.assert_close(decomp(length, periodic), torchs(length, periodic))
 
 
 @pytest.mark.parametrize("ceil_mode", [True, False])
@@ -127,8 +127,8 @@ def test_windows_are_what_pytorch_computes(length: int) -> None:
 def test_averages_of_large_windows_are_what_pytorch_computes(ceil_mode: bool, inner: bool) -> None:
     x = torch.randn(2, 3, 12, 13)
     for kernel, stride, padding in (((7, 7), (1, 1), (0, 0)), ((9, 3), (2, 3), (3, 1)), ((6, 6), (5, 5), (2, 2))):
-        given = (kernel, stride, padding, ceil_mode, inner)
-        torch.testing.assert_close(average_pool(x, *given), F.avg_pool2d(x, *given))
+        settings = (kernel, stride, padding, ceil_mode, inner)
+        torch.testing.assert_close(average_pool(x, *settings), F.avg_pool2d(x, *settings))
     given3 = ((2, 7, 7), (1, 1, 1), (1, 0, 3), ceil_mode, inner, 5)
     torch.testing.assert_close(average_pool(x, *given3), F.avg_pool3d(x, *given3))
     half = x.to(torch.bfloat16)
@@ -146,8 +146,8 @@ def test_an_assertion_has_no_kernel_and_the_host_checks_it() -> None:
         torch._assert_async((x < 9).all())
         return x @ w
 
-    (found,) = cgcompile.check(Of(asserting).eval(), inputs, sizes=[4], target="sm_90").findings
-    assert (found.rule, found.severity) == ("tensor-assertion", "host")
+    (finding,) = cgcompile.check(Of(asserting).eval(), inputs, sizes=[4], target="sm_90").findings
+    assert (finding.rule, finding.severity) == ("tensor-assertion", "host")
     assert not cgcompile.check(Of(asserting).eval(), inputs, sizes=[4], target="cuda").findings, "a capture has a kernel"
 
 
@@ -176,12 +176,12 @@ def test_a_complex_input_is_refused_where_a_complex_weight_is_not() -> None:
         def forward(self, x: Tensor, z: Tensor) -> Tensor:
             return (x * self.weight).real + (x * z).real
 
-    def given(batch: int) -> tuple[Tensor, ...]:
+    def complex_inputs(batch: int) -> tuple[Tensor, ...]:
         return torch.randn(batch, 8), torch.randn(8, dtype=torch.complex64)
 
-    program = export(load_source(Turned().eval(), given), {"batch": (4, 8)}).programs.first
-    (found,) = operators_without_kernel(program, (), H200)
-    assert "aten.mul" in found.fix
+    program = export(load_source(Turned().eval(), complex_inputs), {"batch": (4, 8)}).programs.first
+    (finding,) = operators_without_kernel(program, (), H200)
+    assert "aten.mul" in finding.fix
 
 
 def model_of(name: str) -> Callable[..., Any]:
@@ -192,10 +192,10 @@ def test_the_report_of_a_target_has_the_rules_of_its_recorder() -> None:
     check = model_of("median")
     assert not check(target="cpu").refused and not check(target="cuda").refused
     report = check(target="sm_90")
-    (found,) = [finding for finding in report.findings if finding.severity == "refuse"]
-    assert (found.rule, found.message) == ("operator-without-kernel", "median has no Triton kernel")
-    assert found.fix.endswith("--fallback-op aten.median.dim")
-    assert not check(target="sm_90", fallback_ops=hinted(found.fix)).refused, "what the hint says works when pasted"
+    (refusal,) = [finding for finding in report.findings if finding.severity == "refuse"]
+    assert (refusal.rule, refusal.message) == ("operator-without-kernel", "median has no Triton kernel")
+    assert refusal.fix.endswith("--fallback-op aten.median.dim")
+    assert not check(target="sm_90", fallback_ops=hinted(refusal.fix)).refused, "what the hint says works when pasted"
 
 
 def hinted(fix: str) -> Sequence[str]:

@@ -30,15 +30,15 @@ def test_scatters_are_those_of_pytorch(reduce: str, dtype: torch.dtype) -> None:
     for (shape, indices, source, dim), include_self in itertools.product(SCATTERS, (True, False)):
         x, src = (torch.randn(shape) * 5).to(dtype), (torch.randn(source) * 5).to(dtype)
         index = torch.randint(0, shape[dim] if shape else 1, indices)
-        made = scatter_reduced(x, dim, index, src, reduce, include_self=include_self)
+        actual = scatter_reduced(x, dim, index, src, reduce, include_self=include_self)
         wanted = x.scatter_reduce(dim, index, src, reduce, include_self=include_self)
-        torch.testing.assert_close(made, wanted, **({"rtol": 2e-2, "atol": 1e-2} if dtype == torch.float16 else {}))
+        torch.testing.assert_close(actual, wanted, **({"rtol": 2e-2, "atol": 1e-2} if dtype == torch.float16 else {}))
 
 
 def test_nan_is_scattered_where_its_index_says() -> None:
     x, src = torch.zeros(3), torch.tensor([1.0, torch.nan, 2.0])
-    made = scatter_reduced(x, 0, torch.tensor([0, 1, 2]), src, "amax")
-    assert made.isnan().tolist() == [False, True, False]
+    actual = scatter_reduced(x, 0, torch.tensor([0, 1, 2]), src, "amax")
+    assert actual.isnan().tolist() == [False, True, False]
 
 
 def test_large_scatters_are_refused() -> None:
@@ -57,8 +57,8 @@ def test_triangles_are_solved_as_pytorch_does(size: int) -> None:
     ):
         a = torch.randn(*one, size, size, dtype=torch.float64) / 4 + 3 * torch.eye(size, dtype=torch.float64)
         b = torch.randn(*other, *((size, 4) if left else (4, size)), dtype=torch.float64)
-        made = solve_triangular(a, b, upper=upper, left=left, unitriangular=unitriangular)
-        torch.testing.assert_close(made, torch.linalg.solve_triangular(a, b, upper=upper, left=left, unitriangular=unitriangular))
+        actual = solve_triangular(a, b, upper=upper, left=left, unitriangular=unitriangular)
+        torch.testing.assert_close(actual, torch.linalg.solve_triangular(a, b, upper=upper, left=left, unitriangular=unitriangular))
 
 
 def test_large_triangles_are_refused() -> None:
@@ -72,6 +72,6 @@ def test_order_statistics_are_those_of_pytorch(keepdim: bool) -> None:
     x = torch.randn(4, 9)
     x[1, 3] = torch.nan
     for k, dim in ((1, -1), (9, -1), (4, 1), (2, 0)):
-        for made, wanted in zip(kthvalue(x, k, dim, keepdim), torch.kthvalue(x, k, dim, keepdim), strict=True):
-            torch.testing.assert_close(made, wanted, equal_nan=True)
-    assert [each.item() for each in kthvalue(torch.tensor(2.0), 1)] == [2.0, 0]
+        for actual, wanted in zip(kthvalue(x, k, dim, keepdim), torch.kthvalue(x, k, dim, keepdim), strict=True):
+            torch.testing.assert_close(actual, wanted, equal_nan=True)
+    assert [output.item() for output in kthvalue(torch.tensor(2.0), 1)] == [2.0, 0]

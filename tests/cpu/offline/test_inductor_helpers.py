@@ -27,5 +27,5 @@ def test_a_torch_that_wants_more_is_imported(monkeypatch: pytest.MonkeyPatch) ->
         raise ImportError(name)
 
     monkeypatch.setattr(inductor_helpers, "_alone", refuse)
-    made = inductor_helpers.triton_helpers.__wrapped__()
-    assert made is sys.modules[made.__name__] and made.__name__ == "torch._inductor.runtime.triton_helpers"
+    module = inductor_helpers.triton_helpers.__wrapped__()
+    assert module is sys.modules[module.__name__] and module.__name__ == "torch._inductor.runtime.triton_helpers"

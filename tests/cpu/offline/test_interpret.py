@@ -386,8 +386,8 @@ def test_philox_draws_evenly(results: Results) -> None:
 # --- refusals and choices ----------------------------------------------------------------------------------------
 
 
-def _one(source: str, *given: Value | Address | float, sheet: Sheet, folder: Path, **constants: int) -> tuple[Outcome, ...]:
-    sheet.launch(source, (2, 1, 1), *given, **constants)
+def _one(source: str, *arguments: Value | Address | float, sheet: Sheet, folder: Path, **constants: int) -> tuple[Outcome, ...]:
+    sheet.launch(source, (2, 1, 1), *arguments, **constants)
     return interpret([sheet.task(folder)], folder, budget=1)
 
 
@@ -475,9 +475,9 @@ def test_stages_share_memory_and_meet_the_host_between_them(tmp_path: Path) -> N
     (outcome,) = interpret([replace(task, weights=((path, (*placed, elsewhere)),))], tmp_path, budget=1)
     poison = torch.full((16,), torch.nan)
     wanted = [a + a, poison, a + b + c, (a + b) * 2, a + b, c]
-    found = [tensor_of(contents, kept) for contents in outcome.read]
-    assert len(found) == len(wanted)
-    assert all(torch.equal(got.nan_to_num(7), want.nan_to_num(7)) for got, want in zip(found, wanted, strict=True))
+    tensors = [tensor_of(contents, kept) for contents in outcome.read]
+    assert len(tensors) == len(wanted)
+    assert all(torch.equal(got.nan_to_num(7), want.nan_to_num(7)) for got, want in zip(tensors, wanted, strict=True))
 
 
 def test_what_is_given_between_two_stages_is_part_of_what_an_outcome_is_kept_by(tmp_path: Path) -> None:
@@ -504,9 +504,9 @@ def test_the_smallest_and_the_largest_run_first_and_the_budget_ends_the_others(t
         tasks.append(sheet.task(tmp_path, (size,)))
     assert estimate(tasks[0]) > estimate(tasks[2]) > estimate(tasks[1])
     assert [outcome.key for outcome in interpret(tasks, tmp_path, budget=0)] == [(50,)]
-    told: list[str] = []
-    every = interpret(tasks, tmp_path, budget=600, workers=1, tell=told.append)
-    assert [line.rpartition(": ")[2].partition(" took")[0] for line in told[1:]] == ["(50,)", "(4000,)", "(300,)"]
-    assert told[0] == "0 of 3 int_keys, 600 s for all" and told[-1].startswith("3 of 3 int_keys, ") and " s of 600 s" in told[-1]
+    log: list[str] = []
+    every = interpret(tasks, tmp_path, budget=600, workers=1, tell=log.append)
+    assert [line.rpartition(": ")[2].partition(" took")[0] for line in log[1:]] == ["(50,)", "(4000,)", "(300,)"]
+    assert log[0] == "0 of 3 int_keys, 600 s for all" and log[-1].startswith("3 of 3 int_keys, ") and " s of 600 s" in log[-1]
     assert [outcome.key for outcome in every] == [(4000,), (50,), (300,)]
     assert all(tensor_of(o.read[0], t.stages[0].read[0]).eq(2).all() for o, t in zip(every, tasks, strict=True))

@@ -79,10 +79,10 @@ def ids(batch: int) -> tuple[torch.Tensor, ...]:
 
 
 def exported(model: nn.Module, inputs: Callable[[int], tuple[torch.Tensor, ...]], batch: int):
-    def given(batch: int) -> tuple[torch.Tensor, ...]:
+    def batch_inputs(batch: int) -> tuple[torch.Tensor, ...]:
         return inputs(batch)
 
-    source = load_source(model.eval(), given)
+    source = load_source(model.eval(), batch_inputs)
     return export(source, {"batch": tuple(sorted({2, batch}))}).programs.first, sample(source, {"batch": batch}).tensors
 
 
@@ -233,8 +233,8 @@ def test_convolution() -> None:
         return (torch.randn(batch, 16, 16, 16, dtype=torch.float16).to(memory_format=torch.channels_last),)
 
     traced = lowered(model, pictures, choose=choose)
-    made = [traced.variants[launch.variant].source for launch in launches(traced)]
-    assert "tl.dot(" in made[0] and len(made) <= 2  # normalization and activation are part of it (torch 2.13), or one kernel (2.11)
+    code = [traced.variants[launch.variant].source for launch in launches(traced)]
+    assert "tl.dot(" in code[0] and len(code) <= 2  # normalization and activation are part of it (torch 2.13), or one kernel (2.11)
     assert [(p.kind, p.batch, p.m, p.n, p.k) for p in asked] == [("conv", 1, 4 * 8 * 8, 32, 144)]
     assert traced.inputs[0].strides == (4096, 1, 256, 16)
 
@@ -283,12 +283,12 @@ def test_changed_buffer_is_written_in_place() -> None:
 
 def test_outputs_may_be_inputs_views_and_weights() -> None:
     traced = of(lambda m, x: (x, x[:, 2::2], m.weight, x + 1))
-    given, view, weight, made = traced.outputs
+    alias, view, weight, temporary = traced.outputs
     (position,) = [i for i, buffer in enumerate(traced.buffers) if buffer.kind == INPUT]
-    assert given == traced.inputs[0]
-    assert view == replace(given, pointer=Pointer(buffer=position, offset=8), shape=(4, 3), strides=(8, 2))
+    assert alias == traced.inputs[0]
+    assert view == replace(alias, pointer=Pointer(buffer=position, offset=8), shape=(4, 3), strides=(8, 2))
     assert traced.buffers[weight.pointer.buffer].name == "model.weight"
-    assert traced.buffers[made.pointer.buffer].kind == TEMPORARY
+    assert traced.buffers[temporary.pointer.buffer].kind == TEMPORARY
 
 
 def test_no_operation_at_all() -> None:
@@ -504,9 +504,9 @@ CONVOLUTIONS = {
 def test_convolutions(case: tuple) -> None:
     x, weight, *settings = case
     torch.manual_seed(0)
-    given = torch.randn(x), torch.randn(weight), torch.randn(weight[1] * settings[5] if settings[3] else weight[0])
-    made, expected = convolutions.convolution(*given, *settings), torch.convolution(*given, *settings)
-    torch.testing.assert_close(made, expected, rtol=1e-4, atol=1e-5)
+    operands = torch.randn(x), torch.randn(weight), torch.randn(weight[1] * settings[5] if settings[3] else weight[0])
+    actual, expected = convolutions.convolution(*operands, *settings), torch.convolution(*operands, *settings)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_a_depthwise_convolution_is_one_kernel() -> None:
@@ -526,8 +526,8 @@ def test_a_depthwise_convolution_is_one_kernel() -> None:
 
 
 def test_convolutions_with_a_template_are_left() -> None:
-    given = torch.randn(2, 16, 9, 9), torch.randn(6, 16, 3, 3), None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1
-    assert convolutions.convolution(*given) is NotImplemented
+    arguments = torch.randn(2, 16, 9, 9), torch.randn(6, 16, 3, 3), None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1
+    assert convolutions.convolution(*arguments) is NotImplemented
 
 
 @pytest.mark.parametrize(
@@ -542,8 +542,8 @@ def test_convolutions_as_one_product(
     torch.manual_seed(0)
     x = torch.randn(2, channels, 12, 13).to(memory_format=form)
     weight, bias = torch.randn(out, channels, kernel, kernel).to(memory_format=form), torch.randn(out)
-    made = convolutions.convolution(x, weight, bias, [stride], [padding], [1], False, [0], 1)
-    torch.testing.assert_close(made, F.conv2d(x, weight, bias, stride, padding), rtol=1e-4, atol=1e-3)
+    actual = convolutions.convolution(x, weight, bias, [stride], [padding], [1], False, [0], 1)
+    torch.testing.assert_close(actual, F.conv2d(x, weight, bias, stride, padding), rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64], ids=str)
@@ -570,8 +570,8 @@ def test_programs_of_a_product_of_one_row_are_few_enough_to_begin_at_once() -> N
     traced = lowered(model, floats(512), batch=1)
     first, second = launches(traced)
     assert first.grid == (2048, 1, 1) and second.grid == (512, 1, 1)
-    assert [traced.variants[each.variant].warps for each in (first, second)] == [1, 8]
-    assert not any("r0_offset in" in traced.variants[each.variant].source for each in (first, second))
+    assert [traced.variants[launch.variant].warps for launch in (first, second)] == [1, 8]
+    assert not any("r0_offset in" in traced.variants[launch.variant].source for launch in (first, second))
 
 
 @pytest.mark.parametrize(("causal", "mask"), [(False, ""), (True, ""), (False, "bool"), (False, "float")])
@@ -593,8 +593,8 @@ def test_bags(mode: str, last: bool) -> None:
     offsets = torch.tensor([0, 3, 3, 7, 9] if last else [0, 3, 3, 7])
     number = ("sum", "mean", "max").index(mode)
     expected = F.embedding_bag(indices, weight, offsets, mode=mode, include_last_offset=last, padding_idx=2)
-    made = decompositions.embedding_bag(weight, indices, offsets, mode=number, include_last_offset=last, padding_idx=2)[0]
-    torch.testing.assert_close(made, expected)
+    actual = decompositions.embedding_bag(weight, indices, offsets, mode=number, include_last_offset=last, padding_idx=2)[0]
+    torch.testing.assert_close(actual, expected)
 
 
 HARD = torch.tensor([[math.inf, 1.0, 1.0, math.nan, -math.inf, 0.0], [2.0, -math.inf, -math.inf, -math.inf, 3.0, -0.0]])
@@ -604,8 +604,8 @@ HARD = torch.tensor([[math.inf, 1.0, 1.0, math.nan, -math.inf, 0.0], [2.0, -math
 def test_sort_counts(descending: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sort, "SORTED", 4)
     for x in (HARD, torch.randint(-3, 3, (5, 40)), torch.randn(3, 7, 5)):
-        made = sort.sort(x, dim=1, descending=descending, stable=True)
-        torch.testing.assert_close(made, tuple(torch.sort(x, dim=1, descending=descending, stable=True)), equal_nan=True)
+        actual = sort.sort(x, dim=1, descending=descending, stable=True)
+        torch.testing.assert_close(actual, tuple(torch.sort(x, dim=1, descending=descending, stable=True)), equal_nan=True)
     assert sort.sort(torch.randn(4), dim=0) is NotImplemented
 
 

@@ -50,14 +50,14 @@ def test_weights_are_written_once_and_come_back_but_for_what_calls_change(tmp_pa
             arch="sm_90", settings={}, table=None,
         )  # fmt: skip
         read = read_program(job)
-        wanted, found = weight_tensors(program), weight_tensors(read)
-        assert wanted.keys() == found.keys()
+        wanted, state = weight_tensors(program), weight_tensors(read)
+        assert wanted.keys() == state.keys()
         for name, value in wanted.items():
-            assert value.shape == found[name].shape and value.stride() == found[name].stride() and type(value) is type(found[name])
-            assert name in live or torch.equal(value, found[name])
-        assert found["last"].data_ptr() - found["cache"].data_ptr() == wanted["last"].data_ptr() - wanted["cache"].data_ptr()
+            assert value.shape == state[name].shape and value.stride() == state[name].stride() and type(value) is type(state[name])
+            assert name in live or torch.equal(value, state[name])
+        assert state["last"].data_ptr() - state["cache"].data_ptr() == wanted["last"].data_ptr() - wanted["cache"].data_ptr()
         for name in live:
-            found[name].copy_(wanted[name])
+            state[name].copy_(wanted[name])
         x = torch.randn(number + 2, 512)
         assert torch.equal(read.module()(x), program.module()(x))
 
@@ -68,21 +68,21 @@ def linear() -> LoweringJob:
     return LoweringJob(program=program, tensors=(x,), layouts=(), writes=False, live=())
 
 
-def lowered(job: LoweringJob, folder: Path, told: list[str]) -> dict[RegionKey, Lowered]:
+def lowered(job: LoweringJob, folder: Path, messages: list[str]) -> dict[RegionKey, Lowered]:
     folder.mkdir()
-    return lower_all({(WHOLE, (2,)): job}, "sm_90", folder, code="", cache=folder / "cache", table=None, tell=told.append)
+    return lower_all({(WHOLE, (2,)): job}, "sm_90", folder, code="", cache=folder / "cache", table=None, tell=messages.append)
 
 
 def test_forked_processes_lower_what_others_do_and_need_no_file_of_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[str] = []
+    messages: list[str] = []
     job = linear()
-    forked = lowered(job, tmp_path / "forked", told)
+    forked = lowered(job, tmp_path / "forked", messages)
     assert not (tmp_path / "forked/weights.pt").exists()
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # a process that sees a GPU forks none
-    assert lowered(job, tmp_path / "apart", told) == forked
+    assert lowered(job, tmp_path / "apart", messages) == forked
     assert (tmp_path / "apart/weights.pt").exists()
-    assert told[0] == told[1]
-    assert told[0].startswith("1 of 1 programs: lowered model for int_key (2,): ")
+    assert messages[0] == messages[1]
+    assert messages[0].startswith("1 of 1 programs: lowered model for int_key (2,): ")
 
 
 def test_what_ends_a_forked_process_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

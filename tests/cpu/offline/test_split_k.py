@@ -87,18 +87,18 @@ class OnCpu(torch.fx.Interpreter):
 def traced(function: Callable[[Of, Tensor], Tensor], dtype: torch.dtype) -> tuple[Retraced, list[Tensor]]:
     """Inside `fake_device`: the graph, and real tensors for it."""
     source = load_source(Of(function, dtype).eval(), lambda batch: (torch.randn(batch, 256, dtype=dtype),))
-    program, (given,) = export(source, {"batch": (4,)}).programs.first, sample(source, {"batch": 4}).tensors
-    made = retrace(program, [given])
+    program, (example,) = export(source, {"batch": (4,)}).programs.first, sample(source, {"batch": 4}).tensors
+    retraced = retrace(program, [example])
     state = {**program.state_dict, **program.constants}
-    return made, [given if kind == "input" else state[name].detach() for kind, name in made.names]
+    return retraced, [example if kind == "input" else state[name].detach() for kind, name in retraced.names]
 
 
-def count(made: Retraced, *targets: Any) -> int:
-    return sum(node.target in targets for node in made.graph.graph.nodes)
+def count(retraced: Retraced, *targets: Any) -> int:
+    return sum(node.target in targets for node in retraced.graph.graph.nodes)
 
 
-def run(made: Retraced, tensors: list[Tensor]) -> Tensor:
-    (result,) = OnCpu(made.graph).run(*tensors, enable_io_processing=False)
+def run(retraced: Retraced, tensors: list[Tensor]) -> Tensor:
+    (result,) = OnCpu(retraced.graph).run(*tensors, enable_io_processing=False)
     return result
 
 
@@ -113,48 +113,48 @@ def test_a_cut_product_is_the_same_product(function: Callable[[Of, Tensor], Tens
         return cut if problem.k > 64 else 1
 
     with fake_device(H200):
-        made, tensors = traced(function, dtype)
-        before, whole = run(made, tensors), count(made, aten.mm.default, aten.addmm.default)
-        assert split_k(made, "sm_90", always) is made
-    after = run(made, tensors)
+        retraced, tensors = traced(function, dtype)
+        before, whole = run(retraced, tensors), count(retraced, aten.mm.default, aten.addmm.default)
+        assert split_k(retraced, "sm_90", always) is retraced
+    after = run(retraced, tensors)
     assert (after.dtype, after.shape) == (before.dtype, before.shape)
     assert compare(before, after).error <= ERROR[dtype]
     assert not torch.equal(after, torch.zeros_like(after))
     short = sum(problem.k <= 64 for problem in asked)
-    assert count(made, aten.mm.default, aten.addmm.default) == short and len(asked) == whole
-    assert count(made, aten.bmm.default, aten.bmm.dtype) == whole - short > 0
+    assert count(retraced, aten.mm.default, aten.addmm.default) == short and len(asked) == whole
+    assert count(retraced, aten.bmm.default, aten.bmm.dtype) == whole - short > 0
     assert {problem.dtype for problem in asked} == {str(dtype).removeprefix("torch.")}
 
 
 def test_partial_sums_are_float32() -> None:
     """Adding half precision parts in half precision would lose what a whole product keeps."""
     with fake_device(H200):
-        made, _ = traced(linear, torch.bfloat16)
-        split_k(made, "sm_90", lambda problem: 4)
-    (total,) = [node for node in made.graph.graph.nodes if node.target is aten.sum.dim_IntList]
-    (added,) = [node for node in made.graph.graph.nodes if node.target is aten.add.Tensor]
+        retraced, _ = traced(linear, torch.bfloat16)
+        split_k(retraced, "sm_90", lambda problem: 4)
+    (total,) = [node for node in retraced.graph.graph.nodes if node.target is aten.sum.dim_IntList]
+    (added,) = [node for node in retraced.graph.graph.nodes if node.target is aten.add.Tensor]
     assert total.meta["val"].dtype is added.meta["val"].dtype is torch.float32
-    (output,) = [node for node in made.graph.graph.nodes if node.op == "output"]
+    (output,) = [node for node in retraced.graph.graph.nodes if node.op == "output"]
     assert output.args[0][0].meta["val"].dtype is torch.bfloat16
 
 
 def test_the_problem_is_what_the_product_computes() -> None:
     asked: list[Problem] = []
     with fake_device(H200):
-        made, _ = traced(two_readers, torch.bfloat16)
-        split_k(made, "sm_90", lambda problem: asked.append(problem) or 1)
+        retraced, _ = traced(two_readers, torch.bfloat16)
+        split_k(retraced, "sm_90", lambda problem: asked.append(problem) or 1)
     assert [(p.kind, p.batch, p.m, p.n, p.k, p.dtype, p.arch) for p in asked] == [
         ("mm", 1, 4, 24, 256, "bfloat16", "sm_90"),
         ("mm", 1, 4, 64, 24, "bfloat16", "sm_90"),
     ]
-    assert count(made, aten.bmm.default, aten.bmm.dtype) == 0, "1 leaves a product whole"
+    assert count(retraced, aten.bmm.default, aten.bmm.dtype) == 0, "1 leaves a product whole"
 
 
 def test_what_new_nodes_say_of_their_results_is_what_they_compute() -> None:
     """Lowering reads shapes, dtypes and strides from the nodes: a wrong one would be found on the GPU alone."""
     with fake_device(H200):
-        made, tensors = traced(left_strided, torch.float16)
-        split_k(made, "sm_90", lambda problem: 2)
+        retraced, tensors = traced(left_strided, torch.float16)
+        split_k(retraced, "sm_90", lambda problem: 2)
     seen: list[str] = []
 
     class Compare(OnCpu):
@@ -167,15 +167,15 @@ def test_what_new_nodes_say_of_their_results_is_what_they_compute() -> None:
                 seen.append(str(n.target))
             return result
 
-    Compare(made.graph).run(*tensors, enable_io_processing=False)
+    Compare(retraced.graph).run(*tensors, enable_io_processing=False)
     assert "aten.bmm.dtype" in seen
 
 
 def test_the_users_line_stays_with_the_parts() -> None:
     with fake_device(H200):
-        made, _ = traced(mm, torch.float32)
-        split_k(made, "sm_90", lambda problem: 2)
-    made_of = [node for node in made.graph.graph.nodes if node.target in (aten.bmm.default, aten.sum.dim_IntList)]
+        retraced, _ = traced(mm, torch.float32)
+        split_k(retraced, "sm_90", lambda problem: 2)
+    made_of = [node for node in retraced.graph.graph.nodes if node.target in (aten.bmm.default, aten.sum.dim_IntList)]
     assert len(made_of) == 2 and all("test_split_k.py" in node.meta["stack_trace"] for node in made_of)
 
 
@@ -184,6 +184,6 @@ def test_the_default_choice_cuts_a_narrow_product() -> None:
     narrow = Problem(kind="mm", batch=1, m=8, n=64, k=8192, dtype="bfloat16", arch="sm_90")
     assert split_factor(narrow, H200) > 1
     with fake_device(H200):
-        made, _ = traced(mm, torch.bfloat16)
-        split_k(made, "sm_90", lambda problem: split_factor(narrow, H200))
-    assert count(made, aten.bmm.dtype) == 1
+        retraced, _ = traced(mm, torch.bfloat16)
+        split_k(retraced, "sm_90", lambda problem: split_factor(narrow, H200))
+    assert count(retraced, aten.bmm.dtype) == 1

@@ -25,8 +25,8 @@ MANY = {"pages": PAGES + 200, "slots": SLOTS}
 
 def built(folder: Path, pages: int, prove: str) -> archive.Archive:
     out, sizes = folder / f"{pages}.cgb", {"put": [3], "read": [3]}
-    made = cgcompile.build(Paged(pages), ENTRIES, sizes=sizes, state=STATE, target="sm_90", prove=prove, out=out)
-    return archive.Archive(str(made.path))
+    bundle = cgcompile.build(Paged(pages), ENTRIES, sizes=sizes, state=STATE, target="sm_90", prove=prove, out=out)
+    return archive.Archive(str(bundle.path))
 
 
 def test_the_code_is_the_same_for_any_number_of_rows(tmp_path: Path) -> None:
@@ -34,19 +34,19 @@ def test_the_code_is_the_same_for_any_number_of_rows(tmp_path: Path) -> None:
     few, many = built(tmp_path, PAGES, "interpret"), built(tmp_path, MANY["pages"], "none")
     check_loaded(few)
     assert [proof.method for entry in few.manifest.entries for proof in entry.self_test.proofs] == ["interpret"] * 2
-    images = [{file.path for file in each.manifest.files if file.path.startswith(KERNELS)} for each in (few, many)]
+    images = [{file.path for file in bundle.manifest.files if file.path.startswith(KERNELS)} for bundle in (few, many)]
     assert images[0] == images[1]
-    now = [resized(each.manifest, MANY, Room(1 << 30, 0.5, "the GPU")) for each in (few, many)]
+    now = [resized(bundle.manifest, MANY, Room(1 << 30, 0.5, "the GPU")) for bundle in (few, many)]
     assert now[0].weights == now[1].weights
-    moves = [Relocation(each.manifest, made) for each, made in zip((few, many), now, strict=True)]
+    moves = [Relocation(bundle.manifest, resized_manifest) for bundle, resized_manifest in zip((few, many), now, strict=True)]
     for one, two in zip(all_programs(few.manifest), all_programs(many.manifest), strict=True):
         for step, other in zip(one.steps, two.steps, strict=True):
-            made = [
-                move.moved(Table(each.data(file), file))
-                for move, each, file in zip(moves, (few, many), (step.file, other.file), strict=True)
+            tables = [
+                move.moved(Table(bundle.data(file), file))
+                for move, bundle, file in zip(moves, (few, many), (step.file, other.file), strict=True)
             ]
             for column in ("relocation_at", "relocation_memory", "relocation_offset", "blocks", "grid_x", "threads_x"):
-                assert getattr(made[0], column).tolist() == getattr(made[1], column).tolist(), column
+                assert getattr(tables[0], column).tolist() == getattr(tables[1], column).tolist(), column
 
 
 @pytest.mark.parametrize("sized", [False, True])
@@ -73,9 +73,9 @@ class Looped(torch.nn.Module):
 
     def forward(self, row: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         begin = torch.zeros((), dtype=torch.int64, device=x.device), self.kept[row]
-        _, made = torch.while_loop(lambda turn, y: turn < 3, lambda turn, y: (turn + 1, y * 0.5 + x), begin)
-        self.kept[row] = made
-        return made
+        _, output = torch.while_loop(lambda turn, y: turn < 3, lambda turn, y: (turn + 1, y * 0.5 + x), begin)
+        self.kept[row] = output
+        return output
 
 
 def test_rows_are_read_before_a_loop_and_written_behind_it(tmp_path: Path) -> None:

@@ -26,12 +26,12 @@ def recorded(kind: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float
 
 
 def exchange_of(lowered: Lowered) -> Exchange:
-    (found,) = [event for event in lowered.events if isinstance(event, Exchange)]
-    return found
+    (exchange,) = [event for event in lowered.events if isinstance(event, Exchange)]
+    return exchange
 
 
 @pytest.mark.parametrize(
-    ("kind", "shape", "made"),
+    ("kind", "shape", "output_shape"),
     [
         ("all_reduce", (4, 8), (4, 8)),
         ("all_gather", (4, 8), (8, 8)),
@@ -40,21 +40,21 @@ def exchange_of(lowered: Lowered) -> Exchange:
         ("broadcast", (4, 8), (4, 8)),
     ],
 )
-def test_what_is_a_multiple_goes_as_it_lies(kind: str, shape: tuple[int, ...], made: tuple[int, ...]) -> None:
+def test_what_is_a_multiple_goes_as_it_lies(kind: str, shape: tuple[int, ...], output_shape: tuple[int, ...]) -> None:
     lowered = recorded(kind, shape)
-    found = exchange_of(lowered)
-    assert (found.kind, found.dtype, found.nbytes) == (kind, "float32", 128)
-    assert lowered.buffers[found.source.buffer].kind == INPUT
-    assert lowered.outputs[0].shape == made and lowered.outputs[0].pointer == found.target
+    exchange = exchange_of(lowered)
+    assert (exchange.kind, exchange.dtype, exchange.nbytes) == (kind, "float32", 128)
+    assert lowered.buffers[exchange.source.buffer].kind == INPUT
+    assert lowered.outputs[0].shape == output_shape and lowered.outputs[0].pointer == exchange.target
     assert not [event for event in lowered.events if isinstance(event, Copy)]
 
 
 def test_what_is_none_is_copied_to_where_kernels_may_read_on() -> None:
     lowered = recorded("all_reduce", (3,), torch.bfloat16)
-    found = exchange_of(lowered)
+    exchange = exchange_of(lowered)
     (copy,) = [event for event in lowered.events if isinstance(event, Copy)]
-    assert copy.nbytes == 6 and copy.target == found.source
-    assert {lowered.buffers[place.buffer].nbytes for place in (found.source, found.target)} == {16}
+    assert copy.nbytes == 6 and copy.target == exchange.source
+    assert {lowered.buffers[place.buffer].nbytes for place in (exchange.source, exchange.target)} == {16}
     lowered = recorded("all_gather", (3,), torch.bfloat16)
     copies = [event for event in lowered.events if isinstance(event, Copy)]
     assert [(copy.source.offset, copy.target.offset, copy.nbytes) for copy in copies[1:]] == [(0, 0, 6), (16, 6, 6)]

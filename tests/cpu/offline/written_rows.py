@@ -77,12 +77,12 @@ class Sheet:
         self.outputs.append(self.place("arena", dtype, shape))
         return self.outputs[-1]
 
-    def launch(self, source: str, grid: tuple[int, int, int], *given: Value | Address | float, **constants: Any) -> None:
+    def launch(self, source: str, grid: tuple[int, int, int], *arguments: Value | Address | float, **constants: Any) -> None:
         """A row that runs the function of `source` (it is called `kernel`); numbers are "i32", or "fp32" when they are floats."""
         code = source.strip("\n")
         names = [part.split(":")[0].strip() for part in code.split("def kernel(")[1].split(")")[0].split(",")]
         signature, block, relocations, params = [], bytearray(), [], []
-        for name, value in zip(names, given, strict=False):
+        for name, value in zip(names, arguments, strict=False):
             kind, data, target = _packed(value)
             signature.append((name, kind))
             block += bytes(-len(block) % len(data))

@@ -344,10 +344,10 @@ def run(parts: Partition, modules: Sequence[GraphModule], tensors: Sequence[Tens
     """The regions one after the other; what crosses is copied, as between host and device."""
     values = dict(zip(parts.inputs, [tensor.clone() for tensor in tensors], strict=True))
     for part, module in zip(parts.regions, modules, strict=True):
-        made = module(*[values[name].clone() for name in part.inputs])
-        assert isinstance(made, tuple)
+        region_outputs = module(*[values[name].clone() for name in part.inputs])
+        assert isinstance(region_outputs, tuple)
         assert not set(part.outputs) & values.keys()
-        values.update(zip(part.outputs, [tensor.clone() for tensor in made], strict=True))
+        values.update(zip(part.outputs, [tensor.clone() for tensor in region_outputs], strict=True))
     return tuple([values[name] for name in parts.outputs])
 
 
@@ -371,10 +371,10 @@ def test_the_regions_one_after_the_other_give_what_the_program_gives(cut: Cut) -
     for key in KEYS:
         tensors = inputs(*key)
         with torch.no_grad():
-            made = run(parts, region_modules(program, parts, tensors), tensors)
+            actual = run(parts, region_modules(program, parts, tensors), tensors)
             expected = flat(whole(*tensors))
-        assert len(made) == len(expected)
-        for got, want in zip(made, expected, strict=True):
+        assert len(actual) == len(expected)
+        for got, want in zip(actual, expected, strict=True):
             assert got.dtype == want.dtype and torch.equal(got, want), key
 
 
@@ -398,7 +398,7 @@ def test_modules_hold_no_symbols_and_know_where_their_nodes_come_from(cut: Cut) 
     traces = {node.name: node.meta.get("stack_trace") for node in program.graph.nodes}
     for part, module in zip(parts.regions, region_modules(program, parts, inputs(2, 5)), strict=True):
         assert [node.name for node in module.graph.nodes if node.op == "placeholder"] == list(part.inputs)
-        for inner in [each for each in module.modules() if isinstance(each, GraphModule)]:
+        for inner in [submodule for submodule in module.modules() if isinstance(submodule, GraphModule)]:
             for node in inner.graph.nodes:
                 assert not isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool)
                 assert not str(node.target).startswith("cgcompile.")
@@ -415,19 +415,19 @@ def test_modules_can_be_exported_and_traced_again(cut: Cut) -> None:
     values = dict(zip(parts.inputs, inputs(2, 5), strict=True))
     with torch.no_grad():
         for part, module in zip(parts.regions, region_modules(program, parts, inputs(2, 5)), strict=True):
-            given = tuple([values[name].clone() for name in part.inputs])
+            arguments = tuple([values[name].clone() for name in part.inputs])
             placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
-            for node, tensor in zip(placeholders, given, strict=True):
+            for node, tensor in zip(placeholders, arguments, strict=True):
                 seen = node.meta["val"]
                 assert (seen.shape, seen.dtype) == (tensor.shape, tensor.dtype)
-            expected = module(*[tensor.clone() for tensor in given])
-            again = torch.export.export(module, tuple([tensor.clone() for tensor in given]), strict=False)
+            expected = module(*[tensor.clone() for tensor in arguments])
+            again = torch.export.export(module, tuple([tensor.clone() for tensor in arguments]), strict=False)
             assert set(again.state_dict) | set(again.constants) >= set(module.state_dict())
-            for got, want in zip(again.module()(*given), expected, strict=True):
+            for got, want in zip(again.module()(*arguments), expected, strict=True):
                 assert torch.equal(got, want)
             if part.kind == "graph":
                 mode = FakeTensorMode(allow_non_fake_inputs=True)
-                fakes = [mode.from_tensor(tensor) for tensor in given]
+                fakes = [mode.from_tensor(tensor) for tensor in arguments]
                 with mode:
                     traced = make_fx(module)(*fakes)
                 shapes = [tuple(node.meta["val"].shape) for node in traced.graph.find_nodes(op="output")[0].args[0]]
@@ -464,8 +464,8 @@ def test_a_copy_alone_is_a_region_without_operations() -> None:
     assert (host.nodes, host.operations, host.inputs, host.outputs) == (("to_host",), (), ("sum_1",), ("to_host",))
     assert "softmax" in last.operations and last.inputs == ("to_host",)
     module = region_modules(program, parts, inputs(2, 5))[1]
-    (same,) = module(given := torch.randn(2, 8))
-    assert same is given
+    (same,) = module(tensor := torch.randn(2, 8))
+    assert same is tensor
 
 
 def test_reasons_are_those_of_the_placements() -> None:
@@ -499,8 +499,8 @@ def test_a_small_graph_between_two_host_regions_is_merged_unless_it_is_heavy() -
     assert [part.kind for part in parts.regions] == ["graph", "host", "graph"]
     assert [(merged.region, merged.nodes) for merged in parts.merged] == [("host-1", ("exp", "relu"))]
     with torch.no_grad():
-        made = run(parts, region_modules(program, parts, inputs(2, 5)), inputs(2, 5))
-        assert torch.equal(made[0], program.module(check_guards=False)(*inputs(2, 5)))
+        actual = run(parts, region_modules(program, parts, inputs(2, 5)), inputs(2, 5))
+        assert torch.equal(actual[0], program.module(check_guards=False)(*inputs(2, 5)))
     for function in (heavy, large):
         kept = partition(exported(function), {})
         assert len(kept.regions) == 5 and not kept.merged, function
@@ -564,15 +564,15 @@ def test_what_only_the_host_reads_and_nothing_computes_does_not_cross() -> None:
 def test_crossings_count_every_copy_once() -> None:
     program, parts = cut_of(number_twice)
     modules = region_modules(program, parts, inputs(2, 5))
-    found = {
+    transfers = {
         (crossing.value, crossing.source, crossing.target): (crossing.nbytes, crossing.copied)
         for crossing in crossings(parts, modules)
     }
-    assert found["x", "call", "graph-1"] == (2 * 5 * 8 * 4, False)
-    assert found["sum_1", "graph-1", "host-1"] == (4, True)
-    assert found["sum_1", "graph-1", "host-2"] == (4, False)
-    assert found["mul", "host-1", "graph-2"] == (2 * 5 * 8 * 4, True)
-    assert found[parts.outputs[0], "graph-3", "call"] == (2 * 5 * 8 * 4, False)
+    assert transfers["x", "call", "graph-1"] == (2 * 5 * 8 * 4, False)
+    assert transfers["sum_1", "graph-1", "host-1"] == (4, True)
+    assert transfers["sum_1", "graph-1", "host-2"] == (4, False)
+    assert transfers["mul", "host-1", "graph-2"] == (2 * 5 * 8 * 4, True)
+    assert transfers[parts.outputs[0], "graph-3", "call"] == (2 * 5 * 8 * 4, False)
 
 
 def test_an_input_that_is_returned_crosses_nothing() -> None:
@@ -604,11 +604,11 @@ def test_a_region_does_not_write_to_what_it_is_given() -> None:
     cloned = [module for module in modules if any(n.target is torch.ops.aten.clone.default for n in module.graph.nodes)]
     assert len(cloned) == 2
     for module in cloned:
-        given = [torch.randn(node.meta["val"].shape) for node in module.graph.nodes if node.op == "placeholder"]
-        before = [tensor.clone() for tensor in given]
+        arguments = [torch.randn(node.meta["val"].shape) for node in module.graph.nodes if node.op == "placeholder"]
+        before = [tensor.clone() for tensor in arguments]
         with torch.no_grad():
-            module(*given)
-        assert all(torch.equal(a, b) for a, b in zip(given, before, strict=True))
+            module(*arguments)
+        assert all(torch.equal(a, b) for a, b in zip(arguments, before, strict=True))
 
 
 def test_a_block_with_an_obstacle_inside_is_on_the_host_as_a_whole() -> None:
@@ -620,8 +620,8 @@ def test_a_block_with_an_obstacle_inside_is_on_the_host_as_a_whole() -> None:
     program, parts = cut_of(block)
     assert [part.kind for part in parts.regions] == ["host", "graph"]
     with torch.no_grad():
-        made = run(parts, region_modules(program, parts, inputs(2, 5)), inputs(2, 5))
-        assert torch.equal(made[0], program.module(check_guards=False)(*inputs(2, 5)))
+        actual = run(parts, region_modules(program, parts, inputs(2, 5)), inputs(2, 5))
+        assert torch.equal(actual[0], program.module(check_guards=False)(*inputs(2, 5)))
 
 
 # --- refusals -------------------------------------------------------------------------------------------------

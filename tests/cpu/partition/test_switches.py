@@ -52,12 +52,12 @@ def test_chains_on_one_value_are_switches(name: str) -> None:
         def forward(self, i: Tensor, j: Tensor, x: Tensor) -> Tensor:
             return way(i, j, x)
 
-    given = torch.tensor(0), torch.tensor(1), torch.randn(3)
-    module = torch.export.export(Model(), given, strict=False).module(check_guards=False)
+    example_inputs = torch.tensor(0), torch.tensor(1), torch.randn(3)
+    module = torch.export.export(Model(), example_inputs, strict=False).module(check_guards=False)
     before = str(module.graph)
-    made = blocks(module)
+    block = blocks(module)
     assert str(module.graph) == before, "what it was made of stays as it is"
-    (part,) = [part for part in made.parts if isinstance(part, Branch | Switch | Loop)]
+    (part,) = [part for part in block.parts if isinstance(part, Branch | Switch | Loop)]
     assert (len(part.bodies) if isinstance(part, Switch) else 0) == bodies
     if isinstance(part, Switch):
         assert not any(isinstance(inner, Branch | Switch) for body in part.bodies for inner in body.parts)

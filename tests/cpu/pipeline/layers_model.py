@@ -21,9 +21,9 @@ class Layer(nn.Module):
 
     def forward(self, x: torch.Tensor, turned: torch.Tensor) -> torch.Tensor:
         self.calls += 1
-        made = (x + turned) @ self.up.t()
-        made.relu_()  # a write to a value of its own
-        return x + made @ self.down.t() * self.calls
+        hidden = (x + turned) @ self.up.t()
+        hidden.relu_()  # a write to a value of its own
+        return x + hidden @ self.down.t() * self.calls
 
 
 class Layers(nn.Module):

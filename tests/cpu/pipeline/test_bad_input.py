@@ -77,8 +77,8 @@ def build(*arguments: object) -> Result:
 )  # fmt: skip
 def test_model_file(folder: Path, text: str, code: int, said: str) -> None:
     (folder / "model.py").write_text(text)
-    told = refused(build("model.py", "--sizes", "1,4"), code)
-    assert said in told and told.startswith("error: model.py")
+    message = refused(build("model.py", "--sizes", "1,4"), code)
+    assert said in message and message.startswith("error: model.py")
     assert set(os.listdir(folder)) <= {"model.py", "__pycache__"}
 
 
@@ -105,11 +105,11 @@ def inputs(batch: int) -> tuple[torch.Tensor]:
 
 def test_a_branch_on_data(folder: Path) -> None:
     (folder / "model.py").write_text(BRANCH)
-    told = refused(build("model.py", "--sizes", "1,4"), 1)
+    message = refused(build("model.py", "--sizes", "1,4"), 1)
     assert (
-        told.startswith("error: model.py:8: data-dependent-branch: ")
-        and "while x.sum() < 10:" in told
-        and "torch.while_loop" in told
+        message.startswith("error: model.py:8: data-dependent-branch: ")
+        and "while x.sum() < 10:" in message
+        and "torch.while_loop" in message
     )
     result = call("check", "model.py", "--sizes", "1,4")
     assert (result.exit_code, result.stderr) == (1, "") and "refuse data-dependent-branch  model.py:8" in result.stdout
@@ -117,8 +117,8 @@ def test_a_branch_on_data(folder: Path) -> None:
 
 def test_a_part_on_the_host_is_refused_by_strict(folder: Path) -> None:
     (folder / "model.py").write_text(BRANCH.replace("while x.sum() < 10:", "if True:").replace("x + 1", "x * x.max().item()"))
-    told = refused(call("build", "model.py", "--sizes", "1,4", "--target", "sm_90", "--quiet", "--strict"), 1)
-    assert told.startswith("error: model.py:9: host-scalar: ")
+    message = refused(call("build", "model.py", "--sizes", "1,4", "--target", "sm_90", "--quiet", "--strict"), 1)
+    assert message.startswith("error: model.py:9: host-scalar: ")
     assert os.listdir(folder) == ["model.py"] or set(os.listdir(folder)) == {"model.py", "__pycache__"}
 
 
@@ -290,8 +290,8 @@ def test_verify_finds_all_damage_at_once(copy: Path) -> None:
         data = bytearray((copy / name).read_bytes())
         data[-1] ^= 1
         (copy / name).write_bytes(bytes(data))
-    told = json.loads(call("verify", copy, "--json").stdout)
-    assert [each["message"].partition(":")[0] for each in told["damage"]] == damaged
+    report = json.loads(call("verify", copy, "--json").stdout)
+    assert [damage["message"].partition(":")[0] for damage in report["damage"]] == damaged
 
 
 # --- what a good bundle gives -------------------------------------------------------------------------------------
@@ -301,8 +301,8 @@ def test_verify_run(bundle: Path) -> None:
     result = call("verify", bundle, "--run")
     assert result.exit_code == 0 and result.stderr == "", result.output
     assert [line.split()[0] for line in result.stdout.splitlines()[2:]] == ["batch=1", "batch=4"]
-    told = json.loads(call("verify", bundle, "--run", "--json").stdout)
-    assert told["ok"] and [row["key"] for row in told["self_test"]["results"]] == [[1], [4]]
+    report = json.loads(call("verify", bundle, "--run", "--json").stdout)
+    assert report["ok"] and [row["key"] for row in report["self_test"]["results"]] == [[1], [4]]
 
 
 def test_verify_run_fails_where_the_promise_is_broken(copy: Path) -> None:
@@ -322,8 +322,8 @@ def test_verify_run_fails_where_the_promise_is_broken(copy: Path) -> None:
 def test_run(bundle: Path, folder: Path) -> None:
     result = call("run", bundle)
     assert result.exit_code == 0 and "[1, 3]" in result.stdout and result.stderr.startswith("loaded in ")
-    told = json.loads(call("run", bundle, "--size", "batch=4", "--outputs", "out.safetensors", "--json").stdout)
-    (output,) = told["outputs"]
+    report = json.loads(call("run", bundle, "--size", "batch=4", "--outputs", "out.safetensors", "--json").stdout)
+    (output,) = report["outputs"]
     assert output["shape"] == [4, 3] and len(output["values"]) == 3
     held = cgbundle.format.safetensors.Mapped("out.safetensors", "out")
     assert held.entries[output["name"]].shape == (4, 3)
@@ -336,8 +336,8 @@ def test_run_pads_inputs_of_another_size(bundle: Path, folder: Path) -> None:
     (spec,) = archive.read_manifest(str(bundle)).entries[0].inputs
     with open("in.safetensors", "wb") as file:
         safetensors_writer.write(file, {spec.name: ("float32", (3, 6), lambda: pack("18f", *range(18)))})
-    told = json.loads(call("run", bundle, "--inputs", "in.safetensors", "--json").stdout)
-    assert told["outputs"][0]["shape"] == [3, 3]
+    report = json.loads(call("run", bundle, "--inputs", "in.safetensors", "--json").stdout)
+    assert report["outputs"][0]["shape"] == [3, 3]
     with open("in.safetensors", "wb") as file:
         safetensors_writer.write(file, {spec.name: ("float32", (3, 7), lambda: pack("21f", *range(21)))})
     assert "axis 1: expected 6, got 7" in refused(call("run", bundle, "--inputs", "in.safetensors"), 2)

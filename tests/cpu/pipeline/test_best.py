@@ -53,26 +53,26 @@ def recorded(recordable: Recordable, name: str, **changes: Any) -> Recorded:
             source=Address(memory=INPUTS, offset=0), target=Address(memory=ARENA, offset=target), width=size, height=1, depth=1,
             source_pitch=size, source_height=1, target_pitch=size, target_height=1,
         )  # fmt: skip
-        given, made = [
+        operand, result = [
             Value(dtype="float32", shape=(key[0], WIDTH), strides=(WIDTH, 1), memory=memory, offset=offset)
             for memory, offset in (("inputs", 0), ("arena", target))
         ]
         recording = Recording(key=key, functions=(), nodes=(copy,), edges=())
         arena = target + align(size) + PAD
-        graphs[key] = (RecordedGraph(recording=recording, inputs=(given,), outputs=(made,), arena=arena),)
+        graphs[key] = (RecordedGraph(recording=recording, inputs=(operand,), outputs=(result,), arena=arena),)
         contents = ReplayedBytes(inputs=recordable.inputs[key], outputs=recordable.inputs[key], written=(), state=())
         replays[key] = Replay(contents=contents, deterministic=True, differences=(Difference(error=0.0, text=""),))
     tables = (Table(offset=layout.weights_end, contents=name.encode()),)
-    made = Recorded(
+    result = Recorded(
         graphs=graphs, static={key: size + PAD for key, size in recordable.static.items()}, replays=replays, weights=layout.rows,
         stored=recordable.stored, tables=tables, weights_bytes=layout.weights_end + align(len(name)) + PAD, state_bytes=0,
         states=(), reserved=(), images={}, arch="sm_90", driver=13000,
     )  # fmt: skip
-    return replace(made, **changes)
+    return replace(result, **changes)
 
 
 @pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
+def scenario(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
     """What the recorders, the proof and the clock say, by the name of the lowering: an error, or microseconds by key."""
     said = SimpleNamespace(refused={}, unproved={}, untimed={}, times={}, recorded=[], timed=0)
 
@@ -93,9 +93,9 @@ def told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
     def trace(
         spec: Any, what: Any, recordable: Recordable, folder: Path, tell: Callable[[str], None], seconds: float | None
     ) -> Candidate:
-        made = record_level(recordable, "cross-compile", None, tell)
+        recording = record_level(recordable, "cross-compile", None, tell)
         rows = [{"image": "gone", "symbol": "x", "configuration": "", "chosen": "only"}]
-        return Candidate(recorded=replace(made, replays={}), folded=frozenset(), configurations=json.dumps(rows))
+        return Candidate(recorded=replace(recording, replays={}), folded=frozenset(), configurations=json.dumps(rows))
 
     def replay(stage: Path, manifest: Manifest, bounds: object, allow: object) -> None:
         assert {file.name for file in stage.iterdir()} >= {file_names.MANIFEST, file_names.WEIGHTS, file_names.SELF_TEST, "graphs"}
@@ -113,13 +113,13 @@ def told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
         return Timed(times=times, failed={name: said.untimed[name] for name in bundles if name in said.untimed})
 
     chosen = SimpleNamespace(target="sm_90", recorder="capture", runs_here=False, device=torch.device("cpu"))
-    monkeypatch.setattr(pipeline_build, "choose", lambda *given, **options: chosen)
-    monkeypatch.setattr(argument_checks, "choose", lambda *given, **options: chosen)
+    monkeypatch.setattr(pipeline_build, "choose", lambda *arguments, **options: chosen)
+    monkeypatch.setattr(argument_checks, "choose", lambda *args, **options: chosen)
     monkeypatch.setattr(argument_checks, "check_packages", lambda recorder: None)
     monkeypatch.setattr(capture_processes, "recorder_processes", recorder_processes)
-    monkeypatch.setattr(capture_build, "start", lambda *given: None)
+    monkeypatch.setattr(capture_build, "start", lambda *parameters: None)
     monkeypatch.setattr(search, "record_level", record_level)
-    monkeypatch.setattr(search, "start", lambda *given: None)
+    monkeypatch.setattr(search, "start", lambda *settings: None)
     monkeypatch.setattr(search, "trace", trace)
     monkeypatch.setattr(trial, "replay", replay)
     monkeypatch.setattr(best, "time_graphs", time_graphs)
@@ -147,67 +147,67 @@ def chosen(built: cgcompile.Built) -> list[str]:
     return [row.name for program in built.manifest.entries[0].programs for row in program.lowerings if row.chosen]
 
 
-def test_the_fastest_of_each_int_key_is_in_the_bundle_and_the_times_of_all(told: SimpleNamespace, tmp_path: Path) -> None:
-    told.times |= {"eager": {1: 4.0, 4: 30.0}, "max-autotune": {1: 8.0, 4: 15.0}}
-    made = build(tmp_path / "a.cgb")
-    assert chosen(made) == ["eager", "max-autotune"]
-    assert made.manifest.entries[0].self_test.expected == "recording" and made.manifest.entries[0].self_test.compare == "bits"
-    for program, name in zip(made.manifest.entries[0].programs, chosen(made), strict=True):
-        table = codec.decode((made.path / program.steps[0].file).read_bytes())
+def test_the_fastest_of_each_int_key_is_in_the_bundle_and_the_times_of_all(scenario: SimpleNamespace, tmp_path: Path) -> None:
+    scenario.times |= {"eager": {1: 4.0, 4: 30.0}, "max-autotune": {1: 8.0, 4: 15.0}}
+    bundle = build(tmp_path / "a.cgb")
+    assert chosen(bundle) == ["eager", "max-autotune"]
+    assert bundle.manifest.entries[0].self_test.expected == "recording" and bundle.manifest.entries[0].self_test.compare == "bits"
+    for program, name in zip(bundle.manifest.entries[0].programs, chosen(bundle), strict=True):
+        table = codec.decode((bundle.path / program.steps[0].file).read_bytes())
         assert table.nodes[0].target.offset == 256 * len(name), "the graph is that of the lowering"
         assert {row.name: row.microseconds for row in program.lowerings} == {
-            each: (times[program.key[0]],) for each, times in told.times.items()
+            lowering: (times[program.key[0]],) for lowering, times in scenario.times.items()
         }
-    tables = [row for row in made.manifest.weights if row.name.startswith("cgcompile.table")]
+    tables = [row for row in bundle.manifest.weights if row.name.startswith("cgcompile.table")]
     assert [row.shape for row in tables] == [(len("eager"),), (len("max-autotune"),)], "the tables of the others are gone"
-    assert not (made.path / KERNELS).exists() and not (made.path / best.TRIALS).exists()
+    assert not (bundle.path / KERNELS).exists() and not (bundle.path / best.TRIALS).exists()
 
 
-def test_a_traced_int_key_is_held_to_eager_pytorch(told: SimpleNamespace, tmp_path: Path) -> None:
-    told.times["cross-compile"] = {1: 1.0, 4: 99.0}
-    made = build(tmp_path / "a.cgb")
-    assert chosen(made) == ["cross-compile", "eager"]
-    assert (made.manifest.entries[0].self_test.expected, made.manifest.entries[0].self_test.compare) == ("eager", "tolerance")
-    assert json.loads((made.path / KERNELS).read_text()) == [], "of kernels that the bundle has"
+def test_a_traced_int_key_is_held_to_eager_pytorch(scenario: SimpleNamespace, tmp_path: Path) -> None:
+    scenario.times["cross-compile"] = {1: 1.0, 4: 99.0}
+    bundle = build(tmp_path / "a.cgb")
+    assert chosen(bundle) == ["cross-compile", "eager"]
+    assert (bundle.manifest.entries[0].self_test.expected, bundle.manifest.entries[0].self_test.compare) == ("eager", "tolerance")
+    assert json.loads((bundle.path / KERNELS).read_text()) == [], "of kernels that the bundle has"
 
 
-def test_what_was_chosen_before_is_recorded_without_a_search(told: SimpleNamespace, tmp_path: Path) -> None:
-    told.times["max-autotune"] = {1: 1.0, 4: 1.0}
+def test_what_was_chosen_before_is_recorded_without_a_search(scenario: SimpleNamespace, tmp_path: Path) -> None:
+    scenario.times["max-autotune"] = {1: 1.0, 4: 1.0}
     first = build(tmp_path / "a.cgb")
-    told.recorded.clear()
+    scenario.recorded.clear()
     again = build(tmp_path / "b.cgb")
-    assert told.recorded == ["max-autotune"] and told.timed == 1
+    assert scenario.recorded == ["max-autotune"] and scenario.timed == 1
     assert [row.lowerings for row in again.manifest.entries[0].programs] == [
         row.lowerings for row in first.manifest.entries[0].programs
     ]
 
 
-def test_one_that_cannot_be_recorded_proved_or_timed_is_left_out_and_says_why(told: SimpleNamespace, tmp_path: Path) -> None:
-    told.refused["max-autotune"] = ModelError("lowering-failed", "no kernel")
-    told.unproved["cross-compile"] = BuildError("proof-failed", "it differs")
-    told.untimed["eager"] = BuildError("recorder-failed", "the process ended (log: /tmp/x/record0.log)")
-    made = build(tmp_path / "a.cgb")
-    assert chosen(made) == ["inductor"] * 2
-    reasons = {row.name: row.reason for row in made.manifest.entries[0].programs[0].lowerings}
+def test_one_that_cannot_be_recorded_proved_or_timed_is_left_out_and_says_why(scenario: SimpleNamespace, tmp_path: Path) -> None:
+    scenario.refused["max-autotune"] = ModelError("lowering-failed", "no kernel")
+    scenario.unproved["cross-compile"] = BuildError("proof-failed", "it differs")
+    scenario.untimed["eager"] = BuildError("recorder-failed", "the process ended (log: /tmp/x/record0.log)")
+    bundle = build(tmp_path / "a.cgb")
+    assert chosen(bundle) == ["inductor"] * 2
+    reasons = {row.name: row.reason for row in bundle.manifest.entries[0].programs[0].lowerings}
     assert reasons == {"eager": "the process ended", "inductor": "", "cross-compile": "it differs", "max-autotune": "no kernel"}
 
 
 @pytest.mark.parametrize("stage", ["refused", "unproved", "untimed"])
-def test_where_none_is_left_the_build_fails_with_the_firsts_reason(told: SimpleNamespace, tmp_path: Path, stage: str) -> None:
+def test_where_none_is_left_the_build_fails_with_the_firsts_reason(scenario: SimpleNamespace, tmp_path: Path, stage: str) -> None:
     names = ("eager", "cross-compile", "max-autotune", "inductor")
-    getattr(told, stage).update({name: BuildError("proof-failed", f"not {name}") for name in names})
+    getattr(scenario, stage).update({name: BuildError("proof-failed", f"not {name}") for name in names})
     with raises("proof-failed", match="not inductor"):
         build(tmp_path / "a.cgb")
     assert not (tmp_path / "a.cgb").exists()
 
 
-def test_when_the_time_is_over_what_is_there_is_chosen_from_and_nothing_kept(told: SimpleNamespace, tmp_path: Path) -> None:
-    made = build(tmp_path / "a.cgb", autotune_timeout=1e-9)
-    reasons = {row.name: row.reason for row in made.manifest.entries[0].programs[0].lowerings}
+def test_when_the_time_is_over_what_is_there_is_chosen_from_and_nothing_kept(scenario: SimpleNamespace, tmp_path: Path) -> None:
+    bundle = build(tmp_path / "a.cgb", autotune_timeout=1e-9)
+    reasons = {row.name: row.reason for row in bundle.manifest.entries[0].programs[0].lowerings}
     late = "not recorded in the 1e-09 seconds that the search may take"
-    assert chosen(made) == ["inductor"] * 2 and reasons["eager"] == reasons["max-autotune"] == late
+    assert chosen(bundle) == ["inductor"] * 2 and reasons["eager"] == reasons["max-autotune"] == late
     build(tmp_path / "b.cgb")
-    assert told.recorded.count("max-autotune") == 1, "the second build searches"
+    assert scenario.recorded.count("max-autotune") == 1, "the second build searches"
 
 
 def test_seconds_of_a_search_that_is_none(tmp_path: Path) -> None:
@@ -256,12 +256,12 @@ def test_tables_go_behind_each_other_with_what_refers_to_them() -> None:
     one = made_up([Table(offset=1024, contents=b"a" * 300)], at=((WEIGHTS, 1024), (ARENA, 0)))
     two = made_up([Table(offset=1024, contents=b"b" * 10), Table(offset=1280, contents=b"c")], at=((WEIGHTS, 1280), (ARENA, 0)))
     weight = made_up([Table(offset=1024, contents=b"d")], at=((WEIGHTS, 768), (ARENA, 0)))
-    made = beside_each_other({"eager": one, "inductor": two, "cross-compile": weight, "max-autotune": one}, 1024)
-    assert [table.offset for table in made["inductor"].tables] == [1536, 1792]
-    assert places(made["eager"])[0] == 1024 and places(made["inductor"])[0] == 1792
-    assert places(made["cross-compile"])[0] == 768, "the model's own weights stay"
-    assert made["max-autotune"].tables == made["eager"].tables, "equal tables lie in one place"
-    assert {each.weights_bytes for each in made.values()} == {1024 + 512 + 512 + 256 + PAD}
+    recordings = beside_each_other({"eager": one, "inductor": two, "cross-compile": weight, "max-autotune": one}, 1024)
+    assert [table.offset for table in recordings["inductor"].tables] == [1536, 1792]
+    assert places(recordings["eager"])[0] == 1024 and places(recordings["inductor"])[0] == 1792
+    assert places(recordings["cross-compile"])[0] == 768, "the model's own weights stay"
+    assert recordings["max-autotune"].tables == recordings["eager"].tables, "equal tables lie in one place"
+    assert {recording.weights_bytes for recording in recordings.values()} == {1024 + 512 + 512 + 256 + PAD}
 
 
 def test_what_a_later_call_takes_has_one_place_in_all() -> None:
@@ -269,17 +269,17 @@ def test_what_a_later_call_takes_has_one_place_in_all() -> None:
     large = [DonatedRange(entry="a", offset=0, bytes=(4 << 20) + PAD), DonatedRange(entry="b", offset=6 << 20, bytes=512)]
     one = made_up(reserved=small, at=((ARENA, 512), (ARENA, 1024 + 64)))
     two = made_up(reserved=large, at=((ARENA, 6 << 20), (ARENA, 8 << 20)))
-    made = beside_each_other({"cross-compile": one, "eager": two}, 1024)
-    assert made["cross-compile"].reserved == made["eager"].reserved
-    parts = {row.entry: row for row in made["eager"].reserved}
+    recordings = beside_each_other({"cross-compile": one, "eager": two}, 1024)
+    assert recordings["cross-compile"].reserved == recordings["eager"].reserved
+    parts = {row.entry: row for row in recordings["eager"].reserved}
     assert parts["a"].bytes == (4 << 20) + PAD and parts["b"].bytes == 512
     end = parts["b"].offset + parts["b"].bytes
-    for each, before in ((made["cross-compile"], one), (made["eager"], two)):
-        source, target, output = places(each)
+    for recording, before in ((recordings["cross-compile"], one), (recordings["eager"], two)):
+        source, target, output = places(recording)
         assert source == parts["b"].offset and target == output >= end
         moved = target - places(before)[1]
         assert moved % (2 << 20) == 0, "and keeps its alignment"
-        assert each.graphs[1,][0].arena == before.graphs[1,][0].arena + moved
+        assert recording.graphs[1,][0].arena == before.graphs[1,][0].arena + moved
 
 
 def test_other_contents_of_one_module_variable_conflict() -> None:
@@ -288,9 +288,9 @@ def test_other_contents_of_one_module_variable_conflict() -> None:
         return ModuleState(image="i", symbol="s", contents=contents, relocations=(Relocation(at=0, target=target),))
 
     table = Table(offset=1024, contents=b"twiddles")
-    one, same, other = [replace(made_up([table]), states=(state(each),)) for each in (b"a", b"a", b"b")]
+    one, same, other = [replace(made_up([table]), states=(state(contents),)) for contents in (b"a", b"a", b"b")]
     behind = replace(made_up([Table(offset=1024, contents=b"x"), Table(offset=1280, contents=b"y")]), states=())
-    made = beside_each_other({"eager": behind, "inductor": one, "cross-compile": same, "max-autotune": other}, 1024)
-    assert conflicts(made) == {frozenset(("inductor", "max-autotune")), frozenset(("cross-compile", "max-autotune"))}
-    assert made["inductor"].states[0].relocations[0].target.offset == 1536
-    assert merged({"inductor": made["inductor"]}, {(1,): "inductor"}).states == (), "of images that no kernel is of"
+    recordings = beside_each_other({"eager": behind, "inductor": one, "cross-compile": same, "max-autotune": other}, 1024)
+    assert conflicts(recordings) == {frozenset(("inductor", "max-autotune")), frozenset(("cross-compile", "max-autotune"))}
+    assert recordings["inductor"].states[0].relocations[0].target.offset == 1536
+    assert merged({"inductor": recordings["inductor"]}, {(1,): "inductor"}).states == (), "of images that no kernel is of"

@@ -146,8 +146,8 @@ def test_channels_last_inputs_weights_and_outputs(image: Path, batch: int, side:
     with torch.no_grad():
         expected = Image()(pixels)
     with cgbundle.load(image) as program:
-        for given in (pixels, pixels.contiguous()):
-            for mine, theirs in zip(program(given), expected, strict=True):
+        for argument in (pixels, pixels.contiguous()):
+            for mine, theirs in zip(program(argument), expected, strict=True):
                 torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
         from_numpy = program(pixels.numpy())
         assert all(isinstance(value, numpy.ndarray) and value.flags.c_contiguous for value in from_numpy)

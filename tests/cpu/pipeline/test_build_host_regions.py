@@ -281,8 +281,8 @@ def test_what_has_no_triton_kernel_builds_with_the_options_of_the_hint(make: Mak
 
 def overlapping(traced: Lowered, *kept: Any) -> Any:
     """A plan that puts everything at one place."""
-    found = plan(traced, *kept)
-    return replace(found, offsets=dict.fromkeys(found.offsets, 0))
+    arena_plan = plan(traced, *kept)
+    return replace(arena_plan, offsets=dict.fromkeys(arena_plan.offsets, 0))
 
 
 def test_an_overlap_of_two_regions_is_not_built(make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -296,7 +296,7 @@ def test_what_an_overlap_spoils_does_not_pass_the_proof(make: Make, monkeypatch:
     """Without the check of the plan: the sum lies over the values that the second region multiplies."""
     make("softmax", sizes=[4])
     monkeypatch.setattr(traced, "plan", overlapping)
-    monkeypatch.setattr(traced, "check_plan", lambda traced, found: None)
+    monkeypatch.setattr(traced, "check_plan", lambda traced, arena_plan: None)
     with raises("proof-failed", match=r"int_key batch=4: the interpreted kernels differ from eager PyTorch"):
         again("softmax", tmp_path)
     assert list(tmp_path.iterdir()) == []
@@ -392,8 +392,8 @@ def test_regions_agree_on_the_layout_of_what_crosses() -> None:
         LoweredRegion(name=region.name, inputs=region.inputs, outputs=region.outputs, lowered=lowered.get((region.name, (3,))))
         for region in split.partitions[3,].regions
     ]
-    given = [*split.partitions[3,].inputs, *[value.name for value in split.uploads[3,]]]
-    merged = merge((3,), regions, given, split.partitions[3,].outputs)
+    input_names = [*split.partitions[3,].inputs, *[value.name for value in split.uploads[3,]]]
+    merged = merge((3,), regions, input_names, split.partitions[3,].outputs)
     check_plan(merged.lowered, plan(merged.lowered))
     first, second = merged.regions
     crossing = {tensor for tensor in first.outputs if tensor in second.inputs}

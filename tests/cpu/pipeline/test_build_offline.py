@@ -267,9 +267,9 @@ def test_inspect_lists_the_kernels_and_what_chose_them(hopper: Path) -> None:
     assert shown[0].split()[:5] == ["launches", "image", "sha256", "kernel,", "configuration"] and max(map(len, shown)) <= 80
     column = shown[0].index("kernel")
     assert [line[:column].split()[0] for line in shown[1:] if line[:column].strip()] == [str(row["launches"]) for row in rows]
-    told = "".join([line[column:] for line in shown[1:]]).replace(" ", "")
+    text = "".join([line[column:] for line in shown[1:]]).replace(" ", "")
     for row in rows:
-        assert f"{row['symbol']}{row['configuration']}({row['chosen']})".replace(" ", "") in told
+        assert f"{row['symbol']}{row['configuration']}({row['chosen']})".replace(" ", "") in text
 
 
 # --- equal inputs, equal bytes ------------------------------------------------------------------------------------
@@ -296,7 +296,7 @@ def test_two_builds_in_different_folders_are_equal_byte_for_byte(ampere: Path, u
     first, second = contents(ampere), contents(unproved[0])
     assert {name.partition("/")[0] for name in first} > {"kernels", "graphs", KERNELS}
     assert first.keys() == second.keys()
-    manifests = [json.loads(each.pop(file_names.MANIFEST)) for each in (first, second)]
+    manifests = [json.loads(bundle_files.pop(file_names.MANIFEST)) for bundle_files in (first, second)]
     assert [name for name in first if first[name] != second[name]] == []
     for manifest in manifests:
         del manifest["entries"][0]["self_test"], manifest["sha256"]  # the proof, which only one of them has

@@ -30,24 +30,24 @@ def test_both_devices_are_proved_together(built: Path) -> None:
     bundle = Archive(str(built))
     assert verify.examine(bundle) == []
     (other,) = verify.check_ranks(bundle, "full")
-    for each in (bundle, other):
-        forward, reset = each.manifest.entries
+    for rank_bundle in (bundle, other):
+        forward, reset = rank_bundle.manifest.entries
         proofs = [*forward.self_test.proofs, *reset.self_test.proofs]
         assert [proof.method for proof in proofs] == ["interpret"] * 4
         assert all(proof.error <= proof.tolerance for proof in proofs)
         for program, sent in [*[(program, 4) for program in forward.programs], *[(program, 0) for program in reset.programs]]:
-            table = Table(each.data(program.steps[0].file), "table")
-            assert len(exchanges(table, each.manifest.world)) == sent, "a value to the second device, and three outputs"
+            table = Table(rank_bundle.data(program.steps[0].file), "table")
+            assert len(exchanges(table, rank_bundle.manifest.world)) == sent, "a value to the second device, and three outputs"
     assert dict(bundle.manifest.provenance.options)["split"] == "layers"
 
 
 def test_a_device_has_its_own_layers(built: Path) -> None:
     bundle = Archive(str(built))
-    first, second = [{row.name: row for row in each.manifest.weights} for each in (bundle, bundle.rank(1))]
+    first, second = [{row.name: row for row in rank_bundle.manifest.weights} for rank_bundle in (bundle, bundle.rank(1))]
     for number in range(5):
-        own, others = (first, second) if number < 2 else (second, first)
-        assert f"layers.{number}.up" in own and f"layers.{number}.up" not in others
-        assert own[f"layers.{number}.calls"].memory == "state" and f"layers.{number}.calls" not in others
+        owner, others = (first, second) if number < 2 else (second, first)
+        assert f"layers.{number}.up" in owner and f"layers.{number}.up" not in others
+        assert owner[f"layers.{number}.calls"].memory == "state" and f"layers.{number}.calls" not in others
     assert "embedding" in first and "embedding" in second, "it is read at both ends"
 
 
@@ -59,9 +59,9 @@ def test_a_device_has_its_own_layers(built: Path) -> None:
     ],
 )
 def test_options_that_do_not_go_together(tmp_path: Path, options: dict[str, Any], code: str, reason: str) -> None:
-    given: dict[str, Any] = {"sizes": [4], "target": "sm_90", "world": 2, "split": "layers", "out": tmp_path / "x.cgb", **options}
+    kwargs: dict[str, Any] = {"sizes": [4], "target": "sm_90", "world": 2, "split": "layers", "out": tmp_path / "x.cgb", **options}
     with raises(code, match=reason):
-        cgcompile.build(MODEL, progress="silent", **given)
+        cgcompile.build(MODEL, progress="silent", **kwargs)
 
 
 class Alone(Ranks):

@@ -60,22 +60,22 @@ def test_products_are_brought_and_compiled_once(tmp_path: Path, monkeypatch: pyt
 
 def test_with_no_standalone_they_are_torchs(tmp_path: Path) -> None:
     model = Products().eval()
-    made = cgcompile.build(model, inputs, sizes=[4], out=tmp_path / "a.cgb", target="cpu", standalone=False)
-    assert not checked(made.path, model) and dict(made.manifest.provenance.options)["standalone"] == "false"
+    built = cgcompile.build(model, inputs, sizes=[4], out=tmp_path / "a.cgb", target="cpu", standalone=False)
+    assert not checked(built.path, model) and dict(built.manifest.provenance.options)["standalone"] == "false"
 
 
 def test_where_one_entry_needs_torchs_libraries_all_run_on_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CGCOMPILE_CACHE", str(tmp_path / "cache"))
     model = Products().eval()
     entries = {"forward": inputs, "sorted": inputs}
-    told: list[str] = []
-    made = cgcompile.build(
+    texts: list[str] = []
+    built = cgcompile.build(
         model, entries, sizes={"forward": [4], "sorted": [4]}, out=tmp_path / "a.cgb", target="cpu",
-        progress=lambda event: told.append(event.text),
+        progress=lambda event: texts.append(event.text),
     )  # fmt: skip
-    assert sum(text.endswith("loading Inductor") for text in told) == 2, "both are lowered once"
-    assert not any(standalone.is_in(path.read_bytes()) for path in (made.path / "host").iterdir())
-    assert not checked(made.path, model)
+    assert sum(text.endswith("loading Inductor") for text in texts) == 2, "both are lowered once"
+    assert not any(standalone.is_in(path.read_bytes()) for path in (built.path / "host").iterdir())
+    assert not checked(built.path, model)
     with raises("not-standalone", match="which only torch's libraries have"):
         cgcompile.build(
             model, entries, sizes={"forward": [4], "sorted": [4]}, out=tmp_path / "b.cgb", target="cpu", standalone=True
@@ -100,7 +100,7 @@ def test_pictures_in_patches(kernel: int, stride: int, standalone: bool | None, 
     """oneDNN's convolutions are as fast as ours: they are replaced where somebody asks for it."""
     model, x = Pictures(kernel, stride).eval(), torch.randn(2, 4, 12, 12)
     sizes = {"batch": [2]}
-    made = cgcompile.build(
+    built = cgcompile.build(
         model,
         lambda batch: (torch.randn(batch, 4, 12, 12),),
         sizes=sizes,
@@ -108,8 +108,8 @@ def test_pictures_in_patches(kernel: int, stride: int, standalone: bool | None, 
         target="cpu",
         standalone=standalone,
     )
-    assert (not made.manifest.target.torch) == brought
-    with cgbundle.load(made.path) as program, torch.no_grad():
+    assert (not built.manifest.target.torch) == brought
+    with cgbundle.load(built.path) as program, torch.no_grad():
         torch.testing.assert_close(program(x), model(x), rtol=1e-5, atol=1e-5)
 
 
@@ -131,13 +131,13 @@ def test_what_they_cannot_do_is_named_before_anything_is_compiled(model: nn.Modu
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_products_of_other_numbers_are_not_tried(dtype: torch.dtype, tmp_path: Path) -> None:
-    model, told = Products().eval().to(dtype), []
+    model, events = Products().eval().to(dtype), []
 
     def typed(batch: int) -> tuple[torch.Tensor]:
         return (torch.randn(batch, 8, dtype=dtype),)
 
-    made = cgcompile.build(model, typed, sizes=[4], out=tmp_path / "a.cgb", target="cpu", progress=told.append)
-    assert made.manifest.target.torch and [event.stage for event in told if event.state == "done"].count("lower") == 1
+    built = cgcompile.build(model, typed, sizes=[4], out=tmp_path / "a.cgb", target="cpu", progress=events.append)
+    assert built.manifest.target.torch and [event.stage for event in events if event.state == "done"].count("lower") == 1
 
 
 @measured
@@ -152,12 +152,12 @@ def test_a_proof_that_fails_is_tried_again_with_torchs(tmp_path: Path, monkeypat
         return plain(folder, manifest, *rest)
 
     monkeypatch.setattr(pipeline, "replay", replay)
-    model, told = Products().eval(), []
-    made = cgcompile.build(model, inputs, sizes=[4], out=tmp_path / "a.cgb", target="cpu", progress=told.append)
-    assert not checked(made.path, model)
-    done = [event.text for event in told if (event.stage, event.state) == ("verify", "done")]
+    model, events = Products().eval(), []
+    built = cgcompile.build(model, inputs, sizes=[4], out=tmp_path / "a.cgb", target="cpu", progress=events.append)
+    assert not checked(built.path, model)
+    done = [event.text for event in events if (event.stage, event.state) == ("verify", "done")]
     assert done[0].startswith("again with functions of torch's libraries, for with its own differs") and len(done) == 2
-    lowered = [event.text for event in told if (event.stage, event.state) == ("lower", "done")]
+    lowered = [event.text for event in events if (event.stage, event.state) == ("lower", "done")]
     assert [text.endswith(", kept before") for text in lowered] == [False, True], "nothing is lowered again"
     with raises("proof-failed"):
         cgcompile.build(model, inputs, sizes=[4], out=tmp_path / "b.cgb", target="cpu", standalone=True)
@@ -178,10 +178,10 @@ def test_large_weights_are_not_kept_twice(tmp_path: Path, monkeypatch: pytest.Mo
     from cgbundle.cpu import backend
 
     model = Products().eval()
-    made = cgcompile.build(model, inputs, sizes=[4], out=tmp_path / "a.cgb", target="cpu")
-    weights = dict(made.manifest.memories)["weights"]
+    built = cgcompile.build(model, inputs, sizes=[4], out=tmp_path / "a.cgb", target="cpu")
+    weights = dict(built.manifest.memories)["weights"]
     for memory, fixed in ((4 * weights, True), (4 * weights - 1, False)):
         monkeypatch.setattr(backend, "memory_of_quota", lambda memory=memory: memory)
-        with cgbundle.load(made.path) as program:
+        with cgbundle.load(built.path) as program:
             assert program._backend._shared.fixed == fixed
-        assert checked(made.path, model)
+        assert checked(built.path, model)

@@ -96,8 +96,8 @@ def test_a_machine_without_a_gpu_takes_the_highest_level(bundle: Path) -> None:
         assert all(result.passed("tolerance") for result in self_test.replay_self_test(program))
     with cgbundle.load(bundle, variant="x86-64-v2") as other, cgbundle.load(bundle, variant=level) as one:
         x = torch.randn(4, 8)
-        for made, expected in zip(other(x), one(x), strict=True):
-            torch.testing.assert_close(made, expected)
+        for actual, expected in zip(other(x), one(x), strict=True):
+            torch.testing.assert_close(actual, expected)
     with raises("option-refused", match="the bundle has the variants sm_90, x86-64-v2"):
         cgbundle.load(bundle, variant="sm_120")
     with pytest.raises(ValueError, match="variant"):

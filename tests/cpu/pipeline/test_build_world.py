@@ -29,18 +29,18 @@ def test_every_collective_is_proved_on_all_ranks(built: Path) -> None:
     manifest = bundle.manifest
     assert verify.examine(bundle) == []
     (other,) = verify.check_ranks(bundle, "full")
-    for each, rank in ((manifest, 0), (other.manifest, 1)):
-        world = each.world
+    for rank_manifest, rank in ((manifest, 0), (other.manifest, 1)):
+        world = rank_manifest.world
         assert world is not None
         assert (world.rank, world.size) == (rank, 2)
-        (proof,) = each.entries[0].self_test.proofs
+        (proof,) = rank_manifest.entries[0].self_test.proofs
         assert proof.method == "interpret" and proof.error <= proof.tolerance
-        assert dict(each.memories)["peer"] == 2 * world.stride
+        assert dict(rank_manifest.memories)["peer"] == 2 * world.stride
     (program,) = manifest.entries[0].programs
     table = Table(bundle.data(program.steps[0].file), "table")
-    found = exchanges(table, manifest.world)
-    assert [each.symbol.removeprefix("cgcompile_") for each in found[:1]] == ["packets_float32"]
-    assert sorted([each.symbol.removeprefix("cgcompile_") for each in found[1:]]) == [
+    collectives = exchanges(table, manifest.world)
+    assert [exchange.symbol.removeprefix("cgcompile_") for exchange in collectives[:1]] == ["packets_float32"]
+    assert sorted([exchange.symbol.removeprefix("cgcompile_") for exchange in collectives[1:]]) == [
         "buffers_side_by_side", "packets_bfloat16", "packets_side_by_side", "packets_side_by_side",
     ]  # fmt: skip
 
@@ -48,9 +48,9 @@ def test_every_collective_is_proved_on_all_ranks(built: Path) -> None:
 def test_a_rank_reads_its_own_weights_and_shares_the_images(built: Path) -> None:
     files = manifest_text.list_files(str(built))
     assert {"weights.safetensors", "ranks/1/weights.safetensors", "ranks/1/manifest.json"} <= set(files)
-    own, others = [{name.removeprefix(at) for name in files if name.startswith(at)} for at in ("kernels/", "ranks/1/kernels/")]
+    kernels, others = [{name.removeprefix(at) for name in files if name.startswith(at)} for at in ("kernels/", "ranks/1/kernels/")]
     named = {file.path for file in Archive(str(built)).rank(1).manifest.files if file.path.startswith("kernels/")}
-    assert not own & others and named <= {f"kernels/{name}" for name in own | others}
+    assert not kernels & others and named <= {f"kernels/{name}" for name in kernels | others}
     assert (built / "weights.safetensors").read_bytes() != (built / "ranks/1/weights.safetensors").read_bytes()
 
 
@@ -76,9 +76,9 @@ def test_damage_of_any_rank_is_found(built: Path) -> None:
     ],
 )
 def test_what_is_not_built(tmp_path: Path, options: dict[str, object], reason: str) -> None:
-    given: dict[str, object] = {"sizes": [4], "target": "sm_90", "world": 2, "out": tmp_path / "x.cgb", **options}
+    arguments: dict[str, object] = {"sizes": [4], "target": "sm_90", "world": 2, "out": tmp_path / "x.cgb", **options}
     with raises("world-refused", match=reason):
-        cgcompile.build(MODEL, progress="silent", **given)  # type: ignore[arg-type]
+        cgcompile.build(MODEL, progress="silent", **arguments)  # type: ignore[arg-type]
 
 
 def test_a_model_without_ranks(tmp_path: Path) -> None:

@@ -47,10 +47,10 @@ def record() -> SimpleNamespace:
         "recorder",
     )
     modules = {name.rpartition(".")[2]: importlib.import_module(f"cgcompile.capture.{name}") for name in names}
-    found = SimpleNamespace(**modules)
+    namespace = SimpleNamespace(**modules)
     if without:
         del sys.modules["cuda"], sys.modules["cuda.bindings"]
-    return found
+    return namespace
 
 
 class Calls:
@@ -106,13 +106,13 @@ def test_a_driver_call_fails(drive: Callable[..., SimpleNamespace]) -> None:
 
 def test_a_recorder_dies(record: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(record.processes, "WORKER", "tests.helpers.dying_worker")
-    told: list[str] = []
+    messages: list[str] = []
     with (
         raises("recorder-failed", match=r"ended with status 9: No more memory \(log: .*record0.log\)"),
         record.processes.recorder_processes(tmp_path) as processes,
     ):
-        processes.run([SimpleNamespace(role=record.processes.RECORD)], told.append, 1)
-    assert told == ["record0: lowering"]
+        processes.run([SimpleNamespace(role=record.processes.RECORD)], messages.append, 1)
+    assert messages == ["record0: lowering"]
 
 
 # --- lowering and capture -----------------------------------------------------------------------------------------
@@ -209,8 +209,8 @@ def copy_params(**changes: Any) -> Callable[..., tuple[Any, ...]]:
     device = SimpleNamespace(name="CU_MEMORYTYPE_DEVICE")
     sides = {f"{side}{field}": 0 for side in ("src", "dst") for field in ("Pitch", "Height", "XInBytes", "Y", "Z")}
     sides |= {"srcMemoryType": device, "dstMemoryType": device, "srcDevice": MEGA, "dstDevice": MEGA + 64}
-    found = SimpleNamespace(**sides | {"WidthInBytes": 8, "Height": 1, "Depth": 1} | changes)
-    return lambda _: (0, found)
+    params = SimpleNamespace(**sides | {"WidthInBytes": 8, "Height": 1, "Depth": 1} | changes)
+    return lambda _: (0, params)
 
 
 def test_copies_of_the_host(drive: Callable[..., SimpleNamespace]) -> None:

@@ -70,8 +70,8 @@ def test_a_forgotten_no_grad_changes_nothing(bundle: Path) -> None:
         assert cgcompile.check(network(), drawn, sizes=[2, 4]).findings == ()
     x = torch.linspace(-1, 1, 24).reshape(4, 6)
     with cgbundle.load(bundle) as program:
-        expected, found = program(x), program(x.clone().requires_grad_())
-        assert torch.equal(expected, found) and not found.requires_grad
+        expected, actual = program(x), program(x.clone().requires_grad_())
+        assert torch.equal(expected, actual) and not actual.requires_grad
 
 
 def test_errors_of_a_model_in_memory_name_the_users_line() -> None:
@@ -105,13 +105,13 @@ MISFITS = [
 ]
 
 
-@pytest.mark.parametrize(("made", "text"), MISFITS, ids=range(len(MISFITS)))
-def test_a_misspelt_argument_is_told_with_what_is_missing(made: Callable[[Tensor], object], text: str) -> None:
+@pytest.mark.parametrize(("make_inputs", "text"), MISFITS, ids=range(len(MISFITS)))
+def test_a_misspelt_argument_is_told_with_what_is_missing(make_inputs: Callable[[Tensor], object], text: str) -> None:
     with raises("source-invalid", match=re.escape(f"inputs() does not fit forward(ids, mask, scale=1.0): {text}") + "$"):
-        sample(load_source(Named().eval(), lambda batch: made(torch.ones(batch, 4))), {"batch": 2})
+        sample(load_source(Named().eval(), lambda batch: make_inputs(torch.ones(batch, 4))), {"batch": 2})
 
 
-@pytest.mark.parametrize("given", [5, "text", None])
-def test_inputs_that_are_no_tensors(given: object) -> None:
-    with raises("source-invalid", match=rf"test_defaults.py:\d+: inputs\(\) gave {type(given).__name__}, expected a tuple"):
-        cgcompile.check(nn.Linear(4, 4), lambda batch: given, sizes=[2])
+@pytest.mark.parametrize("inputs", [5, "text", None])
+def test_inputs_that_are_no_tensors(inputs: object) -> None:
+    with raises("source-invalid", match=rf"test_defaults.py:\d+: inputs\(\) gave {type(inputs).__name__}, expected a tuple"):
+        cgcompile.check(nn.Linear(4, 4), lambda batch: inputs, sizes=[2])

@@ -20,7 +20,7 @@ import cgcompile  # noqa: E402
 from cgcompile.errors import BuildError, ModelError  # noqa: E402
 from cgcompile.language_models.comparison.texts import by_generate, small_reference  # noqa: E402
 from cgcompile.language_models.networks import folder_network  # noqa: E402
-from tests.helpers.models.causal_lm import Engine, made, prompt, reference  # noqa: E402
+from tests.helpers.models.causal_lm import Engine, causal_model, prompt, reference  # noqa: E402
 from tests.helpers.models.language_models import configuration, network  # noqa: E402
 from tests.helpers.models.tokenizers import write_tokenizer  # noqa: E402
 from tests.helpers.places import ROOT  # noqa: E402
@@ -48,7 +48,7 @@ def test_a_folder_becomes_a_bundle(llama: Path, tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "Tiny-0.1B.cgb\n" and "Loading weights" not in done.stderr
-    model = made(str(llama))
+    model = causal_model(str(llama))
     with cgbundle.load(tmp_path / "Tiny-0.1B.cgb") as program:
         assert set(program.entries) == {"prefill", "decode", "choose"} and program.manifest.name == "Tiny-0.1B"
         engine = Engine(program, lanes=1, blocks=4, chunk=64)
@@ -81,12 +81,12 @@ def test_a_folder_of_a_model_with_states_becomes_a_bundle(tmp_path: Path) -> Non
 
 def test_check_reads_a_folder(llama: Path) -> None:
     report = cgcompile.check(str(llama), target="cpu", context=64, lanes=[1])
-    assert not report.refused and [each.entry for each in report.each] == ["prefill", "decode", "choose"]
+    assert not report.refused and [entry_report.entry for entry_report in report.each] == ["prefill", "decode", "choose"]
     assert dict(report.sizes) == {"batch": (1,), "seq": (64,), "blocks": (4,)}
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         ({"sizes": [1]}, "--sizes is for model files"), ({"train": True}, "--train is for model files"),
         ({"world": 2}, "--world is for model files"), ({"donations": [("a", "b")]}, "donations is for model files"),
@@ -94,8 +94,8 @@ def test_check_reads_a_folder(llama: Path) -> None:
         ({"dtype": "int8"}, "dtype 'int8': expected one of"),
     ],
 )  # fmt: skip
-def test_options_that_a_folder_does_not_take(llama: Path, tmp_path: Path, options: dict[str, Any], told: str) -> None:
-    with pytest.raises(BuildError, match=told) as caught:
+def test_options_that_a_folder_does_not_take(llama: Path, tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(BuildError, match=message) as caught:
         cgcompile.build(str(llama), out=tmp_path / "x.cgb", target="cpu", **options)
     assert caught.value.code == "option-invalid"
 
@@ -113,7 +113,7 @@ def config(folder: Path, **changes: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         (
             {"rope_parameters": {"rope_type": "spiral", "rope_theta": 1e4}},
@@ -125,9 +125,9 @@ def config(folder: Path, **changes: Any) -> None:
         ({"num_attention_heads": 5, "head_dim": None}, "transformers cannot"),
     ],
 )
-def test_a_configuration_that_does_not_fit(copy: Path, changes: dict[str, Any], told: str) -> None:
+def test_a_configuration_that_does_not_fit(copy: Path, changes: dict[str, Any], message: str) -> None:
     config(copy, **changes)
-    with pytest.raises(ModelError, match=told) as caught:
+    with pytest.raises(ModelError, match=message) as caught:
         folder_network(copy, torch.float32)
     assert caught.value.code == "folder-invalid" and "\n" not in str(caught.value)
 

@@ -52,26 +52,26 @@ def inputs(batch: int) -> torch.Tensor:
 
 
 @pytest.fixture(scope="module")
-def told() -> list[Event]:
+def events() -> list[Event]:
     return []
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory, told: list[Event]) -> cgcompile.Built:
+def built(tmp_path_factory: pytest.TempPathFactory, events: list[Event]) -> cgcompile.Built:
     out = tmp_path_factory.mktemp("indices") / "a.cgb"
-    return cgcompile.build(Words().eval(), inputs, sizes=[ROWS], out=out, target="cpu", progress=told.append)
+    return cgcompile.build(Words().eval(), inputs, sizes=[ROWS], out=out, target="cpu", progress=events.append)
 
 
-def test_a_build_tells_which_indices_differ_and_its_self_test_holds_them(built: cgcompile.Built, told: list[Event]) -> None:
-    (verified,) = [event.text for event in told if (event.stage, event.state) == ("verify", "done")]
+def test_a_build_tells_which_indices_differ_and_its_self_test_holds_them(built: cgcompile.Built, events: list[Event]) -> None:
+    (verified,) = [event.text for event in events if (event.stage, event.state) == ("verify", "done")]
     assert f"of {ROWS} indices differ from eager PyTorch's where the values are equal within tolerance" in verified
     assert (
         not built.manifest.allowed
         and built.manifest.entries[0].self_test.bounds[0] == 0.5
         and built.manifest.entries[0].self_test.proofs[0].errors[0] == 0
     )
-    (found,) = [finding for finding in built.manifest.entries[0].findings if finding.rule == NEAR_TIES]
-    assert found.message == "output token (int64): up to 50.0% of the indices have another one that is as good"
+    (tie_finding,) = [finding for finding in built.manifest.entries[0].findings if finding.rule == NEAR_TIES]
+    assert tie_finding.message == "output token (int64): up to 50.0% of the indices have another one that is as good"
     with cgbundle.load(built.path) as program:
         assert all(result.exact for result in self_test.replay_self_test(program))
 

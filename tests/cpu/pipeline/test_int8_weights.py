@@ -15,7 +15,7 @@ import cgcompile  # noqa: E402
 from cgcompile.errors import BuildError, ModelError  # noqa: E402
 from cgcompile.language_models.kernels.int8 import Int8Linear  # noqa: E402
 from cgcompile.language_models.kernels.int8_network import Int8Embedding, int8_network, quantized  # noqa: E402
-from tests.helpers.models.causal_lm import CausalLM, Engine, made, prompt  # noqa: E402
+from tests.helpers.models.causal_lm import CausalLM, Engine, causal_model, prompt  # noqa: E402
 from tests.helpers.models.language_models import network  # noqa: E402
 from tests.helpers.models.random_llama import write_llama  # noqa: E402
 
@@ -28,9 +28,9 @@ SHAPE = {
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Llama of one layer whose head is its embedding."""
-    made = tmp_path_factory.mktemp("hub") / "Tied"
-    write_llama(made, SHAPE)
-    return made
+    path = tmp_path_factory.mktemp("hub") / "Tied"
+    write_llama(path, SHAPE)
+    return path
 
 
 def test_a_bundle_of_int8_weights(folder: Path, tmp_path: Path) -> None:
@@ -46,7 +46,7 @@ def test_a_bundle_of_int8_weights(folder: Path, tmp_path: Path) -> None:
         and "weights are stored as int8: " in findings[0].message
         and "likeliest tokens are the same" in findings[0].message
     )
-    model = CausalLM(int8_network(made(str(folder)).network), 5, 2, 0)
+    model = CausalLM(int8_network(causal_model(str(folder)).network), 5, 2, 0)
     texts = []
     with cgbundle.load(tmp_path / "x.cgb") as program:
         for entries in (program, model):
@@ -82,14 +82,14 @@ def test_a_model_that_reads_weights_itself_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         ({"weights": "int3"}, "weights 'int3': expected int8"),
         ({"target": "sm_90"}, "weights int8: for processors, and the target is sm_90"),
         ({"dtype": "bfloat16"}, "weights int8: calls compute in float32, and the dtype is bfloat16"),
     ],
 )  # fmt: skip
-def test_what_is_refused(folder: Path, tmp_path: Path, options: dict[str, str], told: str) -> None:
-    with pytest.raises(BuildError, match=told) as caught:
+def test_what_is_refused(folder: Path, tmp_path: Path, options: dict[str, str], message: str) -> None:
+    with pytest.raises(BuildError, match=message) as caught:
         cgcompile.build(str(folder), out=tmp_path / "x.cgb", **{"target": "cpu", "weights": "int8"} | options)
     assert caught.value.code == "option-invalid"

@@ -55,28 +55,28 @@ class Constant(nn.Module):
 
 
 @pytest.fixture(scope="module")
-def told() -> list[Event]:
+def events() -> list[Event]:
     """What the build of `counter` told of its progress."""
     return []
 
 
 @pytest.fixture(scope="module")
-def counter(tmp_path_factory: pytest.TempPathFactory, told: list[Event]) -> Path:
+def counter(tmp_path_factory: pytest.TempPathFactory, events: list[Event]) -> Path:
     out = tmp_path_factory.mktemp("counter") / "counter.cgb"
-    return cgcompile.build(Counter().eval(), ENTRIES, donations=DONATIONS, out=out, target="cpu", progress=told.append).path
+    return cgcompile.build(Counter().eval(), ENTRIES, donations=DONATIONS, out=out, target="cpu", progress=events.append).path
 
 
-def test_progress_names_the_entry(counter: Path, told: list[Event]) -> None:
+def test_progress_names_the_entry(counter: Path, events: list[Event]) -> None:
     names = [f"{name}, {at} of 3" for at, name in enumerate(ENTRIES, 1)]
     for stage in ("export", "lower"):
-        texts = [event.text for event in told if event.stage == stage and event.state == "detail"]
+        texts = [event.text for event in events if event.stage == stage and event.state == "detail"]
         assert list(dict.fromkeys(text.partition(": ")[0] for text in texts)) == names, stage
 
 
 def test_calls_sessions_buffers_and_the_self_test(counter: Path) -> None:
     with cgbundle.load(counter) as program:
         program.warmup()
-        assert all(each.passed("tolerance") for each in replay_self_test(program))
+        assert all(result.passed("tolerance") for result in replay_self_test(program))
         assert numpy.asarray(program.tick()).tolist() == [2.0] * 4
         other = program.session()
         assert [numpy.asarray(other.tick())[0] for _ in range(3)] == [2.0, 4.0, 6.0]
@@ -94,12 +94,12 @@ def test_calls_sessions_buffers_and_the_self_test(counter: Path) -> None:
 
 def test_a_view_and_a_chain(counter: Path) -> None:
     with cgbundle.load(counter, outputs="view") as program:
-        given = program.tick()
+        view = program.tick()
         program.empty()
-        assert numpy.asarray(program.add(given)).tolist() == [2.0] * 4, "an output in a donation stays"
+        assert numpy.asarray(program.add(view)).tolist() == [2.0] * 4, "an output in a donation stays"
         program.tick()
         with raises("stale-view"):
-            numpy.asarray(given)
+            numpy.asarray(view)
 
 
 def test_inspect_and_run(counter: Path) -> None:
@@ -113,17 +113,17 @@ def test_for_a_gpu_that_is_not_here(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     pytest.importorskip("triton")
     lower_here(monkeypatch)
     built = cgcompile.build(Counter().eval(), ENTRIES, donations=DONATIONS, out=tmp_path / "counter.cgb", target="sm_90")
-    for each in built.manifest.entries:
-        assert [proof.method for proof in each.self_test.proofs] == ["interpret"], each.entry
-        assert [step.kind for step in each.programs[0].steps] == ["graph"], each.entry
+    for manifest_entry in built.manifest.entries:
+        assert [proof.method for proof in manifest_entry.self_test.proofs] == ["interpret"], manifest_entry.entry
+        assert [step.kind for step in manifest_entry.programs[0].steps] == ["graph"], manifest_entry.entry
 
 
 def test_a_whole_model_and_a_saved_program(tmp_path: Path) -> None:
     model = Constant().eval()
     saved = tmp_path / "constant.pt2"
     torch.export.save(torch.export.export(model, ()), saved)
-    for number, (given, inputs) in enumerate(((model, lambda: {}), (str(saved), None))):
-        out = cgcompile.build(given, inputs, out=tmp_path / f"{number}.cgb", target="cpu").path
+    for number, (source, inputs) in enumerate(((model, lambda: {}), (str(saved), None))):
+        out = cgcompile.build(source, inputs, out=tmp_path / f"{number}.cgb", target="cpu").path
         with cgbundle.load(out) as program:
             numpy.testing.assert_allclose(numpy.asarray(program()), model().detach().numpy(), rtol=1e-6)
 

@@ -177,8 +177,8 @@ def alike(batch: int) -> tuple[torch.Tensor]:
 
 
 def refusals(model: nn.Module, sizes: Any = (1, 8), inputs: Any = rows) -> list[Finding]:
-    found = cgcompile.check(model.eval(), inputs, sizes=sizes, target="cpu").findings
-    return [each for each in found if each.severity == "refuse"]
+    all_findings = cgcompile.check(model.eval(), inputs, sizes=sizes, target="cpu").findings
+    return [finding for finding in all_findings if finding.severity == "refuse"]
 
 
 @pytest.mark.parametrize(
@@ -188,10 +188,10 @@ def refusals(model: nn.Module, sizes: Any = (1, 8), inputs: Any = rows) -> list[
     ],
 )  # fmt: skip
 def test_a_value_of_the_first_input_is_refused_by_name_and_line(kind: type[nn.Module], sizes: Any, inputs: Any) -> None:
-    (found,) = refusals(kind(), sizes, inputs)
-    assert (found.rule, found.source) == ("earlier-calls", "self.scale = x.std(1, keepdim=True)")
-    assert found.message.startswith("forward() sets 'scale' from the values of its inputs, and a later call reads it")
-    assert found.where.startswith("tests/cpu/pipeline/test_sequences.py:")
+    (finding,) = refusals(kind(), sizes, inputs)
+    assert (finding.rule, finding.source) == ("earlier-calls", "self.scale = x.std(1, keepdim=True)")
+    assert finding.message.startswith("forward() sets 'scale' from the values of its inputs, and a later call reads it")
+    assert finding.where.startswith("tests/cpu/pipeline/test_sequences.py:")
 
 
 @pytest.mark.parametrize("kind", [DrawnOnce, DrawnByNumpy])
@@ -200,8 +200,8 @@ def test_numbers_that_the_first_call_draws_are_refused_whatever_was_seeded_befor
     model = kind()
     torch.manual_seed(seed)
     numpy.random.seed(seed)
-    (found,) = refusals(model)
-    assert found.rule == "earlier-calls" and "'drawn' at its first call, and later calls read it" in found.message
+    (finding,) = refusals(model)
+    assert finding.rule == "earlier-calls" and "'drawn' at its first call, and later calls read it" in finding.message
     assert refusals(model) == []  # it was called: the cure
 
 
@@ -215,14 +215,14 @@ def test_it_ends_a_build_and_leaves_no_bundle(tmp_path: Path) -> None:
 def test_a_value_outside_of_the_module_is_named(model: nn.Module, name: str) -> None:
     SHARED.clear()
     OfItsClass.first = None
-    (found,) = refusals(model)
-    assert name in found.message and found.rule == "earlier-calls"
-    assert found.where.startswith("tests/cpu/pipeline/test_sequences.py:"), found
+    (finding,) = refusals(model)
+    assert name in finding.message and finding.rule == "earlier-calls"
+    assert finding.where.startswith("tests/cpu/pipeline/test_sequences.py:"), finding
 
 
 def test_an_order_of_sizes_that_decides_is_refused() -> None:
-    (found,) = refusals(Largest())
-    assert found.message.startswith("forward() sets 'largest' at its first call, and later calls read it")
+    (finding,) = refusals(Largest())
+    assert finding.message.startswith("forward() sets 'largest' at its first call, and later calls read it")
 
 
 def test_what_depends_on_sizes_alone_is_right() -> None:
@@ -231,21 +231,21 @@ def test_what_depends_on_sizes_alone_is_right() -> None:
 
 
 def test_a_buffer_that_the_first_calls_fill_is_a_weight_that_is_full() -> None:
-    made = export(load_source(Filled().eval(), rows), {"batch": (2, 4)})
-    assert functional(made.programs.first).buffers_to_mutate == {}
-    (x,) = sample(made.source, {"batch": 4}).tensors
-    torch.testing.assert_close(made.programs.at((4,)).module()(x)[0], Filled()(x))
+    exported = export(load_source(Filled().eval(), rows), {"batch": (2, 4)})
+    assert functional(exported.programs.first).buffers_to_mutate == {}
+    (x,) = sample(exported.source, {"batch": 4}).tensors
+    torch.testing.assert_close(exported.programs.at((4,)).module()(x)[0], Filled()(x))
     assert refusals(Filled()) == []
 
 
 def test_counters_are_state_that_begins_as_in_a_new_model() -> None:
     model = Counting().eval()
-    made = export(load_source(model, rows), {"batch": (2, 4)})
-    assert sorted(functional(made.programs.first).buffers_to_mutate.values()) == ["model.before", "model.calls", "model.decay"]
-    assert [obstacle.rule for obstacle in made.obstacles] == ["unread-attribute"]
-    program, eager = made.programs.first.module(), Counting()
+    exported = export(load_source(model, rows), {"batch": (2, 4)})
+    assert sorted(functional(exported.programs.first).buffers_to_mutate.values()) == ["model.before", "model.calls", "model.decay"]
+    assert [obstacle.rule for obstacle in exported.obstacles] == ["unread-attribute"]
+    program, eager = exported.programs.first.module(), Counting()
     for seed in range(3):
-        (x,) = sample(made.source, {"batch": 2 + seed % 2}, seed).tensors
+        (x,) = sample(exported.source, {"batch": 2 + seed % 2}, seed).tensors
         torch.testing.assert_close(program(x)[0], eager(x))
 
 
@@ -267,20 +267,20 @@ def test_a_bundle_counts_as_the_model_does(tmp_path: Path) -> None:
 
 def test_what_one_entry_sets_and_another_reads_is_refused() -> None:
     report = cgcompile.check(Remembering().eval(), {"encode": rows, "decode": rows}, sizes=(2, 4), target="cpu")
-    found = [finding for one in (report, *report.others) for finding in one.findings if finding.severity == "refuse"]
-    assert [finding.rule for finding in found] == ["earlier-calls"]
-    assert "'found'" in found[0].message and found[0].source == "self.found = x * 2"
+    refused_findings = [finding for one in (report, *report.others) for finding in one.findings if finding.severity == "refuse"]
+    assert [finding.rule for finding in refused_findings] == ["earlier-calls"]
+    assert "'found'" in refused_findings[0].message and refused_findings[0].source == "self.found = x * 2"
 
 
 def test_every_int_key_is_called_with_new_inputs_and_in_both_orders() -> None:
-    made = export(load_source(nn.Linear(4, 4), rows), {"batch": (2, 4)})
-    calls = sequence([made])
+    exported = export(load_source(nn.Linear(4, 4), rows), {"batch": (2, 4)})
+    calls = sequence([exported])
     assert [(call.sizes["batch"], call.seed) for call in calls] == [
         (2, SELF_TEST_SEED), (2, OTHER_SEED), (2, SELF_TEST_SEED),
         (4, SELF_TEST_SEED), (4, OTHER_SEED), (4, SELF_TEST_SEED), (2, OTHER_SEED),
     ]  # fmt: skip
     assert SEED not in (SELF_TEST_SEED, OTHER_SEED)
-    fixed = replace(made, source=replace(made.source, inputs=constant))
+    fixed = replace(exported, source=replace(exported.source, inputs=constant))
     seen = constant(4)[0]
     for seed in (SELF_TEST_SEED, OTHER_SEED):
         (other,), _ = drawn(fixed, Call(entry=0, sizes={"batch": 4}, seed=seed))
@@ -289,7 +289,7 @@ def test_every_int_key_is_called_with_new_inputs_and_in_both_orders() -> None:
     (other,), _ = drawn(whole, Call(entry=0, sizes={"batch": 4}, seed=SELF_TEST_SEED))
     assert not torch.equal(seen.long(), other) and torch.equal(seen.long().flatten(), other.flatten().sort().values)
     (other,), _ = drawn(
-        replace(fixed, source=replace(made.source, inputs=alike)), Call(entry=0, sizes={"batch": 4}, seed=SELF_TEST_SEED)
+        replace(fixed, source=replace(exported.source, inputs=alike)), Call(entry=0, sizes={"batch": 4}, seed=SELF_TEST_SEED)
     )
     assert other.min() >= 1 and other.std() > 0
 
@@ -313,36 +313,36 @@ def test_a_program_that_keeps_nothing_is_called_once_for_the_same_inputs(
     module: nn.Module, calls: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = load_source(module, rows)
-    made = export(source, {"batch": (2, 4)})
+    exported = export(source, {"batch": (2, 4)})
     models = copied_models([source], None)
     models.begin(Place(device=CPU, told=CPU, capability=(0, 0)))
     sizes: list[int] = []
 
-    def counted(reference: Any, given: Any, seed: int) -> tuple[torch.Tensor, ...]:
-        sizes.append(len(given[0]))
-        return call_eager(reference, given, seed)
+    def counted(reference: Any, tensors: Any, seed: int) -> tuple[torch.Tensor, ...]:
+        sizes.append(len(tensors[0]))
+        return call_eager(reference, tensors, seed)
 
     monkeypatch.setattr(sequences, "call_eager", counted)
-    assert not [obstacle for obstacle in with_sequences([made], models)[0].obstacles if obstacle.rule == "earlier-calls"]
+    assert not [obstacle for obstacle in with_sequences([exported], models)[0].obstacles if obstacle.rule == "earlier-calls"]
     assert len([size for size in sizes if size in (2, 4)]) == calls
 
 
 @pytest.mark.parametrize("seed", range(2))
 def test_drawn_modules_that_are_faithful_pass(seed: int, tmp_path: Path) -> None:
     path = tmp_path / "model.py"
-    path.write_text((made := draw(seed, 0)).text)
-    assert not cgcompile.check(str(path), sizes=made.sizes, target="cpu").refused, made.features
+    path.write_text((drawn_module := draw(seed, 0)).text)
+    assert not cgcompile.check(str(path), sizes=drawn_module.sizes, target="cpu").refused, drawn_module.features
 
 
 @pytest.mark.parametrize("seed", range(2))
 def test_drawn_modules_that_are_not_are_refused(seed: int, tmp_path: Path) -> None:
     path = tmp_path / "model.py"
-    path.write_text((made := draw(seed, 1)).text)
-    assert cgcompile.check(str(path), sizes={"batch": (1, 3), "seq": (2, 5)}, target="cpu").refused, made.features
+    path.write_text((drawn_module := draw(seed, 1)).text)
+    assert cgcompile.check(str(path), sizes={"batch": (1, 3), "seq": (2, 5)}, target="cpu").refused, drawn_module.features
 
 
 def test_the_names_of_features_are_their_own() -> None:
-    names = [each.name for each in (*FAITHFUL, *UNFAITHFUL)]
+    names = [feature.name for feature in (*FAITHFUL, *UNFAITHFUL)]
     assert len(names) == len(set(names))
 
 
@@ -354,12 +354,12 @@ def copies(model: nn.Module) -> FreshModels:
 
 
 def test_models_that_are_copied_are_new_too() -> None:
-    made = export(load_source(Lazy().eval(), rows), {"batch": (2,)})
+    exported = export(load_source(Lazy().eval(), rows), {"batch": (2,)})
     for _ in range(2):
         models = copies(Lazy())
         models.begin(Place(device=CPU, told=CPU, capability=(8, 0)))
-        (found,) = with_sequences([made], models)
-        assert [obstacle.rule for obstacle in found.obstacles] == ["earlier-calls"]
+        (checked_export,) = with_sequences([exported], models)
+        assert [obstacle.rule for obstacle in checked_export.obstacles] == ["earlier-calls"]
 
 
 def test_tensors_with_gradients_are_copied() -> None:
@@ -374,11 +374,11 @@ def test_tensors_with_gradients_are_copied() -> None:
 
 def test_a_model_that_is_made_again_has_the_same_weights() -> None:
     first, second = [load_sources(nn.Linear(4, 4), rows) for _ in range(2)]
-    made = export(first[0], {"batch": (2,)})
+    exported = export(first[0], {"batch": (2,)})
     models = copied_models(first, lambda: second)
     models.begin(Place(device=CPU, told=CPU, capability=(8, 0)))
-    (found,) = with_sequences([made], models)
-    assert not found.obstacles
+    (checked_export,) = with_sequences([exported], models)
+    assert not checked_export.obstacles
 
 
 def test_a_model_that_cannot_be_copied_is_named() -> None:
@@ -390,8 +390,8 @@ def test_a_model_that_cannot_be_copied_is_named() -> None:
 
 def test_a_process_that_uses_cuda_copies_its_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
-    (found,) = refusals(Lazy(), (8,))
-    assert found.message.startswith("forward() sets 'scale' from the values of its inputs")
+    (finding,) = refusals(Lazy(), (8,))
+    assert finding.message.startswith("forward() sets 'scale' from the values of its inputs")
     assert refusals(Killed()) == [], "no other process calls it"
 
 

@@ -43,14 +43,14 @@ def inputs(batch):
 
 def running(folder: Path) -> list[str]:
     """The command lines of processes that run in a folder."""
-    found = []
+    command_lines = []
     for path in Path("/proc").glob("[0-9]*"):
         try:
             if (path / "cwd").resolve() == folder:
-                found.append((path / "cmdline").read_text().replace("\0", " "))
+                command_lines.append((path / "cmdline").read_text().replace("\0", " "))
         except OSError:  # it has ended
             pass
-    return found
+    return command_lines
 
 
 def wait_for(what: str, folder: Path) -> None:
@@ -74,9 +74,9 @@ def test_a_build_that_is_told_to_end(tmp_path: Path) -> None:
         wait_for("sleep 600", tmp_path)
         assert [path.suffix for path in sorted((tmp_path / "out").iterdir())] == [".building", ".lock"]
         process.send_signal(signal.SIGTERM)
-        told = process.communicate(timeout=300)[1]
+        error_text = process.communicate(timeout=300)[1]
     finally:
         process.kill()
-    assert (process.returncode, told) == (143, "error: terminated\n")
+    assert (process.returncode, error_text) == (143, "error: terminated\n")
     assert os.listdir(tmp_path / "out") == [] and not list((tmp_path / "tmp").glob("cgcompile-*"))
     assert running(tmp_path) == []

@@ -73,9 +73,9 @@ def test_a_call_agrees_with_what_was_recorded(path: Path) -> None:
     assert isinstance(x, torch.Tensor)
     model = token_model.Token()
     with cgbundle.load(path) as program:
-        made = program(x, "b", temperature=2.0)
-        torch.testing.assert_close(made["logits"], model(x, "b", temperature=2.0)["logits"], rtol=4e-2, atol=4e-2)
-        assert torch.equal(program(x, mode="b", temperature=2.0, scale=None)["token"], made["token"])
+        outputs = program(x, "b", temperature=2.0)
+        torch.testing.assert_close(outputs["logits"], model(x, "b", temperature=2.0)["logits"], rtol=4e-2, atol=4e-2)
+        assert torch.equal(program(x, mode="b", temperature=2.0, scale=None)["token"], outputs["token"])
         for args, kwargs, words in (
             (
                 (x,),

@@ -19,7 +19,7 @@ def test_an_lstm_is_exported_without_a_word_about_its_attributes() -> None:
         warnings.simplefilter("always")
         model = torch.nn.LSTM(4, 6, batch_first=True).eval()
         cgcompile.check(model, lambda batch: torch.rand(batch, 5, 4), sizes=[2, 8], target="cpu")
-    assert [str(each.message) for each in seen if "during export" in str(each.message)] == []
+    assert [str(warning.message) for warning in seen if "during export" in str(warning.message)] == []
 
 
 def test_torch_prints_no_graph_that_nobody_reads(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,11 +25,11 @@ class Shares(nn.Module):
         group = dist.group.WORLD
         self.calls += 1
         total = collectives.all_reduce((x @ self.up.t()).relu() @ self.down.t(), "sum", group)
-        own = total * (self.rank + 1)
-        gathered = collectives.all_gather_tensor(own[:, :3].contiguous(), 0, group)  # 12 bytes a row
-        scattered = collectives.reduce_scatter_tensor(own.t().to(torch.bfloat16).contiguous(), "sum", 0, group)
-        first = collectives.broadcast(own[:1], 1, group)
-        turned = collectives.all_to_all_single(own.amax(0), None, None, group)  # split along a fixed axis
+        scaled_total = total * (self.rank + 1)
+        gathered = collectives.all_gather_tensor(scaled_total[:, :3].contiguous(), 0, group)  # 12 bytes a row
+        scattered = collectives.reduce_scatter_tensor(scaled_total.t().to(torch.bfloat16).contiguous(), "sum", 0, group)
+        first = collectives.broadcast(scaled_total[:1], 1, group)
+        turned = collectives.all_to_all_single(scaled_total.amax(0), None, None, group)  # split along a fixed axis
         return total, gathered, scattered.float(), first, turned, self.calls
 
 

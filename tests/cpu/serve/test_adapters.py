@@ -38,15 +38,15 @@ TOKENS = 12
 
 def load(model: AdaptedLM, place: int, folder: Path) -> bool:
     """Puts an adapter into the bank of a model in eager PyTorch."""
-    scale, found = factors_of(folder)
+    scale, adapter_factors = factors_of(folder)
     factors = {}
     for layers in model.alike:
         down = torch.zeros(len(layers.paths), model.rank, layers.inputs)
         up = torch.zeros(len(layers.paths), layers.outputs, model.rank)
         for number, path in enumerate(layers.paths):
-            if path in found:
-                down[number, : len(found[path][0])] = found[path][0]
-                up[number, :, : len(found[path][0])] = found[path][1]
+            if path in adapter_factors:
+                down[number, : len(adapter_factors[path][0])] = adapter_factors[path][0]
+                up[number, :, : len(adapter_factors[path][0])] = adapter_factors[path][1]
         factors[layers.name] = down, up
     with torch.no_grad():
         return bool(model.load_adapter(torch.tensor([place]), torch.tensor([scale]), factors)["finite"])
@@ -75,7 +75,7 @@ def check_lanes(plain: Any, model: AdaptedLM, adapters: list[Path], chunk: int =
     engine.generate([0, 1, 2], [4, 4, 4])
     texts = [engine.remove(place)[19:] for place in range(3)]
     models = [plain, *[merged(plain, folder) for folder in adapters]]
-    assert texts == [written(each, prompt(19), TOKENS) for each in models]
+    assert texts == [written(network, prompt(19), TOKENS) for network in models]
     assert len({tuple(text) for text in texts}) == 3, "each adapter writes another text"
 
 
@@ -154,23 +154,23 @@ class Served:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         connection.request("GET" if body is None else "POST", path, None if body is None else json.dumps(body))
         answer = connection.getresponse()
-        told = answer.read().decode()
-        return answer.status, json.loads(told) if told.startswith("{") else told
+        text = answer.read().decode()
+        return answer.status, json.loads(text) if text.startswith("{") else text
 
     def complete(self, name: str, tokens: list[int]) -> list[str]:
         body = {"model": name, "prompt": tokens, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True, "logprobs": 0}
-        status, told = self.ask("/v1/completions", body)
-        assert status == 200 and told["model"] == name, told
-        found: list[str] = told["choices"][0]["logprobs"]["tokens"]
-        return found
+        status, response = self.ask("/v1/completions", body)
+        assert status == 200 and response["model"] == name, response
+        token_texts: list[str] = response["choices"][0]["logprobs"]["tokens"]
+        return token_texts
 
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    found = Served(tmp_path_factory.mktemp("hub"))
-    yield found
-    found.process.kill()
-    found.process.wait()
+    server = Served(tmp_path_factory.mktemp("hub"))
+    yield server
+    server.process.kill()
+    server.process.wait()
 
 
 def text(length: int, seed: int = 0) -> list[int]:
@@ -193,13 +193,13 @@ def test_requests_choose_adapters_by_the_name_of_their_model(served: Served) -> 
     asked = [(name, text(17) + text(4, seed)) for seed in range(3) for name in ("Tiny", "one", "two")] * 2
     order.shuffle(asked)
     with ThreadPoolExecutor(8) as threads:
-        texts = list(threads.map(lambda each: served.complete(*each), asked))
-    assert texts == [expected(served, *each) for each in asked]
-    names = [(each["id"], each.get("parent")) for each in served.ask("/v1/models")[1]["data"]]
+        texts = list(threads.map(lambda request: served.complete(*request), asked))
+    assert texts == [expected(served, *request) for request in asked]
+    names = [(model["id"], model.get("parent")) for model in served.ask("/v1/models")[1]["data"]]
     assert names == [("Tiny", None), ("one", "Tiny"), ("two", "Tiny")]
     assert served.ask("/v1/models/two")[1]["parent"] == "Tiny"
-    status, told = served.ask("/v1/completions", {"model": "three", "prompt": "a"})
-    assert (status, told["error"]["message"]) == (404, "no model 'three'; there is Tiny, one, two")
+    status, response = served.ask("/v1/completions", {"model": "three", "prompt": "a"})
+    assert (status, response["error"]["message"]) == (404, "no model 'three'; there is Tiny, one, two")
     assert served.ask("/health")[1]["torch"] is False
 
 
@@ -207,17 +207,17 @@ def test_adapters_come_and_go(served: Served) -> None:
     """One that takes the place of another finds nothing that was read with that one."""
     tokens = text(40)
     first = served.complete("two", tokens)
-    told = {"lora_name": "again", "lora_path": "one"}
-    status, refused = served.ask("/v1/load_lora_adapter", told)
+    request = {"lora_name": "again", "lora_path": "one"}
+    status, refused = served.ask("/v1/load_lora_adapter", request)
     assert status == 400 and refused["error"]["message"].startswith("adapter 'again': the bundle holds 2 at a time")
     assert served.ask("/v1/unload_lora_adapter", {"lora_name": "two"})[0] == 200
     assert served.ask("/v1/completions", {"model": "two", "prompt": "a"})[0] == 404
-    assert served.ask("/v1/load_lora_adapter", told) == (200, "Success: LoRA adapter 'again' added successfully.")
+    assert served.ask("/v1/load_lora_adapter", request) == (200, "Success: LoRA adapter 'again' added successfully.")
     assert served.complete("again", tokens) == expected(served, "one", tokens) != first
     for body, why in (
-        (told, "adapter 'again': the name is taken"), ({"lora_name": "x"}, "lora_path: expected a string"),
-        (told | {"lora_path": ".."}, "lora_path: '..' does not lie in the folder of --adapter-root"),
-        (told | {"rank": 3}, "rank: no such field"),
+        (request, "adapter 'again': the name is taken"), ({"lora_name": "x"}, "lora_path: expected a string"),
+        (request | {"lora_path": ".."}, "lora_path: '..' does not lie in the folder of --adapter-root"),
+        (request | {"rank": 3}, "rank: no such field"),
     ):  # fmt: skip
         status, refused = served.ask("/v1/load_lora_adapter", body)
         assert (status, refused["error"]["message"]) == (400, why)
@@ -229,18 +229,18 @@ def test_adapters_come_and_go(served: Served) -> None:
 def test_a_new_version_of_the_bundle_has_the_adapters_of_the_one_before(served: Served) -> None:
     assert served.ask("/v1/unload_lora_adapter", {"lora_name": "one"})[0] == 200
     path = served.built.path
-    made = Path(shutil.copytree(path, path.with_name("made")))
+    new_bundle = Path(shutil.copytree(path, path.with_name("made")))
     path.rename(path.with_name("before"))
-    made.rename(path)
+    new_bundle.rename(path)
     assert served.process.stderr is not None and served.process.stderr.readline().startswith("serving Tiny")
     assert served.complete("two", text(20)) == expected(served, "two", text(20))
-    assert [each["id"] for each in served.ask("/v1/models")[1]["data"]] == ["Tiny", "two"]
+    assert [model["id"] for model in served.ask("/v1/models")[1]["data"]] == ["Tiny", "two"]
 
 
 def test_more_adapters_than_places_end_the_start(served: Served) -> None:
     process = served.start("one", "two", "--adapter", f"three={served.folders['one']}")
-    _, told = process.communicate(timeout=60)
-    assert process.returncode and "adapter 'three': the bundle holds 2 at a time (cgcompile build --adapters N)" in told
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode and "adapter 'three': the bundle holds 2 at a time (cgcompile build --adapters N)" in stderr
 
 
 @pytest.mark.parametrize(
@@ -254,8 +254,8 @@ def test_more_adapters_than_places_end_the_start(served: Served) -> None:
 )  # fmt: skip
 def test_what_ends_the_start(served: Served, options: list[str], why: str) -> None:
     process = served.start(*options)
-    _, told = process.communicate(timeout=60)
-    assert process.returncode and why in told, told
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode and why in stderr, stderr
 
 
 def test_a_bundle_without_a_bank(served: Served) -> None:

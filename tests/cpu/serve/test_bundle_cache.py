@@ -46,24 +46,24 @@ def size(bundle: Path) -> int:
 
 def used(caching: ModuleType, folder: Path, limit: int, session: Callable[[Any], Awaitable[Any]], poll: float = 0.0) -> list[Any]:
     """What was told while `session(cache)` ran."""
-    told: list[Any] = []
+    events: list[Any] = []
 
     async def run() -> None:
-        cache = caching.BundleCache(folder, limit, caching.Options(wait=0.0), poll, told.append)
+        cache = caching.BundleCache(folder, limit, caching.Options(wait=0.0), poll, events.append)
         try:
             await asyncio.wait_for(session(cache), 60)
         finally:
             await cache.close()
 
     asyncio.run(run())
-    return told
+    return events
 
 
 async def asked(cache: Any, name: str) -> int:
     """The version of a model that answers a request, rightly."""
     version = await cache.version(name)
-    given = importlib.import_module("cgserve.tensors.inference_protocol").Given
-    [answer] = await version.answer((given((1, 6), ROW),), 30.0)
+    tensor_class = importlib.import_module("cgserve.tensors.inference_protocol").Given
+    [answer] = await version.answer((tensor_class((1, 6), ROW),), 30.0)
     assert answer.shape == (1, 3) and len(answer.data) == 12
     return int(version.number)
 
@@ -74,8 +74,8 @@ def test_what_was_asked_for_longest_ago_goes_first(caching: ModuleType, folder: 
             assert await asked(cache, name) == 1
             assert list(cache.loaded) == left
 
-    told = used(caching, folder, 2 * size, session, poll=3600)
-    assert [(event["model"], event["for"]) for event in told if event["event"] == "evicted"] == [("b", "c"), ("a", "b")]
+    events = used(caching, folder, 2 * size, session, poll=3600)
+    assert [(event["model"], event["for"]) for event in events if event["event"] == "evicted"] == [("b", "c"), ("a", "b")]
 
 
 def test_a_copy_on_every_device(
@@ -86,11 +86,11 @@ def test_a_copy_on_every_device(
 
     def load(path: str, *, devices: tuple[int, ...], replicas: bool) -> Replicas:
         asked_for.append((devices, replicas))
-        made = Replicas([open_program(path) for _ in devices])
-        for number, program in enumerate(made.programs):
+        copies = Replicas([open_program(path) for _ in devices])
+        for number, program in enumerate(copies.programs):
             replay = program.replay
             monkeypatch.setattr(program, "replay", lambda tensors, n=number, r=replay: (called.append(n), r(tensors))[1])
-        return made
+        return copies
 
     monkeypatch.setattr(cgbundle, "load", load)
 
@@ -114,8 +114,8 @@ def test_requests_that_run_are_answered_by_a_model_that_goes(caching: ModuleType
         names = [name for _ in range(20) for name in ("a", "b", "c")]
         assert await asyncio.gather(*[asked(cache, name) for name in names]) == [1] * 60
 
-    told = used(caching, folder, size, session, poll=3600)
-    assert {event["event"] for event in told} == {"serving", "evicted"}
+    events = used(caching, folder, size, session, poll=3600)
+    assert {event["event"] for event in events} == {"serving", "evicted"}
 
 
 def test_a_model_is_loaded_once_for_all_who_ask(caching: ModuleType, folder: Path, size: int) -> None:
@@ -171,5 +171,5 @@ def test_a_model_that_cannot_be_served_costs_no_other_its_place(caching: ModuleT
         assert await asked(cache, "b") == 1
         assert cache.loaded == {"b": 1}
 
-    told = [event["event"] for event in used(caching, folder, size, session, poll=3600)]
-    assert told == ["serving", "refused", "serving", "evicted"]
+    event_names = [event["event"] for event in used(caching, folder, size, session, poll=3600)]
+    assert event_names == ["serving", "refused", "serving", "evicted"]

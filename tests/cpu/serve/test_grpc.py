@@ -24,11 +24,11 @@ OUTPUTS = [Port("output", "FP32", (-1, 3)), Port("other", "BF16", (-1,))]
 
 
 def infer_request(**more: Any) -> Any:
-    made = CLASSES["ModelInferRequest"](model_name="tiny", id="7", **more)
-    row = made.inputs.add(name="input", datatype="FP32", shape=[1, 2])
+    request = CLASSES["ModelInferRequest"](model_name="tiny", id="7", **more)
+    row = request.inputs.add(name="input", datatype="FP32", shape=[1, 2])
     row.contents.fp32_contents.extend([1.0, 2.0])
-    made.inputs.add(name="on", datatype="BOOL", shape=[1]).contents.bool_contents.append(True)
-    return made
+    request.inputs.add(name="on", datatype="BOOL", shape=[1]).contents.bool_contents.append(True)
+    return request
 
 
 def test_numbers_and_types_are_those_of_tritons_client() -> None:
@@ -126,13 +126,13 @@ def test_what_does_not_fit_is_refused_by_name(what: str, why: str) -> None:
 
 @pytest.fixture(scope="module")
 def server(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    made = Folder(tmp_path_factory.mktemp("grpc"), bundle)
-    made.put(1)
-    (made.path / "keys").write_text("secret\n")
-    models = made.path / "models"
-    with serving(models, "--poll", 3600, "--grpc-port", 0, "--largest", 1, "--api-key-file", made.path / "keys") as found:
-        found.said(lambda event: event["event"] == "serving")
-        yield found
+    folder = Folder(tmp_path_factory.mktemp("grpc"), bundle)
+    folder.put(1)
+    (folder.path / "keys").write_text("secret\n")
+    models = folder.path / "models"
+    with serving(models, "--poll", 3600, "--grpc-port", 0, "--largest", 1, "--api-key-file", folder.path / "keys") as grpc_server:
+        grpc_server.said(lambda event: event["event"] == "serving")
+        yield grpc_server
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +148,7 @@ def ask(address: str, name: str, message: Any, metadata: Any = KEY) -> Any:
     with grpc.insecure_channel(address) as channel:
         call = channel.unary_unary(
             f"/{SERVICE}/{name}",
-            request_serializer=lambda each: each.SerializeToString(),
+            request_serializer=lambda request: request.SerializeToString(),
             response_deserializer=CLASSES[f"{name}Response"].FromString if f"{name}Response" in CLASSES else bytes,
         )
         return call(message, metadata=metadata, timeout=60)
@@ -161,9 +161,9 @@ def status(address: str, name: str, message: Any, metadata: Any = KEY) -> tuple[
 
 
 def tiny(rows: int = 1, **more: Any) -> Any:
-    made = CLASSES["ModelInferRequest"](**{"model_name": "tiny", **more})
-    made.inputs.add(name="input", datatype="FP32", shape=[rows, 6]).contents.fp32_contents.extend(ROW * rows)
-    return made
+    request = CLASSES["ModelInferRequest"](**{"model_name": "tiny", **more})
+    request.inputs.add(name="input", datatype="FP32", shape=[rows, 6]).contents.fp32_contents.extend(ROW * rows)
+    return request
 
 
 def test_health_and_metadata(address: str) -> None:
@@ -171,8 +171,8 @@ def test_health_and_metadata(address: str) -> None:
         assert getattr(ask(address, name, CLASSES[f"{name}Request"](), None), field)
     assert ask(address, "ModelReady", CLASSES["ModelReadyRequest"](name="tiny", version="1")).ready
     assert list(ask(address, "ServerMetadata", CLASSES["ServerMetadataRequest"]()).extensions) == ["model_repository"]
-    told = ask(address, "ModelMetadata", CLASSES["ModelMetadataRequest"](name="tiny"))
-    assert [(row.name, row.datatype, list(row.shape)) for row in told.inputs] == [("input", "FP32", [-1, 6])]
+    metadata = ask(address, "ModelMetadata", CLASSES["ModelMetadataRequest"](name="tiny"))
+    assert [(row.name, row.datatype, list(row.shape)) for row in metadata.inputs] == [("input", "FP32", [-1, 6])]
     rows = ask(address, "RepositoryIndex", CLASSES["RepositoryIndexRequest"]()).models
     assert [(row.name, row.version, row.state) for row in rows] == [("tiny", "1", "READY")]
     ask(address, "RepositoryModelLoad", CLASSES["RepositoryModelLoadRequest"](model_name="tiny"))

@@ -88,9 +88,9 @@ class Running:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         connection.request("POST", "/embed", body, {"Content-Type": "application/json"} | (headers or {}))
         answer = connection.getresponse()
-        told = json.loads(answer.read())
+        content = json.loads(answer.read())
         connection.close()
-        return answer.status, told, dict(answer.getheaders())
+        return answer.status, content, dict(answer.getheaders())
 
     def embed(self, text: str) -> tuple[int, Any, dict[str, str]]:
         return self.ask(json.dumps({"text": text}).encode())
@@ -115,9 +115,9 @@ def strict(serve: ModuleType) -> Iterator[Running]:
 @pytest.fixture
 def running(serve: ModuleType) -> Iterator[Running]:
     """A server of the test's own."""
-    made = Running(serve, 20)
-    yield made
-    made.stop()
+    server = Running(serve, 20)
+    yield server
+    server.stop()
 
 
 def head(length: int | None, *lines: str) -> bytes:
@@ -161,8 +161,8 @@ def test_a_body_that_is_declared_too_long_is_refused_unread(shared: Running, ser
     with shared.connect() as connection:
         connection.sendall(head(1 << 40))  # and not one byte of the body
         assert status(connection) == 413
-    code, told, _ = shared.ask(b" " * (BYTES + 1))
-    assert (code, told) == (413, {"detail": f"body: more than {BYTES} bytes"})
+    code, response, _ = shared.ask(b" " * (BYTES + 1))
+    assert (code, response) == (413, {"detail": f"body: more than {BYTES} bytes"})
     assert shared.embed("1 2")[0] == 200
 
 
@@ -199,8 +199,8 @@ def test_a_body_up_to_the_limit_is_read(shared: Running, serve: ModuleType) -> N
     ],
 )  # fmt: skip
 def test_hostile_bodies_are_told_in_one_line(shared: Running, body: bytes) -> None:
-    code, told, _ = shared.ask(body)
-    assert code == 400 and list(told) == ["detail"] and "\n" not in told["detail"], told
+    code, response, _ = shared.ask(body)
+    assert code == 400 and list(response) == ["detail"] and "\n" not in response["detail"], response
 
 
 def test_what_the_model_refuses_is_told_in_one_line(shared: Running, capfd: pytest.CaptureFixture[str]) -> None:
@@ -341,8 +341,8 @@ def test_a_full_queue_says_when_to_come_back(running: Running) -> None:
     for connection in connections[1:]:
         connection.sendall(request("2"))
     wait_for(lambda: len(running.server.server_state.tasks) == 4)
-    code, told, headers = running.embed("3")
-    assert (code, told) == (503, {"detail": "3 requests wait already"}) and int(headers["retry-after"]) > 0
+    code, response, headers = running.embed("3")
+    assert (code, response) == (503, {"detail": "3 requests wait already"}) and int(headers["retry-after"]) > 0
     running.model.go.set()
     assert [status(connection) for connection in connections] == [200] * 4
     assert running.embed("3")[0] == 200
@@ -429,7 +429,7 @@ def test_bodies_have_a_bound_together(serve: ModuleType) -> None:
 
         async def ask(first: int, declared: int, rest: asyncio.Event | None = None) -> int:
             unread = [{"type": "http.request", "body": b"x" * first, "more_body": rest is not None}]
-            told: list[Any] = []
+            messages: list[Any] = []
 
             async def receive() -> Any:
                 if unread:
@@ -438,11 +438,11 @@ def test_bodies_have_a_bound_together(serve: ModuleType) -> None:
                 return {"type": "http.disconnect"}
 
             async def send(message: Any) -> None:
-                told.append(message)
+                messages.append(message)
 
             headers = [(b"content-length", str(declared).encode())] if declared else []
             await bounded({"type": "http", "headers": headers}, receive, send)
-            return told[0]["status"] if told else 0
+            return messages[0]["status"] if messages else 0
 
         left = asyncio.Event()
         unfinished = [asyncio.create_task(ask(70, 75, left)) for _ in range(2)]

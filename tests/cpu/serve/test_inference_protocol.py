@@ -47,10 +47,10 @@ def read(protocol: ModuleType, text: Any, behind: bytes = b"", header: str | Non
 
 
 def test_a_request_of_json(protocol: ModuleType) -> None:
-    found = read(protocol, request(id="a", parameters={"timeout": 5000}))
-    assert found.id == "a" and found.timeout == 5000
-    assert [(each.shape, each.data) for each in found.tensors] == [((1, 2), struct.pack("<2q", 3, -4)), ((1,), b"\x01")]
-    assert found.asked == (protocol.Asked("scores", False), protocol.Asked("kept", False))
+    parsed = read(protocol, request(id="a", parameters={"timeout": 5000}))
+    assert parsed.id == "a" and parsed.timeout == 5000
+    assert [(tensor.shape, tensor.data) for tensor in parsed.tensors] == [((1, 2), struct.pack("<2q", 3, -4)), ((1,), b"\x01")]
+    assert parsed.asked == (protocol.Asked("scores", False), protocol.Asked("kept", False))
 
 
 def test_a_request_of_bytes_and_json_beside_each_other(protocol: ModuleType) -> None:
@@ -59,22 +59,22 @@ def test_a_request_of_bytes_and_json_beside_each_other(protocol: ModuleType) -> 
     ids = {"name": "ids", "datatype": "INT64", "shape": [2, 2], "parameters": {"binary_data_size": 32}}
     data = struct.pack("<4q", 1, 2, 3, 4)
     asked = [{"name": "kept", "parameters": {"binary_data": True}}, {"name": "scores"}]
-    found = read(protocol, {"inputs": [mask, ids], "outputs": asked}, b"\x01\x00" + data)
-    assert [each.data for each in found.tensors] == [data, b"\x01\x00"]
-    assert found.asked == (protocol.Asked("kept", True), protocol.Asked("scores", False))
+    parsed = read(protocol, {"inputs": [mask, ids], "outputs": asked}, b"\x01\x00" + data)
+    assert [tensor.data for tensor in parsed.tensors] == [data, b"\x01\x00"]
+    assert parsed.asked == (protocol.Asked("kept", True), protocol.Asked("scores", False))
     flat = {"name": "ids", "datatype": "INT64", "shape": [2, 2], "data": [1, 2, 3, 4]}
-    found = read(protocol, {"inputs": [flat, mask], "parameters": {"binary_data_output": True}}, b"\x01\x00")
-    assert [each.data for each in found.tensors] == [data, b"\x01\x00"] and all(each.binary for each in found.asked)
+    parsed = read(protocol, {"inputs": [flat, mask], "parameters": {"binary_data_output": True}}, b"\x01\x00")
+    assert [tensor.data for tensor in parsed.tensors] == [data, b"\x01\x00"] and all(tensor.binary for tensor in parsed.asked)
 
 
 def changed(which: str, **fields: Any) -> dict[str, Any]:
-    made = request()
-    made["inputs"] = [{**row, **fields} if row["name"] == which else row for row in made["inputs"]]
-    return made
+    body = request()
+    body["inputs"] = [{**row, **fields} if row["name"] == which else row for row in body["inputs"]]
+    return body
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         (b"{", "the request is no JSON: "),
         (b"\xff", "the request is no JSON: "),
@@ -109,8 +109,8 @@ def changed(which: str, **fields: Any) -> dict[str, Any]:
         (request(outputs=[{"name": "kept", "parameters": {"classification": 1}}]), "this server has no such extension"),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_is_told(protocol: ModuleType, text: Any, told: str) -> None:
-    with pytest.raises(protocol.ProtocolError, match=told):
+def test_what_does_not_fit_is_told(protocol: ModuleType, text: Any, message: str) -> None:
+    with pytest.raises(protocol.ProtocolError, match=message):
         read(protocol, text)
 
 
@@ -128,28 +128,28 @@ def test_bytes_that_are_not_what_the_json_says(protocol: ModuleType) -> None:
 def test_answers_that_json_cannot_hold_are_refused_and_go_as_bytes(protocol: ModuleType) -> None:
     outputs = ports(protocol)[1]
     tensors = [protocol.Given((1, 3), struct.pack("<3f", 1, math.nan, 3)), protocol.Given((1,), b"\x80\x3f")]
-    for name, told in (("scores", "JSON has no NaN"), ("kept", "BF16 goes as binary data only")):
-        with pytest.raises(protocol.ProtocolError, match=told):
+    for name, message in (("scores", "JSON has no NaN"), ("kept", "BF16 goes as binary data only")):
+        with pytest.raises(protocol.ProtocolError, match=message):
             protocol.write_response("m", "1", protocol.Request("", (), (protocol.Asked(name, False),), 0), outputs, tensors)
     asked = (protocol.Asked("kept", True), protocol.Asked("scores", True))
     body, length = protocol.write_response("m", "1", protocol.Request("x", (), asked, 0), outputs, tensors)
-    told = json.loads(body[:length])
-    assert (told["model_name"], told["model_version"], told["id"]) == ("m", "1", "x")
+    message = json.loads(body[:length])
+    assert (message["model_name"], message["model_version"], message["id"]) == ("m", "1", "x")
     assert body[length:] == tensors[1].data + tensors[0].data
-    assert [row["parameters"]["binary_data_size"] for row in told["outputs"]] == [2, 12]
+    assert [row["parameters"]["binary_data_size"] for row in message["outputs"]] == [2, 12]
 
 
 def test_metadata_says_what_a_client_has_to_send(protocol: ModuleType) -> None:
-    told = protocol.metadata("m", ["3"], *ports(protocol))
-    assert (told["name"], told["versions"], told["platform"]) == ("m", ["3"], "cgbundle")
-    assert told["inputs"][0] == {"name": "ids", "datatype": "INT64", "shape": [-1, 2]}
-    assert [row["datatype"] for row in told["outputs"]] == ["FP32", "BF16"] and "parameters" not in told
-    told = protocol.metadata("m", ["3"], *ports(protocol), [("batch", (1, 8))])
-    assert told["parameters"]["sizes"] == {"batch": [1, 8]}, "-1 alone would tell no client how long is too long"
-    assert told["parameters"]["axes"] == {}
+    model_metadata = protocol.metadata("m", ["3"], *ports(protocol))
+    assert (model_metadata["name"], model_metadata["versions"], model_metadata["platform"]) == ("m", ["3"], "cgbundle")
+    assert model_metadata["inputs"][0] == {"name": "ids", "datatype": "INT64", "shape": [-1, 2]}
+    assert [row["datatype"] for row in model_metadata["outputs"]] == ["FP32", "BF16"] and "parameters" not in model_metadata
+    model_metadata = protocol.metadata("m", ["3"], *ports(protocol), [("batch", (1, 8))])
+    assert model_metadata["parameters"]["sizes"] == {"batch": [1, 8]}, "-1 alone would tell no client how long is too long"
+    assert model_metadata["parameters"]["axes"] == {}
     named = protocol.Port("ids", "INT64", (-1, -1), ("batch", "seq"))
-    told = protocol.metadata("m", ["3"], [named], [], [("batch", (1, 8)), ("seq", (16,))])
-    assert told["parameters"]["axes"] == {"ids": ["batch", "seq"]}
+    model_metadata = protocol.metadata("m", ["3"], [named], [], [("batch", (1, 8)), ("seq", (16,))])
+    assert model_metadata["parameters"]["axes"] == {"ids": ["batch", "seq"]}
 
 
 DTYPES = ["bool", "float16", "float32", "float64", *[f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]]

@@ -72,9 +72,9 @@ class Folder:
 
     def put(self, number: int, examined: bool = True) -> None:
         """Version `number`, whose answers are larger by `number` than those of the bundle."""
-        made = self.path / f"made-{number}"
-        shifted(self._bundle, made / "model.cgb", float(number), examined)
-        made.rename(self.path / "models" / "tiny" / str(number))
+        version_folder = self.path / f"made-{number}"
+        shifted(self._bundle, version_folder / "model.cgb", float(number), examined)
+        version_folder.rename(self.path / "models" / "tiny" / str(number))
 
     def take(self, number: int) -> None:
         gone = self.path / f"gone-{number}"
@@ -93,8 +93,8 @@ class Client:
         text = body if isinstance(body, bytes | None) else json.dumps(body).encode()
         self._connection.request(method, path, text, {name.replace("_", "-"): value for name, value in headers.items()})
         answer = self._connection.getresponse()
-        told, found = answer.read(), dict(answer.getheaders())
-        return answer.status, json.loads(told) if found.get("content-type") == "application/json" else told, found
+        content, fields = answer.read(), dict(answer.getheaders())
+        return answer.status, json.loads(content) if fields.get("content-type") == "application/json" else content, fields
 
     def infer(self, rows: Sequence[Sequence[float]], **more: Any) -> tuple[int, Any, dict[str, str]]:
         data = {"name": "input", "datatype": "FP32", "shape": [len(rows), 6], "data": list(rows)}
@@ -130,9 +130,9 @@ class Server:
         """The first event of the log that is wanted; waits for it."""
         end = time.monotonic() + STARTS
         while time.monotonic() < end:
-            found = [event for event in list(self.log) if wanted(event)]
-            if found:
-                return found[0]
+            events = [event for event in list(self.log) if wanted(event)]
+            if events:
+                return events[0]
             if self.process.poll() is not None:
                 self._reading.join(5)
                 break
@@ -159,28 +159,28 @@ class Server:
 
 @contextmanager
 def serving(folder: Path, *options: object) -> Iterator[Server]:
-    found = Server(folder, *options)
+    server = Server(folder, *options)
     try:
-        yield found
+        yield server
     finally:
-        found.stop()
+        server.stop()
 
 
 @pytest.fixture(scope="module")
 def folder(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Folder:
     for package in ("starlette", "uvicorn", "prometheus_client"):
         pytest.importorskip(package, reason="pip install '.[serve]'")
-    made = Folder(tmp_path_factory.mktemp("served"), bundle)
-    made.put(1)
-    return made
+    served_folder = Folder(tmp_path_factory.mktemp("served"), bundle)
+    served_folder.put(1)
+    return served_folder
 
 
 @pytest.fixture(scope="module")
 def server(folder: Folder) -> Iterator[Server]:
     """One for all tests that leave it as it is."""
-    with serving(folder.path / "models", "--poll", 3600) as found:
-        found.ready()
-        yield found
+    with serving(folder.path / "models", "--poll", 3600) as running_server:
+        running_server.ready()
+        yield running_server
 
 
 @pytest.fixture(scope="module")
@@ -205,8 +205,8 @@ def test_health_and_metadata(server: Server) -> None:
     for path in ("/v2/health/live", "/v2/health/ready", "/v2/models/tiny/ready", "/v2/models/tiny/versions/1/ready"):
         assert client.ask("GET", path)[0] == 200
     for path in ("/v2/models/tiny", "/v2/models/tiny/versions/1"):
-        told = client.ask("GET", path)[1]
-        assert told == {
+        metadata = client.ask("GET", path)[1]
+        assert metadata == {
             "name": "tiny", "versions": ["1"], "platform": "cgbundle",
             "inputs": [{"name": "input", "datatype": "FP32", "shape": [-1, 6]}],
             "outputs": [{"name": "output", "datatype": "FP32", "shape": [-1, 3]}],
@@ -220,9 +220,9 @@ def test_answers_are_the_models(server: Server, eager: Any) -> None:
     client = Client(server.port)
     for count in (1, 3, 4, 9):
         rows = [[value + n for value in ROW] for n in range(count)]
-        status, told, _ = client.infer(rows, id="mine")
-        assert status == 200 and (told["model_name"], told["model_version"], told["id"]) == ("tiny", "1", "mine")
-        [output] = told["outputs"]
+        status, response, _ = client.infer(rows, id="mine")
+        assert status == 200 and (response["model_name"], response["model_version"], response["id"]) == ("tiny", "1", "mine")
+        [output] = response["outputs"]
         assert output["shape"] == [count, 3]
         assert output["data"] == pytest.approx((eager(rows) + 1).ravel().tolist(), abs=1e-5)
 
@@ -232,15 +232,15 @@ def test_bytes_both_ways(server: Server, eager: Any) -> None:
     row = {"name": "input", "datatype": "FP32", "shape": [1, 6], "parameters": {"binary_data_size": 24}}
     text = json.dumps({"inputs": [row], "parameters": {"binary_data_output": True}}).encode()
     body, length = text + data, str(len(text))
-    status, told, headers = Client(server.port).ask("POST", "/v2/models/tiny/infer", body, Inference_Header_Content_Length=length)
+    status, reply, headers = Client(server.port).ask("POST", "/v2/models/tiny/infer", body, Inference_Header_Content_Length=length)
     assert status == 200 and headers["content-type"] == "application/octet-stream"
     split = int(headers[HEADER.lower()])
-    assert json.loads(told[:split])["outputs"][0]["parameters"] == {"binary_data_size": 12}
-    assert struct.unpack("<3f", told[split:]) == pytest.approx((eager([ROW]) + 1)[0].tolist(), abs=1e-5)
+    assert json.loads(reply[:split])["outputs"][0]["parameters"] == {"binary_data_size": 12}
+    assert struct.unpack("<3f", reply[split:]) == pytest.approx((eager([ROW]) + 1)[0].tolist(), abs=1e-5)
 
 
 @pytest.mark.parametrize(
-    ("method", "path", "status", "told"),
+    ("method", "path", "status", "message"),
     [
         ("GET", "/v2/models/other", 404, "no model 'other'; there are tiny"),
         ("GET", "/v2/models/tiny/versions/2", 404, "version '2' of 'tiny' does not serve; version 1 does"),
@@ -250,16 +250,16 @@ def test_bytes_both_ways(server: Server, eager: Any) -> None:
         ("POST", "/v2/models/tiny/infer", 400, "the request is no JSON: Expecting value: line 1 column 1 (char 0)"),
     ],
 )
-def test_errors_are_the_protocols(server: Server, method: str, path: str, status: int, told: str) -> None:
-    assert Client(server.port).ask(method, path)[:2] == (status, {"error": told})
+def test_errors_are_the_protocols(server: Server, method: str, path: str, status: int, message: str) -> None:
+    assert Client(server.port).ask(method, path)[:2] == (status, {"error": message})
 
 
 def test_what_the_model_refuses_names_the_input(server: Server) -> None:
     client = Client(server.port)
-    status, told, _ = client.infer([])
-    assert status == 400 and "batch" in told["error"] and "\n" not in told["error"]
-    status, told, _ = client.ask("POST", "/v2/models/tiny/infer", b"{}", Content_Encoding="gzip")
-    assert (status, told) == (415, {"error": "Content-Encoding: this server takes none"})
+    status, response, _ = client.infer([])
+    assert status == 400 and "batch" in response["error"] and "\n" not in response["error"]
+    status, response, _ = client.ask("POST", "/v2/models/tiny/infer", b"{}", Content_Encoding="gzip")
+    assert (status, response) == (415, {"error": "Content-Encoding: this server takes none"})
     assert client.infer([ROW])[0] == 200, "the server goes on"
 
 
@@ -284,12 +284,12 @@ def counted(client: Client) -> dict[str, float]:
     parser = importlib.import_module("prometheus_client.parser")
     status, text, headers = client.ask("GET", "/metrics")
     assert status == 200 and headers["content-type"].startswith("text/plain; version=0.0.4")
-    found = {}
+    metrics = {}
     for kind in parser.text_string_to_metric_families(text.decode()):
         for sample in kind.samples:
             labels = ",".join(f'{name}="{value}"' for name, value in sorted(sample.labels.items()))
-            found[f"{sample.name}{{{labels}}}"] = sample.value
-    return found
+            metrics[f"{sample.name}{{{labels}}}"] = sample.value
+    return metrics
 
 
 # --- Triton's own client ----------------------------------------------------------------------------------------------
@@ -333,28 +333,30 @@ def test_tritons_client_understands_the_errors(server: Server, triton: ModuleTyp
 
     client = triton.InferenceServerClient(f"127.0.0.1:{server.port}")
 
-    def told(model: str, name: str, shape: tuple[int, ...], dtype: Any, datatype: str) -> str:
+    def error_text(model: str, name: str, shape: tuple[int, ...], dtype: Any, datatype: str) -> str:
         tensor = triton.InferInput(name, shape, datatype)
         tensor.set_data_from_numpy(numpy.zeros(shape, dtype))
         with pytest.raises(importlib.import_module("tritonclient.utils").InferenceServerException) as caught:
             client.infer(model, [tensor])
         return f"{caught.value.status()} {caught.value.message()}"
 
-    assert told("other", "input", (1, 6), numpy.float32, "FP32") == "404 no model 'other'; there are tiny"
-    assert told("tiny", "x", (1, 6), numpy.float32, "FP32") == "400 input 'x': the model has none of that name, but input"
-    assert told("tiny", "input", (1, 6), numpy.int64, "INT64") == "400 input 'input': datatype 'INT64', expected FP32"
-    assert told("tiny", "input", (1, 7), numpy.float32, "FP32").startswith("400 input 'input': shape [1, 7], expected [-1, 6]")
+    assert error_text("other", "input", (1, 6), numpy.float32, "FP32") == "404 no model 'other'; there are tiny"
+    assert error_text("tiny", "x", (1, 6), numpy.float32, "FP32") == "400 input 'x': the model has none of that name, but input"
+    assert error_text("tiny", "input", (1, 6), numpy.int64, "INT64") == "400 input 'input': datatype 'INT64', expected FP32"
+    assert error_text("tiny", "input", (1, 7), numpy.float32, "FP32").startswith(
+        "400 input 'input': shape [1, 7], expected [-1, 6]"
+    )
 
 
 def test_64_of_tritons_clients_get_their_own_answers(server: Server, triton: ModuleType, eager: Any) -> None:
     import numpy
 
-    made = numpy.random.default_rng(1).standard_normal((64, 4, 2, 6)).astype(numpy.float32)
+    inputs = numpy.random.default_rng(1).standard_normal((64, 4, 2, 6)).astype(numpy.float32)
     wrong: list[str] = []
 
     def run(number: int) -> None:
         client = triton.InferenceServerClient(f"127.0.0.1:{server.port}", connection_timeout=60, network_timeout=60)
-        for x in made[number]:
+        for x in inputs[number]:
             tensor = triton.InferInput("input", x.shape, "FP32")
             tensor.set_data_from_numpy(x)
             got = client.infer("tiny", [tensor]).as_numpy("output")
@@ -362,14 +364,14 @@ def test_64_of_tritons_clients_get_their_own_answers(server: Server, triton: Mod
                 wrong.append(f"{number}: {got}")
             seen[number].append(got)
 
-    expected = eager(made.reshape(-1, 6)).reshape(64, 4, 2, 3) + 1
+    expected = eager(inputs.reshape(-1, 6)).reshape(64, 4, 2, 3) + 1
     seen: list[list[Any]] = [[] for _ in range(64)]
     threads = [threading.Thread(target=run, args=(number,)) for number in range(64)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert wrong == [] and all(len(each) == 4 for each in seen)
+    assert wrong == [] and all(len(answers) == 4 for answers in seen)
 
 
 # --- versions ---------------------------------------------------------------------------------------------------------
@@ -378,22 +380,22 @@ def test_64_of_tritons_clients_get_their_own_answers(server: Server, triton: Mod
 def swap_under_load(folder: Folder, server: Server, eager: Any, swaps: int, clients: int) -> SimpleNamespace:
     """Exchanges the version `swaps` times, up and back down again, while clients ask without a pause: what they were told."""
     base = eager([ROW])[0]
-    found = SimpleNamespace(answers=0, failed=list[Any](), mixed=list[Any](), versions=set[int](), memory=list[int]())
+    tally = SimpleNamespace(answers=0, failed=list[Any](), mixed=list[Any](), versions=set[int](), memory=list[int]())
     done, lock = threading.Event(), threading.Lock()
 
     def ask() -> None:
         client = Client(server.port)
         while not done.is_set():
-            status, told, _ = client.infer([ROW, ROW])
+            status, response, _ = client.infer([ROW, ROW])
             with lock:
-                found.answers += 1
+                tally.answers += 1
                 if status != 200:
-                    found.failed.append((status, told))
+                    tally.failed.append((status, response))
                     continue
-                version = int(told["model_version"])
-                found.versions.add(version)
-                if told["outputs"][0]["data"] != pytest.approx([*(base + version), *(base + version)], abs=1e-4):
-                    found.mixed.append(told)
+                version = int(response["model_version"])
+                tally.versions.add(version)
+                if response["outputs"][0]["data"] != pytest.approx([*(base + version), *(base + version)], abs=1e-4):
+                    tally.mixed.append(response)
 
     threads = [threading.Thread(target=ask) for _ in range(clients)]
     client = Client(server.port)
@@ -406,23 +408,23 @@ def swap_under_load(folder: Folder, server: Server, eager: Any, swaps: int, clie
             assert client.ask("POST", "/v2/repository/models/tiny/load")[0] == 200
             serving = client.ask("GET", "/v2/models/tiny")[1]["versions"]
             assert serving == ["1" if swap % 2 else str(number)], server.log[-3:]
-            found.memory.append(server.memory())
+            tally.memory.append(server.memory())
     finally:
         done.set()
         for thread in threads:
             thread.join()
-    return found
+    return tally
 
 
 def test_versions_are_exchanged_under_load(folder: Folder, eager: Any) -> None:
     """No request fails, every answer is of one version, the one that it names, and the old one's memory comes back."""
     with serving(folder.path / "models", "--poll", 3600) as server:
         server.ready()
-        found = swap_under_load(folder, server, eager, swaps=12, clients=8)
-        assert found.failed == [] and found.mixed == [] and found.answers > 12
-        assert len(found.versions) > 1
+        tally = swap_under_load(folder, server, eager, swaps=12, clients=8)
+        assert tally.failed == [] and tally.mixed == [] and tally.answers > 12
+        assert len(tally.versions) > 1
         threads = [int(path.name) for path in Path(f"/proc/{server.process.pid}/task").iterdir()]
-        assert len(threads) < 40 and max(found.memory[6:]) < 2 * max(found.memory[:4]), found.memory
+        assert len(threads) < 40 and max(tally.memory[6:]) < 2 * max(tally.memory[:4]), tally.memory
 
 
 def test_a_version_whose_self_test_fails_is_refused_and_the_old_one_stays(folder: Folder) -> None:
@@ -440,7 +442,7 @@ def test_a_version_whose_self_test_fails_is_refused_and_the_old_one_stays(folder
             event = server.said(lambda event: event["event"] == "refused" and event["version"] == 8)
             assert "hint" in event and "build it again" in event["hint"]
             time.sleep(0.5)
-            assert len([each for each in server.log if each["event"] == "refused"]) == 2, "each is tried once"
+            assert len([entry for entry in server.log if entry["event"] == "refused"]) == 2, "each is tried once"
             assert client.infer([ROW])[1]["model_version"] == "1" and client.ask("GET", "/v2/health/ready")[0] == 200
             index = {row["version"]: row["state"] for row in client.ask("POST", "/v2/repository/index")[1]}
             assert index == {"1": "READY", "7": "UNAVAILABLE", "8": "UNAVAILABLE"}
@@ -476,29 +478,29 @@ def test_models_come_and_go(folder: Folder, bundle: Path) -> None:
 
 def at_once(server: Server, clients: int, **more: Any) -> list[tuple[int, Any, dict[str, str]]]:
     """What as many clients are told who ask at the same moment."""
-    told: list[tuple[int, Any, dict[str, str]]] = []
+    answers: list[tuple[int, Any, dict[str, str]]] = []
     barrier = threading.Barrier(clients)
 
     def ask() -> None:
         client = Client(server.port)
         barrier.wait()
-        told.append(client.infer([ROW], **more))
+        answers.append(client.infer([ROW], **more))
 
     threads = [threading.Thread(target=ask) for _ in range(clients)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    return told
+    return answers
 
 
 def test_too_many_are_told_to_come_back_and_the_late_that_they_are(folder: Folder) -> None:
     """Requests wait 10 s for others to fill the batch of 4, unless they may not wait for so long."""
     with serving(folder.path / "models", "--wait", 10_000, "--queue", 2, "--largest", 1) as server:
         client = server.ready()
-        told = at_once(server, 6, parameters={"timeout": 2_000_000})
-        assert sorted({status for status, _, _ in told}) == [429, 504]
-        for status, body, headers in told:
+        answers = at_once(server, 6, parameters={"timeout": 2_000_000})
+        assert sorted({status for status, _, _ in answers}) == [429, 504]
+        for status, body, headers in answers:
             if status == 429:
                 assert body == {"error": "2 requests wait already"} and int(headers["retry-after"]) >= 1
             else:
@@ -510,14 +512,14 @@ def test_too_many_are_told_to_come_back_and_the_late_that_they_are(folder: Folde
 def test_the_end_answers_who_waits(folder: Folder) -> None:
     with serving(folder.path / "models", "--wait", 1500) as server:
         client = server.ready()
-        told: list[int] = []
-        asking = threading.Thread(target=lambda: told.append(Client(server.port).infer([ROW])[0]))
+        statuses: list[int] = []
+        asking = threading.Thread(target=lambda: statuses.append(Client(server.port).infer([ROW])[0]))
         asking.start()
-        while not told and b'cgbundle_waiting_requests{model="tiny",version="1"} 1.0' not in client.ask("GET", "/metrics")[1]:
+        while not statuses and b'cgbundle_waiting_requests{model="tiny",version="1"} 1.0' not in client.ask("GET", "/metrics")[1]:
             time.sleep(0.01)
         server.process.send_signal(signal.SIGTERM)
         asking.join()
-        assert told == [200] and server.process.wait(60) == 0
+        assert statuses == [200] and server.process.wait(60) == 0
         assert [event["event"] for event in server.log] == ["listening", "serving"]
 
 
@@ -602,31 +604,31 @@ def test_devices_are_numbers(tmp_path: Path) -> None:
 
 def test_a_server_whose_gpu_fails_ends_itself_with_the_drivers_error(folder: Folder, tmp_path: Path) -> None:
     flag = tmp_path / "failed"
-    found = Server(tmp_path / "models", flag, script=("-m", "tests.helpers.drivers.failing_gpu"))
+    server = Server(tmp_path / "models", flag, script=("-m", "tests.helpers.drivers.failing_gpu"))
     try:
-        client = found.ready()
+        client = server.ready()
         asked = {"inputs": [{"name": "x", "datatype": "FP32", "shape": [64], "data": list(range(64))}]}
-        told = client.ask("POST", "/v2/models/twice/infer", asked)
-        assert told[0] == 200 and told[1]["outputs"][0]["data"] == [2.0 * value for value in range(64)]
+        response = client.ask("POST", "/v2/models/twice/infer", asked)
+        assert response[0] == 200 and response[1]["outputs"][0]["data"] == [2.0 * value for value in range(64)]
         flag.touch()
-        status, told, headers = client.ask("POST", "/v2/models/twice/infer", asked)
-        assert (status, told) == (503, {"error": "the GPU failed, and this server ends"}) and headers["retry-after"] == "1"
-        failed = found.said(lambda event: event["event"] == "gpu-failed")
+        status, response, headers = client.ask("POST", "/v2/models/twice/infer", asked)
+        assert (status, response) == (503, {"error": "the GPU failed, and this server ends"}) and headers["retry-after"] == "1"
+        failed = server.said(lambda event: event["event"] == "gpu-failed")
         assert failed["model"] == "twice" and "CUDA_ERROR_LAUNCH_FAILED" in failed["why"]
-        assert found.process.wait(STARTS) == 2
-        found._reading.join(5)
-        assert [event["text"].strip() for event in found.log if event["event"] == "text"] == [
+        assert server.process.wait(STARTS) == 2
+        server._reading.join(5)
+        assert [event["text"].strip() for event in server.log if event["event"] == "text"] == [
             f"error: the GPU failed: {failed['why']}",
             "hint: start the server again: this process has lost the GPU",
         ]
     finally:
-        found.stop()
+        server.stop()
 
 
 def test_the_watch_of_the_folder_survives_what_a_look_raises(tmp_path: Path) -> None:
     repository = importlib.import_module("cgserve.models.model_repository")
     options, watch = repository.Options(wait=0.0), repository.Watch()
-    looks, told = list[int](), list[Any]()
+    looks, events = list[int](), list[Any]()
 
     def look() -> Any:
         looks.append(1)
@@ -635,13 +637,13 @@ def test_the_watch_of_the_folder_survives_what_a_look_raises(tmp_path: Path) -> 
         return repository.scan(tmp_path)
 
     async def run() -> None:
-        async with repository.Repository(look, options, 0.01, watch, told.append) as served:
+        async with repository.Repository(look, options, 0.01, watch, events.append) as served:
             while len(looks) < 4:
                 await asyncio.sleep(0.01)
             assert served.models == {}
 
     asyncio.run(run())
-    assert told == [{"event": "failed", "why": "MemoryError"}]
+    assert events == [{"event": "failed", "why": "MemoryError"}]
 
 
 def test_each_entry_is_a_model_of_its_own_name(tmp_path: Path) -> None:
@@ -649,18 +651,18 @@ def test_each_entry_is_a_model_of_its_own_name(tmp_path: Path) -> None:
     skip_older_torch()
     with serving(GOLDEN / "v1" / "cpu_entries.cgb", "--name", "two") as server:
         client = server.ready()
-        told = server.said(lambda event: event["event"] == "serving")
-        assert told["entries"] == ["two.forward"] and told["not_served"]["fill"].startswith("its calls change its state")
+        message = server.said(lambda event: event["event"] == "serving")
+        assert message["entries"] == ["two.forward"] and message["not_served"]["fill"].startswith("its calls change its state")
         assert client.ask("GET", "/v2/models/two.forward")[1]["inputs"] == [{"name": "x", "datatype": "FP32", "shape": [-1, 16]}]
         row = {"name": "x", "datatype": "FP32", "shape": [1, 16], "data": [0.0] * 16}
-        status, told, _ = client.ask("POST", "/v2/models/two.forward/infer", {"inputs": [row]})
-        assert status == 200 and told["model_name"] == "two.forward" and told["outputs"][0]["shape"] == [1, 4]
+        status, message, _ = client.ask("POST", "/v2/models/two.forward/infer", {"inputs": [row]})
+        assert status == 200 and message["model_name"] == "two.forward" and message["outputs"][0]["shape"] == [1, 4]
         for name, text in (
             ("two", "'two' has several entries, each of which is a model: two.forward"),
             ("two.fill", "no model 'two.fill'"),
         ):
-            status, told, _ = client.ask("POST", f"/v2/models/{name}/infer", {"inputs": [row]})
-            assert status == 404 and told["error"].startswith(text)
+            status, message, _ = client.ask("POST", f"/v2/models/{name}/infer", {"inputs": [row]})
+            assert status == 404 and message["error"].startswith(text)
         assert client.ask("GET", "/v2/models/two.forward/ready")[0] == client.ask("GET", "/v2/models/two/ready")[0] == 200
         assert client.ask("POST", "/v2/repository/index")[1][0]["name"] == "two.forward"
 
@@ -668,13 +670,13 @@ def test_each_entry_is_a_model_of_its_own_name(tmp_path: Path) -> None:
 def test_a_bundle_that_cannot_be_served_ends_the_server(bundle: Path, tmp_path: Path) -> None:
     broken = tmp_path / "broken.cgb"
     shifted(bundle, broken, 1.0, examined=False)
-    found = Server(broken)
+    server = Server(broken)
     try:
-        assert found.process.wait(STARTS) == 2
-        found._reading.join(5)
-        assert found.log[-2]["text"].startswith("error: the self-test fails at int_key (1,)")
+        assert server.process.wait(STARTS) == 2
+        server._reading.join(5)
+        assert server.log[-2]["text"].startswith("error: the self-test fails at int_key (1,)")
     finally:
-        found.stop()
+        server.stop()
 
 
 def test_memory_is_bounded_and_all_models_may_have_to_serve(bundle: Path, tmp_path: Path) -> None:
@@ -689,8 +691,8 @@ def test_memory_is_bounded_and_all_models_may_have_to_serve(bundle: Path, tmp_pa
         end = time.monotonic() + STARTS
         while client.ask("GET", "/v2/health/ready")[1]["error"] == "the models are being loaded" and time.monotonic() < end:
             time.sleep(0.02)
-        status, told, _ = client.ask("GET", "/v2/health/ready")
-        assert (status, told["error"]) == (503, f"no version serves of {refused['model']}") and served != refused["model"]
+        status, response, _ = client.ask("GET", "/v2/health/ready")
+        assert (status, response["error"]) == (503, f"no version serves of {refused['model']}") and served != refused["model"]
         assert client.ask("GET", "/health")[1]["ready"] is False and client.ask("GET", "/v2/health/live")[0] == 200
 
 
@@ -700,8 +702,8 @@ def test_keys_numbers_and_origins(bundle: Path, tmp_path: Path) -> None:
     with serving(bundle, "--api-key-file", keys, "--cors", "https://page.example") as server:
         client = server.ready()
         for path, form in (("/v2/models/tiny", str), ("/v1/models", dict), ("/metrics", str)):
-            status, told, headers = client.ask("GET", path)
-            assert status == 401 and isinstance(told["error"], form) and headers["www-authenticate"] == "Bearer"
+            status, response, headers = client.ask("GET", path)
+            assert status == 401 and isinstance(response["error"], form) and headers["www-authenticate"] == "Bearer"
         assert client.ask("GET", "/v2/models/tiny", Authorization="Bearer third")[0] == 401
         for key in ("first", "second"):
             assert client.ask("GET", "/v2/models/tiny", Authorization=f"Bearer {key}")[0] == 200

@@ -36,49 +36,49 @@ CHAT = "{% for each in messages %}{{ each.role }}: {{ each.content }}\n{% endfor
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("tokenizer")
-    write_tokenizer(made, chat_template=CHAT)
-    return made
+    path = tmp_path_factory.mktemp("tokenizer")
+    write_tokenizer(path, chat_template=CHAT)
+    return path
 
 
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[Running]:
-    with running(folder) as found:
-        yield found
+    with running(folder) as running_server:
+        yield running_server
 
 
 # --- completions ------------------------------------------------------------------------------------------------------
 
 
 def test_a_completion(server: Running) -> None:
-    told = server.complete("abc", max_tokens=12)
-    assert told["object"] == "text_completion" and told["model"] == "script" and told["id"].startswith("cmpl-")
-    assert told["choices"] == [{"index": 0, "text": said(3, 12), "logprobs": None, "finish_reason": "length"}]
-    assert told["usage"] == {"prompt_tokens": 3, "completion_tokens": 12, "total_tokens": 15}
+    completion = server.complete("abc", max_tokens=12)
+    assert completion["object"] == "text_completion" and completion["model"] == "script" and completion["id"].startswith("cmpl-")
+    assert completion["choices"] == [{"index": 0, "text": said(3, 12), "logprobs": None, "finish_reason": "length"}]
+    assert completion["usage"] == {"prompt_tokens": 3, "completion_tokens": 12, "total_tokens": 15}
     assert server.complete("abc")["usage"]["completion_tokens"] == 16, "OpenAI's default"
 
 
 def test_a_stop_token_ends_it(server: Running) -> None:
-    told = server.complete("abc", top_k=9)
-    assert told["choices"][0]["text"] == said(3, 6) and told["choices"][0]["finish_reason"] == "stop"
-    assert told["usage"]["completion_tokens"] == 7
+    completion = server.complete("abc", top_k=9)
+    assert completion["choices"][0]["text"] == said(3, 6) and completion["choices"][0]["finish_reason"] == "stop"
+    assert completion["usage"]["completion_tokens"] == 7
 
 
 @pytest.mark.parametrize(("stop", "text"), [("END", "e 😀, "), (["x", "😀"], "e "), (["it. H", "nothing"], "e 😀, END of ")])
 def test_stop_strings(server: Running, stop: Any, text: str) -> None:
     for stream in (False, True):
-        told = server.complete("abcd", max_tokens=60, stop=stop, stream=stream)
-        choices = [each["choices"][0] for each in told[:-1]] if stream else told["choices"]
-        assert "".join([each["text"] for each in choices]) == text and choices[-1]["finish_reason"] == "stop"
+        reply = server.complete("abcd", max_tokens=60, stop=stop, stream=stream)
+        choices = [chunk["choices"][0] for chunk in reply[:-1]] if stream else reply["choices"]
+        assert "".join([choice["text"] for choice in choices]) == text and choices[-1]["finish_reason"] == "stop"
     server.until_free()
 
 
 def test_several_prompts_and_choices(server: Running) -> None:
-    told = server.complete(["a", "bcd"], max_tokens=5, n=2)
+    completion = server.complete(["a", "bcd"], max_tokens=5, n=2)
     data = SCRIPT.encode() * 2
     expected = [data[place + seed : place + seed + 5].decode(errors="replace") for place in (1, 3) for seed in (0, 1)]
-    assert [(each["index"], each["text"]) for each in told["choices"]] == list(enumerate(expected))
-    assert told["usage"] == {"prompt_tokens": 4, "completion_tokens": 20, "total_tokens": 24}
+    assert [(choice["index"], choice["text"]) for choice in completion["choices"]] == list(enumerate(expected))
+    assert completion["usage"] == {"prompt_tokens": 4, "completion_tokens": 20, "total_tokens": 24}
 
 
 def test_a_prompt_of_tokens(server: Running) -> None:
@@ -88,23 +88,23 @@ def test_a_prompt_of_tokens(server: Running) -> None:
 
 
 def test_a_stream(server: Running) -> None:
-    told = server.complete("abc", max_tokens=30, stream=True, stream_options={"include_usage": True})
-    *pieces, usage, done = told
+    events = server.complete("abc", max_tokens=30, stream=True, stream_options={"include_usage": True})
+    *pieces, usage, done = events
     assert done == "[DONE]" and usage["choices"] == [] and usage["usage"]["total_tokens"] == 33
-    assert len({each["id"] for each in (*pieces, usage)}) == 1 and all(each["usage"] is None for each in pieces)
-    texts = [each["choices"][0]["text"] for each in pieces]
-    assert "".join(texts) == said(3, 30) and not any("�" in each for each in texts[:-1]) and len(texts) > 3
-    assert [each["choices"][0]["finish_reason"] for each in pieces] == [None] * (len(pieces) - 1) + ["length"]
+    assert len({piece["id"] for piece in (*pieces, usage)}) == 1 and all(piece["usage"] is None for piece in pieces)
+    texts = [piece["choices"][0]["text"] for piece in pieces]
+    assert "".join(texts) == said(3, 30) and not any("�" in text for text in texts[:-1]) and len(texts) > 3
+    assert [piece["choices"][0]["finish_reason"] for piece in pieces] == [None] * (len(pieces) - 1) + ["length"]
     assert "usage" not in server.complete("abc", stream=True)[0]
 
 
 def test_log_probabilities(server: Running) -> None:
-    found = server.complete("abcd", max_tokens=4, logprobs=2)["choices"][0]["logprobs"]
-    assert found["tokens"] == ["e", " ", "ð", "Ł"] and found["token_logprobs"] == [-0.5] * 4
-    assert found["top_logprobs"][0] == {"e": -0.5, "d": -1.5} and found["text_offset"] == [0, 1, 2, 3]
+    log_probs = server.complete("abcd", max_tokens=4, logprobs=2)["choices"][0]["logprobs"]
+    assert log_probs["tokens"] == ["e", " ", "ð", "Ł"] and log_probs["token_logprobs"] == [-0.5] * 4
+    assert log_probs["top_logprobs"][0] == {"e": -0.5, "d": -1.5} and log_probs["text_offset"] == [0, 1, 2, 3]
     assert server.complete("abc", max_tokens=2, logprobs=0)["choices"][0]["logprobs"]["top_logprobs"] == [{}, {}]
     streamed = server.complete("abcd", max_tokens=4, logprobs=2, stream=True)[:-1]
-    assert [token for each in streamed for token in each["choices"][0]["logprobs"]["tokens"]] == found["tokens"]
+    assert [token for chunk in streamed for token in chunk["choices"][0]["logprobs"]["tokens"]] == log_probs["tokens"]
 
 
 def test_a_seed_gives_the_same_again_and_none_another(server: Running) -> None:
@@ -117,14 +117,14 @@ def test_a_seed_gives_the_same_again_and_none_another(server: Running) -> None:
 
 
 def test_a_chat(server: Running) -> None:
-    told = server.chat("Hi", max_tokens=9)
+    completion = server.chat("Hi", max_tokens=9)
     prompt = len("user: Hi\nassistant:")
-    assert told["object"] == "chat.completion" and told["id"].startswith("chatcmpl-")
-    (choice,) = told["choices"]
+    assert completion["object"] == "chat.completion" and completion["id"].startswith("chatcmpl-")
+    (choice,) = completion["choices"]
     assert choice["message"] == {"role": "assistant", "content": said(prompt, 9), "refusal": None}
-    assert told["usage"] == {"prompt_tokens": prompt, "completion_tokens": 9, "total_tokens": prompt + 9}
+    assert completion["usage"] == {"prompt_tokens": prompt, "completion_tokens": 9, "total_tokens": prompt + 9}
     parts = [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]
-    assert server.chat(parts, max_completion_tokens=9)["usage"] == told["usage"]  # type: ignore[arg-type]
+    assert server.chat(parts, max_completion_tokens=9)["usage"] == completion["usage"]  # type: ignore[arg-type]
 
 
 def test_a_chat_goes_on_until_the_context_ends(server: Running) -> None:
@@ -133,25 +133,25 @@ def test_a_chat_goes_on_until_the_context_ends(server: Running) -> None:
 
 def test_a_chat_as_a_stream(server: Running) -> None:
     *pieces, done = server.chat("Hi", max_tokens=9, n=2, stream=True)
-    assert done == "[DONE]" and {each["object"] for each in pieces} == {"chat.completion.chunk"}
+    assert done == "[DONE]" and {piece["object"] for piece in pieces} == {"chat.completion.chunk"}
     for index in (0, 1):
-        deltas = [each["choices"][0]["delta"] for each in pieces if each["choices"][0]["index"] == index]
-        assert deltas[0]["role"] == "assistant" and not any("role" in each for each in deltas[1:])
-        assert "".join([each["content"] for each in deltas]) == said(19 + index, 9)
+        deltas = [piece["choices"][0]["delta"] for piece in pieces if piece["choices"][0]["index"] == index]
+        assert deltas[0]["role"] == "assistant" and not any("role" in delta for delta in deltas[1:])
+        assert "".join([delta["content"] for delta in deltas]) == said(19 + index, 9)
 
 
 def test_log_probabilities_of_a_chat(server: Running) -> None:
-    found = server.chat("Hi", max_tokens=2, logprobs=True, top_logprobs=2)["choices"][0]["logprobs"]["content"]
+    token_logprobs = server.chat("Hi", max_tokens=2, logprobs=True, top_logprobs=2)["choices"][0]["logprobs"]["content"]
     text = said(19, 2)
-    assert [each["token"] for each in found] == list(text) and found[0]["bytes"] == [ord(text[0])]
-    assert [each["logprob"] for each in found[0]["top_logprobs"]] == [-0.5, -1.5]
+    assert [entry["token"] for entry in token_logprobs] == list(text) and token_logprobs[0]["bytes"] == [ord(text[0])]
+    assert [entry["logprob"] for entry in token_logprobs[0]["top_logprobs"]] == [-0.5, -1.5]
 
 
 def test_a_tokenizer_without_a_template(tmp_path: Path) -> None:
     write_tokenizer(tmp_path)
     with running(tmp_path) as server:
-        status, told, _ = server.ask("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}]})
-        assert status == 400 and told["error"]["message"] == "the tokenizer has no chat template; use /v1/completions"
+        status, reply, _ = server.ask("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}]})
+        assert status == 400 and reply["error"]["message"] == "the tokenizer has no chat template; use /v1/completions"
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
@@ -223,8 +223,8 @@ def test_a_tokenizer_without_a_template(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_what_is_refused(server: Running, path: str, body: Any, status: int, field: str | None, text: str) -> None:
-    found, told, _ = server.ask(f"/v1/{path}", body)
-    assert (found, told["error"]["message"], told["error"]["param"]) == (status, text, field)
+    code, reply, _ = server.ask(f"/v1/{path}", body)
+    assert (code, reply["error"]["message"], reply["error"]["param"]) == (status, text, field)
 
 
 def test_fields_that_ask_for_nothing_are_passed_over(server: Running) -> None:
@@ -248,24 +248,24 @@ def test_echo(server: Running) -> None:
     for prompt in ("abc", byte_tokenizer().encode("abc").ids):
         assert server.complete(prompt, max_tokens=4, echo=True)["choices"][0]["text"] == "abc" + said(3, 4)
     *pieces, _ = server.complete("abc", max_tokens=4, echo=True, stream=True)
-    assert "".join([each["choices"][0]["text"] for each in pieces]) == "abc" + said(3, 4)
+    assert "".join([piece["choices"][0]["text"] for piece in pieces]) == "abc" + said(3, 4)
 
 
 def test_log_probabilities_of_a_prompt(server: Running) -> None:
     """The first token has none.  Neither stop strings nor tokens that end an answer end the prompt."""
     prompt = byte_tokenizer().encode("abEc").ids
     asked = {"echo": True, "logprobs": 2, "stop": "E", "stop_token_ids": prompt[2:3]}
-    found = server.complete(prompt, max_tokens=3, **asked)
-    (choice,) = found["choices"]
-    assert choice["text"] == "abEc" + said(4, 3) and found["usage"]["prompt_tokens"] == 4
-    assert found["usage"]["completion_tokens"] == 3 and choice["finish_reason"] == "length"
+    completion = server.complete(prompt, max_tokens=3, **asked)
+    (choice,) = completion["choices"]
+    assert choice["text"] == "abEc" + said(4, 3) and completion["usage"]["prompt_tokens"] == 4
+    assert completion["usage"]["completion_tokens"] == 3 and choice["finish_reason"] == "length"
     logprobs = choice["logprobs"]
     assert logprobs["tokens"][:4] == list("abEc") and logprobs["text_offset"] == list(range(7))
     assert logprobs["token_logprobs"] == [None] + [-0.5] * 6 and logprobs["top_logprobs"][:2] == [None, {"b": -0.5, "a": -1.5}]
-    pieces = [each["choices"][0] for each in server.complete(prompt, max_tokens=3, stream=True, **asked)[:-1]]
-    assert "".join([each["text"] for each in pieces]) == choice["text"]
-    assert [each for piece in pieces for each in piece["logprobs"]["token_logprobs"]] == logprobs["token_logprobs"]
-    assert [each for piece in pieces for each in piece["logprobs"]["text_offset"]] == logprobs["text_offset"]
+    pieces = [chunk["choices"][0] for chunk in server.complete(prompt, max_tokens=3, stream=True, **asked)[:-1]]
+    assert "".join([piece["text"] for piece in pieces]) == choice["text"]
+    assert [logprob for piece in pieces for logprob in piece["logprobs"]["token_logprobs"]] == logprobs["token_logprobs"]
+    assert [offset for piece in pieces for offset in piece["logprobs"]["text_offset"]] == logprobs["text_offset"]
     for more in ({"logprobs": 0}, {}):
         (choice,) = server.complete(prompt, max_tokens=0, echo=True, **more)["choices"]
         assert choice["text"] == "abEc" and choice["finish_reason"] == "length"
@@ -300,9 +300,9 @@ def test_the_models_own_sampling_is_the_default(tmp_path: Path) -> None:
 
 
 def test_tokens_of_a_text_and_back(server: Running) -> None:
-    status, told, _ = server.ask("/tokenize", {"prompt": "abc"})
+    status, reply, _ = server.ask("/tokenize", {"prompt": "abc"})
     ids = byte_tokenizer().encode("abc").ids
-    assert (status, told) == (200, {"count": 3, "max_model_len": 120, "tokens": ids})
+    assert (status, reply) == (200, {"count": 3, "max_model_len": 120, "tokens": ids})
     assert server.ask("/v1/tokenize", {"messages": [{"role": "user", "content": "Hi"}]})[1]["count"] == 19
     assert server.ask("/detokenize", {"tokens": ids})[1] == {"prompt": "abc"}
     assert server.ask("/detokenize", {"tokens": [999]})[1]["error"]["message"] == "tokens: expected tokens from 0 to 257"
@@ -311,8 +311,8 @@ def test_tokens_of_a_text_and_back(server: Running) -> None:
 def test_no_token_within_the_deadline(folder: Path) -> None:
     with running(folder, seconds=0.2) as server:
         server.model.gate.clear()
-        status, told, headers = server.ask("/v1/completions", {"prompt": "abc"})
-        assert status == 503 and told["error"]["message"] == "no token within 0.2 s" and headers["retry-after"] == "1"
+        status, reply, headers = server.ask("/v1/completions", {"prompt": "abc"})
+        assert status == 503 and reply["error"]["message"] == "no token within 0.2 s" and headers["retry-after"] == "1"
         server.model.gate.set()
         server.until_free()
 
@@ -320,8 +320,8 @@ def test_no_token_within_the_deadline(folder: Path) -> None:
 def test_other_paths(server: Running) -> None:
     assert server.ask("/v1/models")[1]["data"][0]["id"] == "script"
     assert server.ask("/v1/models/script")[1]["max_model_len"] == 120 and server.ask("/v1/models/other")[0] == 404
-    status, told, _ = server.ask("/v1/nothing")
-    assert status == 404 and told["error"]["message"] == "Not Found"
+    status, reply, _ = server.ask("/v1/nothing")
+    assert status == 404 and reply["error"]["message"] == "Not Found"
     assert server.ask("/v1/completions", None, "GET")[0] == 405
 
 
@@ -333,9 +333,9 @@ def test_too_many_are_told_to_come_back(folder: Path) -> None:
         server.model.gate.clear()
         waiting = server.send("/v1/completions", {"prompt": "abc", "n": 2, "max_tokens": 4, "seed": 0})
         server.until(lambda: server.served.engine.open_requests == 2)
-        status, told, headers = server.ask("/v1/completions", {"prompt": "abc", "n": 2})
+        status, reply, headers = server.ask("/v1/completions", {"prompt": "abc", "n": 2})
         assert status == 429 and int(headers["retry-after"]) >= 1
-        assert told["error"]["message"] == "3 requests may be open, and 2 are" and told["error"]["type"] == "rate_limit_error"
+        assert reply["error"]["message"] == "3 requests may be open, and 2 are" and reply["error"]["type"] == "rate_limit_error"
         server.model.gate.set()
         assert json.loads(waiting.getresponse().read())["usage"]["completion_tokens"] == 8
         server.until_free()
@@ -377,17 +377,17 @@ def test_what_comes_and_goes_leaves_nothing(server: Running) -> None:
     order = random.Random(3)
 
     def one(number: int) -> None:
-        own = random.Random(number)
-        prompt, count = own.randrange(1, 60), own.randrange(1, 40)
-        body = {"prompt": "x" * prompt, "max_tokens": count, "seed": 0, "stream": own.random() < 0.5, "n": 1}
-        if own.random() < 0.3:
+        generator = random.Random(number)
+        prompt, count = generator.randrange(1, 60), generator.randrange(1, 40)
+        body = {"prompt": "x" * prompt, "max_tokens": count, "seed": 0, "stream": generator.random() < 0.5, "n": 1}
+        if generator.random() < 0.3:
             connection = server.send("/v1/completions", body)
-            time.sleep(own.random() * 0.02)
+            time.sleep(generator.random() * 0.02)
             connection.close()
             return
-        status, told, _ = server.ask("/v1/completions", body)
-        assert status == 200, told
-        text = "".join([each["choices"][0]["text"] for each in told[:-1]]) if body["stream"] else told["choices"][0]["text"]
+        status, reply, _ = server.ask("/v1/completions", body)
+        assert status == 200, reply
+        text = "".join([chunk["choices"][0]["text"] for chunk in reply[:-1]]) if body["stream"] else reply["choices"][0]["text"]
         data = SCRIPT.encode() * 10
         context = b"x" * min(prompt, 6)
         assert text == (context + data[prompt : prompt + count]).decode(errors="replace")[len(context) :]
@@ -401,18 +401,18 @@ def test_copies_on_several_devices(folder: Path) -> None:
     """A request goes to the copy that has the least to do; one that fails at once does not draw them all."""
     with running(folder, others=[Scripted()], limit=2) as server:
         models = [engine._model for engine in server.served.engine._each]
-        for each in models:
-            each.gate.clear()
+        for model in models:
+            model.gate.clear()
         sent = [server.send("/v1/completions", {"prompt": "abc", "max_tokens": 8, "seed": 0}) for _ in range(4)]
         server.until(lambda: [engine.open_requests for engine in server.served.engine._each] == [2, 2])
         assert server.ask("/v1/completions", {"prompt": "abc"})[0] == 429
-        for each in models:
-            each.gate.set()
-        assert {json.loads(each.getresponse().read())["choices"][0]["text"] for each in sent} == {said(3, 8)}
+        for model in models:
+            model.gate.set()
+        assert {json.loads(connection.getresponse().read())["choices"][0]["text"] for connection in sent} == {said(3, 8)}
         server.until(lambda: server.served.engine.state.pages_free == 2 * PAGES)
         models[0].fails = 0
-        found = [server.ask("/v1/completions", {"prompt": "abc", "max_tokens": 8, "seed": 0})[0] for _ in range(6)]
-        assert found == [500] + [200] * 5
+        statuses = [server.ask("/v1/completions", {"prompt": "abc", "max_tokens": 8, "seed": 0})[0] for _ in range(6)]
+        assert statuses == [500] + [200] * 5
         models[0].fails = 1000
 
 
@@ -421,9 +421,9 @@ def test_copies_on_several_devices(folder: Path) -> None:
 
 def test_a_call_that_fails_is_the_callers_alone(server: Running, capfd: pytest.CaptureFixture[str]) -> None:
     server.model.fails = 0
-    status, told, _ = server.ask("/v1/completions", {"prompt": "abc"})
+    status, reply, _ = server.ask("/v1/completions", {"prompt": "abc"})
     server.model.fails = 1000
-    assert status == 500 and told["error"]["message"] == "the model failed; the server's log says why"
+    assert status == 500 and reply["error"]["message"] == "the model failed; the server's log says why"
     assert "serve: script: the device is gone" in capfd.readouterr().err
     server.until_free()
     assert server.complete("abc")["choices"]
@@ -431,9 +431,9 @@ def test_a_call_that_fails_is_the_callers_alone(server: Running, capfd: pytest.C
 
 def test_a_stream_that_fails_says_so(server: Running) -> None:
     server.model.fails = 20
-    status, told, _ = server.ask("/v1/completions", {"prompt": "abc", "max_tokens": 40, "stream": True, "seed": 0})
+    status, events, _ = server.ask("/v1/completions", {"prompt": "abc", "max_tokens": 40, "stream": True, "seed": 0})
     server.model.fails = 1000
-    assert status == 200 and told[0]["choices"][0]["text"] and told[-1]["error"]["type"] == "server_error"
+    assert status == 200 and events[0]["choices"][0]["text"] and events[-1]["error"]["type"] == "server_error"
     server.until_free()
 
 
@@ -510,9 +510,9 @@ class Process:
 
     def ask(self, path: str, body: Any = None) -> Any:
         answer = self.send(path, body).getresponse()
-        told = json.loads(answer.read())
-        assert answer.status == 200, told
-        return told
+        content = json.loads(answer.read())
+        assert answer.status == 200, content
+        return content
 
 
 @pytest.fixture(scope="module")
@@ -525,12 +525,12 @@ def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
     shutil.copytree(llama_bundle() / "llama.cgb", models / "llama" / "1" / "model.cgb")
     write_tokenizer(models / "llama", letters=120)
     shutil.copytree(GOLDEN / "v1" / "cpu_mlp.cgb", models / "mlp" / "1" / "model.cgb")
-    found = Process(models, "--threads", 1, "--poll", 0.1, "--ready", "all")
-    found.models = models
-    Running.until(lambda: found.status("/v2/health/ready") == 200)
-    yield found
-    found.process.kill()
-    found.process.wait()
+    server = Process(models, "--threads", 1, "--poll", 0.1, "--ready", "all")
+    server.models = models
+    Running.until(lambda: server.status("/v2/health/ready") == 200)
+    yield server
+    server.process.kill()
+    server.process.wait()
 
 
 def test_texts_of_many_are_those_of_each_alone(process: Process) -> None:
@@ -542,11 +542,11 @@ def test_texts_of_many_are_those_of_each_alone(process: Process) -> None:
         how = {"temperature": 0} if number % 3 else {"temperature": 0.9, "top_p": 0.9, "top_k": 50, "seed": number}
         asked.append({"prompt": prompt, "max_tokens": order.randrange(1, 24), "logprobs": 1 if number % 2 else None, **how})
     with ThreadPoolExecutor(24) as threads:
-        together = list(threads.map(lambda each: process.ask("/v1/completions", each), asked))
-    for each, found in zip(asked, together, strict=True):
-        alone = process.ask("/v1/completions", each | {"logprobs": None})
-        assert [choice["text"] for choice in found["choices"]] == [choice["text"] for choice in alone["choices"]]
-        assert found["usage"] == alone["usage"]
+        together = list(threads.map(lambda payload: process.ask("/v1/completions", payload), asked))
+    for request, completion in zip(asked, together, strict=True):
+        alone = process.ask("/v1/completions", request | {"logprobs": None})
+        assert [choice["text"] for choice in completion["choices"]] == [choice["text"] for choice in alone["choices"]]
+        assert completion["usage"] == alone["usage"]
     health = process.ask("/health")
     state = health["models"]["llama"]
     assert health["torch"] is False and state["pages_used"] == state["running"] == state["waiting"] == 0
@@ -556,18 +556,18 @@ def test_one_process_serves_both_and_another_version_takes_over(process: Process
     """An answer that has begun is finished by the version that began it."""
     row = {"name": "x", "datatype": "FP32", "shape": [1, 16], "data": [0.0] * 16}
     ports = process.ask("/v2/models/mlp")
-    told = process.ask("/v2/models/mlp/infer", {"inputs": [row | {"name": ports["inputs"][0]["name"]}]})
-    assert told["model_name"] == "mlp" and process.ask("/v2/models/llama/ready") == {"ready": True}
+    reply = process.ask("/v2/models/mlp/infer", {"inputs": [row | {"name": ports["inputs"][0]["name"]}]})
+    assert reply["model_name"] == "mlp" and process.ask("/v2/models/llama/ready") == {"ready": True}
     answer = process.send("/v2/models/llama/infer", {"inputs": []}).getresponse()
     assert answer.status == 400 and b"is a language model: POST to /v1/chat/completions" in answer.read()
-    assert [each["id"] for each in process.ask("/v1/models")["data"]] == ["llama"]
+    assert [model["id"] for model in process.ask("/v1/models")["data"]] == ["llama"]
     body = {"model": "llama", "prompt": "abc", "max_tokens": 50, "temperature": 0, "ignore_eos": True}
     before = process.ask("/v1/completions", body)
     open_one = process.send("/v1/completions", body | {"stream": True, "logprobs": 1}).getresponse()
     open_one.readline()
-    made = process.models.parent / "made"
-    shutil.copytree(process.models / "llama" / "1", made)
-    made.rename(process.models / "llama" / "2")
+    version_folder = process.models.parent / "made"
+    shutil.copytree(process.models / "llama" / "1", version_folder)
+    version_folder.rename(process.models / "llama" / "2")
     Running.until(lambda: process.ask("/health")["models"]["llama"]["version"] == 2)
     assert open_one.read().decode().endswith("data: [DONE]\n\n")
     assert process.ask("/v1/completions", body)["choices"] == before["choices"]
@@ -580,12 +580,12 @@ def test_texts_go_on_where_their_pages_were_taken(process: Process) -> None:
     from cgserve.scheduling.scheduler import Scheduler
     from tests.helpers.bundles.llama_bundle import llama_bundle
 
-    found, order = [], random.Random(0)
+    runs, order = [], random.Random(0)
     sampled = Sampling(temperature=0.9, top_p=0.95, penalty=1.2, seed=4)
     greedy = Sampling(temperature=0.0)
     requests = [
-        Request(prompt=tuple(order.choices(range(120), k=9 + each)), most=40, sampling=greedy if each % 2 else sampled)
-        for each in range(4)
+        Request(prompt=tuple(order.choices(range(120), k=9 + number)), most=40, sampling=greedy if number % 2 else sampled)
+        for number in range(4)
     ]
     with cgbundle.load(llama_bundle() / "llama.cgb") as program:
         model = BundleModel(program, 8)
@@ -596,9 +596,9 @@ def test_texts_go_on_where_their_pages_were_taken(process: Process) -> None:
             while (step := scheduler.next()) is not None:
                 for progress in scheduler.finish(model.prepare(step)(None).rows()):
                     texts[progress.key] = texts.get(progress.key, []) + [token.id for token in progress.tokens]
-            found.append(texts)
+            runs.append(texts)
             assert (scheduler.preempted > 0) == (pages == 6) and scheduler.pages.taken == 0
-    assert found[0] == found[1] and all(len(text) == 40 for text in found[0].values())
+    assert runs[0] == runs[1] and all(len(text) == 40 for text in runs[0].values())
 
 
 def test_answers_of_a_form_are_the_same_together_and_alone(process: Process) -> None:
@@ -613,13 +613,13 @@ def test_answers_of_a_form_are_the_same_together_and_alone(process: Process) -> 
         form = {"type": "json_schema", "json_schema": {"schema": {"enum": ["a", "aa", "bc", 7]}}}
         asked += [{"prompt": "abc", "max_tokens": 20, "seed": seed, "response_format": form} for seed in range(6)]
     with ThreadPoolExecutor(24) as threads:
-        together = list(threads.map(lambda each: process.ask("/v1/completions", each), asked))
-    for each, found in zip(asked, together, strict=True):
-        assert [choice["text"] for choice in process.ask("/v1/completions", each)["choices"]] == [
-            choice["text"] for choice in found["choices"]
+        together = list(threads.map(lambda payload: process.ask("/v1/completions", payload), asked))
+    for request, completion in zip(asked, together, strict=True):
+        assert [choice["text"] for choice in process.ask("/v1/completions", request)["choices"]] == [
+            choice["text"] for choice in completion["choices"]
         ]
-        if "response_format" in each:
-            (choice,) = found["choices"]
+        if "response_format" in request:
+            (choice,) = completion["choices"]
             assert json.loads(choice["text"]) in ("a", "aa", "bc", 7) and choice["finish_reason"] == "stop"
 
 
@@ -655,25 +655,25 @@ def client(server: Running) -> Any:
 
 
 def test_openai_completions(client: Any, server: Running) -> None:
-    made = client.completions.create(model="script", prompt="abc", max_tokens=12, seed=0, logprobs=1)
-    assert made.choices[0].text == said(3, 12) and made.usage.total_tokens == 15 and made.choices[0].finish_reason == "length"
+    reply = client.completions.create(model="script", prompt="abc", max_tokens=12, seed=0, logprobs=1)
+    assert reply.choices[0].text == said(3, 12) and reply.usage.total_tokens == 15 and reply.choices[0].finish_reason == "length"
     pieces = list(client.completions.create(model="script", prompt="abc", max_tokens=12, seed=0, stream=True))
-    assert "".join([each.choices[0].text for each in pieces]) == said(3, 12)
-    assert [each.id for each in client.models.list()] == ["script"]
+    assert "".join([piece.choices[0].text for piece in pieces]) == said(3, 12)
+    assert [model.id for model in client.models.list()] == ["script"]
 
 
 def test_openai_chat(client: Any, server: Running) -> None:
     messages = [{"role": "user", "content": "Hi"}]
-    made = client.chat.completions.create(
+    reply = client.chat.completions.create(
         model="script", messages=messages, max_completion_tokens=60, seed=0, stop="END", n=2, logprobs=True, top_logprobs=3
     )
-    assert all("END" not in each.message.content and each.finish_reason == "stop" for each in made.choices)
-    assert len(made.choices[0].logprobs.content[0].top_logprobs) == 3
+    assert all("END" not in choice.message.content and choice.finish_reason == "stop" for choice in reply.choices)
+    assert len(reply.choices[0].logprobs.content[0].top_logprobs) == 3
     stream = client.chat.completions.create(
         model="script", messages=messages, max_tokens=9, seed=0, stream=True, stream_options={"include_usage": True}
     )
     pieces = list(stream)
-    assert "".join([each.choices[0].delta.content for each in pieces if each.choices]) == said(19, 9)
+    assert "".join([piece.choices[0].delta.content for piece in pieces if piece.choices]) == said(19, 9)
     assert pieces[-1].usage.completion_tokens == 9
 
 
@@ -696,13 +696,13 @@ def test_openai_errors(client: Any, server: Running) -> None:
 def test_a_far_too_long_prompt_is_not_made_tokens(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one that may fit, the beginning is tried first; health answers meanwhile."""
     with running(folder) as server:
-        made: list[int] = []
+        lengths: list[int] = []
         language, gate = server.served.language, threading.Event()
         tokens = language.tokens
 
         def counted(text: str, *, special: bool) -> tuple[int, ...]:
             assert gate.wait(60)
-            made.append(len(text))
+            lengths.append(len(text))
             return tokens(text, special=special)
 
         monkeypatch.setattr(language, "tokens", counted)
@@ -711,12 +711,12 @@ def test_a_far_too_long_prompt_is_not_made_tokens(folder: Path, monkeypatch: pyt
             asking = clients.submit(server.ask, "/v1/completions", {"prompt": "a" * server.served.characters})
             assert server.ask("/health")[0] == 200
             gate.set()
-            status, told, _ = asking.result()
-        assert status == 400 and told["error"]["code"] == "context_length_exceeded"
-        assert made in ([], [4 * context]) or max(made) <= server.served.characters
-        made.clear()
+            status, reply, _ = asking.result()
+        assert status == 400 and reply["error"]["code"] == "context_length_exceeded"
+        assert lengths in ([], [4 * context]) or max(lengths) <= server.served.characters
+        lengths.clear()
         for body in ({"prompt": "a" * (server.served.characters + 1)}, {"prompt": ["a" * 100_000]}):
-            status, told, _ = server.ask("/v1/completions", body)
-            assert status == 400 and "characters" in told["error"]["message"]
-        assert not made
+            status, reply, _ = server.ask("/v1/completions", body)
+            assert status == 400 and "characters" in reply["error"]["message"]
+        assert not lengths
         assert server.complete("abc")["choices"]

@@ -57,7 +57,7 @@ def ask(path: str, body: Any = None, model: str = "", timeout: float = 120) -> t
 
 
 def infer(value: float, model: str = "first") -> tuple[int, Any]:
-    row = {"name": "input", "datatype": "FP32", "shape": [1, 6], "data": [value * each for each in ROW]}
+    row = {"name": "input", "datatype": "FP32", "shape": [1, 6], "data": [value * element for element in ROW]}
     return ask(f"/v2/models/{model}/infer", {"inputs": [row]}, model)
 
 
@@ -73,9 +73,9 @@ def expected(bundle: Path) -> Any:
 def test_from_no_replica_to_answers_without_torch(cluster: Any, expected: Any) -> None:
     assert serve.status().applications["default"].deployments["Bundles"].replica_states.get("RUNNING", 0) == 0
     began = time.monotonic()
-    status, told = infer(1.0)
+    status, response = infer(1.0)
     print(f"from no replica to the first answer: {time.monotonic() - began:.2f} s")
-    assert status == 200 and told["outputs"][0]["data"] == pytest.approx(expected(1.0), abs=1e-5)
+    assert status == 200 and response["outputs"][0]["data"] == pytest.approx(expected(1.0), abs=1e-5)
     about = ask("/v2/health/live")[1]
     assert about["torch"] is False and about["loaded"] == {"first": 1}
     assert infer(2.0, "second")[1]["outputs"][0]["data"] == pytest.approx(expected(2.0), abs=1e-5)
@@ -89,14 +89,14 @@ def test_by_a_handle(cluster: Any, expected: Any) -> None:
 
     from cgserve.tensors.inference_protocol import Given
 
-    given = [Given((1, 6), struct.pack("<6f", *ROW))]
-    [answer] = cluster.options(multiplexed_model_id="first").infer.remote("first", given).result(timeout_s=120)
+    infer_inputs = [Given((1, 6), struct.pack("<6f", *ROW))]
+    [answer] = cluster.options(multiplexed_model_id="first").infer.remote("first", infer_inputs).result(timeout_s=120)
     assert struct.unpack("<3f", answer.data) == pytest.approx(expected(1.0), abs=1e-5)
 
 
 def killed_under_load(expected: Any, requests: int, clients: int, kills: int) -> SimpleNamespace:
     """What clients are told, each of whom asks again where no answer came, while replicas are killed."""
-    found = SimpleNamespace(right=0, wrong=list[Any](), again=0, killed=set[int]())
+    tally = SimpleNamespace(right=0, wrong=list[Any](), again=0, killed=set[int]())
     left, lock = iter(range(requests)), threading.Lock()
 
     def run() -> None:
@@ -107,19 +107,19 @@ def killed_under_load(expected: Any, requests: int, clients: int, kills: int) ->
                 return
             while True:
                 try:
-                    status, told = infer(number % 97)
+                    status, response = infer(number % 97)
                 except (OSError, http.client.HTTPException):
-                    status, told = 0, None
+                    status, response = 0, None
                 if status in (200, 400):
                     break
                 with lock:
-                    found.again += 1
+                    tally.again += 1
                 time.sleep(0.05)
-            fits = status == 200 and told["outputs"][0]["data"] == pytest.approx(expected(number % 97), abs=1e-3)
+            fits = status == 200 and response["outputs"][0]["data"] == pytest.approx(expected(number % 97), abs=1e-3)
             with lock:
-                found.right += fits
+                tally.right += fits
                 if not fits:
-                    found.wrong.append((status, told))
+                    tally.wrong.append((status, response))
 
     threads = [threading.Thread(target=run) for _ in range(clients)]
     for thread in threads:
@@ -127,22 +127,22 @@ def killed_under_load(expected: Any, requests: int, clients: int, kills: int) ->
     pause = 0.0
     while any(thread.is_alive() for thread in threads):
         if (
-            len(found.killed) < kills
-            and found.right >= (len(found.killed) + 1) * requests // (kills + 2)
+            len(tally.killed) < kills
+            and tally.right >= (len(tally.killed) + 1) * requests // (kills + 2)
             and time.monotonic() > pause
         ):
             try:
                 process = ask("/v2/health/live", timeout=5)[1]["process"]
                 os.kill(process, signal.SIGKILL)
-                found.killed.add(process)
+                tally.killed.add(process)
             except (OSError, TypeError, KeyError):
                 pass  # none answers right now
             pause = time.monotonic() + 1
         time.sleep(0.02)
-    return found
+    return tally
 
 
 def test_replicas_that_are_killed_lose_no_request(cluster: Any, expected: Any) -> None:
-    found = killed_under_load(expected, requests=200, clients=8, kills=2)
-    print(f"{found.right} right, {found.again} asked again, {len(found.killed)} killed")
-    assert found.wrong == [] and found.right == 200 and found.killed
+    tally = killed_under_load(expected, requests=200, clients=8, kills=2)
+    print(f"{tally.right} right, {tally.again} asked again, {len(tally.killed)} killed")
+    assert tally.wrong == [] and tally.right == 200 and tally.killed

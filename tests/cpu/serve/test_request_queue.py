@@ -41,9 +41,9 @@ def asked(requests: ModuleType, model: Model, session: Callable[[Any], Awaitable
     """What `session(queue)` gives; batches of at most 4 rows.  Batches are noted in `session.batches` where it has that."""
 
     async def run() -> Any:
-        given = {"wait": 0.01, "limit": 100, "watch": lambda batch: None} | options
+        arguments = {"wait": 0.01, "limit": 100, "watch": lambda batch: None} | options
         with ThreadPoolExecutor(1) as thread:
-            async with requests.RequestQueue(model, thread, 4, **given) as queue:
+            async with requests.RequestQueue(model, thread, 4, **arguments) as queue:
                 return await asyncio.wait_for(session(queue), 60)
 
     return asyncio.run(run())
@@ -75,13 +75,13 @@ def test_several_calls_at_once(requests: ModuleType) -> None:
     async def run() -> tuple[int, list[int]]:
         with ThreadPoolExecutor(3) as threads:
             async with requests.RequestQueue(call, threads, 4, 0.01, 100, lambda batch: None, 2) as queue:
-                each = [asyncio.create_task(queue.answer(number, "a", 4, 20)) for number in range(5)]
+                tasks = [asyncio.create_task(queue.answer(number, "a", 4, 20)) for number in range(5)]
                 for _ in range(2):
                     assert await asyncio.to_thread(began.acquire, timeout=60)
                 await asyncio.sleep(0.05)
                 waiting = queue.waiting
                 gate.set()
-                return waiting, [await one for one in each]
+                return waiting, [await one for one in tasks]
 
     assert asyncio.run(run()) == (3, [0, 2, 4, 6, 8])
 
@@ -103,7 +103,7 @@ def test_a_full_queue_refuses_and_says_when_to_come_back(requests: ModuleType) -
         late = asyncio.create_task(queue.answer(4, "a", 1, 20))  # one has gone, and there is a place again
         await asyncio.sleep(0)
         gate.set()
-        return [await each for each in (first, waiting[1], late)]
+        return [await task for task in (first, waiting[1], late)]
 
     model = Model(gate)
     assert asked(requests, model, session, limit=2) == [0, 4, 8]
@@ -135,8 +135,8 @@ def test_a_request_that_fails_fails_alone(requests: ModuleType) -> None:
         return list(await asyncio.gather(*[queue.answer(n, "a", 1, 20) for n in (1, 13, 3)], return_exceptions=True))
 
     batches: list[Any] = []
-    told = asked(requests, Model(), session, watch=batches.append)
-    assert [str(each) for each in told] == ["2", "bad luck", "6"]
+    answers = asked(requests, Model(), session, watch=batches.append)
+    assert [str(answer) for answer in answers] == ["2", "bad luck", "6"]
     assert sum(sum(batch.rows) for batch in batches if not batch.failed) == 2, "rows are counted once, and where there is an answer"
 
 

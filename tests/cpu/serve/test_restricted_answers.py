@@ -35,8 +35,8 @@ NAMED = {"type": "function", "function": {"name": "put"}}
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     folder = tmp_path_factory.mktemp("tokenizer")
     write_tokenizer(folder, chat_template=CHAT)
-    with running(folder) as found:
-        yield found
+    with running(folder) as running_server:
+        yield running_server
 
 
 @pytest.fixture(scope="module")
@@ -55,20 +55,20 @@ def fits(text: str) -> bool:
 
 def test_answers_keep_to_a_schema(server: Running) -> None:
     """Several at once, beside one that is free; whole and streamed, with log-probabilities."""
-    made = server.chat("Hi", response_format=FORMAT, n=3)
-    assert all(fits(each["message"]["content"]) and each["finish_reason"] == "stop" for each in made["choices"])
+    completion = server.chat("Hi", response_format=FORMAT, n=3)
+    assert all(fits(choice["message"]["content"]) and choice["finish_reason"] == "stop" for choice in completion["choices"])
     *pieces, _ = server.chat("Hi", response_format=FORMAT, stream=True, logprobs=True)
-    text = "".join([each["choices"][0]["delta"]["content"] for each in pieces])
-    assert text == made["choices"][0]["message"]["content"]
-    tokens = [token["token"] for each in pieces for token in each["choices"][0]["logprobs"]["content"]]
+    text = "".join([piece["choices"][0]["delta"]["content"] for piece in pieces])
+    assert text == completion["choices"][0]["message"]["content"]
+    tokens = [token["token"] for piece in pieces for token in piece["choices"][0]["logprobs"]["content"]]
     assert "".join(tokens) == text.replace(" ", "Ġ") or "".join(tokens) == text
     assert server.chat("Hi", max_tokens=9)["choices"][0]["message"]["content"] == said(3, 9), "a free answer is as before"
     server.until_free()
 
 
 def test_any_object_and_completions(server: Running) -> None:
-    told = server.complete("abc", response_format={"type": "json_object"}, max_tokens=60)["choices"][0]
-    assert told["finish_reason"] == "stop" and json.loads(told["text"]) == {}
+    choice = server.complete("abc", response_format={"type": "json_object"}, max_tokens=60)["choices"][0]
+    assert choice["finish_reason"] == "stop" and json.loads(choice["text"]) == {}
     cut = server.chat("Hi", response_format=FORMAT, max_tokens=4)["choices"][0]
     assert cut["finish_reason"] == "length" and cut["message"]["content"] == '{"a"'
     stopped = server.chat("Hi", response_format=FORMAT, stop='"b"')["choices"][0]
@@ -97,8 +97,8 @@ def test_a_grammar_ends_an_answer_that_ignores_the_end(server: Running) -> None:
 )  # fmt: skip
 def test_what_is_refused(server: Running, more: Any, field: str, text: str) -> None:
     body = {"messages": [{"role": "user", "content": "a"}], **more}
-    status, told, _ = server.ask("/v1/chat/completions", body)
-    assert (status, told["error"]["param"]) == (400, field) and told["error"]["message"].endswith(text)
+    status, response, _ = server.ask("/v1/chat/completions", body)
+    assert (status, response["error"]["param"]) == (400, field) and response["error"]["message"].endswith(text)
 
 
 def test_without_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,9 +106,9 @@ def test_without_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with running(tmp_path) as server:
         body = {"messages": [{"role": "user", "content": "a"}], "response_format": FORMAT}
-        status, told, _ = server.ask("/v1/chat/completions", body)
+        status, response, _ = server.ask("/v1/chat/completions", body)
         wanted = "response_format: this server needs llguidance: pip install 'cgcompile[grammar]'"
-        assert (status, told["error"]["message"]) == (400, wanted)
+        assert (status, response["error"]["message"]) == (400, wanted)
         assert server.chat("Hi", max_tokens=5, logit_bias={"7": 1}, min_tokens=2)["choices"], "which asks for no grammar"
 
 
@@ -117,8 +117,8 @@ def test_a_grammar_that_gives_up_is_an_error(server: Running, monkeypatch: pytes
 
     monkeypatch.setattr(GrammarMatcher, "take", lambda matcher, token: "too complex")
     body = {"messages": [{"role": "user", "content": "Hi"}], "seed": 0, "response_format": FORMAT}
-    status, told, _ = server.ask("/v1/chat/completions", body)
-    assert (status, told["error"]["message"]) == (400, "response_format: the grammar engine gave up: too complex")
+    status, response, _ = server.ask("/v1/chat/completions", body)
+    assert (status, response["error"]["message"]) == (400, "response_format: the grammar engine gave up: too complex")
     status, events, _ = server.ask("/v1/chat/completions", body | {"stream": True})
     assert status == 200 and events[-1]["error"]["message"].endswith("too complex")
     server.until_free()
@@ -130,14 +130,14 @@ def test_a_grammar_that_gives_up_is_an_error(server: Running, monkeypatch: pytes
 @pytest.mark.parametrize("choice", ["required", NAMED])
 def test_calls_that_are_forced(server: Running, choice: Any) -> None:
     for stream in (False, True):
-        made = server.chat("Hi", tools=TOOLS, tool_choice=choice, parallel_tool_calls=False, stream=stream)
+        response = server.chat("Hi", tools=TOOLS, tool_choice=choice, parallel_tool_calls=False, stream=stream)
         if stream:
-            choices = [each["choices"][0] for each in made[:-1]]
-            calls = [call for each in choices for call in each["delta"].get("tool_calls", [])]
-            assert "".join([each["delta"].get("content") or "" for each in choices]) == "" and calls[0]["index"] == 0
+            choices = [chunk["choices"][0] for chunk in response[:-1]]
+            calls = [call for piece in choices for call in piece["delta"].get("tool_calls", [])]
+            assert "".join([piece["delta"].get("content") or "" for piece in choices]) == "" and calls[0]["index"] == 0
         else:
-            choices, calls = made["choices"], made["choices"][0]["message"]["tool_calls"]
-            assert made["choices"][0]["message"]["content"] is None
+            choices, calls = response["choices"], response["choices"][0]["message"]["tool_calls"]
+            assert response["choices"][0]["message"]["content"] is None
         (call,) = calls
         assert call["function"]["name"] == ("get" if choice == "required" else "put") and len(call["id"]) == 9
         assert json.loads(call["function"]["arguments"]) == {"a": "x"} or fits(call["function"]["arguments"])
@@ -158,13 +158,13 @@ def test_tools_that_may_be_called(server: Running) -> None:
 def test_openai_client(client: Any) -> None:
     messages: list[Any] = [{"role": "user", "content": "Hi"}]
     ask = client.chat.completions.create
-    made = ask(model="script", messages=messages, tools=TOOLS, tool_choice="required", seed=0, parallel_tool_calls=False)
-    (call,) = made.choices[0].message.tool_calls
-    assert made.choices[0].finish_reason == "tool_calls" and call.function.name == "get"
+    completion = ask(model="script", messages=messages, tools=TOOLS, tool_choice="required", seed=0, parallel_tool_calls=False)
+    (call,) = completion.choices[0].message.tool_calls
+    assert completion.choices[0].finish_reason == "tool_calls" and call.function.name == "get"
     pieces = list(ask(model="script", messages=messages, tools=TOOLS, tool_choice=NAMED, seed=0, stream=True))
-    calls = [each for piece in pieces for each in piece.choices[0].delta.tool_calls or []]
-    assert [each.function.name for each in calls] == ["put"] and fits(calls[0].function.arguments)
-    answered = [made.choices[0].message, {"role": "tool", "tool_call_id": call.id, "content": "2"}]
+    calls = [tool_call for piece in pieces for tool_call in piece.choices[0].delta.tool_calls or []]
+    assert [tool_call.function.name for tool_call in calls] == ["put"] and fits(calls[0].function.arguments)
+    answered = [completion.choices[0].message, {"role": "tool", "tool_call_id": call.id, "content": "2"}]
     assert ask(model="script", messages=messages + answered, tools=TOOLS, max_tokens=4).choices[0].finish_reason == "length"
     assert fits(ask(model="script", messages=messages, response_format=FORMAT, seed=0).choices[0].message.content)
 
@@ -178,8 +178,8 @@ def test_openai_parses_answers(client: Any) -> None:
         b: list[int]
 
     messages: list[Any] = [{"role": "user", "content": "Hi"}]
-    made = client.chat.completions.parse(model="script", messages=messages, response_format=Pair, seed=0)
-    assert isinstance(made.choices[0].message.parsed, Pair)
+    completion = client.chat.completions.parse(model="script", messages=messages, response_format=Pair, seed=0)
+    assert isinstance(completion.choices[0].message.parsed, Pair)
     with client.chat.completions.stream(model="script", messages=messages, tools=TOOLS, tool_choice=NAMED, seed=0) as stream:
         kinds = {event.type for event in stream}
         (call,) = stream.get_final_completion().choices[0].message.tool_calls
@@ -193,8 +193,8 @@ def test_biases_and_penalties(server: Running) -> None:
     letter = byte_tokenizer().encode("Z").ids[0]
     assert server.complete("abc", max_tokens=5, logit_bias={str(letter): 50})["choices"][0]["text"] == "ZZZZZ"
     penalized = server.complete("abc", max_tokens=5, logit_bias={str(letter): 1}, presence_penalty=1.5, n=2)
-    assert [each["text"][0] for each in penalized["choices"]] == ["Z", "Z"]
-    assert all(each["text"].count("Z") == 1 for each in penalized["choices"])
+    assert [choice["text"][0] for choice in penalized["choices"]] == ["Z", "Z"]
+    assert all(choice["text"].count("Z") == 1 for choice in penalized["choices"])
     counted = server.complete("abc", max_tokens=6, logit_bias={str(letter): 1}, frequency_penalty=0.4)["choices"][0]["text"]
     assert counted.startswith("ZZZ") and counted.count("Z") == 3
     server.until_free()
@@ -206,9 +206,9 @@ def test_the_shortest_answer(server: Running) -> None:
     requests: list[Request] = []
     opened = server.served.engine.open
 
-    def noted(given: Any) -> Any:
-        requests.extend(given)
-        return opened(given)
+    def noted(new_requests: Any) -> Any:
+        requests.extend(new_requests)
+        return opened(new_requests)
 
     server.served.engine.open = noted  # type: ignore[method-assign]
     try:

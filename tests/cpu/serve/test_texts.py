@@ -60,22 +60,22 @@ class Summing:
         self.calls.append((rows, length))
         columns = [struct.unpack(f"<{rows * length}q", tensor.data) for tensor in tensors]
         width = self.ports.outputs[0].shape[1]
-        made = []
+        floats = []
         for row in range(rows):
             sums = [float(sum(column[row * length : (row + 1) * length])) for column in columns]
-            made += (sums + [0.0] * width)[:width]
-        return [Given((rows, width), struct.pack(f"<{len(made)}f", *made))]
+            floats += (sums + [0.0] * width)[:width]
+        return [Given((rows, width), struct.pack(f"<{len(floats)}f", *floats))]
 
 
 def write_words(folder: Path, **config: Any) -> Path:
     """A tokenizer of WORDS, whose tokens are numbered from 1."""
-    made = tokenizers.Tokenizer(
+    tokenizer = tokenizers.Tokenizer(
         tokenizers.models.WordLevel({word: index for index, word in enumerate(["[UNK]", *WORDS])}, unk_token="[UNK]")
     )
-    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    made.post_processor = tokenizers.processors.TemplateProcessing(single="$A", pair="$A $B:1", special_tokens=[])
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(single="$A", pair="$A $B:1", special_tokens=[])
     folder.mkdir(exist_ok=True)
-    made.save(str(folder / "tokenizer.json"))
+    tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
@@ -129,14 +129,14 @@ def ask(port: int, path: str, body: Any) -> tuple[int, Any]:
 def test_embeddings(served: SimpleNamespace) -> None:
     served.entries["embed"].calls.clear()
     texts = ["the cat", "a", "the cat sleeps on a mat", "rain falls", "mat", "cat", "sleeps"]
-    status, told = ask(served.port, "/v1/embeddings", {"model": "embed", "input": texts})
-    assert status == 200 and told["model"] == "embed" and told["usage"] == {"prompt_tokens": 14, "total_tokens": 14}
+    status, response = ask(served.port, "/v1/embeddings", {"model": "embed", "input": texts})
+    assert status == 200 and response["model"] == "embed" and response["usage"] == {"prompt_tokens": 14, "total_tokens": 14}
     tokens = [[WORDS.index(word) + 1 for word in text.split()] for text in texts]
-    assert [each["embedding"] for each in told["data"]] == [[sum(row), len(row)] for row in tokens]
-    assert [each["index"] for each in told["data"]] == list(range(7))
+    assert [entry["embedding"] for entry in response["data"]] == [[sum(row), len(row)] for row in tokens]
+    assert [entry["index"] for entry in response["data"]] == list(range(7))
     assert sorted(served.entries["embed"].calls) == [(1, 8), (2, 4), (4, 4)], "by the recorded length, up to the largest batch"
-    status, told = ask(served.port, "/v1/embeddings", {"input": "the cat", "encoding_format": "base64"})
-    assert struct.unpack("<2f", base64.b64decode(told["data"][0]["embedding"])) == (3.0, 2.0)
+    status, response = ask(served.port, "/v1/embeddings", {"input": "the cat", "encoding_format": "base64"})
+    assert struct.unpack("<2f", base64.b64decode(response["data"][0]["embedding"])) == (3.0, 2.0)
     for tokens_alone in ([1, 2], [[1, 2]]):
         assert ask(served.port, "/v1/embeddings", {"input": tokens_alone})[1]["data"][0]["embedding"] == [3.0, 2.0]
 
@@ -144,12 +144,12 @@ def test_embeddings(served: SimpleNamespace) -> None:
 def test_a_reranker(served: SimpleNamespace) -> None:
     body = {"model": "rerank", "query": "the", "documents": ["cat", {"text": "rain falls"}, "a"], "return_documents": True}
     for path in ("/v1/rerank", "/rerank"):
-        status, told = ask(served.port, path, body | {"raw_scores": True})
-        assert status == 200 and [each["index"] for each in told["results"]] == [1, 2, 0]
-        assert [each["relevance_score"] for each in told["results"]] == [18.0, 6.0, 3.0]
-        assert told["results"][0]["document"] == {"text": "rain falls"}
-    status, told = ask(served.port, "/v1/rerank", body | {"top_n": 1})
-    assert told["results"] == [{"index": 1, "relevance_score": 1 / (1 + math.exp(-18.0)), "document": {"text": "rain falls"}}]
+        status, response = ask(served.port, path, body | {"raw_scores": True})
+        assert status == 200 and [entry["index"] for entry in response["results"]] == [1, 2, 0]
+        assert [entry["relevance_score"] for entry in response["results"]] == [18.0, 6.0, 3.0]
+        assert response["results"][0]["document"] == {"text": "rain falls"}
+    status, response = ask(served.port, "/v1/rerank", body | {"top_n": 1})
+    assert response["results"] == [{"index": 1, "relevance_score": 1 / (1 + math.exp(-18.0)), "document": {"text": "rain falls"}}]
 
 
 def test_the_second_text_of_a_pair_is_marked(tmp_path: Path) -> None:
@@ -214,9 +214,9 @@ def test_a_request_ends_at_its_deadline(tmp_path: Path) -> None:
 
 
 def test_a_classifier(served: SimpleNamespace) -> None:
-    status, told = ask(served.port, "/classify", {"model": "classify", "input": ["cat"]})
-    (row,) = told["data"]
-    assert status == 200 and (row["label"], row["num_classes"]) == ("bad", 3) and told["labels"] == ["bad", "good", "none"]
+    status, response = ask(served.port, "/classify", {"model": "classify", "input": ["cat"]})
+    (row,) = response["data"]
+    assert status == 200 and (row["label"], row["num_classes"]) == ("bad", 3) and response["labels"] == ["bad", "good", "none"]
     weights = [math.exp(number) for number in (2.0, 1.0, 0.0)]
     assert row["probs"] == pytest.approx([weight / sum(weights) for weight in weights])
 
@@ -248,33 +248,33 @@ def test_a_classifier(served: SimpleNamespace) -> None:
     ],
 )
 def test_what_is_refused(served: SimpleNamespace, path: str, body: Any, status: int, field: str, text: str) -> None:
-    found, told = ask(served.port, f"/v1/{path}", body)
-    assert (found, told["error"]["message"], told["error"]["param"]) == (status, text, field)
+    code, response = ask(served.port, f"/v1/{path}", body)
+    assert (code, response["error"]["message"], response["error"]["param"]) == (status, text, field)
 
 
 def test_a_long_text_is_cut_where_that_is_asked_for(served: SimpleNamespace) -> None:
-    status, told = ask(served.port, "/v1/embeddings", {"input": "the " * 8 + "cat", "truncate": True})
-    assert status == 200 and told["data"][0]["embedding"] == [9.0, 8.0], "the last token stays"
+    status, response = ask(served.port, "/v1/embeddings", {"input": "the " * 8 + "cat", "truncate": True})
+    assert status == 200 and response["data"][0]["embedding"] == [9.0, 8.0], "the last token stays"
 
 
 def test_a_full_queue_is_429(served: SimpleNamespace) -> None:
     served.entries["embed"].full = True
     try:
-        status, told = ask(served.port, "/v1/embeddings", {"input": ["a", "the cat sleeps on a"]})
-        assert status == 429 and told["error"]["message"] == "3 requests wait already"
+        status, response = ask(served.port, "/v1/embeddings", {"input": ["a", "the cat sleeps on a"]})
+        assert status == 429 and response["error"]["message"] == "3 requests wait already"
     finally:
         served.entries["embed"].full = False
 
 
 def test_models_are_listed(served: SimpleNamespace) -> None:
-    assert [each["id"] for each in ask(served.port, "/v1/models", None)[1]["data"]] == ["embed", "rerank", "classify"]
+    assert [model["id"] for model in ask(served.port, "/v1/models", None)[1]["data"]] == ["embed", "rerank", "classify"]
 
 
 def test_openai_embeddings(served: SimpleNamespace) -> None:
     openai = pytest.importorskip("openai", reason="pip install '.[dev]'")
     client = openai.OpenAI(base_url=f"http://127.0.0.1:{served.port}/v1", api_key="none", max_retries=0)
-    made = client.embeddings.create(model="embed", input=["the cat", "a"])
-    assert [each.embedding for each in made.data] == [[3.0, 2.0], [5.0, 1.0]] and made.usage.total_tokens == 3
+    response = client.embeddings.create(model="embed", input=["the cat", "a"])
+    assert [entry.embedding for entry in response.data] == [[3.0, 2.0], [5.0, 1.0]] and response.usage.total_tokens == 3
 
 
 def test_which_bundles_take_texts() -> None:
@@ -342,9 +342,9 @@ def test_a_bundle_with_its_tokenizer_beside_it(tmp_path: Path) -> None:
     network = names["model"]()
     texts = ["the cat sleeps", "a mat", "rain falls on the cat while a cat sleeps", "falls"]
     with serving(bundle) as port:
-        status, told = ask(port, "/v1/embeddings", {"input": texts, "truncate": True})
+        status, response = ask(port, "/v1/embeddings", {"input": texts, "truncate": True})
         assert status == 200 and ask(port, "/health", None)[1]["torch"] is False
-        for text, row in zip(texts, told["data"], strict=True):
+        for text, row in zip(texts, response["data"], strict=True):
             ids = [WORDS.index(word) + 1 for word in text.split()]
             ids = [*ids[:7], ids[-1]] if len(ids) > 8 else ids
             with torch.no_grad():

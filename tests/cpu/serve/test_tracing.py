@@ -26,11 +26,11 @@ def two_requests(tracing: ModuleType) -> list[Any]:
     async def run() -> list[Any]:
         with ThreadPoolExecutor(1) as thread:
             watch = lambda batch: tracing.batch_spans(batch, 4)  # noqa: E731
-            async with queue.RequestQueue(lambda items: [2 * item for item in items], thread, 2, 5.0, 9, watch) as made:
+            async with queue.RequestQueue(lambda items: [2 * item for item in items], thread, 2, 5.0, 9, watch) as request_queue:
 
                 async def ask(item: int, headers: dict[str, str]) -> Any:
                     with tracing.request_span("tiny", 3, headers):
-                        return await made.answer(item, "group", 1, 20.0)
+                        return await request_queue.answer(item, "group", 1, 20.0)
 
                 return await asyncio.gather(ask(1, PARENT), ask(2, {}))
 

@@ -20,7 +20,7 @@ from cgserve.models.version import Version, Watch, first_keys  # noqa: E402
 
 def test_a_new_version_is_opened_with_the_one_before(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes the tokenizer from there, and does not keep that version."""
-    opened, told = list[tuple[int, int | None]](), list[str]()
+    opened, event_names = list[tuple[int, int | None]](), list[str]()
     real = Version.open
 
     async def recorded(self: Version, path: Path, options: Options, watch: Watch, before: Version | None) -> None:
@@ -33,11 +33,11 @@ def test_a_new_version_is_opened_with_the_one_before(bundle: Path, monkeypatch: 
     async def run() -> None:
         model = Model("tiny", Options(), Watch())
         for number in (1, 2, 3):
-            await model.refresh({number: (bundle, ())}, lambda event: told.append(str(event["event"])))
+            await model.refresh({number: (bundle, ())}, lambda event: event_names.append(str(event["event"])))
         await model.close()
 
     asyncio.run(run())
-    assert (opened, told) == ([(1, None), (2, 1), (3, 2)], ["serving"] * 3)
+    assert (opened, event_names) == ([(1, None), (2, 1), (3, 2)], ["serving"] * 3)
 
 
 KEYS = ((1, 8), (1, 64), (2, 8), (2, 64), (8, 8), (8, 64))
@@ -56,5 +56,5 @@ def test_one_code_for_all_sizes_is_examined_at_the_smallest_and_the_largest(bund
 
 def test_every_graph_is_examined(bundle: Path) -> None:
     (program, *_) = read_manifest(str(bundle)).entries[0].programs
-    own = [replace(program, key=key, steps=(replace(program.steps[0], kind="graph", file=f"graphs/{key}"),)) for key in KEYS]
-    assert sorted(first_keys(of_programs(bundle, own))) == sorted(KEYS)
+    graphs = [replace(program, key=key, steps=(replace(program.steps[0], kind="graph", file=f"graphs/{key}"),)) for key in KEYS]
+    assert sorted(first_keys(of_programs(bundle, graphs))) == sorted(KEYS)

@@ -24,21 +24,21 @@ BUNDLE = GOLDEN / "v1/cpu_chains.cgb"
 @pytest.fixture
 def program() -> Iterator[cgbundle.Program]:
     try:
-        made = cgbundle.load(BUNDLE, outputs="view")
+        loaded_program = cgbundle.load(BUNDLE, outputs="view")
     except MachineError as error:
         pytest.skip(str(error))
-    with made:
-        yield made
+    with loaded_program:
+        yield loaded_program
 
 
 @pytest.fixture(scope="module")
 def model() -> Recurrent:
-    made = Recurrent()
+    recurrent = Recurrent()
     stored = Mapped(str(BUNDLE / file_names.WEIGHTS), file_names.WEIGHTS)
-    for name, tensor in made.state_dict().items():
+    for name, tensor in recurrent.state_dict().items():
         tensor.copy_(torch.frombuffer(bytearray(stored.data(name)), dtype=tensor.dtype).reshape(tensor.shape))
     stored.close()
-    return made
+    return recurrent
 
 
 def close(got: Any, expected: torch.Tensor) -> None:
@@ -50,7 +50,7 @@ def close(got: Any, expected: torch.Tensor) -> None:
 def test_calls_in_random_order(program: cgbundle.Program, model: Recurrent, library: str) -> None:
     drawn = random.Random(0)
 
-    def given(tensor: torch.Tensor) -> Any:
+    def argument(tensor: torch.Tensor) -> Any:
         return tensor.numpy() if library == "numpy" else tensor
 
     known: dict[str, tuple[Any, torch.Tensor]] = {}
@@ -58,12 +58,12 @@ def test_calls_in_random_order(program: cgbundle.Program, model: Recurrent, libr
         for _ in range(300):
             x = torch.randn(drawn.choice([3, 4, 4]), 16)
             if not known or drawn.random() < 0.4:
-                known["encode"] = program.encode(given(x)), model.encode(x)
+                known["encode"] = program.encode(argument(x)), model.encode(x)
             else:
                 passed, expected = known[drawn.choice(list(known))]
                 x = torch.randn(len(expected), 16)
-                taken = given(passed.tensor.clone()) if library == "torch" and drawn.random() < 0.3 else passed
-                (hidden, total), (wanted, sums) = program.step(taken, given(x)), model.step(expected, x)
+                taken = argument(passed.tensor.clone()) if library == "torch" and drawn.random() < 0.3 else passed
+                (hidden, total), (wanted, sums) = program.step(taken, argument(x)), model.step(expected, x)
                 close(total, sums)
                 known["step"] = hidden, wanted
             for hidden, wanted in known.values():

@@ -45,13 +45,13 @@ def check(program: cgbundle.Program, model: Lanes, count: int, seed: int) -> Non
     for _ in range(count):
         name = drawn.choice(["forward", "fill"])
         lane = torch.tensor([drawn.randrange(4)])
-        given = {
+        tensors = {
             "forward": (torch.randn(drawn.randrange(1, 10), 16, generator=generator),),
             "fill": (torch.randn(2, 16, generator=generator), lane),
         }[name]
         with torch.no_grad():
-            expected = getattr(model, name)(*given)
-        assert torch.allclose(program[name](*given), expected, rtol=1e-4, atol=1e-4), name
+            expected = getattr(model, name)(*tensors)
+        assert torch.allclose(program[name](*tensors), expected, rtol=1e-4, atol=1e-4), name
     assert torch.allclose(torch.from_dlpack(program.state["cache"]), model.cache, rtol=1e-4, atol=1e-4)
 
 

@@ -32,10 +32,10 @@ PATIENCE = 60
 def lost(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """What went wrong where nobody can be told: in `__del__`, or in a callback."""
     skip_older_torch()
-    found: list[Any] = []
-    monkeypatch.setattr(sys, "unraisablehook", found.append)
-    yield found
-    assert not found
+    errors: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", errors.append)
+    yield errors
+    assert not errors
 
 
 def called(program: Any) -> Any:
@@ -43,18 +43,18 @@ def called(program: Any) -> Any:
     if len(program.state):
         program.reset()
         program.seed(0)
-    made = program(numpy.ones((1, 16), numpy.float32))
-    return [numpy.asarray(each).tolist() for each in (made if isinstance(made, list | tuple) else [made])]
+    answer = program(numpy.ones((1, 16), numpy.float32))
+    return [numpy.asarray(tensor).tolist() for tensor in (answer if isinstance(answer, list | tuple) else [answer])]
 
 
 def elsewhere(act: Callable[[], Any]) -> Any:
     """What it gives in another thread, which would wait for a lock that was left."""
-    made: list[Any] = []
-    thread = threading.Thread(target=lambda: made.append(act()), daemon=True)
+    answers: list[Any] = []
+    thread = threading.Thread(target=lambda: answers.append(act()), daemon=True)
     thread.start()
     thread.join(PATIENCE)
-    assert made, "locked"
-    return made[0]
+    assert answers, "locked"
+    return answers[0]
 
 
 @pytest.mark.parametrize("large", [1, 128 << 10])
@@ -77,15 +77,15 @@ def test_a_call(golden: str, alone: bool, large: int, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("alone", [False, True])
 def test_a_close(alone: bool) -> None:
     """Where it is interrupted, the next one goes on."""
-    made: list[Any] = []
+    programs: list[Any] = []
 
     def close() -> None:
-        for program in made:
+        for program in programs:
             program.close()
 
     def check(point: str) -> None:
         close()
-        for program in made:
+        for program in programs:
             assert program._backend._bound is None and program._backend._shared is None, point
             with pytest.raises(ProgramClosed):
                 called(program)
@@ -93,8 +93,8 @@ def test_a_close(alone: bool) -> None:
     number = 0
     while True:
         root = cgbundle.load(GOLDEN / f"{SHARED}.cgb")
-        made[:] = [root.session(), root] if alone else [root]
-        called(made[0])
+        programs[:] = [root.session(), root] if alone else [root]
+        called(programs[0])
         met: list[str] = []
         try:
             with interrupted_at(number) as met:

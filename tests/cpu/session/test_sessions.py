@@ -45,10 +45,10 @@ class Cell(torch.nn.Module):
         self.register_buffer("steps", torch.arange(10, 14))
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        made = torch.tanh(x @ self.weight + self.memory)
-        self.memory.mul_(0.5).add_(made.mean(0))
+        activation = torch.tanh(x @ self.weight + self.memory)
+        self.memory.mul_(0.5).add_(activation.mean(0))
         self.steps.add_(torch.arange(1, 5))
-        return made, self.memory, self.weight, made[:, :4], x, x[:, 1:]
+        return activation, self.memory, self.weight, activation[:, :4], x, x[:, 1:]
 
 
 OUTPUTS = ("made", "memory", "weight", "first", "same", "rest")
@@ -94,7 +94,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ),
     ]
     names = [weight.name for weight in weights]
-    constants = tuple([(own, names.index(name)) for own, name in region.constants()])
+    constants = tuple([(symbol, names.index(name)) for symbol, name in region.constants()])
     region.close()
     assert sorted(weights[index].name for _, index in constants) == ["memory", "steps", "weight"]
     tensors = {name: stored(tensor) for name, tensor in model.state_dict().items()} | {"random": stored(torch.zeros(2).long())}
@@ -149,16 +149,16 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def cell(bundle: Path) -> Iterator[cgbundle.Program]:
-    with cgbundle.load(bundle) as made:
-        yield made
+    with cgbundle.load(bundle) as program:
+        yield program
 
 
 def check_equal(got: Any, want: torch.Tensor) -> None:
     torch.testing.assert_close(torch.as_tensor(got), want, rtol=1e-5, atol=1e-5)
 
 
-def state_of(each: cgbundle.Program) -> list[torch.Tensor]:
-    return [torch.from_dlpack(each.state[name]) for name in ("memory", "steps")]
+def state_of(program: cgbundle.Program) -> list[torch.Tensor]:
+    return [torch.from_dlpack(program.state[name]) for name in ("memory", "steps")]
 
 
 def test_state_goes_from_call_to_call_and_key_to_key_as_in_eager(cell: cgbundle.Program) -> None:
@@ -189,8 +189,8 @@ def sequence(seed: int) -> list[torch.Tensor]:
     return [example(SIZES[(seed + number) % 2], 1000 * seed + number) for number in range(SPIN)]
 
 
-def run(each: cgbundle.Program, calls: list[torch.Tensor]) -> list[torch.Tensor]:
-    return [each(x)["made"] for x in calls]
+def run(program: cgbundle.Program, calls: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [program(x)["made"] for x in calls]
 
 
 def test_eight_sessions_in_eight_threads_equal_one_after_the_other_bit_for_bit(cell: cgbundle.Program) -> None:
@@ -199,23 +199,23 @@ def test_eight_sessions_in_eight_threads_equal_one_after_the_other_bit_for_bit(c
         cell.reset()
         wanted.append((run(cell, sequence(seed)), state_of(cell)))
     cell.reset()
-    found: dict[int, Any] = {}
+    outcomes: dict[int, Any] = {}
     ready = threading.Barrier(8)
 
     def work(seed: int, session: cgbundle.Program) -> None:
         calls = sequence(seed)
         ready.wait(30)
-        found[seed] = (run(session, calls), state_of(session))
+        outcomes[seed] = (run(session, calls), state_of(session))
 
-    made = [cell.session() for _ in range(8)]
-    threads = [threading.Thread(target=work, args=(seed, session)) for seed, session in enumerate(made)]
+    sessions = [cell.session() for _ in range(8)]
+    threads = [threading.Thread(target=work, args=(seed, session)) for seed, session in enumerate(sessions)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(120)
     for seed, (outputs, state) in enumerate(wanted):
-        assert all(torch.equal(got, want) for got, want in zip(found[seed][0], outputs, strict=True)), seed
-        assert all(torch.equal(got, want) for got, want in zip(found[seed][1], state, strict=True)), seed
+        assert all(torch.equal(got, want) for got, want in zip(outcomes[seed][0], outputs, strict=True)), seed
+        assert all(torch.equal(got, want) for got, want in zip(outcomes[seed][1], state, strict=True)), seed
     assert cell.state["steps"].tolist() == [10, 11, 12, 13], "the loaded program's is its own"
 
 
@@ -268,16 +268,16 @@ def test_a_closed_program_closes_its_sessions_and_forgotten_ones_are_freed(bundl
     loaded.session()
     view = session.state.view("steps")
     loaded.close()
-    for each in (loaded, session):
+    for program in (loaded, session):
         uses: tuple[Callable[[], Any], ...] = (
-            lambda each=each: each(example(2)), lambda each=each: each.state["steps"], each.reset, each.session,
-            lambda each=each: each.buffers((2,)),
+            lambda closed=program: closed(example(2)), lambda closed=program: closed.state["steps"], program.reset, program.session,
+            lambda each=program: each.buffers((2,)),
         )  # fmt: skip
         for use in uses:
             with raises("program-closed"):
                 use()
     assert view.tolist() == [10, 11, 12, 13], "whoever looks at memory keeps it"
-    del view, loaded, session, each, use, uses
+    del view, loaded, session, program, use, uses
     gc.collect()
     assert mapped() <= before
 
@@ -289,11 +289,11 @@ def test_threads_that_close_one_session_at_once_free_it_once(bundle: Path) -> No
         sessions = [program.session() for _ in range(4)]
         start = threading.Barrier(6)
 
-        def end(each: cgbundle.Program, start: threading.Barrier = start) -> None:
+        def end(instance: cgbundle.Program, start: threading.Barrier = start) -> None:
             start.wait(60)
-            each.close()
+            instance.close()
 
-        threads = [threading.Thread(target=end, args=(each,)) for each in (*sessions, program, program)]
+        threads = [threading.Thread(target=end, args=(instance,)) for instance in (*sessions, program, program)]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -307,7 +307,7 @@ def test_the_memory_of_a_session_is_its_state(cell: cgbundle.Program) -> None:
 
 def test_seeds_are_written_and_differ_between_sessions(cell: cgbundle.Program) -> None:
     session = cell.session()
-    drawn = [numpy.frombuffer(each.state_bytes(2), "int64").tolist() for each in (cell, session)]
+    drawn = [numpy.frombuffer(program.state_bytes(2), "int64").tolist() for program in (cell, session)]
     assert drawn[0][0] != drawn[1][0] and [calls for _, calls in drawn] == [0, 0]
     cell.seed(77)
     cell.reset()
@@ -321,10 +321,10 @@ def test_the_static_buffers_are_the_same_at_every_call_and_not_copied(cell: cgbu
     (again,), (other,) = session.buffers((5,)), cell.buffers((5,))
     assert x.address == again.address != other.address and x.address % 64 == 0
     torch.from_dlpack(x).copy_(example(5))
-    made = session(torch.from_dlpack(x))
-    assert made["same"].data_ptr() == x.address
+    outputs = session(torch.from_dlpack(x))
+    assert outputs["same"].data_ptr() == x.address
     with torch.no_grad():
-        check_equal(made["made"], Cell()(example(5))[0])
+        check_equal(outputs["made"], Cell()(example(5))[0])
     with raises("key-missing", match=r"expected a recorded int_key \(\(2,\), \(5,\)\), got \(3,\)"):
         session.buffers((3,))
 
@@ -337,16 +337,16 @@ def test_outputs_share_memory_as_in_eager(bundle: Path, kind: str, outputs: str)
     }  # fmt: skip
     with cgbundle.load(bundle, outputs=outputs) as cell, cell.session() as session:
         x = kinds[kind](example(2))
-        made = session(x)
-        assert made["same"] is x
-        live = torch.from_dlpack(made["memory"])
-        first, whole, rest = (torch.from_dlpack(getattr(made[name], "tensor", made[name])) for name in ("first", "made", "rest"))
+        reply = session(x)
+        assert reply["same"] is x
+        live = torch.from_dlpack(reply["memory"])
+        first, whole, rest = (torch.from_dlpack(getattr(reply[name], "tensor", reply[name])) for name in ("first", "made", "rest"))
         assert first.data_ptr() == whole.data_ptr() and torch.equal(first, whole[:, :4])
         assert rest.data_ptr() == torch.from_dlpack(x).data_ptr() + 4
         assert torch.equal(live, torch.from_dlpack(session.state["memory"]))
         session(kinds[kind](example(5, 1)))
         assert torch.equal(live, torch.from_dlpack(session.state["memory"])), "it is the state itself"
-        weight = torch.from_dlpack(made["weight"])
+        weight = torch.from_dlpack(reply["weight"])
         weight[0, 0] = 5.0
         assert torch.from_dlpack(cell(x)["weight"])[0, 0] == 5.0, "sessions share their weights"
     with cgbundle.load(bundle) as fresh:

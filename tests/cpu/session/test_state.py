@@ -106,8 +106,8 @@ def test_the_same_state_by_numpy_and_without_any_library(stateful: Path) -> None
 
 class Overlapping(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        made = x * 2
-        return made[:, :6], made[:, 4:]
+        product = x * 2
+        return product[:, :6], product[:, 4:]
 
 
 class Apart(torch.nn.Module):
@@ -119,8 +119,8 @@ class Sometimes(torch.nn.Module):
     """`reshape` gives a look where it can, else a copy."""
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        made = (x * 2)[:, :4]
-        return made, made.reshape(-1)
+        product = (x * 2)[:, :4]
+        return product, product.reshape(-1)
 
 
 def wide(batch: int) -> tuple[torch.Tensor, ...]:
@@ -133,19 +133,19 @@ def test_outputs_that_overlap_in_part_are_refused(tmp_path: Path) -> None:
 
 
 class Reread(torch.nn.Module):
-    def __init__(self, given: bool) -> None:
+    def __init__(self, of_input: bool) -> None:
         super().__init__()
-        self.given = given
+        self.given = of_input
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        made = x * 2
-        return made, (x if self.given else made).view(torch.int32)
+        product = x * 2
+        return product, (x if self.given else product).view(torch.int32)
 
 
-@pytest.mark.parametrize("given", [True, False])
-def test_memory_seen_as_another_dtype_is_refused(given: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("of_input", [True, False])
+def test_memory_seen_as_another_dtype_is_refused(of_input: bool, tmp_path: Path) -> None:
     with raises("outputs-shared", match="sees memory as torch.int32 that it shares with a tensor of torch.float32"):
-        cgcompile.build(Reread(given), wide, sizes=[1, 4], out=tmp_path / "x.cgb", target="cpu")
+        cgcompile.build(Reread(of_input), wide, sizes=[1, 4], out=tmp_path / "x.cgb", target="cpu")
 
 
 def test_sharing_that_depends_on_the_size_is_refused(tmp_path: Path) -> None:

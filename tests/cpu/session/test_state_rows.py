@@ -44,7 +44,7 @@ def test_the_manifest_says_what_varies(paged: Path) -> None:
     (pages, slots) = manifest.state_dimensions
     assert (pages.name, [names[index] for index in pages.weights], pages.most) == ("pages", ["keys_0", "keys_1"], None)
     assert (slots.name, [names[index] for index in slots.weights], slots.most) == ("slots", ["seen"], 50)
-    assert [names[each.count] for each in (pages, slots)] == ["cgcompile_rows_pages", "cgcompile_rows_slots"]
+    assert [names[dimension.count] for dimension in (pages, slots)] == ["cgcompile_rows_pages", "cgcompile_rows_slots"]
     assert all(spec.range is None for entry in manifest.entries for spec in entry.inputs if spec.name != "place")
 
 
@@ -88,12 +88,12 @@ def test_what_a_load_refuses(paged: Path, bundle: Path) -> None:
 # --- what cannot be built so -----------------------------------------------------------------------------------------------
 
 
-def declared(given: Any, model: Any = None) -> Any:
-    return with_rows((load_source(model or Paged(), ENTRIES),), given)[0]  # type: ignore[arg-type]
+def declared(declarations: Any, model: Any = None) -> Any:
+    return with_rows((load_source(model or Paged(), ENTRIES),), declarations)[0]  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
-    ("given", "code", "said"),
+    ("declarations", "code", "said"),
     [
         (["keys_0"], "source-invalid", "state: expected a dict from buffers to dimensions, got list"),
         ({"keys_0": 5}, "source-invalid", "state: 'keys_0': 5 is no dimension"),
@@ -108,9 +108,9 @@ def declared(given: Any, model: Any = None) -> Any:
         ({"seen": ("slots", 3)}, "state-refused", "at most 3 slots are of use, and the model has 4"),
     ],
 )
-def test_declarations_that_are_none(given: Any, code: str, said: str) -> None:
+def test_declarations_that_are_none(declarations: Any, code: str, said: str) -> None:
     with raises(code, match=said):
-        declared(given)
+        declared(declarations)
 
 
 def test_buffers_that_cannot_vary() -> None:
@@ -177,17 +177,17 @@ def test_rows_are_reached_by_an_index_alone(use: Callable[..., Any], said: str) 
     ],
 )
 def test_python_may_not_read_the_number_of_rows(use: Callable[..., Any]) -> None:
-    made = [export(uses(use), {})]
+    exported = [export(uses(use), {})]
     with raises("state-refused", match=r"test_state_rows.py:.*forward\(\) is another program with 9 rows: "):
-        same_with_more_rows(made, 4, print)
-    assert made[0].source.model.cache.shape == (6, 3), "it has its own buffers again"
+        same_with_more_rows(exported, 4, print)
+    assert exported[0].source.model.cache.shape == (6, 3), "it has its own buffers again"
 
 
 def test_a_trace_shows_that_the_number_of_rows_matters_to_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = [export(uses(lambda cache, index: cache[index]), {})]
+    exported = [export(uses(lambda cache, index: cache[index]), {})]
     monkeypatch.setattr(more_rows, "export", None)  # it calls the model many times
-    same_with_more_rows(made, 4, print)
-    assert made[0].source.model.cache.shape == (6, 3)
+    same_with_more_rows(exported, 4, print)
+    assert exported[0].source.model.cache.shape == (6, 3)
 
 
 def test_state_that_nothing_writes_to_cannot_vary(tmp_path: Path) -> None:

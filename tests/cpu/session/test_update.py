@@ -67,11 +67,11 @@ def tiny(seed: int) -> torch.nn.Module:
 def odd(seed: int) -> torch.nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        made = Odd().eval()
+        model = Odd().eval()
         if seed:
             for name in ("scale", "shift", "unused"):
-                torch.nn.init.normal_(getattr(made, name))
-        return made
+                torch.nn.init.normal_(getattr(model, name))
+        return model
 
 
 def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -109,9 +109,9 @@ def as_file(weights: dict[str, torch.Tensor], folder: Path) -> object:
 def as_shards(weights: dict[str, torch.Tensor], folder: Path) -> object:
     names = sorted(weights)
     parts = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
-    for file, own in parts.items():
-        save_file({name: weights[name].contiguous() for name in own}, folder / file)
-    places = {name: file for file, own in parts.items() for name in own}
+    for file, shard_names in parts.items():
+        save_file({name: weights[name].contiguous() for name in shard_names}, folder / file)
+    places = {name: file for file, shard_names in parts.items() for name in shard_names}
     index = folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": places}))
     return str(index)
@@ -168,10 +168,10 @@ def test_what_is_not_finite_is_a_number_too(bundle: Path) -> None:
 
 
 def test_what_was_given_is_copied(bundle: Path, tmp_path: Path) -> None:
-    given, path = weights_of(tiny(7)), as_file(weights_of(tiny(7)), tmp_path)
+    weights, path = weights_of(tiny(7)), as_file(weights_of(tiny(7)), tmp_path)
     with cgbundle.load(bundle) as program:
-        program.update(given)
-        for value in given.values():
+        program.update(weights)
+        for value in weights.values():
             value.zero_()
         check(program, tiny(7))
         program.update(path)
@@ -338,9 +338,9 @@ def test_a_packed_state_dict_is_refused_with_the_names_that_fit(quantized_bundle
     tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
     with cgbundle.load(quantized_bundle) as program:
         before = program(X)
-        for given in (state, tensors, {"0.scale": state["0.scale"]}, {"0._packed_params.dtype": torch.qint8}):
+        for weights in (state, tensors, {"0.scale": state["0.scale"]}, {"0._packed_params.dtype": torch.qint8}):
             with raises("update-invalid", match="but '0._packed_params.*weight'") as caught:
-                program.update(given, partial=True)
+                program.update(weights, partial=True)
             assert "weight().int_repr()" in caught.value.hint
         assert torch.equal(program(X), before)
 
@@ -393,11 +393,11 @@ def test_a_session_that_cannot_take_them_leaves_all_as_they_are(bundle: Path, mo
             patch.setattr(CpuBackend, "_over", failing)
             with pytest.raises(MemoryError):
                 program.update(weights_of(tiny(7)))
-        for each in (program, *sessions):
-            check(each, tiny(0))
+        for caller in (program, *sessions):
+            check(caller, tiny(0))
         program.update(weights_of(tiny(7)))
-        for each in (program, *sessions):
-            check(each, tiny(7))
+        for caller in (program, *sessions):
+            check(caller, tiny(7))
 
 
 def test_a_closed_program_has_no_weights(bundle: Path) -> None:
@@ -427,8 +427,8 @@ def test_state_small_weights_and_tied_ones(odd_bundle: Path, tmp_path: Path) -> 
         torch.testing.assert_close(program(ids), model(ids), **CLOSE)
         assert program.state["calls"].tolist() == [[2.0] * 6] * 2, "state stays, and goes on"
         for leave in ("head.weight", "embedding.weight"):  # as checkpoints do
-            given = {name: value.contiguous() for name, value in weights_of(odd(2)).items() if name not in (leave, "calls")}
-            program.update(as_file(given, tmp_path))
+            checkpoint = {name: value.contiguous() for name, value in weights_of(odd(2)).items() if name not in (leave, "calls")}
+            program.update(as_file(checkpoint, tmp_path))
             torch.testing.assert_close(program(ids), odd(2)(ids), **CLOSE)
         with raises("update-invalid", match="'embedding.weight' and 'head.weight' are one tensor in the model, and differ"):
             program.update({**weights_of(odd(2)), "head.weight": torch.ones(11, 6)})
@@ -436,10 +436,10 @@ def test_state_small_weights_and_tied_ones(odd_bundle: Path, tmp_path: Path) -> 
 
 
 def test_what_is_fixed_may_be_given_as_it_is(odd_bundle: Path) -> None:
-    given = {"mask": odd(0).mask, **weights_of(odd(1))}
+    checkpoint = {"mask": odd(0).mask, **weights_of(odd(1))}
     (ids,) = numbers(2)
     with cgbundle.load(odd_bundle) as program, torch.no_grad():
-        program.update(given)
+        program.update(checkpoint)
         torch.testing.assert_close(program(ids), odd(1)(ids), **CLOSE)
         with raises("update-refused", match="weight 'mask' is a constant of the model, and not in its state_dict"):
             program.update({**weights_of(odd(2)), "mask": torch.zeros(3, 6)})
@@ -490,9 +490,9 @@ def test_every_answer_is_by_the_old_weights_or_the_new_ones_entirely(bundle: Pat
             last = False
             while not last:
                 last = done.is_set() and len(seen[place]) >= SPIN  # then this call begins behind the last update
-                found = (callers[place](x) - expected).abs().amax((1, 2))
-                assert (found < 1e-5).sum() == 1, found
-                seen[place].append(int(found.argmin()))
+                distances = (callers[place](x) - expected).abs().amax((1, 2))
+                assert (distances < 1e-5).sum() == 1, distances
+                seen[place].append(int(distances.argmin()))
 
         threads = [threading.Thread(target=checked(call, done, failures := []), args=(place,)) for place in range(len(callers))]
         for thread in threads:
@@ -504,7 +504,7 @@ def test_every_answer_is_by_the_old_weights_or_the_new_ones_entirely(bundle: Pat
         done.set()
         for thread in threads:
             thread.join()
-    assert not failures and all(own == sorted(own) and own[-1] == 4 for own in seen), (failures, seen)
+    assert not failures and all(indices == sorted(indices) and indices[-1] == 4 for indices in seen), (failures, seen)
 
 
 def checked(call: Callable[[int], None], done: threading.Event, failures: list[BaseException]) -> Callable[[int], None]:
@@ -527,5 +527,5 @@ def test_the_memory_of_old_weights_is_given_back(bundle: Path) -> None:
             bound = program._backend._bound
             seen += map(weakref.ref, [bound.weights._moved["2.bias"][1], *bound.regions])
         gc.collect()
-        assert [each() is not None for each in seen] == [False] * 4 + [True] * 2
+        assert [reference() is not None for reference in seen] == [False] * 4 + [True] * 2
         del bound

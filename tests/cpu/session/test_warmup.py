@@ -28,7 +28,7 @@ def _this_machine_runs_them() -> None:
         pytest.skip(str(error))
 
 
-def given(program: cgbundle.Program, key: tuple[int, ...]) -> cgbundle.Tensor:
+def ones_input(program: cgbundle.Program, key: tuple[int, ...]) -> cgbundle.Tensor:
     """An input of ones."""
     (spec,) = program.inputs
     shape = [key[0] if size == program.manifest.entries[0].dimensions[0].name else int(str(size)) for size in spec.shape]
@@ -50,12 +50,12 @@ def test_a_warm_program_answers_as_a_fresh_one_does(outputs: str) -> None:
         for program in (fresh, warm):
             if program.manifest.random is not None:
                 program.seed(7)
-            program(given(program, program.int_keys[0]))
+            program(ones_input(program, program.int_keys[0]))
         before = {name: warm.state[name].tolist() for name in warm.state}
         warm.warmup()
         assert before and {name: warm.state[name].tolist() for name in warm.state} == before
         for key in fresh.int_keys:
-            assert str(flat(warm(given(warm, key)))) == str(flat(fresh(given(fresh, key))))
+            assert str(flat(warm(ones_input(warm, key)))) == str(flat(fresh(ones_input(fresh, key))))
 
 
 def test_named_keys_alone_are_called() -> None:
@@ -101,7 +101,7 @@ def test_no_descriptor_is_left_open() -> None:
 
 def test_calls_and_steps_are_timed(tmp_path: Path) -> None:
     with cgbundle.load(PLAIN) as program:
-        x = given(program, program.int_keys[0])
+        x = ones_input(program, program.int_keys[0])
         before = flat(program(x))
         with program.profile() as profile:
             assert flat(program(x)) == before
@@ -126,7 +126,7 @@ def test_calls_and_steps_are_timed(tmp_path: Path) -> None:
 
 def test_a_program_may_be_closed_while_it_is_profiled() -> None:
     with cgbundle.load(PLAIN) as program, program.profile() as profile:
-        program(given(program, program.int_keys[0]))
+        program(ones_input(program, program.int_keys[0]))
         program.close()
     assert len(profile.spans) == 2
     with raises("program-closed"):

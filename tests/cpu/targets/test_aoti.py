@@ -30,7 +30,7 @@ def test_constants_are_buffers_under_their_names() -> None:
 
 def test_code_that_does_not_compile_is_made_again_without_vectors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A Swin's, by torch 2.11."""
-    asked, told = [], []
+    asked, messages = [], []
 
     def refused(module: Any, inputs: Any, options: Any) -> str:
         asked.append(options.get("cpp.simdlen"))
@@ -38,5 +38,5 @@ def test_code_that_does_not_compile_is_made_again_without_vectors(tmp_path: Path
 
     monkeypatch.setattr(torch._inductor, "aot_compile", refused)
     with raises("compiler-failed"):
-        compile_cpu(torch.export.export(Scaled(), (torch.randn(2, 2),)), tmp_path, told.append)
-    assert asked == [None, 1] and any("without vectors" in text for text in told)
+        compile_cpu(torch.export.export(Scaled(), (torch.randn(2, 2),)), tmp_path, messages.append)
+    assert asked == [None, 1] and any("without vectors" in text for text in messages)

@@ -15,14 +15,14 @@ def test_a_check_is_for_what_a_build_is_for(monkeypatch: pytest.MonkeyPatch, gpu
     chosen = choose("auto", "inductor")
     assert (resolved("auto"), recorder_for("auto")) == (target, recorder)
     assert (chosen.target, chosen.recorder) == (gpu or "cpu", recorder)
-    assert [resolved(each) for each in ("cpu", "cuda", "sm_80")] == ["cpu", "cuda", "sm_80"]
+    assert [resolved(target_name) for target_name in ("cpu", "cuda", "sm_80")] == ["cpu", "cuda", "sm_80"]
 
 
 def test_a_level_of_processors_is_built_and_run_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cgcompile.targets.choice.processor_flags", lambda: frozenset(LEVELS[1].features))
     monkeypatch.setattr("cgcompile.targets.choice.os.uname", lambda: type("Uname", (), {"machine": "x86_64"}))
-    made = choose("x86-64-v3", "inductor")
-    assert (made.target, made.recorder, made.runs_here) == ("x86-64-v3", "host", True)
+    choice = choose("x86-64-v3", "inductor")
+    assert (choice.target, choice.recorder, choice.runs_here) == ("x86-64-v3", "host", True)
     with raises("target-unavailable", match="lower 'eager': the cpu target has one lowering"):
         choose("x86-64-v3", "eager")
     with raises(

@@ -35,10 +35,10 @@ def test_a_compilation_that_fails_ends_the_others(tmp_path: Path, monkeypatch: p
     path.chmod(0o700)
     monkeypatch.setenv("CXX", str(path))
     program = torch.export.export(nn.Linear(4, 4), (torch.ones(2, 4),))
-    began, told = time.monotonic(), list[str]()
+    began, messages = time.monotonic(), list[str]()
     with raises("compiler-failed", match="the C\\+\\+ compiler refuses the code"):
-        compile_cpu(program, tmp_path, told.append)
-    assert time.monotonic() - began < 300 and "the C++ compiler refuses the vectorized code: again without vectors" in told
+        compile_cpu(program, tmp_path, messages.append)
+    assert time.monotonic() - began < 300 and "the C++ compiler refuses the vectorized code: again without vectors" in messages
     assert not [pid for pid in pids.read_text().split() if Path(f"/proc/{pid}").exists()]
 
 
@@ -46,14 +46,14 @@ def test_a_compilation_that_fails_ends_the_others(tmp_path: Path, monkeypatch: p
 def test_instruction_sets_are_those_that_the_compiler_is_told_to_use(tmp_path: Path) -> None:
     from torch._inductor.cpu_vec_isa import valid_vec_isa_list
 
-    found = {}
+    vector_isas = {}
     for name in ("x86-64-v3", "native"):
         wrapped = wrap(tmp_path / name, level_of(name))
         with unprobed(ask_compilers(str(wrapped.path), level_of(name))):
-            found[name] = [str(each).split() for each in valid_vec_isa_list()]
-    assert [flag for each in found["native"] for flag in each if flag != "avx512" and flag not in processor_flags()] == []
-    assert not any("avx512_vnni" in each or "amx_tile" in each for each in found["x86-64-v3"])
-    assert any("avx512_vnni" in each for each in found["native"]) == ("avx512_vnni" in processor_flags())
+            vector_isas[name] = [str(isa).split() for isa in valid_vec_isa_list()]
+    assert [flag for flags in vector_isas["native"] for flag in flags if flag != "avx512" and flag not in processor_flags()] == []
+    assert not any("avx512_vnni" in flags or "amx_tile" in flags for flags in vector_isas["x86-64-v3"])
+    assert any("avx512_vnni" in flags for flags in vector_isas["native"]) == ("avx512_vnni" in processor_flags())
 
 
 DEVICES = ["cpu", "cuda", "cuda:0", "cuda:12", "xpu:1", "mps", "", "gpu", "cpu:", "cuda:x", "cuda:1x", "cuda:1:2", "cpux", ":1"]
@@ -77,7 +77,7 @@ def test_the_header_reads_devices_as_the_standard_one_does(tmp_path: Path) -> No
     (tmp_path / "devices.cpp").write_text(PROGRAM)
     said = []
     for folder in (["-I", str(HEADERS)], []):
-        made = tmp_path / f"devices{len(said)}"
-        subprocess.run(["g++", "-std=c++17", *folder, "-o", made, tmp_path / "devices.cpp"], check=True)
-        said.append(subprocess.run([made, *DEVICES], capture_output=True, text=True, check=True).stdout)
+        executable = tmp_path / f"devices{len(said)}"
+        subprocess.run(["g++", "-std=c++17", *folder, "-o", executable, tmp_path / "devices.cpp"], check=True)
+        said.append(subprocess.run([executable, *DEVICES], capture_output=True, text=True, check=True).stdout)
     assert said[0] == said[1] and said[0].count("1 ") == 6

@@ -29,24 +29,24 @@ def called(path: Path, *arguments: str) -> list[str]:
 
 
 def test_a_level_is_all_that_the_code_is_compiled_for(tmp_path: Path) -> None:
-    made = wrap(tmp_path / "compiler", level_of("x86-64-v3"))
+    wrapper = wrap(tmp_path / "compiler", level_of("x86-64-v3"))
     kept = [] if "AOTInductorGetLastError" in INTERFACE.read_text() else ["-DCGCOMPILE_KEEPS_ERRORS"]
     silent = ["-include", str(HEADER), *kept]
-    assert called(made.path, "m.cpp", *GIVEN) == ["m.cpp", "-O3", "-march=x86-64-v3", *silent, "-fPIC", "-c", "-o", "a b.o"]
-    assert called(made.path, "m.S", *GIVEN) == ["m.S", "-O3", "-march=x86-64-v3", "-fPIC", "-c", "-o", "a b.o"]
-    assert called(made.path, "--version") == ["--version"]
-    assert made.options() == [("-march=x86-64-v3",)]
-    assert made.path.name == "g++ 12", "Inductor tells compilers apart by their names"
+    assert called(wrapper.path, "m.cpp", *GIVEN) == ["m.cpp", "-O3", "-march=x86-64-v3", *silent, "-fPIC", "-c", "-o", "a b.o"]
+    assert called(wrapper.path, "m.S", *GIVEN) == ["m.S", "-O3", "-march=x86-64-v3", "-fPIC", "-c", "-o", "a b.o"]
+    assert called(wrapper.path, "--version") == ["--version"]
+    assert wrapper.options() == [("-march=x86-64-v3",)]
+    assert wrapper.path.name == "g++ 12", "Inductor tells compilers apart by their names"
 
 
 def test_native_code_is_what_inductor_says_less_what_one_maker_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler.os, "uname", lambda: type("Uname", (), {"machine": "x86_64"}))
-    made = wrap(tmp_path / "compiler", None)
+    wrapper = wrap(tmp_path / "compiler", None)
     off = ["-mno-sse4a", "-mno-xop", "-mno-fma4", "-mno-tbm"]
-    found = called(made.path, "m.cpp", *GIVEN)
-    assert found[:7] == ["m.cpp", "-O3", "-march=native", *off] and found[-6:] == GIVEN[2:]
-    called(made.path, "m.cpp", "-march=native", "-o", "probe.so")
-    assert made.options() == [("-march=native", *off, "-mavx512f", "-mavx512vnni")], "a probe is no code of the bundle"
+    arguments = called(wrapper.path, "m.cpp", *GIVEN)
+    assert arguments[:7] == ["m.cpp", "-O3", "-march=native", *off] and arguments[-6:] == GIVEN[2:]
+    called(wrapper.path, "m.cpp", "-march=native", "-o", "probe.so")
+    assert wrapper.options() == [("-march=native", *off, "-mavx512f", "-mavx512vnni")], "a probe is no code of the bundle"
     monkeypatch.setattr(compiler.os, "uname", lambda: type("Uname", (), {"machine": "aarch64"}))
     arm = wrap(tmp_path / "arm", None)
     assert called(arm.path, "m.S", "-march=armv9-a+sve2", "-msve-vector-bits=256", "-c") == [

@@ -25,9 +25,9 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[
     monkeypatch.setenv("CGCOMPILE_CACHE", str(tmp_path / "cache"))
 
     def read() -> list[str]:
-        found = log.read_text().splitlines() if log.exists() else []
+        lines = log.read_text().splitlines() if log.exists() else []
         log.unlink(missing_ok=True)
-        return found
+        return lines
 
     return read
 

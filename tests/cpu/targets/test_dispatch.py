@@ -73,23 +73,23 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Tensor,
     """What eager PyTorch gives, and what the compiled code does."""
     generator = torch.Generator().manual_seed(0)
     x, parts = torch.randn(4, 8, generator=generator), torch.randn(4, 6, 2, generator=generator)
-    given = [x, torch.view_as_complex(parts), torch.randn(4, 4, 4, generator=generator) + 4 * torch.eye(4)]
+    inputs = [x, torch.view_as_complex(parts), torch.randn(4, 4, 4, generator=generator) + 4 * torch.eye(4)]
     with torch.no_grad():
         model = Many()
-        expected = model(*given)
-        program = torch.export.export(model, tuple(given), strict=False)
+        expected = model(*inputs)
+        program = torch.export.export(model, tuple(inputs), strict=False)
     compiled = compile_cpu(program, tmp_path_factory.mktemp("many"), lambda text: None)
     library = libtorch.load(torch.__version__)
     scale = Weight(name="scale", tensor="scale", dtype="float32", shape=(), strides=(), memory="weights", offset=0)
     bound = layouts.bind_constants(compiled.path, program, [scale])
-    made = [Layout(library.dtype(dtype_name(each.dtype)), each.shape, each.stride()) for each in given]
+    input_layouts = [Layout(library.dtype(dtype_name(tensor.dtype)), tensor.shape, tensor.stride()) for tensor in inputs]
     outputs = RegionOutputs(library, len(expected))
     try:
-        bound.region.run([each.data_ptr() for each in given], made, outputs.handles)
-        found = [_read(library, handle, like) for handle, like in zip(outputs.handles, expected, strict=True)]
+        bound.region.run([tensor.data_ptr() for tensor in inputs], input_layouts, outputs.handles)
+        actual = [_read(library, handle, like) for handle, like in zip(outputs.handles, expected, strict=True)]
     finally:
         bound.region.close()
-    return dict(zip((*CALLS, SCALE), zip(expected, found, strict=True), strict=True))
+    return dict(zip((*CALLS, SCALE), zip(expected, actual, strict=True), strict=True))
 
 
 def _read(library: libtorch.LibTorch, handle: int | None, like: Tensor) -> Tensor:
@@ -105,8 +105,8 @@ def _read(library: libtorch.LibTorch, handle: int | None, like: Tensor) -> Tenso
 
 @pytest.mark.parametrize("name", (*CALLS, SCALE))
 def test_the_code_gives_what_eager_pytorch_does(name: str, results: dict[str, tuple[Tensor, Tensor]]) -> None:
-    expected, found = results[name]
-    torch.testing.assert_close(found, expected.resolve_conj(), rtol=1e-4, atol=1e-4)
+    expected, actual = results[name]
+    torch.testing.assert_close(actual, expected.resolve_conj(), rtol=1e-4, atol=1e-4)
 
 
 class Scaled(nn.Module):
@@ -129,8 +129,8 @@ class Converted(nn.Module):
     """Calls an operator that torch has in Python alone."""
 
     def forward(self, z: Tensor) -> Tensor:
-        made: Tensor = torch.ops.prims.convert_element_type(z, torch.complex128)
-        return made
+        converted: Tensor = torch.ops.prims.convert_element_type(z, torch.complex128)
+        return converted
 
 
 def test_an_operator_that_is_known_in_python_alone_is_named_with_the_line(tmp_path: Path) -> None:

@@ -43,8 +43,8 @@ ENTRIES = [
 
 
 def test_rows_ascend_and_an_only_output_need_not_be_named() -> None:
-    given = [("prefill", "decode.hidden"), ("decode.cache.0", "decode.cache.0"), ("decode.hidden", "decode.hidden")]
-    assert donations_of(given, ENTRIES) == (
+    pairs = [("prefill", "decode.hidden"), ("decode.cache.0", "decode.cache.0"), ("decode.hidden", "decode.hidden")]
+    assert donations_of(pairs, ENTRIES) == (
         Donation(source="decode", output=0, target="decode", input=0),
         Donation(source="decode", output=1, target="decode", input=1),
         Donation(source="prefill", output=0, target="decode", input=0),
@@ -85,9 +85,9 @@ def test_dtypes_and_shapes() -> None:
 def test_outputs_that_lie_elsewhere_and_inputs_that_are_written() -> None:
     for memory, words in (("inputs", "one of its inputs"), ("state", "buffer 'cache'")):
         alias = SimpleNamespace(output=0, memory=memory, index=0, name="cache")
-        own = described("prefill", [], [spec("output", ("batch", 16))], aliases=(alias,))
+        prefill = described("prefill", [], [spec("output", ("batch", 16))], aliases=(alias,))
         with raises("donation-refused", match=words):
-            donations_of([("prefill", "decode.hidden")], [own, ENTRIES[1]])
+            donations_of([("prefill", "decode.hidden")], [prefill, ENTRIES[1]])
     sized = described("prefill", [], [spec("output", ("batch", 16))], data_sizes=(DataSize(output=0, axis=0, count=1),))
     with raises("donation-refused", match="the size of the output depends on data"):
         donations_of([("prefill", "decode.hidden")], [sized, ENTRIES[1]])
@@ -104,8 +104,8 @@ def test_another_order_of_the_axes(tmp_path: Any) -> None:
         check_layouts(take)
 
 
-@pytest.mark.parametrize("given", [{"prefill": "decode"}, "prefill", [("prefill",)], [("prefill", 3)], ["ab"], None])
-def test_what_is_no_list_of_pairs(given: Any) -> None:
+@pytest.mark.parametrize("donations", [{"prefill": "decode"}, "prefill", [("prefill",)], [("prefill", 3)], ["ab"], None])
+def test_what_is_no_list_of_pairs(donations: Any) -> None:
     with raises("source-invalid", match="model.py: donations: expected pairs of an output and an input"):
-        checked_donations(given, "model.py")
+        checked_donations(donations, "model.py")
     assert checked_donations([["prefill", "decode.hidden"]], "model.py") == (("prefill", "decode.hidden"),)

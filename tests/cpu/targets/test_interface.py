@@ -50,8 +50,8 @@ def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str],
 def contents() -> bytes | None:
     with begun_interface() as interface:
         assert interface is not None
-        made = interface.made.result()
-        return None if made is None else made.read_bytes()
+        path = interface.made.result()
+        return None if path is None else path.read_bytes()
 
 
 def test_it_is_compiled_once_and_again_when_what_was_kept_is_damaged(compiler: Callable[[str], Log], tmp_path: Path) -> None:

@@ -44,10 +44,10 @@ def kernels(folder: Path) -> list[str]:
 
 
 def test_checks_throw_behind_the_loops(tmp_path: Path) -> None:
-    found = kernels(tmp_path)
-    checked = [code for code in found if "index out of bounds" in code]
-    assert checked and len(checked) < len(found)
-    for code in found:
+    kernel_codes = kernels(tmp_path)
+    checked = [code for code in kernel_codes if "index out of bounds" in code]
+    assert checked and len(checked) < len(kernel_codes)
+    for code in kernel_codes:
         assert ("cgcompile_failure" in code) == (code in checked), "a loop without checks stays as it is"
     for code in checked:
         assert "#pragma omp" in code or torch.get_num_threads() == 1

@@ -27,8 +27,8 @@ def model() -> nn.Module:
 
 
 def exported(module: nn.Module | None = None, rows: int = 3, high: int = 8) -> ExportedProgram:
-    given = (torch.ones(rows, 4),)
-    return torch.export.export(module or model(), given, dynamic_shapes=({0: Dim("batch", min=1, max=high)},))
+    inputs = (torch.ones(rows, 4),)
+    return torch.export.export(module or model(), inputs, dynamic_shapes=({0: Dim("batch", min=1, max=high)},))
 
 
 @pytest.fixture

@@ -40,9 +40,9 @@ def test_products_with_weights_of_eight_bits(code: Code, rows: int, count: int, 
         torch.randint(-127, 128, (count, depth)).to(torch.int8),
         torch.rand(count),
     )
-    made, wanted = c_void_p(), int8_linear(x, weight, scale)
-    assert code("int8_linear", x, weight, scale, byref(made)) == 0
-    torch.testing.assert_close(code.taken(made, wanted), wanted, atol=1e-3 * depth**0.5, rtol=1e-5)
+    output_handle, wanted = c_void_p(), int8_linear(x, weight, scale)
+    assert code("int8_linear", x, weight, scale, byref(output_handle)) == 0
+    torch.testing.assert_close(code.taken(output_handle, wanted), wanted, atol=1e-3 * depth**0.5, rtol=1e-5)
 
 
 def test_products_that_are_refused(code: Code) -> None:
@@ -87,10 +87,10 @@ def test_attention_reads_live_tokens_alone(code: Code, case: tuple[object, ...])
 
 def assert_same(code: Code, case: tuple[object, ...], wanted: Tensor, *, checked: int = 0) -> None:
     *tensors, sinks, scale, window, chunk, softcap = case
-    handle, made = code.handle(sinks) if isinstance(sinks, Tensor) else None, c_void_p()
+    handle, output_handle = code.handle(sinks) if isinstance(sinks, Tensor) else None, c_void_p()
     options = None if handle is None else byref(handle), c_double(scale), c_int64(window), c_int64(chunk), c_double(softcap)
-    assert code("paged_attention", *tensors, *options, c_int64(checked), byref(made)) == 0
-    torch.testing.assert_close(code.taken(made, wanted), wanted, atol=2e-5, rtol=1e-5)
+    assert code("paged_attention", *tensors, *options, c_int64(checked), byref(output_handle)) == 0
+    torch.testing.assert_close(code.taken(output_handle, wanted), wanted, atol=2e-5, rtol=1e-5)
     if handle is not None:
         code.library.aoti_torch_delete_tensor_object(handle)
 
@@ -99,8 +99,8 @@ def assert_same(code: Code, case: tuple[object, ...], wanted: Tensor, *, checked
 def test_a_page_that_is_not_there_is_refused(code: Code, page: int) -> None:
     query, cache, one = torch.randn(1, 1, 2, 16), torch.randn(9, 2, 16, 16), torch.tensor([1])
     for table, start in ((torch.tensor([[page]]), 0), (torch.tensor([[1]]), 16), (torch.tensor([[1]]), -1)):
-        given = query, cache, cache, table, torch.tensor([start]), one, None, c_double(1), c_int64(0), c_int64(0), c_double(0)
-        assert code("paged_attention", *given, c_int64(0), byref(c_void_p())) != 0
+        arguments = query, cache, cache, table, torch.tensor([start]), one, None, c_double(1), c_int64(0), c_int64(0), c_double(0)
+        assert code("paged_attention", *arguments, c_int64(0), byref(c_void_p())) != 0
 
 
 def test_checks_know_the_operators_that_have_code() -> None:
@@ -143,6 +143,6 @@ def test_a_bundle_calls_them(tmp_path: Path, standalone: bool | None) -> None:
     (file,) = (tmp_path / "both.cgb/host").iterdir()
     assert all(f"aoti_torch_cpu_{name}".encode() in file.read_bytes() for name in ("int8_linear", "paged_attention"))
     assert "custom-operator" not in {finding.rule for entry in built.manifest.entries for finding in entry.findings}
-    given = both_inputs(5)
+    inputs = both_inputs(5)
     with cgbundle.load(tmp_path / "both.cgb") as program:
-        torch.testing.assert_close(program(*given), model(*given), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(program(*inputs), model(*inputs), atol=1e-5, rtol=1e-5)

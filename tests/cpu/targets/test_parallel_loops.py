@@ -26,12 +26,12 @@ def generated(folder: Path) -> str:
     """The kernels of `Sums` as C++, which nothing compiles."""
     from cgcompile.targets.cpu.loops import any_number_of_threads
 
-    given = (torch.zeros(1 << 20), torch.zeros(8))
-    program = torch.export.export(Sums(), given)
+    inputs = (torch.zeros(1 << 20), torch.zeros(8))
+    program = torch.export.export(Sums(), inputs)
     options = {"aot_inductor.package": True, "aot_inductor.package_cpp_only": True, "cpp.vec_isa_ok": True, **NO_HEADERS}
     with pytest.MonkeyPatch.context() as patch, any_number_of_threads():
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder))
-        files = torch._inductor.aot_compile(program.module(), given, options=options)
+        files = torch._inductor.aot_compile(program.module(), inputs, options=options)
     assert isinstance(files, list)
     return "\n".join(Path(file).read_text() for file in files if str(file).endswith(".cpp"))
 

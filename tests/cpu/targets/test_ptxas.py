@@ -23,8 +23,8 @@ def triton(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A triton without anything but the folder of its ptxas; returns that folder."""
     folder = tmp_path / "triton" / "backends" / "nvidia" / "bin"
     folder.mkdir(parents=True)
-    found = SimpleNamespace(origin=str(tmp_path / "triton" / "__init__.py"))
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: found)
+    spec = SimpleNamespace(origin=str(tmp_path / "triton" / "__init__.py"))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
     return folder
 
 
@@ -35,9 +35,9 @@ def script(path: Path, body: str) -> None:
 
 def test_the_installed_triton_serves_every_target() -> None:
     """Triton 3.6 and 3.7 bring ptxas of CUDA 12 and of CUDA 13; a major version has no minor one as its lowest driver."""
-    found = {row.name: lowest_driver(row.capability) for row in ARCHES}
-    assert set(found.values()) <= {12000, 13000, 14000}
-    assert found["sm_80"] == found["sm_86"] == found["sm_89"] == found["sm_90"] <= found["sm_100"] == found["sm_120"]
+    drivers = {row.name: lowest_driver(row.capability) for row in ARCHES}
+    assert set(drivers.values()) <= {12000, 13000, 14000}
+    assert drivers["sm_80"] == drivers["sm_86"] == drivers["sm_89"] == drivers["sm_90"] <= drivers["sm_100"] == drivers["sm_120"]
 
 
 @pytest.mark.parametrize("row", ARCHES, ids=lambda row: row.name)

@@ -65,12 +65,12 @@ class Shifted(torch.nn.Module):
 
 def lines(folder: Path, stored: AbstractContextManager[None]) -> list[str]:
     """The lines of the loops of `Shifted`, which nothing compiles."""
-    given = (torch.zeros(3, 4, 8, 16),)
-    program = torch.export.export(Shifted(), given, dynamic_shapes=({0: torch.export.Dim("batch")},))
+    inputs = (torch.zeros(3, 4, 8, 16),)
+    program = torch.export.export(Shifted(), inputs, dynamic_shapes=({0: torch.export.Dim("batch")},))
     options = {"aot_inductor.package": True, "aot_inductor.package_cpp_only": True, "cpp.vec_isa_ok": True, **NO_HEADERS}
     with pytest.MonkeyPatch.context() as patch, stored:
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder))
-        files = torch._inductor.aot_compile(program.module(), given, options=options)
+        files = torch._inductor.aot_compile(program.module(), inputs, options=options)
     assert isinstance(files, list)
     code = "\n".join([Path(file).read_text() for file in files if str(file).endswith(".cpp")])
     return [

@@ -55,8 +55,8 @@ def laid_out(draw: st.DrawFn, shape: tuple[int, ...]) -> torch.Tensor:
     """Random numbers, the axes in any order in memory, some repeated, with gaps or without."""
     order = draw(st.permutations(range(len(shape))))
     repeated = [draw(st.integers(0, 7)) == 0 for _ in shape]
-    made = draw(matrices(tuple(1 if repeated[axis] else shape[axis] for axis in order)))
-    return made.permute([order.index(axis) for axis in range(len(shape))]).expand(shape)
+    tensor = draw(matrices(tuple(1 if repeated[axis] else shape[axis] for axis in order)))
+    return tensor.permute([order.index(axis) for axis in range(len(shape))]).expand(shape)
 
 
 sizes = st.one_of(st.integers(1, 40), st.sampled_from([48, 64, 127, 384, 400]))
@@ -101,34 +101,34 @@ def test_batched_products_are_torchs(code: Code, data: st.DataObject, batch: int
 def test_attention_is_torchs(code: Code, data: st.DataObject, batch: int, heads: int, rows: int, keys: int, width: int) -> None:
     causal = data.draw(st.booleans())
     keys = rows if causal else keys
-    q, k, v = [data.draw(laid_out((batch, heads, each, width))) for each in (rows, keys, keys)]
+    q, k, v = [data.draw(laid_out((batch, heads, length, width))) for length in (rows, keys, keys)]
     mask = None
     if not causal and data.draw(st.booleans()):
         shape = data.draw(st.sampled_from([(batch, 1, rows, keys), (1, heads, rows, 1), (1, 1, 1, keys), (rows, keys), (1, keys)]))
         mask = torch.where(torch.rand(shape) < 0.7, 0.0, float("-inf"))
         mask[..., 0] = 0.0
     scale = data.draw(st.sampled_from([None, 0.3]))
-    made, rest = c_void_p(), c_void_p()
+    output_handle, rest = c_void_p(), c_void_p()
     given_mask = byref(code.handle(mask)) if mask is not None else None
     given_scale = byref(c_double(scale)) if scale is not None else None
     name = "_scaled_dot_product_flash_attention_for_cpu"
-    assert code(name, q, k, v, c_double(0), c_int32(causal), given_mask, given_scale, byref(made), byref(rest)) == 0
+    assert code(name, q, k, v, c_double(0), c_int32(causal), given_mask, given_scale, byref(output_handle), byref(rest)) == 0
     # torch itself (2.13) answers with what lay in memory where the rows of q are one row repeated: a leading dimension of 0.
-    plain = [each.contiguous() for each in (q, k, v)]
+    plain = [tensor.contiguous() for tensor in (q, k, v)]
     want = F.scaled_dot_product_attention(*plain, attn_mask=mask, is_causal=causal, scale=scale)
-    found = code.taken(made, want)
-    torch.testing.assert_close(found, want, atol=1e-5, rtol=1e-5)
-    assert found.stride() == torch.empty_like(q).stride(), "what compiled code takes for granted of it"
+    actual = code.taken(output_handle, want)
+    torch.testing.assert_close(actual, want, atol=1e-5, rtol=1e-5)
+    assert actual.stride() == torch.empty_like(q).stride(), "what compiled code takes for granted of it"
     code.library.aoti_torch_delete_tensor_object(rest)
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.data(), st.lists(st.integers(1, 4), min_size=1, max_size=4))
 def test_a_copy_is_laid_out_as_torchs(code: Code, data: st.DataObject, shape: list[int]) -> None:
-    tensor, made = data.draw(laid_out((*shape, 2))), c_void_p()
-    assert code.library.aoti_torch_clone(code.handle(tensor), byref(made)) == 0
-    found, want = code.taken(made, tensor), tensor.clone()
-    assert torch.equal(found, want) and found.stride() == want.stride()
+    tensor, output_handle = data.draw(laid_out((*shape, 2))), c_void_p()
+    assert code.library.aoti_torch_clone(code.handle(tensor), byref(output_handle)) == 0
+    actual, want = code.taken(output_handle, tensor), tensor.clone()
+    assert torch.equal(actual, want) and actual.stride() == want.stride()
 
 
 NUMBERS = st.one_of(
@@ -144,10 +144,10 @@ NUMBERS = st.one_of(
 @settings(max_examples=100, deadline=None)
 @given(values=st.lists(NUMBERS, min_size=16, max_size=16))
 def test_functions_of_vectors_are_right_to_two_units_in_the_last_place(code: Code, name: str, values: list[float]) -> None:
-    given = torch.tensor(values, dtype=torch.float32)
-    found = torch.empty(16)
-    code.library[f"{name}_of"](c_void_p(given.data_ptr()), c_void_p(found.data_ptr()), c_long(16))
-    want = getattr(torch, name)(given.double())
+    operands = torch.tensor(values, dtype=torch.float32)
+    actual = torch.empty(16)
+    code.library[f"{name}_of"](c_void_p(operands.data_ptr()), c_void_p(actual.data_ptr()), c_long(16))
+    want = getattr(torch, name)(operands.double())
     rounded = want.float()
     unit = torch.maximum(
         torch.nextafter(rounded.abs(), torch.tensor(torch.inf)).double() - rounded.abs().double(), torch.tensor(1e-45)
@@ -155,9 +155,9 @@ def test_functions_of_vectors_are_right_to_two_units_in_the_last_place(code: Cod
     if name in ("sin", "cos"):
         unit = torch.full_like(unit, 2.0**-24)  # near zero of a large angle the error is absolute, as it is of a sum of parts
     special = ~torch.isfinite(rounded) | (rounded == 0)
-    assert torch.equal(torch.nan_to_num(found[special], nan=7.0), torch.nan_to_num(rounded[special], nan=7.0))
-    error = ((found.double() - want).abs() / unit)[~special]
-    assert error.numel() == 0 or float(error.max()) <= 2, (given[~special][error.argmax()], error.max())
+    assert torch.equal(torch.nan_to_num(actual[special], nan=7.0), torch.nan_to_num(rounded[special], nan=7.0))
+    error = ((actual.double() - want).abs() / unit)[~special]
+    assert error.numel() == 0 or float(error.max()) <= 2, (operands[~special][error.argmax()], error.max())
 
 
 sides = st.tuples(st.integers(1, 5), st.integers(1, 5))
@@ -167,41 +167,41 @@ steps = st.tuples(st.integers(1, 3), st.integers(1, 3))
 @settings(max_examples=80, deadline=None)
 @given(st.data(), st.integers(1, 3), st.sampled_from([1, 3, 17]), st.sampled_from([1, 5, 40]), sides, steps)
 def test_convolutions_are_torchs(
-    code: Code, data: st.DataObject, batch: int, channels: int, made: int, kernel: tuple[int, int], stride: tuple[int, int]
+    code: Code, data: st.DataObject, batch: int, channels: int, out_channels: int, kernel: tuple[int, int], stride: tuple[int, int]
 ) -> None:
     padding, dilation = data.draw(st.tuples(st.integers(0, 3), st.integers(0, 3))), data.draw(steps)
     room = [step * (side - 1) + 1 + data.draw(st.integers(0, 12)) for side, step in zip(kernel, dilation, strict=True)]
-    x, weight = torch.randn(batch, channels, *room), torch.randn(made, channels, *kernel)
+    x, weight = torch.randn(batch, channels, *room), torch.randn(out_channels, channels, *kernel)
     if data.draw(st.booleans()):
         x = x.contiguous(memory_format=torch.channels_last)
     if data.draw(st.booleans()):
         weight = weight.contiguous(memory_format=torch.channels_last)
-    bias, found = torch.randn(made) if data.draw(st.booleans()) else None, c_void_p()
-    numbers = [byref((c_int64 * 2)(*each)) for each in (stride, padding, dilation)]
+    bias, output_handle = torch.randn(out_channels) if data.draw(st.booleans()) else None, c_void_p()
+    numbers = [byref((c_int64 * 2)(*pair)) for pair in (stride, padding, dilation)]
     given_bias = byref(code.handle(bias)) if bias is not None else None
     sized = [word for number in numbers for word in (number, c_int64(2))]
     none = byref((c_int64 * 2)(0, 0)), c_int64(2)
-    assert code("convolution", x, weight, given_bias, *sized, c_int32(0), *none, c_int64(1), byref(found)) == 0
+    assert code("convolution", x, weight, given_bias, *sized, c_int32(0), *none, c_int64(1), byref(output_handle)) == 0
     # torch 2.13's convolution by oneDNN ends the process for some inputs that it has to pad: they are padded for it
     want = F.conv2d(F.pad(x, (padding[1], padding[1], padding[0], padding[0])), weight, bias, stride, 0, dilation)
     place, library = c_void_p(), libtorch.LibTorch(code.library)
-    _, sizes, strides = library.layout(found.value or 0)
+    _, sizes, strides = library.layout(output_handle.value or 0)
     assert tuple(sizes) == want.shape
     if min(want.shape) > 1 and min(x.shape) > 1 and min(weight.shape) > 1:
         assert tuple(strides) == want.stride(), "what compiled code takes for granted of it"
-    assert library.data_pointer(found, byref(place)) == 0
+    assert library.data_pointer(output_handle, byref(place)) == 0
     numbers_of = torch.frombuffer(bytearray(ctypes.string_at(place.value or 0, want.nbytes)), dtype=torch.float32)
     torch.testing.assert_close(numbers_of.as_strided(tuple(sizes), tuple(strides)), want, atol=1e-4, rtol=1e-4)
-    code.library.aoti_torch_delete_tensor_object(found)
+    code.library.aoti_torch_delete_tensor_object(output_handle)
 
 
 def test_a_convolution_of_no_pictures(code: Code) -> None:
     numbers = [word for _ in range(3) for word in (byref((c_int64 * 2)(1, 1)), c_int64(2))]
-    none, found = (byref((c_int64 * 2)(0, 0)), c_int64(2)), c_void_p()
-    given = torch.empty(0, 3, 9, 9), torch.randn(5, 3, 3, 3), None
-    assert code("convolution", *given, *numbers, c_int32(0), *none, c_int64(1), byref(found)) == 0
-    assert tuple(libtorch.LibTorch(code.library).layout(found.value or 0)[1]) == (0, 5, 9, 9)
-    code.library.aoti_torch_delete_tensor_object(found)
+    none, output_handle = (byref((c_int64 * 2)(0, 0)), c_int64(2)), c_void_p()
+    tensors = torch.empty(0, 3, 9, 9), torch.randn(5, 3, 3, 3), None
+    assert code("convolution", *tensors, *numbers, c_int32(0), *none, c_int64(1), byref(output_handle)) == 0
+    assert tuple(libtorch.LibTorch(code.library).layout(output_handle.value or 0)[1]) == (0, 5, 9, 9)
+    code.library.aoti_torch_delete_tensor_object(output_handle)
 
 
 @settings(max_examples=60, deadline=None)
@@ -210,10 +210,10 @@ def test_running_sums_are_torchs(code: Code, data: st.DataObject, shape: list[in
     tensor = (
         (data.draw(laid_out((*shape, 3))) * 3).to(getattr(torch, dtype)) if shape else torch.ones((), dtype=getattr(torch, dtype))
     )
-    dim, made = data.draw(st.integers(-max(1, tensor.dim()), max(1, tensor.dim()) - 1)), c_void_p()
-    assert code("cumsum", tensor, c_int64(dim), None, byref(made)) == 0
+    dim, output_handle = data.draw(st.integers(-max(1, tensor.dim()), max(1, tensor.dim()) - 1)), c_void_p()
+    assert code("cumsum", tensor, c_int64(dim), None, byref(output_handle)) == 0
     want = torch.cumsum(tensor, dim)
-    assert torch.equal(code.dense(made, want), want)
+    assert torch.equal(code.dense(output_handle, want), want)
 
 
 @settings(max_examples=80, deadline=None)
@@ -240,12 +240,12 @@ def test_the_largest_and_smallest_are_torchs_of_equal_ones_too(
 @pytest.mark.parametrize(("value", "kind"), [(True, c_bool), (-7, c_int64), (5, c_int32), (0.5, c_float)])
 def test_an_item(code: Code, value: float, kind: type[Any]) -> None:
     dtype = {c_bool: torch.bool, c_int64: torch.int64, c_int32: torch.int32, c_float: torch.float32}[kind]
-    tensor, found = torch.tensor([value], dtype=dtype), kind()
+    tensor, scalar = torch.tensor([value], dtype=dtype), kind()
     item = code.library[f"aoti_torch_item_{str(dtype).removeprefix('torch.')}"]
     again = c_void_p()
     assert code.library.aoti_torch_assign_tensors_out(code.handle(tensor), byref(again)) == 0
-    assert item(again, byref(found)) == 0 and found.value == value
-    assert item(code.handle(tensor.expand(2)), byref(found)) and item(code.handle(torch.zeros(1, dtype=torch.int8)), byref(found))
+    assert item(again, byref(scalar)) == 0 and scalar.value == value
+    assert item(code.handle(tensor.expand(2)), byref(scalar)) and item(code.handle(torch.zeros(1, dtype=torch.int8)), byref(scalar))
 
 
 @pytest.mark.parametrize("rows", [83, 200, 711])
@@ -253,13 +253,13 @@ def test_bands_of_rows_have_the_bits_of_all_rows_at_once(code: Code, rows: int) 
     """Where panels are kept a product goes by bands of as many rows as stay in a cache: 84 of these, or fewer."""
     a, weight, added, out = torch.randn(rows, 1550), torch.randn(70, 1550), torch.randn(70), torch.empty(rows, 70)
     code.library.cgbundle_fix(c_void_p(weight.data_ptr()), c_int64(weight.nbytes))
-    made = []
+    products = []
     for _ in range(3):
         assert code("addmm_out", out.fill_(float("nan")), added, a, weight.T, c_double(1), c_double(1)) == 0
-        made.append(out.clone())
+        products.append(out.clone())
     code.library.cgbundle_release(c_void_p(weight.data_ptr()))
-    assert torch.equal(made[0], made[1]) and torch.equal(made[0], made[2])
-    torch.testing.assert_close(made[0], torch.addmm(added, a, weight.T), atol=TOLERANCE * 1550, rtol=0)
+    assert torch.equal(products[0], products[1]) and torch.equal(products[0], products[2])
+    torch.testing.assert_close(products[0], torch.addmm(added, a, weight.T), atol=TOLERANCE * 1550, rtol=0)
 
 
 def test_panels_are_kept_of_memory_that_is_fixed_alone(code: Code) -> None:
@@ -296,8 +296,8 @@ def test_what_it_cannot_do_is_an_error(code: Code) -> None:
     assert code("_scaled_dot_product_flash_attention_for_cpu", *[torch.zeros(1, 1, 2, 2)] * 3, *dropout)
     plain = (c_double(0), c_int32(0), None, None, byref(c_void_p()), byref(c_void_p()))
     for other in ((1, 4, 2, 2), (3, 6, 2, 2), (1, 6, 2, 4)):  # heads that are no groups; rows, and numbers of another count
-        given = torch.zeros(1, 6, 2, 2), torch.zeros(other), torch.zeros(other)
-        assert code("_scaled_dot_product_flash_attention_for_cpu", *given, *plain)
+        tensors = torch.zeros(1, 6, 2, 2), torch.zeros(other), torch.zeros(other)
+        assert code("_scaled_dot_product_flash_attention_for_cpu", *tensors, *plain)
 
 
 def test_what_nobody_has_is_named_by_the_linker(tmp_path: Path) -> None:
@@ -374,8 +374,8 @@ def test_its_answers_beside_torch_in_the_same_process(standalone_bundle: tuple[P
         for size in (1, 4):
             x = torch.randn(size, 7, 32)
             want = model(x)[0]
-            for each in (program, two, session):
-                torch.testing.assert_close(each(x)[0], want, atol=1e-5, rtol=1e-5)
+            for caller in (program, two, session):
+                torch.testing.assert_close(caller(x)[0], want, atol=1e-5, rtol=1e-5)
         weight = model.get_parameter("out.weight")
         program.update({"out.weight": weight * 2}, partial=True)
         x = torch.randn(4, 7, 32)

@@ -41,7 +41,7 @@ def test_a_value_is_copied_once_when_the_other_side_first_reads_it() -> None:
         ),
         merged=(), inputs=("x",), outputs=("k", "c"), state=(),
     )  # fmt: skip
-    made, host = program_row(
+    program, host = program_row(
         (2,),
         partition,
         lowered(
@@ -59,14 +59,14 @@ def test_a_value_is_copied_once_when_the_other_side_first_reads_it() -> None:
         arena=768,
         static=768,
     )
-    kinds = [(step.kind, step.region if step.kind != "copy" else None) for step in made.steps]
+    kinds = [(step.kind, step.region if step.kind != "copy" else None) for step in program.steps]
     copy = ("copy", None)
     assert kinds == [("graph", 0), copy, copy, ("host", 2), copy, ("graph", 1), copy, ("host", 3), copy]
-    places = [[(made.values[index].memory, made.values[index].offset) for index in step.inputs] for step in made.steps]
+    places = [[(program.values[index].memory, program.values[index].offset) for index in step.inputs] for step in program.steps]
     assert places[3] == [("host", 0), ("host", 256)] and places[5] == [("arena", 256), ("inputs", 256)]
     assert places[7] == [("host", 0), ("host", 768)], "a is still there from its first copy"
-    assert [made.values[index].memory for index in made.outputs] == ["inputs", "arena"]
-    assert host == 5 * 256 and made.steps[0].file == "graphs/1"
+    assert [program.values[index].memory for index in program.outputs] == ["inputs", "arena"]
+    assert host == 5 * 256 and program.steps[0].file == "graphs/1"
 
 
 def test_what_is_only_handed_through_the_host_keeps_its_layout() -> None:
@@ -75,7 +75,7 @@ def test_what_is_only_handed_through_the_host_keeps_its_layout() -> None:
         merged=(), inputs=("x",), outputs=("z",), state=(),
     )  # fmt: skip
     turned = (1, 2)
-    made, _ = program_row(
+    program, _ = program_row(
         (2,),
         partition,
         lowered(
@@ -89,9 +89,9 @@ def test_what_is_only_handed_through_the_host_keeps_its_layout() -> None:
         arena=256,
         static=512,
     )
-    assert [step.kind for step in made.steps] == ["copy", "copy", "graph"]
-    for step in made.steps[:2]:
-        assert made.values[step.inputs[0]].strides == made.values[step.outputs[0]].strides == turned
+    assert [step.kind for step in program.steps] == ["copy", "copy", "graph"]
+    for step in program.steps[:2]:
+        assert program.values[step.inputs[0]].strides == program.values[step.outputs[0]].strides == turned
 
 
 def test_what_the_host_writes_to_goes_back_where_it_came_from() -> None:
@@ -100,8 +100,8 @@ def test_what_the_host_writes_to_goes_back_where_it_came_from() -> None:
         regions=(region("host-1", ("b", "x"), ("h",), written=("b", "x")), region("graph-1", ("h", "y"), ("z",), written=("y",))),
         merged=(), inputs=("x", "y"), outputs=("z",), state=("b",),
     )  # fmt: skip
-    assert [each.made for each in partition.regions] == [("h", "b.after", "x.after"), ("z",)]
-    made, _ = program_row(
+    assert [part.made for part in partition.regions] == [("h", "b.after", "x.after"), ("z",)]
+    program, _ = program_row(
         (2,),
         partition,
         lowered(
@@ -115,11 +115,11 @@ def test_what_the_host_writes_to_goes_back_where_it_came_from() -> None:
         arena=256,
         static=768,
     )
-    check_order(made, "p", changed=(0, 1))
-    check_lifetimes(made, "p")
-    assert [step.kind for step in made.steps] == ["copy", "copy", "host", "copy", "copy", "copy", "graph"]
-    rows = [[made.values[index] for index in (*step.inputs, *step.outputs)] for step in made.steps]
+    check_order(program, "p", changed=(0, 1))
+    check_lifetimes(program, "p")
+    assert [step.kind for step in program.steps] == ["copy", "copy", "host", "copy", "copy", "copy", "graph"]
+    rows = [[program.values[index] for index in (*step.inputs, *step.outputs)] for step in program.steps]
     for there, back, place in ((rows[0], rows[3], ("state", 256)), (rows[1], rows[4], ("inputs", 0))):
         assert (there[0].memory, there[0].offset) == (back[1].memory, back[1].offset) == place
         assert there[1].strides == back[0].strides == there[0].strides and there[1] != back[0]
-    assert [(each.memory, each.offset) for each in rows[6]] == [("inputs", 512), ("inputs", 256), ("arena", 0)]
+    assert [(operand.memory, operand.offset) for operand in rows[6]] == [("inputs", 512), ("inputs", 256), ("arena", 0)]

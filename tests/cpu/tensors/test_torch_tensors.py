@@ -13,11 +13,11 @@ from cgbundle.tensors.torch_tensors import Torch
 
 @pytest.fixture(params=["one question", "by descriptors"])
 def library(request: pytest.FixtureRequest) -> Torch:
-    made = Torch(torch)
-    assert made._guards is not None
+    torch_library = Torch(torch)
+    assert torch_library._guards is not None
     if request.param == "by descriptors":
-        made._guards = None  # as with a torch that lacks it
-    return made
+        torch_library._guards = None  # as with a torch that lacks it
+    return torch_library
 
 
 def values() -> torch.Tensor:
@@ -41,29 +41,29 @@ DIFFERENT: dict[str, Callable[[], Any]] = {
 def test_what_differs_is_told_apart(library: Torch, other: Callable[[], Any]) -> None:
     first = values()
     for count in (1, 2):
-        given = [first] * count
-        like = library.guard(given)
-        assert like(given) is not None
-        last = like([*given[1:], other()])
+        tensors = [first] * count
+        like = library.guard(tensors)
+        assert like(tensors) is not None
+        last = like([*tensors[1:], other()])
         assert last is None or last[0] != [first.data_ptr()] * count  # what is resolved lies elsewhere
-        assert like([*given, first]) is None and like([]) is None
+        assert like([*tensors, first]) is None and like([]) is None
 
 
 def test_addresses_are_those_of_the_call(library: Torch) -> None:
     first, second = values(), values()
-    found = library.guard([first, second])([second, second])
-    assert found is not None and found[0] == [second.data_ptr()] * 2
-    found = library.guard([first])((second,))
-    assert found is not None and found[0] == [second.data_ptr()]
+    answer = library.guard([first, second])([second, second])
+    assert answer is not None and answer[0] == [second.data_ptr()] * 2
+    answer = library.guard([first])((second,))
+    assert answer is not None and answer[0] == [second.data_ptr()]
 
 
 def test_numbers_that_memory_does_not_hold_are_resolved() -> None:
     library = Torch(torch)
     for value in (torch._neg_view(values()), torch.ones(3, dtype=torch.complex64).conj()):
-        found = library.guard([value])([value])
-        assert found is not None and found[0] != [value.data_ptr()]
-        ((kept, descriptor),) = found[1]
-        assert [kept.data_ptr()] == found[0] == [descriptor[0]] and torch.equal(kept, value)
+        answer = library.guard([value])([value])
+        assert answer is not None and answer[0] != [value.data_ptr()]
+        ((kept, descriptor),) = answer[1]
+        assert [kept.data_ptr()] == answer[0] == [descriptor[0]] and torch.equal(kept, value)
 
 
 def test_every_mode_of_torch_has_a_likeness_of_its_own() -> None:
@@ -72,7 +72,7 @@ def test_every_mode_of_torch_has_a_likeness_of_its_own() -> None:
     outside = library.guard([values()])
     for mode in (torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu")):
         with mode():
-            given = [values()]
-            inside = library.guard(given)
-            assert inside(given) is not None
-            assert outside(given) in (None, ([given[0].data_ptr()], None))
+            tensors = [values()]
+            inside = library.guard(tensors)
+            assert inside(tensors) is not None
+            assert outside(tensors) in (None, ([tensors[0].data_ptr()], None))

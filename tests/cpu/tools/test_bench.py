@@ -42,8 +42,8 @@ def test_a_bundle_beside_eager(bundle: Path, tmp_path: Path) -> None:
     plot = tmp_path / "bench.svg"
     result = bench(bundle, "--rounds", 1, "--against", "eager", "--json", "--plot", plot)
     assert result.exit_code == 0, result.output
-    found = json.loads(result.stdout)
-    ours, theirs = found["ways"]
+    report = json.loads(result.stdout)
+    ours, theirs = report["ways"]
     assert (ours["name"], theirs["name"], ours["why"], theirs["why"]) == ("bundle", "eager", "", "")
     for way in (ours, theirs):
         (start,) = way["starts"]
@@ -56,7 +56,7 @@ def test_a_bundle_beside_eager(bundle: Path, tmp_path: Path) -> None:
         assert [error["key"] for error in way["errors"]] == [[1], [4]] and way["memory"]["resident"] > way["memory"]["own"] > 0
     assert theirs["starts"][0]["import"] > ours["starts"][0]["import"]
     assert result.stderr.startswith("measure           ...  tiny beside eager, 1 round\n")
-    assert found["wrong"] == [] and not found["interrupted"] and found["machine"]["gpu"] == ""
+    assert report["wrong"] == [] and not report["interrupted"] and report["machine"]["gpu"] == ""
     assert plot.read_text().startswith("<svg")
 
 
@@ -184,10 +184,10 @@ def test_the_program_as_python_gives_eagers_bits(
         tensors = sample(source, {name: values[pick] for name, values in sizes.items()}).tensors
         args, kwargs = written.arrange(tensors)
         with torch.no_grad():
-            made = written.outputs(written.module(*args, **kwargs))
+            actual = written.outputs(written.module(*args, **kwargs))
         expected = run_eager(exported.flat, tensors).outputs
-        assert [each.dtype for each in made] == [each.dtype for each in expected]
-        assert all(torch.equal(a, b) for a, b in zip(made, expected, strict=True))
+        assert [tensor.dtype for tensor in actual] == [tensor.dtype for tensor in expected]
+        assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
 def test_tied_weights_are_one_parameter(tmp_path: Path) -> None:
@@ -197,12 +197,12 @@ def test_tied_weights_are_one_parameter(tmp_path: Path) -> None:
 
 
 def test_buffers_that_calls_change_are_put_back(tmp_path: Path) -> None:
-    made = ProgramModule(job(tmp_path, export(load_source(Counter(), rows), {"batch": (2, 5)}), state=True))
-    buffers = InitialBuffers(made.module)
+    program = ProgramModule(job(tmp_path, export(load_source(Counter(), rows), {"batch": (2, 5)}), state=True))
+    buffers = InitialBuffers(program.module)
     x = torch.zeros(2, 3)
-    first, second = (made.outputs(made.module(x))[0] for _ in range(2))
+    first, second = (program.outputs(program.module(x))[0] for _ in range(2))
     buffers.restore()
-    assert [float(each[0, 0]) for each in (first, second, made.outputs(made.module(x))[0])] == [1.0, 2.0, 1.0]
+    assert [float(output[0, 0]) for output in (first, second, program.outputs(program.module(x))[0])] == [1.0, 2.0, 1.0]
 
 
 def test_a_program_whose_operators_are_unknown_here_is_no_way(tmp_path: Path) -> None:
@@ -232,20 +232,20 @@ def test_a_users_module_is_called_as_its_forward_wants(tmp_path: Path) -> None:
     user = UserModule({"model": str(path), "target": "cpu", "entry": "forward", "state": False, "train": False, "call": call})
     tensors = [torch.tensor([float(10**index)]) for index in range(5)]
     args, kwargs = user.arrange(tensors)
-    found = user.outputs(user.module(*args, **kwargs))
-    assert [each.tolist() for each in found] == [[3 * 11111.0], [1.0]]
+    actual = user.outputs(user.module(*args, **kwargs))
+    assert [output.tolist() for output in actual] == [[3 * 11111.0], [1.0]]
 
 
 def test_the_compilers_worker_serves_in_this_process_too(bundle: Path, model_file: Path) -> None:
     """What a fresh process does, without one: the self-test's inputs in, the self-test's outputs out."""
     manifest = archive.read_manifest(str(bundle))
-    given = {
+    job = {
         "bundle": str(bundle), "target": "cpu", "entry": "forward",
         "keys": [[4]], "orders": [[0, 1]], "outputs": 1, "mutated": [], "state": False,
         "calls": 1, "call": manifest.entries[0].call["call"], "model": str(model_file), "train": False,
     }  # fmt: skip
     try:
-        served = TorchModel("eager", given, Laps(started=0.0))
+        served = TorchModel("eager", job, Laps(started=0.0))
         served.call(0)
         served.settle(0)
         assert max(served.differs(0)["errors"]) < 1e-5 and served.prepare(0)() is not None and served.about() == {}

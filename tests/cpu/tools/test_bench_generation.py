@@ -22,13 +22,13 @@ from tests.helpers.raising import raises
 def test_a_bundle_beside_eager_generate() -> None:
     folder = llama_bundle()
     arguments = ["bench", str(folder / "llama.cgb"), "--generate", "--against", "eager", "--rounds", "1", "--quiet"]
-    found = CliRunner().invoke(main.app, [*arguments, "--model", str(folder / "llama"), "--json"])
-    assert found.exit_code == 0, found.output
-    told = json.loads(found.stdout)
-    ours, eager = told["ways"]
-    assert (told["prompt"], told["tokens"], told["batches"]) == (32, 31, [1]) and len(ours["made"]) == 32
+    result = CliRunner().invoke(main.app, [*arguments, "--model", str(folder / "llama"), "--json"])
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    ours, eager = report["ways"]
+    assert (report["prompt"], report["tokens"], report["batches"]) == (32, 31, [1]) and len(ours["made"]) == 32
     assert ours["made"] == eager["made"] and ours["firsts"][0] < eager["firsts"][0] and not ours["why"] + eager["why"]
-    assert all(way["rates"][0][1] > 0 and way["seconds"] > way["firsts"] for way in told["ways"])
+    assert all(way["rates"][0][1] > 0 and way["seconds"] > way["firsts"] for way in report["ways"])
     table = CliRunner().invoke(main.app, arguments)
     assert table.exit_code == 0 and "skipped: it needs --model FOLDER" in " ".join(table.stdout.split())
 
@@ -55,5 +55,5 @@ def test_a_bundle_of_another_kind_and_what_does_not_fit() -> None:
         (["--model", "/none"], "/none: no folder with config.json"),
         (["--size", "8"], "--generate takes no --plot, --size or --entry"),
     ):
-        found = CliRunner().invoke(main.app, ["bench", path, "--generate", "--quiet", *options])
-        assert found.exit_code and text in " ".join(found.stderr.split()), found.stderr
+        result = CliRunner().invoke(main.app, ["bench", path, "--generate", "--quiet", *options])
+        assert result.exit_code and text in " ".join(result.stderr.split()), result.stderr

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from cgcompile.tools.generation.load import Answered, Load, planned, read_load, told
+from cgcompile.tools.generation.load import Answered, Load, planned, read_load, summary
 from cgcompile_cli import main
 from tests.cpu.serve.test_openai_server import Running, folder, running
 from tests.helpers.raising import raises
@@ -80,7 +80,7 @@ def test_a_load_that_is_none(words: str, text: str) -> None:
 
 def test_the_numbers() -> None:
     answers = [Answered((0.1, 0.2, 0.4), 0.4, 10, 3), Answered((0.3,), 0.3, 5, 1), Answered((), 0.0, 5, 0, "OSError: gone")]
-    numbers = told(Load(requests=3), "m", answers, 2.0)
+    numbers = summary(Load(requests=3), "m", answers, 2.0)
     assert (numbers["request_throughput"], numbers["output_throughput"], numbers["total_token_throughput"]) == (1.0, 2.0, 9.5)
     assert numbers["mean_ttft_ms"] == pytest.approx(200) and numbers["mean_tpot_ms"] == pytest.approx(150)
     assert numbers["median_itl_ms"] == pytest.approx(150) and numbers["p99_e2el_ms"] == pytest.approx(399)

@@ -68,15 +68,15 @@ def test_an_operator_on_every_kind_of_target(name: str, traced: str, captured: s
 
 def test_what_is_listed() -> None:
     for table in TABLES.values():
-        assert len(table) > 500 and {each.kind for each in table.values()} <= set(KINDS)
+        assert len(table) > 500 and {operator.kind for operator in table.values()} <= set(KINDS)
         assert not [name for name in table if name.endswith(("_", "_out")) or "backward" in name]
     with raises("target-unavailable"):
         operators("sm_999")
 
 
 def test_the_command_shows_some_or_all() -> None:
-    told = call("geqrf", "gcd", "--target", "sm_90")
-    assert told.exit_code == 0 and [line.split()[:2] for line in told.stdout.splitlines()[-2:]] == [
+    result = call("geqrf", "gcd", "--target", "sm_90")
+    assert result.exit_code == 0 and [line.split()[:2] for line in result.stdout.splitlines()[-2:]] == [
         ["aten.gcd", "no"], ["aten.geqrf", "no"],
     ]  # fmt: skip
     plain = json.loads(call("aten.relu", "--json").stdout)

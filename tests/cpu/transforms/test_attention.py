@@ -23,20 +23,21 @@ from cgcompile.transforms.few_rows.attention_text import MOST  # noqa: E402
 HEADS, PLACES, WIDTH = 4, 24, 16
 
 
-def given(*shape: int) -> Any:
+def random_tensor(*shape: int) -> Any:
     return torch.randn(shape)
 
 
 def causal(x: Any, place: Any) -> Any:
-    scores = (x.view(1, HEADS, 1, WIDTH) @ given(1, HEADS, PLACES, WIDTH).transpose(-2, -1)) / 4
+    scores = (x.view(1, HEADS, 1, WIDTH) @ random_tensor(1, HEADS, PLACES, WIDTH).transpose(-2, -1)) / 4
     scores = scores.masked_fill(torch.arange(PLACES) > place, float("-inf"))
-    return (torch.softmax(scores, -1) @ given(1, HEADS, PLACES, WIDTH)).view(1, -1)
+    return (torch.softmax(scores, -1) @ random_tensor(1, HEADS, PLACES, WIDTH)).view(1, -1)
 
 
 def shared_heads(x: Any, place: Any) -> Any:
     """Two heads read one key."""
     keys, values = [
-        given(1, HEADS // 2, PLACES, WIDTH)[:, :, None].expand(-1, -1, 2, -1, -1).reshape(1, HEADS, PLACES, WIDTH) for _ in range(2)
+        random_tensor(1, HEADS // 2, PLACES, WIDTH)[:, :, None].expand(-1, -1, 2, -1, -1).reshape(1, HEADS, PLACES, WIDTH)
+        for _ in range(2)
     ]
     scores = x.view(1, HEADS, 1, WIDTH) @ keys.transpose(-2, -1) + torch.where(torch.arange(PLACES) > place, -1e9, 0.0)
     return torch.softmax(scores, -1) @ values
@@ -44,26 +45,26 @@ def shared_heads(x: Any, place: Any) -> Any:
 
 def of_many_places(x: Any, place: Any) -> Any:
     places = MOST // WIDTH + 1
-    keys, values = given(1, HEADS, places, WIDTH), given(1, HEADS, places, WIDTH)
+    keys, values = random_tensor(1, HEADS, places, WIDTH), random_tensor(1, HEADS, places, WIDTH)
     return torch.softmax(x.view(1, HEADS, 1, WIDTH) @ keys.transpose(-2, -1), -1) @ values
 
 
 def of_two_rows(x: Any, place: Any) -> Any:
-    keys, values = given(1, HEADS // 2, PLACES, WIDTH), given(1, HEADS // 2, PLACES, WIDTH)
+    keys, values = random_tensor(1, HEADS // 2, PLACES, WIDTH), random_tensor(1, HEADS // 2, PLACES, WIDTH)
     return torch.softmax(x.view(1, HEADS // 2, 2, WIDTH) @ keys.transpose(-2, -1), -1) @ values
 
 
 def unknown(x: Any, place: Any) -> Any:
-    keys, values = given(1, HEADS, PLACES, WIDTH), given(1, HEADS, PLACES, WIDTH)
+    keys, values = random_tensor(1, HEADS, PLACES, WIDTH), random_tensor(1, HEADS, PLACES, WIDTH)
     return torch.softmax(torch.erfinv((x.view(1, HEADS, 1, WIDTH) @ keys.transpose(-2, -1)).tanh()), -1) @ values
 
 
 def a_product_alone(x: Any, place: Any) -> Any:
-    return torch.softmax(x.view(HEADS, 1, WIDTH), -1) @ given(HEADS, WIDTH, PLACES)
+    return torch.softmax(x.view(HEADS, 1, WIDTH), -1) @ random_tensor(HEADS, WIDTH, PLACES)
 
 
 def a_perceptron(x: Any, place: Any) -> Any:
-    return torch.relu(x @ given(HEADS * WIDTH, PLACES)) @ given(PLACES, WIDTH)
+    return torch.relu(x @ random_tensor(HEADS * WIDTH, PLACES)) @ random_tensor(PLACES, WIDTH)
 
 
 @pytest.mark.parametrize(

@@ -76,8 +76,8 @@ class Model(nn.Module):
 
 def exported(function: Function) -> Any:
     rows = {0: Dim("n", max=MOST)}
-    given = torch.rand(10, 4), torch.rand(10)
-    return torch.export.export(Model(function), given, dynamic_shapes=(rows, rows), strict=False)
+    inputs = torch.rand(10, 4), torch.rand(10)
+    return torch.export.export(Model(function), inputs, dynamic_shapes=(rows, rows), strict=False)
 
 
 def inputs(seed: int, ties: bool = False) -> tuple[Tensor, Tensor]:
@@ -90,15 +90,15 @@ def inputs(seed: int, ties: bool = False) -> tuple[Tensor, Tensor]:
     return boxes, (scores * 4).round() / 4 if ties else scores
 
 
-def check(function: Function, made: Bounded, ties: bool = True) -> None:
+def check(function: Function, bounded: Bounded, ties: bool = True) -> None:
     """The program gives what eager PyTorch gives, and zeros behind it."""
-    module = made.program.module(check_guards=False)
+    module = bounded.program.module(check_guards=False)
     for seed in range(40):
-        given = inputs(seed, ties and seed % 2 == 0)
-        wanted, found = Model(function)(*given), module(*given)
-        sizes = {(output, axis): int(found[count]) for output, axis, count in made.axes}
+        tensors = inputs(seed, ties and seed % 2 == 0)
+        wanted, actual = Model(function)(*tensors), module(*tensors)
+        sizes = {(output, axis): int(actual[count]) for output, axis, count in bounded.axes}
         for index, want in enumerate(wanted):
-            got = found[index]
+            got = actual[index]
             assert [sizes.get((index, axis), size) for axis, size in enumerate(got.shape)] == list(want.shape)
             front = got[tuple([slice(0, size) for size in want.shape])]
             torch.testing.assert_close(front, want, rtol=1e-5, atol=1e-6, equal_nan=True)
@@ -176,10 +176,10 @@ SUPPORTED: dict[str, Function] = {
 
 @pytest.mark.parametrize("name", SUPPORTED)
 def test_a_program_gives_the_rows_of_eager_pytorch(name: str) -> None:
-    made = with_bounds(exported(SUPPORTED[name]), told_gpu=False)
-    assert made is not None
-    check(SUPPORTED[name], made)
-    assert not [node.name for node in made.program.graph.nodes if depends(node)]
+    bounded = with_bounds(exported(SUPPORTED[name]), told_gpu=False)
+    assert bounded is not None
+    check(SUPPORTED[name], bounded)
+    assert not [node.name for node in bounded.program.graph.nodes if depends(node)]
 
 
 @pytest.mark.parametrize(
@@ -188,10 +188,10 @@ def test_a_program_gives_the_rows_of_eager_pytorch(name: str) -> None:
     ids=["returned", "used by rows"],
 )
 def test_values_of_fixed_size_keep_their_operations(function: Function) -> None:
-    made = with_bounds(exported(function), told_gpu=False)
-    assert made is not None
-    check(function, made)
-    assert [node.name for node in made.program.graph.nodes if depends(node)] == ["index"]
+    bounded = with_bounds(exported(function), told_gpu=False)
+    assert bounded is not None
+    check(function, bounded)
+    assert [node.name for node in bounded.program.graph.nodes if depends(node)] == ["index"]
 
 
 def test_suppression(nms: Any) -> None:
@@ -215,10 +215,10 @@ def test_suppression(nms: Any) -> None:
         return boxes[kept], scores[kept]
 
     for function in (filtered, plain, levels):
-        made = with_bounds(exported(function), told_gpu=False)
-        assert made is not None
-        check(function, made)
-        assert not [node for node in made.program.graph.nodes if "torchvision" in str(node.target)]
+        bounded = with_bounds(exported(function), told_gpu=False)
+        assert bounded is not None
+        check(function, bounded)
+        assert not [node for node in bounded.program.graph.nodes if "torchvision" in str(node.target)]
 
 
 REFUSED: dict[str, Function] = {
@@ -277,20 +277,20 @@ def selected_at(b: Tensor, s: Tensor) -> Any:
 
 @pytest.mark.parametrize("function", [lookup, selected_at])
 def test_a_position_beyond_the_selected_rows_is_refused_as_eager_pytorch_does(function: Function) -> None:
-    made = with_bounds(exported(function), told_gpu=False)
-    assert made is not None
-    module, refused = made.program.module(check_guards=False), 0
+    bounded = with_bounds(exported(function), told_gpu=False)
+    assert bounded is not None
+    module, refused = bounded.program.module(check_guards=False), 0
     for seed in range(40):
-        given = inputs(seed)
+        tensors = inputs(seed)
         try:
-            (wanted,) = Model(function)(*given)
+            (wanted,) = Model(function)(*tensors)
         except (IndexError, RuntimeError):
             refused += 1
             with pytest.raises((IndexError, RuntimeError), match="out of"):
-                module(*given)
+                module(*tensors)
             continue
-        found, count = module(*given)
-        torch.testing.assert_close(found[: int(count)], wanted)
+        actual, count = module(*tensors)
+        torch.testing.assert_close(actual[: int(count)], wanted)
     assert 5 < refused < 35
 
 
@@ -299,9 +299,9 @@ def test_an_assertion_of_the_model_about_a_selection_stays() -> None:
         torch._check((kept := b[s > 0.5]).shape[0] >= 2)
         return kept
 
-    made = with_bounds(exported(checked), told_gpu=False)
-    assert made is not None
-    assert any(node.target is torch.ops.aten._assert_scalar.default for node in made.program.graph.nodes)
+    bounded = with_bounds(exported(checked), told_gpu=False)
+    assert bounded is not None
+    assert any(node.target is torch.ops.aten._assert_scalar.default for node in bounded.program.graph.nodes)
 
 
 def test_a_program_without_such_outputs_is_left_alone() -> None:
@@ -327,11 +327,11 @@ def test_calls_return_true_sizes(bundle: Path, outputs: str, kind: str) -> None:
             torch.manual_seed(seed)
             (x,) = boxes((5, 12)[seed % 2])
             x = x * 0 - 30 if seed % 5 == 0 else x.abs() * 30 if seed % 5 == 1 else x
-            found = program(x if kind == "torch" else x.numpy())
+            actual = program(x if kind == "torch" else x.numpy())
             wanted = model(x)
             seen.add(len(wanted["boxes"]))
-            assert list(found) == list(wanted)
-            for want, got in zip(tree_leaves(wanted), tree_leaves(found), strict=True):
+            assert list(actual) == list(wanted)
+            for want, got in zip(tree_leaves(wanted), tree_leaves(actual), strict=True):
                 value = got.tensor if outputs == "view" else got
                 value = value if kind == "torch" else torch.from_numpy(numpy.asarray(value).copy())
                 torch.testing.assert_close(value, want.detach())
@@ -376,10 +376,10 @@ def test_suppression_inside_of_a_branch(tmp_path: Path, nms: Any) -> None:
     with cgbundle.load(str(tmp_path / "detector.cgb"), on_miss="error") as program:
         for seed in range(40):
             torch.manual_seed(seed)
-            given = torch.rand((3, 9)[seed % 2], 4), torch.rand((3, 9)[seed % 2]) * (seed % 4) / 3
-            wanted, found = model(*given), program(*given)
-            assert [value.shape for value in found] == [value.shape for value in wanted]
-            torch.testing.assert_close(list(found), list(wanted))
+            tensors = torch.rand((3, 9)[seed % 2], 4), torch.rand((3, 9)[seed % 2]) * (seed % 4) / 3
+            wanted, actual = model(*tensors), program(*tensors)
+            assert [value.shape for value in actual] == [value.shape for value in wanted]
+            torch.testing.assert_close(list(actual), list(wanted))
 
 
 def test_sizes_without_a_bound_are_refused_by_name(tmp_path: Path) -> None:

@@ -28,15 +28,15 @@ aten = torch.ops.aten
 )
 def test_a_sum_reads_in_order(a: Any, b: Any, sums: bool) -> None:
     table, added = _decompositions(), torch.ones(b.shape[-1], dtype=a.dtype)
-    for operation, given in (
+    for operation, operands in (
         (aten.mm.default, (a, b)),
         (aten.addmm.default, (added, a, b)),
         (aten.bmm.default, (a[None], b[None])),
     ):
-        made = table[operation](*given)
-        assert (made is not NotImplemented) == sums
+        actual = table[operation](*operands)
+        assert (actual is not NotImplemented) == sums
         if sums:
-            torch.testing.assert_close(made, operation(*given), rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(actual, operation(*operands), rtol=1e-4, atol=1e-4)
     small = b.numel() * b.element_size() <= SMALL
     assert a.shape[-2] != 1 or read_in_order(a, b) == (small or b.stride(0) == 1)
 

@@ -32,8 +32,8 @@ def prepared(model: Callable[..., Any] | nn.Module, *inputs: torch.Tensor) -> Pr
     return prepare(exported, describe_signature(exported), functionalized, markers=False)
 
 
-def bounds(made: Prepared, *rows: Weight) -> list[tuple[float, bool]]:
-    return [(each.bound, each.rounded) for each in error_bounds(made, rows)]
+def bounds(prepared_model: Prepared, *rows: Weight) -> list[tuple[float, bool]]:
+    return [(error_bound.bound, error_bound.rounded) for error_bound in error_bounds(prepared_model, rows)]
 
 
 CASES: list[tuple[str, Callable[[torch.Tensor], Any], list[tuple[float, bool]]]] = [
@@ -82,19 +82,19 @@ class Keeps(nn.Module):
 
 
 def test_written_inputs_and_state_have_bounds_of_their_own() -> None:
-    made = prepared(Keeps(), torch.rand(4), torch.rand(4))
+    prepared_model = prepared(Keeps(), torch.rand(4), torch.rand(4))
     rows = [
         Weight(name=name, tensor=name, dtype=dtype, shape=(4,), strides=(1,), memory="state", offset=0)
         for name, dtype in (("place", "int64"), ("total", "float32"), ("cache", "bfloat16"))
     ]
-    found = error_bounds(made, rows)
-    assert [(each.title, each.bound, each.rounded) for each in found] == [
+    bound_rows = error_bounds(prepared_model, rows)
+    assert [(error_bound.title, error_bound.bound, error_bound.rounded) for error_bound in bound_rows] == [
         ("output output (float32)", F32, True), ("input out (float32)", BF16, True), ("state place (int64)", 0.0, False),
         ("state total (float32)", F32, True), ("state cache (bfloat16)", BF16, True),
     ]  # fmt: skip
-    assert found == error_bounds(made, [replace(row, name=f"model.{row.name}") for row in rows])
-    assert found[2] == ErrorBound(title="state place (int64)", bound=0.0, exact=True, rounded=False)
-    assert coarsest(made.programs) == BF16
+    assert bound_rows == error_bounds(prepared_model, [replace(row, name=f"model.{row.name}") for row in rows])
+    assert bound_rows[2] == ErrorBound(title="state place (int64)", bound=0.0, exact=True, rounded=False)
+    assert coarsest(prepared_model.programs) == BF16
 
 
 INFINITY, NAN = float("inf"), float("nan")
@@ -110,14 +110,14 @@ def test_tensors_are_measured_as_bytes_are(dtype: torch.dtype) -> None:
     from cgcompile.util.raw_bytes import raw
 
     rows = [[1.0, 2.0, -4.0], [1.0, 2.5, -4.0], [1.0, NAN, INFINITY], [1.0, NAN, -INFINITY], [NAN, NAN, INFINITY], [0.0, -0.0, 0.5]]
-    made = [torch.tensor(row).to(dtype) for row in rows]
-    for want in made:
-        for got in made:
-            data = [raw(each).numpy().tobytes() for each in (want, got)]
-            found = compare(want, got)
-            assert found.error == comparison.difference(dtype_name(dtype), *data)
-            if found.error:
-                assert found.text == comparison.describe(dtype_name(dtype), tuple(want.shape), *data)
+    operands = [torch.tensor(row).to(dtype) for row in rows]
+    for want in operands:
+        for got in operands:
+            data = [raw(tensor).numpy().tobytes() for tensor in (want, got)]
+            tensor_difference = compare(want, got)
+            assert tensor_difference.error == comparison.difference(dtype_name(dtype), *data)
+            if tensor_difference.error:
+                assert tensor_difference.text == comparison.describe(dtype_name(dtype), tuple(want.shape), *data)
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8, torch.int8, torch.bool, torch.uint64, torch.uint16])
@@ -128,9 +128,9 @@ def test_integers_are_measured_as_bytes_are(dtype: torch.dtype) -> None:
 
     want = torch.tensor([[1, 0, 1], [0, 1, 1]]).to(dtype)
     got = torch.tensor([[1, 0, 1], [1, 1, 0]]).to(dtype)
-    found, data = compare(want, got), [raw(each).numpy().tobytes() for each in (want, got)]
-    assert found.error == comparison.difference(dtype_name(dtype), *data) == 2 / 6
-    assert found.text == comparison.describe(dtype_name(dtype), (2, 3), *data)
+    tensor_difference, data = compare(want, got), [raw(tensor).numpy().tobytes() for tensor in (want, got)]
+    assert tensor_difference.error == comparison.difference(dtype_name(dtype), *data) == 2 / 6
+    assert tensor_difference.text == comparison.describe(dtype_name(dtype), (2, 3), *data)
     assert tolerance(dtype) == 0
 
 
@@ -160,14 +160,14 @@ class Quantized(nn.Module):
 
 def test_a_result_that_cancels_has_a_wider_bound() -> None:
     torch.manual_seed(0)
-    (found,) = error_bounds(prepared(OneLogit(), torch.rand(1 << 12)))
-    assert F32 < found.bound <= BF16
+    (error_bound,) = error_bounds(prepared(OneLogit(), torch.rand(1 << 12)))
+    assert F32 < error_bound.bound <= BF16
 
 
 def test_rounding_inside_widens_the_bound() -> None:
     halves = torch.arange(64) + 0.5
-    (found,) = error_bounds(prepared(Quantized(), torch.cat([torch.tensor([127.0]), halves])))
-    assert F32 < found.bound <= BF16
+    (error_bound,) = error_bounds(prepared(Quantized(), torch.cat([torch.tensor([127.0]), halves])))
+    assert F32 < error_bound.bound <= BF16
 
 
 class LookedUp(nn.Module):
@@ -180,14 +180,14 @@ class LookedUp(nn.Module):
         self.logit = OneLogit()
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        made: torch.Tensor = self.logit(self.norm(self.embedding(ids)))
-        return made
+        similarity: torch.Tensor = self.logit(self.norm(self.embedding(ids)))
+        return similarity
 
 
 def test_parameters_are_stepped_where_no_input_can_be() -> None:
     torch.manual_seed(0)
     model = LookedUp()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    (found,) = error_bounds(prepared(model, torch.tensor(1)))
-    assert F32 < found.bound <= BF16
+    (error_bound,) = error_bounds(prepared(model, torch.tensor(1)))
+    assert F32 < error_bound.bound <= BF16
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

@@ -30,7 +30,7 @@ class Swapping(torch.nn.Module):
             self.register_buffer(name, torch.full((4,), float(number)))
 
     def forward(self, x: Any) -> Any:
-        a, b, c, d = [each.clone() for each in (self.a, self.b, self.c, self.d)]
+        a, b, c, d = [buffer.clone() for buffer in (self.a, self.b, self.c, self.d)]
         for place, value in zip((self.a, self.b, self.c, self.d), (b, a, d + 0, c), strict=True):
             place.copy_(value)
         return torch.stack([self.a, self.b, self.c, self.d]) + x
@@ -56,9 +56,9 @@ class Emptied(torch.nn.Module):
         self.register_buffer("held", torch.zeros(4))
 
     def forward(self, x: Any) -> Any:
-        made = self.held + x
+        total = self.held + x
         self.held.copy_(self.first)
-        return made
+        return total
 
 
 def test_a_bundle_begins_with_the_buffers_of_the_model(tmp_path: Path) -> None:
@@ -85,9 +85,9 @@ def test_only_values_of_what_is_written_before_are_made_first() -> None:
         read_old_values(graph)
         graph.lint()
     assert not kept.find_nodes(op="call_function", target=rev)
-    (made,) = changed.find_nodes(op="call_function", target=rev)
-    (user,) = made.users
-    assert user.args[0].name == "b" and user.args[1] is made
+    (node,) = changed.find_nodes(op="call_function", target=rev)
+    (user,) = node.users
+    assert user.args[0].name == "b" and user.args[1] is node
 
 
 def test_caches_know_the_pass_by_its_text() -> None:
@@ -117,8 +117,8 @@ def test_numbers_that_are_scattered_keep_the_dtype() -> None:
     # one kernel: no processes to compile many, no headers compiled before, no probes of instruction sets
     options = {"force_disable_caches": True, "compile_threads": 1, "cpp_cache_precompile_headers": False, "cpp.vec_isa_ok": True}
     with torch.no_grad():
-        made = compile_graph(exported, [columns], options, dynamic=False)(columns)
-    for one, want in zip(made, Scattered()(columns), strict=True):
+        outputs = compile_graph(exported, [columns], options, dynamic=False)(columns)
+    for one, want in zip(outputs, Scattered()(columns), strict=True):
         assert one.dtype == want.dtype and torch.equal(one, want)
 
 
@@ -157,15 +157,15 @@ def test_rules_of_dtypes_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch._inductor import utils
     from torch._inductor.dtype_propagation import DtypePropagationOpsHandler
 
-    made, names = [], utils.boolean_ops()
-    monkeypatch.setattr(utils, "boolean_ops", lambda: made.append(1) or names)
+    calls, names = [], utils.boolean_ops()
+    monkeypatch.setattr(utils, "boolean_ops", lambda: calls.append(1) or names)
     with mended():
         for _ in range(3):
             assert DtypePropagationOpsHandler().eq(1, 2) == torch.bool
-        assert len(made) == 1
+        assert len(calls) == 1
         monkeypatch.setitem(utils.op_dtype_propagation_rules, "registered_later", utils.op_dtype_propagation_rules["add"])
         assert DtypePropagationOpsHandler().registered_later is not None
-    assert len(made) == 2
+    assert len(calls) == 2
 
 
 class Factors(torch.nn.Module):
@@ -184,5 +184,5 @@ def test_a_sum_keeps_its_factor(tmp_path: Path) -> None:
     with cgbundle.load(path) as program:
         for seed in range(6):
             torch.manual_seed(seed)
-            given = draw()
-            torch.testing.assert_close(program(*given), Factors()(*given))
+            tensors = draw()
+            torch.testing.assert_close(program(*tensors), Factors()(*tensors))

@@ -96,11 +96,11 @@ WHOLE = torch.tensor([[3, 1, 1, 2], [2, 2, 3, 0]])
 def test_the_same_without_it(function: Callable[..., object], x: torch.Tensor) -> None:
     program = torch.export.export(Calling(function), (x,), strict=False)
     before = {str(node.target) for node in program.graph.nodes}
-    made = inlined(program)
-    after = {str(node.target) for node in made.graph.nodes}
-    assert not custom_operators(made) and after != before
+    inlined_program = inlined(program)
+    after = {str(node.target) for node in inlined_program.graph.nodes}
+    assert not custom_operators(inlined_program) and after != before
     assert not {"aten._unique2.default", "aten.unique_consecutive.default", "aten.bincount.default"} & after
-    torch.testing.assert_close(made.module()(x), Calling(function)(x))
+    torch.testing.assert_close(inlined_program.module()(x), Calling(function)(x))
 
 
 def test_what_inductor_lowers_stays() -> None:

@@ -30,8 +30,8 @@ class Scores(nn.Module):
         self.then = then
 
     def forward(self, x: Tensor) -> object:
-        made = self.then(self, self.scores * x)
-        return made if isinstance(made, tuple) else (made,)
+        outputs = self.then(self, self.scores * x)
+        return outputs if isinstance(outputs, tuple) else (outputs,)
 
 
 TIE, CLEAR = 1e-4, 0.5
@@ -47,17 +47,17 @@ def run_of(then: Callable[..., object], ahead: float = TIE, draws: bool = False)
 
     def run() -> Seen:
         try:
-            made = tuple([each.clone() for each in module(torch.ones(1))])
+            outputs = tuple([tensor.clone() for tensor in module(torch.ones(1))])
         finally:
             module.snapshot.restore()
-        return Seen(calls=(made,), left=made)
+        return Seen(calls=(outputs,), left=outputs)
 
     return run
 
 
 def bounds(seen: Seen) -> list[ErrorBound]:
-    exact = [not each.is_floating_point() for each in seen.left]
-    return [ErrorBound(title=f"output {n}", bound=0.0 if own else 1e-4, exact=own, rounded=True) for n, own in enumerate(exact)]
+    exact = [not tensor.is_floating_point() for tensor in seen.left]
+    return [ErrorBound(title=f"output {n}", bound=0.0 if flag else 1e-4, exact=flag, rounded=True) for n, flag in enumerate(exact)]
 
 
 def verdict(then: Callable[..., object], ahead: float) -> Verdict | None:
@@ -69,9 +69,9 @@ def verdict(then: Callable[..., object], ahead: float) -> Verdict | None:
 def changed(then: Callable[..., object], change: Callable[[tuple[Tensor, ...]], None]) -> Verdict | None:
     """Of a program with a mistake: what eager PyTorch gives, changed."""
     run = run_of(then)
-    made = tuple([each.clone() for each in run().left])
-    change(made)
-    return judged(run, Seen(calls=(made,), left=made), bounds(Seen(calls=(), left=made)))
+    outputs = tuple([tensor.clone() for tensor in run().left])
+    change(outputs)
+    return judged(run, Seen(calls=(outputs,), left=outputs), bounds(Seen(calls=(), left=outputs)))
 
 
 def argmax(module: nn.Module, y: Tensor) -> object:
@@ -146,7 +146,7 @@ def raced(module: nn.Module, y: Tensor) -> object:
     return torch.multinomial((y / 4).softmax(-1), 3)
 
 
-@pytest.mark.parametrize("then", [argmax, topk, sort, moved, loop, hidden, beams], ids=lambda each: each.__name__)
+@pytest.mark.parametrize("then", [argmax, topk, sort, moved, loop, hidden, beams], ids=lambda function: function.__name__)
 def test_a_choice_among_equal_floats_is_right(then: Callable[..., object]) -> None:
     got = run_of(then, -TIE)()
     assert any(not torch.equal(one, other) for one, other in zip(got.left, run_of(then)().left, strict=True))
@@ -154,7 +154,7 @@ def test_a_choice_among_equal_floats_is_right(then: Callable[..., object]) -> No
 
 
 @pytest.mark.parametrize(
-    "then", [argmax, topk, sort, moved, loop, hidden, beams, filtered, narrowed], ids=lambda each: each.__name__
+    "then", [argmax, topk, sort, moved, loop, hidden, beams, filtered, narrowed], ids=lambda function: function.__name__
 )
 def test_a_choice_of_less_is_wrong(then: Callable[..., object]) -> None:
     assert verdict(then, CLEAR) is None
@@ -168,11 +168,11 @@ def test_a_filter_that_rounding_decides_explains_a_choice(then: Callable[..., ob
 
 def test_the_report_counts_indices_that_differ() -> None:
     got = run_of(argmax, -TIE)()
-    found = judged(run_of(argmax), got, bounds(got))
-    assert found and found.indices == ((4, 4), (0, 0), (0, 0))
-    assert torch.equal(found.expected[0], got.left[0]) and torch.allclose(found.expected[1], got.left[1])
+    judgement = judged(run_of(argmax), got, bounds(got))
+    assert judgement and judgement.indices == ((4, 4), (0, 0), (0, 0))
+    assert torch.equal(judgement.expected[0], got.left[0]) and torch.allclose(judgement.expected[1], got.left[1])
     text = "output 0: 4 of 4 indices differ from eager PyTorch's where the values are equal within tolerance"
-    assert indices_text(bounds(got), [found.indices]) == text
+    assert indices_text(bounds(got), [judgement.indices]) == text
 
 
 def test_the_share_of_indices_with_others_that_are_as_good() -> None:
@@ -195,41 +195,41 @@ def test_the_share_of_draws_at_the_edges_of_intervals() -> None:
     assert near_ties(run_of(searched)) == (2 / 5,)
 
 
-def second_best(made: tuple[Tensor, ...]) -> None:
-    made[1][:, 0] = made[1][:, 2]
+def second_best(outputs: tuple[Tensor, ...]) -> None:
+    outputs[1][:, 0] = outputs[1][:, 2]
 
 
-def twice(made: tuple[Tensor, ...]) -> None:
-    made[1][1, 1] = made[1][1, 0]
+def twice(outputs: tuple[Tensor, ...]) -> None:
+    outputs[1][1, 1] = outputs[1][1, 0]
 
 
-def next_one(made: tuple[Tensor, ...]) -> None:
-    made[1][:] += 1
+def next_one(outputs: tuple[Tensor, ...]) -> None:
+    outputs[1][:] += 1
 
 
-def outside(made: tuple[Tensor, ...]) -> None:
-    made[1][0, 0] = WORDS
+def outside(outputs: tuple[Tensor, ...]) -> None:
+    outputs[1][0, 0] = WORDS
 
 
-@pytest.mark.parametrize("change", [second_best, twice, next_one, outside], ids=lambda each: each.__name__)
+@pytest.mark.parametrize("change", [second_best, twice, next_one, outside], ids=lambda function: function.__name__)
 def test_mistakes_of_topk_are_refused(change: Callable[[tuple[Tensor, ...]], None]) -> None:
-    assert changed(topk, lambda made: None)
+    assert changed(topk, lambda outputs: None)
     assert changed(topk, change) is None
 
 
 def test_what_follows_from_a_choice_has_to_follow_from_it() -> None:
-    def other(made: tuple[Tensor, ...]) -> None:
-        made[1][0] = made[1][1]
+    def other(outputs: tuple[Tensor, ...]) -> None:
+        outputs[1][0] = outputs[1][1]
 
     assert changed(argmax, other) is None
 
 
-@pytest.mark.parametrize("then", [drawn, raced], ids=lambda each: each.__name__)
+@pytest.mark.parametrize("then", [drawn, raced], ids=lambda function: function.__name__)
 def test_a_draw_is_judged_by_its_random_number(then: Callable[..., object]) -> None:
     run = run_of(then, draws=True)
     got = run()
     assert judged(run, got, bounds(got))
-    ignored = tuple([each.flip(0) for each in got.left])
+    ignored = tuple([tensor.flip(0) for tensor in got.left])
     assert not torch.equal(ignored[0], got.left[0])
     assert judged(run, Seen(calls=(ignored,), left=ignored), bounds(got)) is None
 
@@ -240,12 +240,12 @@ def test_a_draw_at_the_edge_of_an_interval_may_fall_on_either_side() -> None:
         middle = sums[:, 9:10] + 0.01 * module.table[0, 0].sign()
         return torch.searchsorted(sums, middle), (sums <= middle).sum(-1)
 
-    def other(made: tuple[Tensor, ...]) -> None:
-        made[0][:] = 9 if int(made[0][0]) == 10 else 10
-        made[1][:] = made[0][:, 0]
+    def other(outputs: tuple[Tensor, ...]) -> None:
+        outputs[0][:] = 9 if int(outputs[0][0]) == 10 else 10
+        outputs[1][:] = outputs[0][:, 0]
 
-    def further(made: tuple[Tensor, ...]) -> None:
-        made[0][:] = 13
+    def further(tensors: tuple[Tensor, ...]) -> None:
+        tensors[0][:] = 13
 
     assert changed(searched, other)
     assert changed(searched, further) is None
@@ -255,15 +255,15 @@ def test_integers_of_another_origin_have_to_be_equal() -> None:
     def rounded(module: nn.Module, y: Tensor) -> object:
         return y.argmax(-1), (y * 10).round().long()
 
-    def other(made: tuple[Tensor, ...]) -> None:
-        made[1][0, 0] += 1
+    def other(outputs: tuple[Tensor, ...]) -> None:
+        outputs[1][0, 0] += 1
 
     assert changed(rounded, other) is None
 
 
 def test_the_users_model_has_to_agree_too() -> None:
     got = run_of(argmax, -TIE)()
-    frozen = tuple([each + 1 for each in got.left])
+    frozen = tuple([tensor + 1 for tensor in got.left])
     assert judged_beside(run_of(argmax), run_of(argmax)().left, got, bounds(got))
     assert judged_beside(run_of(argmax), frozen, got, bounds(got)) is None
 
@@ -274,7 +274,7 @@ def test_a_mask_hides_nothing_of_the_rest_of_its_row() -> None:
     def masked(module: nn.Module, y: Tensor) -> object:
         return y.masked_fill(torch.arange(WORDS) > 1, torch.finfo(torch.float32).min).topk(4).indices
 
-    def other(made: tuple[Tensor, ...]) -> None:
-        made[0][:, 1], made[0][:, 2] = made[0][:, 2].clone(), made[0][:, 1].clone()
+    def other(outputs: tuple[Tensor, ...]) -> None:
+        outputs[0][:, 1], outputs[0][:, 2] = outputs[0][:, 2].clone(), outputs[0][:, 1].clone()
 
     assert changed(masked, other) is None

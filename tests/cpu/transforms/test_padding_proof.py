@@ -32,12 +32,12 @@ def proved(model: torch.nn.Module, inputs: Callable[..., object], sizes: Sizes) 
 
 
 def decide(model: torch.nn.Module, inputs: Callable[..., object], sizes: Sizes) -> dict[str, tuple[str, bool, str]]:
-    _, _, found = proved(model, inputs, sizes)
-    return {dimension.name: (dimension.pad, dimension.chunk, dimension.reason) for dimension in found}
+    _, _, dimensions = proved(model, inputs, sizes)
+    return {dimension.name: (dimension.pad, dimension.chunk, dimension.reason) for dimension in dimensions}
 
 
 @pytest.mark.parametrize(
-    ("function", "told"),
+    ("function", "message"),
     [
         (lambda x: x + torch.rand_like(x), "batch never padded: forward() draws random numbers, and others for other sizes"),
         (lambda x: x - x.mean(0), "batch never padded"),
@@ -45,9 +45,9 @@ def decide(model: torch.nn.Module, inputs: Callable[..., object], sizes: Sizes) 
     ],
     ids=["random", "tried", "rows"],
 )
-def test_a_build_says_why_nothing_was_tried(function: Callable[[torch.Tensor], torch.Tensor], told: str) -> None:
-    source, prepared, found = proved(Batched(function), rows, {"batch": (2, 5)})
-    assert _padded([source], [prepared], [found]) == told
+def test_a_build_says_why_nothing_was_tried(function: Callable[[torch.Tensor], torch.Tensor], message: str) -> None:
+    source, prepared, dimensions = proved(Batched(function), rows, {"batch": (2, 5)})
+    assert _padded([source], [prepared], [dimensions]) == message
 
 
 @pytest.mark.parametrize(
@@ -84,9 +84,9 @@ def test_a_build_says_why_nothing_was_tried(function: Callable[[torch.Tensor], t
     ],
 )
 def test_verdicts(function: Callable[[torch.Tensor], torch.Tensor], pad: str, chunk: bool) -> None:
-    found = decide(Batched(function), rows, {"batch": (1, 8)})["batch"]
-    assert found[:2] == (pad, chunk), found[2]
-    assert found[2], "every verdict has a reason"
+    verdict = decide(Batched(function), rows, {"batch": (1, 8)})["batch"]
+    assert verdict[:2] == (pad, chunk), verdict[2]
+    assert verdict[2], "every verdict has a reason"
 
 
 class Pooled(torch.nn.Module):
@@ -106,15 +106,15 @@ def test_a_mask_makes_a_sequence_paddable_but_not_cuttable(masked: bool, pad: st
     def inputs(batch: int, seq: int) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.randn(batch, seq, 4), torch.ones(batch, seq, dtype=torch.int64)
 
-    found = decide(Pooled(masked), inputs, {"batch": (1, 2), "seq": (4, 8)})
-    assert found["batch"][:2] == ("rows", True)
-    assert found["seq"][:2] == (pad, False)
+    verdicts = decide(Pooled(masked), inputs, {"batch": (1, 2), "seq": (4, 8)})
+    assert verdicts["batch"][:2] == ("rows", True)
+    assert verdicts["seq"][:2] == (pad, False)
 
 
 def test_rows_that_are_joined_where_no_example_shows_it() -> None:
     """The sum over all rows scales a softmax that is saturated anyway."""
-    found = decide(Batched(lambda x: torch.softmax(1e6 * x * x.sum(), -1)), rows, {"batch": (1, 8)})["batch"]
-    assert found[:2] == ("zeros", False) and "sum joins what lies along batch" in found[2]
+    verdict = decide(Batched(lambda x: torch.softmax(1e6 * x * x.sum(), -1)), rows, {"batch": (1, 8)})["batch"]
+    assert verdict[:2] == ("zeros", False) and "sum joins what lies along batch" in verdict[2]
 
 
 class Asserting(torch.nn.Module):
@@ -128,11 +128,11 @@ def test_a_model_that_asserts_its_size_is_not_padded() -> None:
 
 
 def test_the_graph_whose_operators_are_tried_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    made, functional_graph = [], proof.functional
-    monkeypatch.setattr(proof, "functional", lambda program: made.append(1) or functional_graph(program))
-    found = decide(Batched(torch.relu), lambda batch, seq: torch.rand(batch, seq, 4), {"batch": (2, 4), "seq": (2, 8)})
-    assert {name: each[:2] for name, each in found.items()} == {"batch": ("rows", True), "seq": ("rows", True)}
-    assert len(made) == 1
+    calls, functional_graph = [], proof.functional
+    monkeypatch.setattr(proof, "functional", lambda program: calls.append(1) or functional_graph(program))
+    verdicts = decide(Batched(torch.relu), lambda batch, seq: torch.rand(batch, seq, 4), {"batch": (2, 4), "seq": (2, 8)})
+    assert {name: verdict[:2] for name, verdict in verdicts.items()} == {"batch": ("rows", True), "seq": ("rows", True)}
+    assert len(calls) == 1
 
 
 def of_a_branch(x: torch.Tensor) -> torch.Tensor:

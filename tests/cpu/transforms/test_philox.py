@@ -59,14 +59,14 @@ def reference(counter: list[int], key: list[int]) -> list[int]:
 def test_known_answers_of_random123(counter: str, key: str, expected: str) -> None:
     element, number, *calls = [int(word, 16) for word in counter.split()]
     low, high = [int(word, 16) for word in key.split()]
-    made = drawn(torch.tensor([element]), number, low + (high << 32), calls[0] + (calls[1] << 32))
-    assert [f"{int(word):08x}" for word in made] == expected.split()
+    drawn_words = drawn(torch.tensor([element]), number, low + (high << 32), calls[0] + (calls[1] << 32))
+    assert [f"{int(word):08x}" for word in drawn_words] == expected.split()
 
 
 @given(words, words, words, words, words, words)
 def test_any_counter_and_key_as_in_the_paper(element: int, number: int, low: int, high: int, left: int, right: int) -> None:
-    made = drawn(torch.tensor([element]), number, left + (right << 32), low + (high << 32))
-    assert [int(word) for word in made] == reference([element, number, low, high], [left, right])
+    drawn_words = drawn(torch.tensor([element]), number, left + (right << 32), low + (high << 32))
+    assert [int(word) for word in drawn_words] == reference([element, number, low, high], [left, right])
 
 
 # --- numbers at the ends of their range ---------------------------------------------------------------------------
@@ -84,9 +84,9 @@ def test_a_uniform_number_has_the_digits_of_its_dtype_and_is_never_1(dtype: torc
     assert uniform01(same(0), dtype).item() == 0
     assert uniform01(same(MASK), dtype).item() == 1 - 2.0**-digits
     assert uniform01(same(1 << 31), dtype).dtype == dtype
-    made = uniform01(drawn(torch.arange(COUNT)), dtype).double()
-    assert torch.equal((made * 2.0**digits).frac(), torch.zeros(COUNT, dtype=torch.float64))
-    assert (made * 2.0**digits % 2).mean() == pytest.approx(0.5, abs=0.01), "the last digit is used"
+    numbers = uniform01(drawn(torch.arange(COUNT)), dtype).double()
+    assert torch.equal((numbers * 2.0**digits).frac(), torch.zeros(COUNT, dtype=torch.float64))
+    assert (numbers * 2.0**digits % 2).mean() == pytest.approx(0.5, abs=0.01), "the last digit is used"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
@@ -95,16 +95,16 @@ def test_no_word_gives_infinity_or_a_waiting_time_of_zero(dtype: torch.dtype) ->
         assert 0 < positive01(same(word), dtype).item() <= 1
         assert 0 < exponential01(same(word), dtype).item() < math.inf
         for other in (0, 1 << 31, MASK):
-            made = normal01((*same(word)[:2], *same(other)[:2]), dtype).item()
-            assert abs(made) < (6.7 if dtype == torch.float32 else 8.6)
+            number = normal01((*same(word)[:2], *same(other)[:2]), dtype).item()
+            assert abs(number) < (6.7 if dtype == torch.float32 else 8.6)
 
 
 @given(words, words, st.integers(1, (1 << 63) - 1) | st.integers(1, 1 << 32))
 def test_integers_lie_in_their_range(low: int, high: int, span: int) -> None:
     """Up to 2^31 the high word of 64 random bits times the range, above 63 bits modulo it: neither overflows."""
-    made = integers((torch.tensor(low), torch.tensor(high), *same(0)[:2]), span).item()
+    integer = integers((torch.tensor(low), torch.tensor(high), *same(0)[:2]), span).item()
     drawn64 = low | high << 32
-    assert made == ((drawn64 * span) >> 64 if span <= 1 << 31 else (drawn64 & ((1 << 63) - 1)) % span)
+    assert integer == ((drawn64 * span) >> 64 if span <= 1 << 31 else (drawn64 & ((1 << 63) - 1)) % span)
 
 
 def stream() -> Stream:
@@ -116,9 +116,9 @@ def stream() -> Stream:
 )
 def test_ranges_of_more_than_63_bits(low: int, high: int) -> None:
     """As torch.randint, which takes any range of int64."""
-    made = LEAVES[torch.ops.aten.randint.low](stream(), low, high, [COUNT])
-    assert low <= int(made.min()) and int(made.max()) < high
-    assert made.double().mean().item() == pytest.approx((low + high) / 2, abs=(high - low) * 0.005)
+    numbers = LEAVES[torch.ops.aten.randint.low](stream(), low, high, [COUNT])
+    assert low <= int(numbers.min()) and int(numbers.max()) < high
+    assert numbers.double().mean().item() == pytest.approx((low + high) / 2, abs=(high - low) * 0.005)
 
 
 def test_a_shuffle_holds_every_number_once() -> None:
@@ -132,10 +132,10 @@ def test_a_shuffle_holds_every_number_once() -> None:
 def test_numbers_lie_in_memory_as_the_tensor_that_they_are_for(order: tuple[int, ...]) -> None:
     """As torch.rand_like, which keeps the strides."""
     like = torch.empty(24).view(2, 3, 4).permute(order)
-    made = LEAVES[torch.ops.aten.rand_like.default](stream(), like)
-    assert (made.shape, made.stride(), axes_in_memory(made)) == (like.shape, like.stride(), axes_in_memory(like))
+    numbers = LEAVES[torch.ops.aten.rand_like.default](stream(), like)
+    assert (numbers.shape, numbers.stride(), axes_in_memory(numbers)) == (like.shape, like.stride(), axes_in_memory(like))
     flat = LEAVES[torch.ops.aten.rand.default](stream(), [24])
-    assert torch.equal(made.permute([order.index(axis) for axis in range(3)]).reshape(-1), flat)
+    assert torch.equal(numbers.permute([order.index(axis) for axis in range(3)]).reshape(-1), flat)
 
 
 # --- statistics ---------------------------------------------------------------------------------------------------
@@ -146,18 +146,18 @@ def correlation(left: Tensor, right: Tensor) -> float:
     return float(torch.corrcoef(torch.stack([left, right]))[0, 1]) * math.sqrt(len(left))
 
 
-def uniform(**given: int) -> Tensor:
-    return uniform01(drawn(torch.arange(COUNT), **given), torch.float64)
+def uniform(**options: int) -> Tensor:
+    return uniform01(drawn(torch.arange(COUNT), **options), torch.float64)
 
 
 @pytest.mark.parametrize("seed", [0, 1, -1 & (1 << 64) - 1, 1 << 40])
 def test_uniform_numbers_are_uniform(seed: int) -> None:
     """Mean 1/2, variance 1/12, and Kolmogorov and Smirnov's distance below that of one sample in a thousand."""
-    made = uniform(seed=seed)
-    assert made.mean().item() == pytest.approx(1 / 2, abs=4 * math.sqrt(1 / 12 / COUNT))
-    assert made.var().item() == pytest.approx(1 / 12, abs=4 * math.sqrt(1 / 180 / COUNT))
+    numbers = uniform(seed=seed)
+    assert numbers.mean().item() == pytest.approx(1 / 2, abs=4 * math.sqrt(1 / 12 / COUNT))
+    assert numbers.var().item() == pytest.approx(1 / 12, abs=4 * math.sqrt(1 / 180 / COUNT))
     steps = torch.arange(COUNT + 1, dtype=torch.float64) / COUNT
-    ordered = made.sort().values
+    ordered = numbers.sort().values
     assert max((steps[1:] - ordered).max(), (ordered - steps[:-1]).max()) < 1.95 / math.sqrt(COUNT)
 
 
@@ -195,6 +195,6 @@ def test_two_seeds_give_other_numbers(left: int, right: int) -> None:
 def test_no_block_occurs_twice_in_10000_calls_of_3_draws() -> None:
     """4 elements each: of 120,000 numbers of 63 bits two are alike once in 10^9."""
     shared = torch.stack([schedule(torch.tensor([11, call])) for call in range(10_000)], -1).unsqueeze(-1)
-    made = [bits63(block(torch.arange(4), shared, number)) for number in range(3)]
-    assert {numbers.shape for numbers in made} == {(10_000, 4)}
-    assert torch.stack(made).unique().numel() == 120_000
+    blocks = [bits63(block(torch.arange(4), shared, number)) for number in range(3)]
+    assert {numbers.shape for numbers in blocks} == {(10_000, 4)}
+    assert torch.stack(blocks).unique().numel() == 120_000

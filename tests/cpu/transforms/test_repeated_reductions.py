@@ -111,11 +111,11 @@ def test_the_numbers_are_the_same(call: Callable[[Any], Any], repeated: int) -> 
     torch.manual_seed(0)
     bound = 1e-2 if expected.dtype == torch.bfloat16 else 1e-4
     torch.testing.assert_close(module(x), expected, rtol=bound, atol=bound)
-    found = [
+    reductions = [
         node for node in module.graph.nodes
         if node.target in REDUCTIONS and node.args[0].target is not aten.mul.Tensor and 24 <= _rows(node) <= 120
     ]  # fmt: skip
-    assert len(found) == repeated, module.graph
+    assert len(reductions) == repeated, module.graph
 
 
 def _rows(node: Any) -> int:

@@ -34,8 +34,8 @@ class Drawing(nn.Module):
         super().__init__()
         self.function = function
 
-    def forward(self, *given: Tensor) -> Any:
-        return self.function(*given)
+    def forward(self, *tensors: Tensor) -> Any:
+        return self.function(*tensors)
 
 
 def rows(batch: int) -> tuple[Tensor]:
@@ -44,18 +44,18 @@ def rows(batch: int) -> tuple[Tensor]:
 
 def exported(model: nn.Module | Callable[..., Any], inputs: Callable[..., Any] = rows, **sizes: tuple[int, ...]) -> Exported:
     module = model if isinstance(model, nn.Module) else Drawing(model)
-    made = export(load_source(module.train(), inputs), sizes or {"batch": (2, 5)})
-    return edited(made, programs=made.programs.changed(with_generator))
+    model_export = export(load_source(module.train(), inputs), sizes or {"batch": (2, 5)})
+    return edited(model_export, programs=model_export.programs.changed(with_generator))
 
 
-def run(program: Any, *given: Tensor, seed: int = 0, calls: int = 0) -> list[Tensor]:
+def run(program: Any, *tensors: Tensor, seed: int = 0, calls: int = 0) -> list[Tensor]:
     """The outputs of one call of a program from this state."""
     module = program.module()
     module.get_buffer(RNG).copy_(torch.tensor([seed, calls]))
     with torch.no_grad():
-        made = module(*given)
+        outputs = module(*tensors)
     assert module.get_buffer(RNG).tolist() == [seed, calls + 1], "a call counts itself, and leaves the seed"
-    return list(made)
+    return list(outputs)
 
 
 # --- distributions: beside PyTorch's own -----------------------------------------------------------------------------
@@ -140,14 +140,14 @@ def test_the_distribution_is_that_of_pytorchs_own_operator(name: str) -> None:
     function = DISTRIBUTIONS[name]
     program = with_generator(export(load_source(Drawing(function).train(), lambda: (FLAT,)), {}).programs.first)
     assert not draws(program) and generator_buffer(program) == RNG
-    (made,), (again,), (after,) = run(program, FLAT, seed=5), run(program, FLAT, seed=5), run(program, FLAT, seed=5, calls=1)
+    (sample,), (again,), (after,) = run(program, FLAT, seed=5), run(program, FLAT, seed=5), run(program, FLAT, seed=5, calls=1)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
-        own = function(FLAT)
-    assert (made.dtype, made.shape) == (own.dtype, own.shape)
-    assert torch.equal(made, again)
-    assert name == "dropout of everything" or not torch.equal(made, after)
-    assert distance(made.double(), own.double()) < 1.95 * math.sqrt(2 / made.numel())
+        eager_sample = function(FLAT)
+    assert (sample.dtype, sample.shape) == (eager_sample.dtype, eager_sample.shape)
+    assert torch.equal(sample, again)
+    assert name == "dropout of everything" or not torch.equal(sample, after)
+    assert distance(sample.double(), eager_sample.double()) < 1.95 * math.sqrt(2 / sample.numel())
 
 
 def distance(left: Tensor, right: Tensor) -> float:
@@ -164,8 +164,8 @@ def test_a_category_of_weight_zero_is_never_drawn(replacement: bool) -> None:
     program = with_generator(
         export(load_source(Drawing(lambda w: torch.multinomial(w, 2, replacement)).train(), lambda: (weights,)), {}).programs.first
     )
-    (made,) = run(program, weights, seed=3)
-    assert set(made.flatten().tolist()) == {1, 3}
+    (categories,) = run(program, weights, seed=3)
+    assert set(categories.flatten().tolist()) == {1, 3}
 
 
 # --- models ----------------------------------------------------------------------------------------------------------
@@ -210,31 +210,31 @@ class Recurrent(nn.Module):
 
 def test_a_network_in_training_mode_draws_anew_at_any_batch() -> None:
     """Batch normalization's own state stays, and is the program's second."""
-    made = exported(Network())
-    given = torch.rand(5, 8)
-    first, second = run(made.programs.first, given), run(made.programs.first, given, calls=1)
+    model_export = exported(Network())
+    tensor = torch.rand(5, 8)
+    first, second = run(model_export.programs.first, tensor), run(model_export.programs.first, tensor, calls=1)
     assert first[0].shape == (5, 8) and not torch.equal(first[0] == 0, second[0] == 0)
-    assert run(made.programs.first, torch.rand(3, 8))[0].shape == (3, 8)
-    assert describe_signature(made).outputs[0].shape == ("batch", 8)
-    mutated = set(made.programs.first.run_decompositions({}).graph_signature.buffers_to_mutate.values())
+    assert run(model_export.programs.first, torch.rand(3, 8))[0].shape == (3, 8)
+    assert describe_signature(model_export).outputs[0].shape == ("batch", 8)
+    mutated = set(model_export.programs.first.run_decompositions({}).graph_signature.buffers_to_mutate.values())
     assert mutated == {RNG, "model.norm.running_mean", "model.norm.running_var", "model.norm.num_batches_tracked"}
 
 
 def test_what_is_not_random_stays_as_in_pytorch() -> None:
-    made = exported(Autoencoder())
-    given = torch.rand(4, 8)
-    drawn, mean = run(made.programs.first, given)
-    other, same = run(made.programs.first, given, seed=1)
+    model_export = exported(Autoencoder())
+    tensor = torch.rand(4, 8)
+    drawn, mean = run(model_export.programs.first, tensor)
+    other, same = run(model_export.programs.first, tensor, seed=1)
     assert torch.equal(mean, same) and not torch.equal(drawn, other)
     with torch.no_grad():
-        assert torch.equal(mean, made.flat.model(given)["mean"])
-    assert [name for name, _ in made.flat.like.leaves] == [spec.name for spec in describe_signature(made).inputs]
+        assert torch.equal(mean, model_export.flat.model(tensor)["mean"])
+    assert [name for name, _ in model_export.flat.like.leaves] == [spec.name for spec in describe_signature(model_export).inputs]
 
 
 def test_samples_of_monte_carlo_dropout_differ_within_a_call() -> None:
     network = Network().eval()
-    made = exported(lambda x: torch.stack([F.dropout(network.first(x), 0.5) for _ in range(3)]))
-    ((first, second, third),) = run(made.programs.first, torch.rand(4, 8))
+    model_export = exported(lambda x: torch.stack([F.dropout(network.first(x), 0.5) for _ in range(3)]))
+    ((first, second, third),) = run(model_export.programs.first, torch.rand(4, 8))
     assert not torch.equal(first == 0, second == 0) and not torch.equal(second == 0, third == 0)
 
 
@@ -254,13 +254,13 @@ def test_dropout_between_the_layers_of_recurrent_networks(kind: type[nn.RNNBase]
     model, first = Recurrent(kind, **options), options.get("batch_first")
     inputs = lambda batch: (torch.ones(batch, 3, 4) if first else torch.ones(3, batch, 4),)  # noqa: E731
     program = exported(model, inputs, batch=(2, 3000)).programs.first
-    (given,) = inputs(3000)
-    made = run(program, given)
+    (tensor,) = inputs(3000)
+    outputs = run(program, tensor)
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        output, states = model(given)
-    own = [output, *(states if isinstance(states, tuple) else [states])]
-    for mine, yours in zip(made, own, strict=True):
+        output, states = model(tensor)
+    expected = [output, *(states if isinstance(states, tuple) else [states])]
+    for mine, yours in zip(outputs, expected, strict=True):
         assert mine.shape == yours.shape
         batch = mine.shape.index(3000)
         for left, right in zip(mine.movedim(batch, -1).reshape(-1, 3000), yours.movedim(batch, -1).reshape(-1, 3000), strict=True):
@@ -269,9 +269,9 @@ def test_dropout_between_the_layers_of_recurrent_networks(kind: type[nn.RNNBase]
 
 def test_attention_drops_weights() -> None:
     """With one-hot values the output is the weights: those that stay are divided by 1 - p, as in PyTorch."""
-    made = exported(lambda x: F.scaled_dot_product_attention(x * 0, x * 0, torch.eye(8)[None].expand(x.shape), dropout_p=0.25),
+    program = exported(lambda x: F.scaled_dot_product_attention(x * 0, x * 0, torch.eye(8)[None].expand(x.shape), dropout_p=0.25),
                     lambda batch: (torch.rand(batch, 8, 8),), batch=(2, 500)).programs.first  # fmt: skip
-    (weights,) = run(made, torch.rand(500, 8, 8))
+    (weights,) = run(program, torch.rand(500, 8, 8))
     kept = weights != 0
     assert torch.allclose(weights[kept], torch.tensor(1 / 8 / 0.75))
     assert kept.double().mean().item() == pytest.approx(0.75, abs=0.01)
@@ -284,10 +284,10 @@ def test_a_write_to_a_part_of_a_tensor_leaves_the_rest() -> None:
         y[0].uniform_(2, 3)
         return y
 
-    given = torch.full((5, 8), 7.0)
-    (made,) = run(exported(part).programs.first, given)
-    assert torch.equal(made[1:, 4:], given[1:, 4:]) and torch.equal(made[1:, :2], given[1:, :2])
-    assert (made[1:, 2:4] != 7).all() and ((made[0] >= 2) & (made[0] < 3)).all()
+    tensor = torch.full((5, 8), 7.0)
+    (output,) = run(exported(part).programs.first, tensor)
+    assert torch.equal(output[1:, 4:], tensor[1:, 4:]) and torch.equal(output[1:, :2], tensor[1:, :2])
+    assert (output[1:, 2:4] != 7).all() and ((output[0] >= 2) & (output[0] < 3)).all()
 
 
 def test_numbers_of_channels_last_images_keep_their_strides() -> None:
@@ -303,8 +303,8 @@ def test_numbers_of_channels_last_images_keep_their_strides() -> None:
 
 
 def test_numbers_for_as_many_elements_as_the_data_say() -> None:
-    made = exported(lambda x: torch.rand_like(x[x > 0]).sum() + torch.randn(x.nonzero().shape[0], 2).sum()).programs.first
-    assert run(made, torch.rand(3, 8) - 0.5)[0].isfinite()
+    program = exported(lambda x: torch.rand_like(x[x > 0]).sum() + torch.randn(x.nonzero().shape[0], 2).sum()).programs.first
+    assert run(program, torch.rand(3, 8) - 0.5)[0].isfinite()
 
 
 # --- the program -----------------------------------------------------------------------------------------------------
@@ -355,12 +355,12 @@ def test_every_operation_is_pytorchs_own(program: Any) -> None:
 
 
 def test_saved_and_loaded_it_draws_the_same(smaller: Any) -> None:
-    file, given = io.BytesIO(), torch.rand(5, 8)
+    file, tensor = io.BytesIO(), torch.rand(5, 8)
     torch.export.save(smaller, file)
     file.seek(0)
     loaded = torch.export.load(file)
     assert generator_buffer(loaded) == RNG
-    for mine, other in zip(run(smaller, given, seed=3), run(loaded, given, seed=3), strict=True):
+    for mine, other in zip(run(smaller, tensor, seed=3), run(loaded, tensor, seed=3), strict=True):
         assert torch.equal(mine, other)
 
 
@@ -374,8 +374,8 @@ def test_exported_again_it_needs_no_second_rewriting(smaller: Any) -> None:
 def test_functional_it_draws_the_same(smaller: Any) -> None:
     functional = smaller.run_decompositions({})
     assert set(functional.graph_signature.buffers_to_mutate.values()) == {RNG}
-    given = torch.rand(5, 8)
-    for mine, other in zip(run(smaller, given, seed=3), run(functional, given, seed=3), strict=True):
+    tensor = torch.rand(5, 8)
+    for mine, other in zip(run(smaller, tensor, seed=3), run(functional, tensor, seed=3), strict=True):
         assert torch.equal(mine, other)
 
 
@@ -387,8 +387,8 @@ def test_the_program_can_be_moved_to_another_device() -> None:
         assert all(
             "cpu" not in str(value) for value in (*node.args, *node.kwargs.values()) if isinstance(value, str | torch.device)
         )
-    made = moved.module()(torch.rand(5, 8, device="meta"))
-    assert {tensor.device.type for tensor in made} == {"meta"}
+    outputs = moved.module()(torch.rand(5, 8, device="meta"))
+    assert {tensor.device.type for tensor in outputs} == {"meta"}
 
 
 def test_compiled_ahead_of_time_it_draws_the_same_and_never_twice(program: Any, tmp_path: Path) -> None:
@@ -405,15 +405,15 @@ def test_compiled_ahead_of_time_it_draws_the_same_and_never_twice(program: Any, 
         )  # fmt: skip
     runner = torch._C._aoti.AOTIModelContainerRunnerCpu(path, 1)
     for call, batch in enumerate((5, 2, 5)):
-        given = torch.rand(batch, 8)
-        made, eager = runner.run([given]), run(program, given, seed=6, calls=call)
-        for index, (mine, other) in enumerate(zip(made, eager, strict=True)):
+        features = torch.rand(batch, 8)
+        actual, eager = runner.run([features]), run(program, features, seed=6, calls=call)
+        for index, (mine, other) in enumerate(zip(actual, eager, strict=True)):
             assert torch.equal(mine, other) if index < EXACT else torch.allclose(mine, other, atol=1e-6), (call, index)
     seen, calls = [], 2_000
-    given = torch.full((2, 8), 0.25)
+    features = torch.full((2, 8), 0.25)
     for _ in range(calls):
-        seen.append([tensor.double() for tensor in runner.run([given])])
-    uniform, _, _, happened, dropped, normal, waited = [torch.stack(each) for each in zip(*seen, strict=True)]
+        seen.append([tensor.double() for tensor in runner.run([features])])
+    uniform, _, _, happened, dropped, normal, waited = [torch.stack(samples) for samples in zip(*seen, strict=True)]
     assert len({tuple(row) for row in uniform.tolist()}) == calls
     for values, mean, variance, fourth in (
         (uniform, 1 / 2, 1 / 12, 1 / 80), (happened, 1 / 4, 3 / 16, 21 / 256), (dropped, 1 / 4, 1 / 16, 1 / 256),
@@ -434,15 +434,15 @@ def test_compiled_at_run_time_it_draws_the_same() -> None:
     # one kernel: no processes to compile many, and no headers compiled before
     once = torch._inductor.config.patch({"compile_threads": 1, "cpp.vec_isa_ok": True, "cpp_cache_precompile_headers": False})
     with torch.no_grad(), once:
-        made = [compiled(torch.rand(4, 8))[0] for _ in range(3)]
-    assert all(torch.equal(mine, other) for mine, other in zip(made, expected, strict=True))
+        actual = [compiled(torch.rand(4, 8))[0] for _ in range(3)]
+    assert all(torch.equal(mine, other) for mine, other in zip(actual, expected, strict=True))
 
 
 def test_two_programs_of_one_model_share_nothing_but_the_seed() -> None:
     """Operations are numbered within a program: the same seed gives two models the same numbers at the same place."""
     first, second = [exported(lambda x: torch.rand_like(x)).programs.first for _ in range(2)]
-    given = torch.rand(4, 8)
-    assert torch.equal(run(first, given, seed=1)[0], run(second, given, seed=1)[0])
+    tensor = torch.rand(4, 8)
+    assert torch.equal(run(first, tensor, seed=1)[0], run(second, tensor, seed=1)[0])
     assert first.state_dict[RNG] is not second.state_dict[RNG]
 
 
@@ -456,13 +456,13 @@ def test_a_program_that_draws_nothing_is_left_alone() -> None:
         Drawing(lambda x: one(x[None])[0]), Drawing(lambda x: two(x[None])[0]),
         Batched(lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None])),
     ):  # fmt: skip
-        made = export(load_source(model, rows), {"batch": (2, 5)})
-        assert not draws(made.programs.first) and with_generator(made.programs.first) is made.programs.first
+        model_export = export(load_source(model, rows), {"batch": (2, 5)})
+        assert not draws(model_export.programs.first) and with_generator(model_export.programs.first) is model_export.programs.first
 
 
 def random_operators() -> set[torch._ops.OpOverload]:
     """Those that PyTorch tags as random, without forms that write to an argument `out`, and fused and backward kernels."""
-    found = set()
+    operators = set()
     for schema in torch._C._jit_get_all_schemas():
         packet = getattr(torch.ops.aten, schema.name.removeprefix("aten::"), None) if schema.name.startswith("aten::") else None
         overload = schema.overload_name or "default"
@@ -470,8 +470,8 @@ def random_operators() -> set[torch._ops.OpOverload]:
             op = getattr(packet, overload)
             private = schema.name.startswith(("aten::_", "aten::miopen", "aten::cudnn"))
             if torch.Tag.nondeterministic_seeded in op.tags and not overload.endswith("out") and not private:
-                found.add(op)
-    return found
+                operators.add(op)
+    return operators
 
 
 def test_every_random_operator_of_pytorch_is_rewritten_or_refused_on_purpose() -> None:
@@ -502,8 +502,8 @@ def random_findings(function: Callable[..., Any]) -> list[Finding]:
     ids=["poisson", "out", "inside a map"],
 )
 def test_what_cannot_be_rewritten_is_refused(function: Callable[..., Any], effect: str, fix: str) -> None:
-    (found,) = random_findings(function)
-    assert found.severity == "refuse" and effect in found.effect and fix in found.fix
+    (finding,) = random_findings(function)
+    assert finding.severity == "refuse" and effect in finding.effect and fix in finding.fix
 
 
 class Wandering(nn.Module):
@@ -525,10 +525,10 @@ def test_branches_and_loops_draw_anew_in_every_turn() -> None:
     x = torch.ones(3, 5)
     program = torch.export.export(Wandering(), (x,), strict=False)
     module = with_generator(program).module(check_guards=False)
-    made = export(load_source(Wandering(), lambda: (x,)), {})
+    model = export(load_source(Wandering(), lambda: (x,)), {})
     for conditionals, severities in ((True, {"note"}), (False, {"note", "refuse"})):
-        found = [finding for finding in check(made, conditionals=conditionals).findings if finding.rule == "random-operation"]
-        assert {each.severity for each in found} == severities, "the host's compiled code cannot draw in a body"
+        reports = [finding for finding in check(model, conditionals=conditionals).findings if finding.rule == "random-operation"]
+        assert {finding.severity for finding in reports} == severities, "the host's compiled code cannot draw in a body"
     state = dict(module.named_buffers())[RNG]
     state.copy_(torch.tensor([7, 0]))
     first, again = module(x), module(x)
@@ -554,12 +554,12 @@ def test_a_saved_program_with_a_generator_is_refused_beside_another() -> None:
     one, other = [exported(lambda x: (x, torch.rand_like(x))).programs.first for _ in range(2)]
     for parts in ([one.module()], [one.module(), other.module()]):
         findings = check(export(load_source(Outer(*parts), rows), {"batch": (2, 5)})).findings
-        refused = [found for found in findings if found.severity == "refuse"]
-        assert [found.rule for found in refused] == ["random-operation"] and "saved program" in refused[0].message
+        refused = [finding for finding in findings if finding.severity == "refuse"]
+        assert [finding.rule for finding in refused] == ["random-operation"] and "saved program" in refused[0].message
 
 
 def test_what_is_rewritten_is_a_note_on_the_users_line() -> None:
-    found = random_findings(several)
-    assert {each.severity for each in found} == {"note"} and len(found) == 7
-    assert all("seed" in each.effect and each.where.startswith("tests/cpu/transforms/test_rng.py:") for each in found)
-    assert [each.source for each in found][4] == "F.dropout(x, 0.5),"
+    notes = random_findings(several)
+    assert {note.severity for note in notes} == {"note"} and len(notes) == 7
+    assert all("seed" in note.effect and note.where.startswith("tests/cpu/transforms/test_rng.py:") for note in notes)
+    assert [note.source for note in notes][4] == "F.dropout(x, 0.5),"

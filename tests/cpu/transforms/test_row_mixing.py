@@ -92,10 +92,10 @@ BATCH: dict[str, tuple[Function, str, bool]] = {
 @pytest.mark.parametrize("case", BATCH)
 def test_batch(case: str) -> None:
     function, pad, chunk = BATCH[case]
-    found = decide(Over(function), signed, {"batch": (2, 4)})["batch"]
-    assert found[:2] == (pad, chunk), found[2]
+    verdict = decide(Over(function), signed, {"batch": (2, 4)})["batch"]
+    assert verdict[:2] == (pad, chunk), verdict[2]
     if pad != "rows":
-        assert " joins what lies along batch (" in found[2] or "changes by" in found[2] or "fails" in found[2]
+        assert " joins what lies along batch (" in verdict[2] or "changes by" in verdict[2] or "fails" in verdict[2]
 
 
 @pytest.mark.parametrize("case", BATCH)
@@ -143,8 +143,8 @@ def test_what_is_known_of_operators_is_what_trying_them_shows(case: str, monkeyp
     function, pad = KNOWN[case]
     for large in (2**20, 1):
         monkeypatch.setattr(operator_trials, "LARGE", large)
-        found = decide(Over(function), signed, {"batch": (2, 4)})["batch"]
-        assert found[0] == pad, found[2]
+        verdict = decide(Over(function), signed, {"batch": (2, 4)})["batch"]
+        assert verdict[0] == pad, verdict[2]
 
 
 class Calls(TorchFunctionMode):
@@ -249,8 +249,8 @@ SEQ: dict[str, tuple[Function, Callable[..., object], str, bool]] = {
 def test_sequence(case: str, large: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(operator_trials, "LARGE", large)
     function, inputs, pad, chunk = SEQ[case]
-    found = decide(Over(function), inputs, {"seq": (5,), "batch": (2,)})["seq"]
-    assert found[:2] == (pad, chunk), found[2]
+    verdict = decide(Over(function), inputs, {"seq": (5,), "batch": (2,)})["seq"]
+    assert verdict[:2] == (pad, chunk), verdict[2]
 
 
 class Layer(torch.nn.Module):
@@ -275,9 +275,9 @@ def test_attention_of_torch_is_padded_behind_its_mask(whole: bool) -> None:
         return torch.randn(batch, seq, 64), torch.ones(batch, seq, dtype=torch.bool)
 
     model = Layer(whole).eval()
-    found = decide(model, inputs, {"batch": (1, 8), "seq": (16, 64)})
-    assert found["batch"][:2] == ("rows", True), found["batch"][2]
-    assert found["seq"][:2] == ("zeros", False), found["seq"][2]
+    verdicts = decide(model, inputs, {"batch": (1, 8), "seq": (16, 64)})
+    assert verdicts["batch"][:2] == ("rows", True), verdicts["batch"][2]
+    assert verdicts["seq"][:2] == ("zeros", False), verdicts["seq"][2]
     x, mask = inputs(3, 9)
     with torch.no_grad():
         got = model(F.pad(x, (0, 0, 0, 7, 0, 5)), F.pad(mask, (0, 7, 0, 5)))[:3, :9]

@@ -128,9 +128,9 @@ def test_an_index_of_a_trial_ends_no_build(
     refused: list[str] = []
     checked = index_guard._check
 
-    def noted(*given: Any) -> None:
+    def noted(*arguments: Any) -> None:
         try:
-            checked(*given)
+            checked(*arguments)
         except IndexError as error:
             refused.append(str(error))
             raise
@@ -142,10 +142,10 @@ def test_an_index_of_a_trial_ends_no_build(
     exported = export(source, sizes)
     functionalized = {key: functional(program) for key, program in exported.programs.each}
     prepared = prepare(exported, describe_signature(exported), functionalized, markers=False)
-    made = proof.prove_padding(source, prepared, sizes, lambda text: None)
-    assert [each.name for each in made] == list(sizes)
+    proved_dimensions = proof.prove_padding(source, prepared, sizes, lambda text: None)
+    assert [dimension.name for dimension in proved_dimensions] == list(sizes)
     assert len(refused) <= most
-    assert [each.chunk for each in made] == [not most] * len(made), made
+    assert [dimension.chunk for dimension in proved_dimensions] == [not most] * len(proved_dimensions), proved_dimensions
 
 
 def test_a_trace_with_sizes_that_vary_has_no_values_to_ask() -> None:

@@ -25,8 +25,8 @@ def test_what_was_signed_is_loaded_and_runs(bundle: Path, tmp_path: Path) -> Non
         assert torch.equal(unsigned(x), signed(x))
     for key, code in ((ours, 0), (theirs, 1)):
         result = CliRunner().invoke(main.app, ["verify", str(copy), "--run", "--key", str(key.public), "--json"])
-        told = json.loads(result.stdout)
-        assert result.exit_code == code and bool(told["self_test"]) is (code == 0), "a self-test is replayed only of what is signed"
+        info = json.loads(result.stdout)
+        assert result.exit_code == code and bool(info["self_test"]) is (code == 0), "a self-test is replayed only of what is signed"
     with open(copy / file_names.WEIGHTS, "r+b") as file:
         file.seek(-1, 2)
         file.write(b"\x7f")

@@ -21,9 +21,9 @@ from cgcompile.util.workers import Work, side_by_side
 from tests.helpers.raising import raises
 
 
-def answers(works: Mapping[int, Work], logs: Path, told: list[str] | None = None) -> dict[int, Any]:
-    told = [] if told is None else told
-    return side_by_side(works, {key: told.append for key in works}, logs, "worker-died")
+def answers(works: Mapping[int, Work], logs: Path, messages: list[str] | None = None) -> dict[int, Any]:
+    messages = [] if messages is None else messages
+    return side_by_side(works, {key: messages.append for key in works}, logs, "worker-died")
 
 
 def twice(number: int, tell: Tell) -> tuple[int, int]:
@@ -33,11 +33,11 @@ def twice(number: int, tell: Tell) -> tuple[int, int]:
 
 
 def test_answers_come_in_order_from_processes_of_their_own(tmp_path: Path) -> None:
-    told = list[str]()
-    made = answers({number: partial(twice, number) for number in range(3)}, tmp_path, told)
-    assert [value for value, _ in made.values()] == [0, 2, 4] and list(made) == [0, 1, 2]
-    assert len({os.getpid(), *[process for _, process in made.values()]}) == 4
-    assert sorted(told) == ["doubling 0", "doubling 1", "doubling 2"]
+    messages = list[str]()
+    results = answers({number: partial(twice, number) for number in range(3)}, tmp_path, messages)
+    assert [value for value, _ in results.values()] == [0, 2, 4] and list(results) == [0, 1, 2]
+    assert len({os.getpid(), *[process for _, process in results.values()]}) == 4
+    assert sorted(messages) == ["doubling 0", "doubling 1", "doubling 2"]
 
 
 def test_they_compute_with_threads_where_this_process_has_done_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,10 +46,10 @@ def test_they_compute_with_threads_where_this_process_has_done_so(tmp_path: Path
     torch.set_num_threads(2)
     try:
         expected = (large @ large).exp2().sum().item()  # libgomp has a thread from here on
-        made = answers({number: lambda tell: (large @ large).exp2().sum().item() for number in range(2)}, tmp_path)
+        results = answers({number: lambda tell: (large @ large).exp2().sum().item() for number in range(2)}, tmp_path)
     finally:
         torch.set_num_threads(before)
-    assert made == {0: expected, 1: expected}
+    assert results == {0: expected, 1: expected}
 
 
 def refuse(tell: Tell) -> None:

@@ -49,11 +49,11 @@ def test_distances_are_those_of_float64(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     want, have = torch.randn(2, 500).to(dtype), torch.randn(2, 500).to(dtype)
     have[1] = want[1]
-    found = compare(want, have)
-    wide = [torch.view_as_real(each) if each.is_complex() else each for each in (want, have)]
-    wide = [each.reshape(2, -1).double() for each in wide]
-    assert found.error == float((wide[0] - wide[1]).abs().max() / wide[0].abs().max())
-    assert found.text.startswith(f"{int((wide[0] != wide[1]).sum())} of {wide[0].numel()} ")
+    difference = compare(want, have)
+    wide = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in (want, have)]
+    wide = [tensor.reshape(2, -1).double() for tensor in wide]
+    assert difference.error == float((wide[0] - wide[1]).abs().max() / wide[0].abs().max())
+    assert difference.text.startswith(f"{int((wide[0] != wide[1]).sum())} of {wide[0].numel()} ")
     assert compare(want, want).error == 0
 
 

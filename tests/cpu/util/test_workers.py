@@ -58,8 +58,8 @@ def kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Mapping[str, Any]:
 
 def asked(kind: Mapping[str, Any], *contents: object, workers: int = 1, **changes: Any) -> list[Any]:
     requests = {number: Request(content=content, what="doing it") for number, content in enumerate(contents)}
-    found = dict(ask(Kind(**kind, **changes), requests, workers))
-    return [found[number] for number in range(len(contents))]
+    answers = dict(ask(Kind(**kind, **changes), requests, workers))
+    return [answers[number] for number in range(len(contents))]
 
 
 def test_answers(kind: Mapping[str, Any]) -> None:
@@ -75,8 +75,8 @@ def test_a_worker_takes_several_requests_or_one(kind: Mapping[str, Any]) -> None
 def test_environment(kind: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SECRET_SETTING", "1")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    (given,) = asked(kind, "environment", environment={"MORE": "x"}, hidden=lambda name: name.startswith("SECRET"))
-    assert (given["MORE"], given["CUDA_VISIBLE_DEVICES"], "SECRET_SETTING" in given) == ("x", "", False)
+    (variables,) = asked(kind, "environment", environment={"MORE": "x"}, hidden=lambda name: name.startswith("SECRET"))
+    assert (variables["MORE"], variables["CUDA_VISIBLE_DEVICES"], "SECRET_SETTING" in variables) == ("x", "", False)
 
 
 @pytest.mark.parametrize(
@@ -117,14 +117,14 @@ def test_the_first_error_ends_the_others(kind: Mapping[str, Any]) -> None:
 
 def running(folder: Path) -> list[str]:
     """The command lines of the processes that a test of this folder started."""
-    found = []
+    command_lines = []
     for path in Path("/proc").glob("[0-9]*"):
         try:
             if (path / "cwd").resolve() == folder and (path / "cmdline").read_text():
-                found.append((path / "cmdline").read_text())
+                command_lines.append((path / "cmdline").read_text())
         except OSError:  # it has ended
             pass
-    return found
+    return command_lines
 
 
 def wait_until(what: str, folder: Path, *, seconds: float = 60) -> bool:
@@ -145,7 +145,7 @@ PROC = pytest.mark.skipif(not Path("/proc/self/cwd").exists(), reason="needs /pr
 def test_what_a_worker_started_ends_with_it(kind: Mapping[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The compiler of a worker that is ended since another one failed."""
     popen = subprocess.Popen
-    monkeypatch.setattr(subprocess, "Popen", lambda *given, **more: popen(*given, **{"cwd": tmp_path, **more}))
+    monkeypatch.setattr(subprocess, "Popen", lambda *arguments, **more: popen(*arguments, **{"cwd": tmp_path, **more}))
     answers = ask(Kind(**kind), {name: Request(content=name, what="doing it") for name in ("compile", "who")}, 2)
     assert next(answers)[0] == "who" and wait_until("sleep", tmp_path)
     answers.close()  # type: ignore[attr-defined]
@@ -179,12 +179,12 @@ def test_a_worker_that_starts_while_the_others_are_ended_is_not_waited_for(
 ) -> None:
     popen, calls = subprocess.Popen, 0
 
-    def late(*given: Any, **more: Any) -> Any:
+    def late(*arguments: Any, **more: Any) -> Any:
         nonlocal calls
         calls += 1
         if calls == 2:
             time.sleep(1)  # the first has refused by then
-        return popen(*given, **more)
+        return popen(*arguments, **more)
 
     monkeypatch.setattr(subprocess, "Popen", late)
     requests = {name: Request(content=name, what="doing it") for name in ("refuse", "hang")}

@@ -80,9 +80,9 @@ def build_mlp() -> Case:
 
 def altered(bundle: Path, folder: Path, change: Callable[[Path, Manifest], Manifest | None]) -> Path:
     """A copy of a bundle that `change` edits; where it returns a manifest, all hashes are made to fit again."""
-    made = folder / "altered.cgb"
-    shutil.copytree(bundle, made)
-    manifest = change(made, archive.read_manifest(str(made)))
+    copy = folder / "altered.cgb"
+    shutil.copytree(bundle, copy)
+    manifest = change(copy, archive.read_manifest(str(copy)))
     if manifest is not None:
-        tiny_bundle.seal(made, replace(manifest, files=manifest_text.describe_files(str(made))))
-    return made
+        tiny_bundle.seal(copy, replace(manifest, files=manifest_text.describe_files(str(copy))))
+    return copy

@@ -79,8 +79,8 @@ def weights() -> dict[str, torch.Tensor]:
             f"{layer}.qkv": (3 * WIDTH, WIDTH), f"{layer}.out": (WIDTH, WIDTH), f"{layer}.norm": (WIDTH,),
             f"{layer}.up": (4 * WIDTH, WIDTH), f"{layer}.down": (WIDTH, 2 * WIDTH),
         }  # fmt: skip
-    made = {name: torch.randn(shape, device="cuda", dtype=torch.bfloat16) * 0.03 for name, shape in shapes.items()}
-    return {name: tensor + 1 if name.endswith("norm") else tensor for name, tensor in made.items()}
+    tensors = {name: torch.randn(shape, device="cuda", dtype=torch.bfloat16) * 0.03 for name, shape in shapes.items()}
+    return {name: tensor + 1 if name.endswith("norm") else tensor for name, tensor in tensors.items()}
 
 
 class Engine:
@@ -113,9 +113,9 @@ class Engine:
             keys, values = self.cache[f"cache.{layer}"]
             keys.index_put_((page, positions % PAGE), key)
             values.index_put_((page, positions % PAGE), value)
-            seen = [each[pages].view(lanes, LENGTH, HEADS, -1).transpose(1, 2) for each in (keys, values)]
-            made = torch.nn.functional.scaled_dot_product_attention(query[:, :, None], *seen, attn_mask=mask[:, None, None])
-            x = x + linear(made.reshape(lanes, WIDTH), w[f"{layer}.out"])
+            seen = [cache[pages].view(lanes, LENGTH, HEADS, -1).transpose(1, 2) for cache in (keys, values)]
+            attention = torch.nn.functional.scaled_dot_product_attention(query[:, :, None], *seen, attn_mask=mask[:, None, None])
+            x = x + linear(attention.reshape(lanes, WIDTH), w[f"{layer}.out"])
             x = x + linear(gated(linear(x, w[f"{layer}.up"])), w[f"{layer}.down"])
         logits = linear(norm(x, w["norm"]), w["head"])
         tokens.copy_(logits.argmax(-1))
@@ -148,7 +148,7 @@ def age() -> float:
     return float(Path("/proc/uptime").read_text().split()[0]) - started
 
 
-def told(call: Callable[[], Any]) -> str:
+def refusal(call: Callable[[], Any]) -> str:
     """What a call refuses: its code and message, or "" when it succeeds."""
     try:
         call()
@@ -177,11 +177,11 @@ def small_graphs() -> dict[str, Callable[[], tuple[dict[Any, torch.cuda.CUDAGrap
 
     def pools() -> tuple[Any, Any]:
         graphs: dict[Any, torch.cuda.CUDAGraph] = {}
-        made = {"x": x}
+        tensors = {"x": x}
         for key in ("double", ("square", 2)):
             graphs[key] = captured(lambda key=key: x * 2 if key == "double" else (x + 3) ** 2)
-            made[str(key)] = kept[-1]
-        return graphs, made
+            tensors[str(key)] = kept[-1]
+        return graphs, tensors
 
     def filled() -> tuple[Any, Any]:
         """The second graph reads memory of the captures' that the engine fills, and no graph does."""
@@ -235,7 +235,7 @@ def save(folder: Path) -> dict[str, Any]:
     answer["refused"] = {}
     for name, make in small_graphs().items():
         graphs, tensors = make()
-        answer["refused"][name] = told(
+        answer["refused"][name] = refusal(
             lambda g=graphs, t=tensors, n=name: cgcompile.save_graphs(g, t, folder / f"{n}.cgb", verify=n != "unverified")
         )
     answer["start"] = engine.weights["head"].data_ptr()
@@ -290,11 +290,11 @@ def attach(folder: Path, steps: int) -> dict[str, Any]:
     changed = folder / "changed.cgb"
     edited(folder / "engine.cgb", changed)
     answer["refused"] = {
-        "cache": told(lambda: cgbundle.attach(folder / "engine.cgb", smaller.tensors())),
-        "layout": told(lambda: cgbundle.attach(folder / "engine.cgb", turned)),
-        "missing": told(lambda: cgbundle.attach(folder / "engine.cgb", {})),
-        "driver": told(lambda: cgbundle.attach(changed, tensors)),
-        "unverified": told(lambda: cgbundle.attach(folder / "unverified.cgb", {"x": torch.ones(64, device="cuda")})),
+        "cache": refusal(lambda: cgbundle.attach(folder / "engine.cgb", smaller.tensors())),
+        "layout": refusal(lambda: cgbundle.attach(folder / "engine.cgb", turned)),
+        "missing": refusal(lambda: cgbundle.attach(folder / "engine.cgb", {})),
+        "driver": refusal(lambda: cgbundle.attach(changed, tensors)),
+        "unverified": refusal(lambda: cgbundle.attach(folder / "unverified.cgb", {"x": torch.ones(64, device="cuda")})),
     }
     answer["pools"] = attach_pools(folder)
     answer["early"] = attach_early(folder)

@@ -42,8 +42,8 @@ def arguments(kind: str, name: str) -> tuple[Any, Any, dict[str, Any]]:
         return make(), inputs, {"sizes": list(SIZES), "train": True}
     make, inputs, _ = conditional_models.MODELS[name]
     torch.manual_seed(1)
-    model, given = make().eval(), inputs()
-    return model, lambda: (given[0],), {}
+    model, examples = make().eval(), inputs()
+    return model, lambda: (examples[0],), {}
 
 
 if __name__ == "__main__":

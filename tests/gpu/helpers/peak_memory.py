@@ -31,11 +31,11 @@ def _tree(root: int) -> list[int]:
     """A process and all below it."""
     parents: dict[int, int] = {}
     for folder in Path("/proc").iterdir():
-        if folder.name.isdigit() and (found := re.search(r"\nPPid:\s+(\d+)", _read(folder / "status"))):
-            parents[int(folder.name)] = int(found[1])
+        if folder.name.isdigit() and (match := re.search(r"\nPPid:\s+(\d+)", _read(folder / "status"))):
+            parents[int(folder.name)] = int(match[1])
     tree = [root]
     for process in tree:
-        tree += [each for each, parent in parents.items() if parent == process]
+        tree += [child for child, parent in parents.items() if parent == process]
     return tree
 
 
@@ -44,8 +44,8 @@ def _held(process: int) -> int:
     if shares:
         return sum(map(int, shares)) * 1024
     status = _read(Path(f"/proc/{process}/status"))
-    found = re.search(r"\nRssAnon:\s+(\d+) kB", status) or re.search(r"\nVmRSS:\s+(\d+) kB", status)
-    return int(found[1]) * 1024 if found else 0
+    match = re.search(r"\nRssAnon:\s+(\d+) kB", status) or re.search(r"\nVmRSS:\s+(\d+) kB", status)
+    return int(match[1]) * 1024 if match else 0
 
 
 def _read(path: Path) -> str:

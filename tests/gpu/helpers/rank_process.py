@@ -22,11 +22,11 @@ def main(path: str, rank: str, meeting: str, device: str, calls: str, key: str =
         with cgbundle.load(path, rank=int(rank), rendezvous=meeting, device=int(device), timeout=3.0) as program:
             for number in range(int(calls)):
                 began = time.monotonic()
-                given = inputs(size, number % 7)
-                made = program(from_bytes(given.tobytes(), "float32", (size, FLOATS)))
+                values = inputs(size, number % 7)
+                output = program(from_bytes(values.tobytes(), "float32", (size, FLOATS)))
                 if not number:
                     print("ready", flush=True)
-                assert array("f", made.tobytes()) == expected(given), number
+                assert array("f", output.tobytes()) == expected(values), number
         print("right", flush=True)
     except CgbundleError as error:
         print(f"{error.code} {time.monotonic() - began:.1f} {number} {error}", flush=True)

@@ -56,7 +56,7 @@ class Ranks:
         senders = (1 << self.world) - 1
         bases = [memory.data_ptr() for memory in self.memories]
         types = (ctypes.c_void_p,) * (self.world + 2) + (ctypes.c_uint64,) + (ctypes.c_uint32,) * 3
-        made = []
+        executables = []
         for rank in range(self.world):
             self._current(rank)
             graph = check(driver.cuGraphCreate(0))
@@ -69,8 +69,8 @@ class Ranks:
                 values = (inputs[rank], outputs[rank], *bases, stride, way.count, rank, 1 << sender if sender >= 0 else senders)
                 node.kernelParams = (values, types)
                 before = [check(driver.cuGraphAddKernelNode(graph, before, len(before), node))]
-            made.append(check(driver.cuGraphInstantiate(graph, 0)))
-        return made
+            executables.append(check(driver.cuGraphInstantiate(graph, 0)))
+        return executables
 
     def replay(self, graphs: Sequence[Any], ranks: Sequence[int] = ()) -> float:
         """Launches the graphs of some ranks, of all by default; milliseconds on the rank where it took less, when all are done."""

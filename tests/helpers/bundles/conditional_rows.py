@@ -58,7 +58,7 @@ def copy(source: int, target: int) -> MemcpyNode:
 
 def recording(image: str) -> Recording:
     """The rows: in each graph one after the other."""
-    own: list[Node] = [
+    outer_nodes: list[Node] = [
         fill(OUTPUT, 0, ROW),
         setter(0, TURNS),
         ConditionalNode(type="while", bodies=(0,)),
@@ -76,7 +76,7 @@ def recording(image: str) -> Recording:
         copy(SPARE, CHOICES),
         setter(0, TURNS),
     ]
-    return chained(image, [own, turn, [fill(RESULT, 1)], [fill(RESULT, 2)], [fill(OUTPUT, 5)], [fill(OUTPUT, 3)]])
+    return chained(image, [outer_nodes, turn, [fill(RESULT, 1)], [fill(RESULT, 2)], [fill(OUTPUT, 5)], [fill(OUTPUT, 3)]])
 
 
 WAYS = 3
@@ -86,16 +86,16 @@ WAYS = 3
 def switching(image: str) -> Recording:
     """Another recording: the result is 10 and the flag, 9 where the switch has no body of that number."""
     bodies = [[fill(RESULT, 10 + way)] for way in range(WAYS)]
-    own = [fill(RESULT, 9), setter(0, FLAG), ConditionalNode(type="switch", bodies=tuple(range(WAYS)))]
-    return chained(image, [own, *bodies])
+    outer_nodes = [fill(RESULT, 9), setter(0, FLAG), ConditionalNode(type="switch", bodies=tuple(range(WAYS)))]
+    return chained(image, [outer_nodes, *bodies])
 
 
 def several(image: str, ways: int, *, nested: bool) -> Recording:
     """A switch of so many bodies on the flag, or a branch for each but the last inside of the other side of the one before it, on
     the bytes of the choices; a body that runs sets the result."""
     if not nested:
-        own = [setter(0, FLAG), ConditionalNode(type="switch", bodies=tuple(range(ways)))]
-        return chained(image, [own, *[[fill(RESULT, 10 + way)] for way in range(ways)]])
+        outer_nodes = [setter(0, FLAG), ConditionalNode(type="switch", bodies=tuple(range(ways)))]
+        return chained(image, [outer_nodes, *[[fill(RESULT, 10 + way)] for way in range(ways)]])
     graphs: list[list[Node]] = []
     for way in range(ways - 1):
         node = ConditionalNode(type="if", bodies=(2 * way, 2 * way + 1))

@@ -209,5 +209,5 @@ def inputs(key: int, seed: int = 0) -> array[float]:
     return array("f", [(7 * i + 13 * seed) % 32 - 16 for i in range(key * FLOATS)])
 
 
-def expected(given: array[float]) -> array[float]:
-    return array("f", [3 * (1 + x) + 1 + 2.5 + i for i, x in enumerate(given)])
+def expected(values: array[float]) -> array[float]:
+    return array("f", [3 * (1 + x) + 1 + 2.5 + i for i, x in enumerate(values)])

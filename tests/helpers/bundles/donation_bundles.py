@@ -51,8 +51,8 @@ ADDS = {
 
 def recording(image: str, name: str) -> Recording:
     nodes = [
-        launch(0, bytes(24) + pack("<i", N), relocations(*zip((0, 8, 16), *zip(*each, strict=True), strict=True)))
-        for each in ADDS[name]
+        launch(0, bytes(24) + pack("<i", N), relocations(*zip((0, 8, 16), *zip(*operands, strict=True), strict=True)))
+        for operands in ADDS[name]
     ]
     function = Function(image=image, symbol="add", params=ADD, attributes=())
     edges = tuple([edge(number, number + 1) for number in range(len(nodes) - 1)])
@@ -66,11 +66,11 @@ def value(memory: str, offset: int) -> Value:
 def program(name: str, number: int) -> Program:
     inputs = [value("inputs", offset) for offset in ((A, B) if name == "take" else (A,))]
     (_, output), *_ = ADDS[name][-1]
-    given = tuple(range(len(inputs)))
-    made = (len(inputs),)
-    steps = (Step(kind="graph", region=number, file=f"graphs/{name}.bin", inputs=given, outputs=made),)
+    input_places = tuple(range(len(inputs)))
+    output_places = (len(inputs),)
+    steps = (Step(kind="graph", region=number, file=f"graphs/{name}.bin", inputs=input_places, outputs=output_places),)
     values = (*inputs, value("arena", output))
-    return Program(key=(), values=values, inputs=given, outputs=made, steps=steps, arena=ARENA, static=STATIC)
+    return Program(key=(), values=values, inputs=input_places, outputs=output_places, steps=steps, arena=ARENA, static=STATIC)
 
 
 def write(folder: Path) -> Manifest:
@@ -84,12 +84,12 @@ def write(folder: Path) -> Manifest:
         path = folder / whole_program_file(name)
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(b"")
-    given = {
+    tensors = {
         self_test_entry((), "input", index, name): ("float32", (N,), lambda index=index: numbers(index))
         for name in ADDS
         for index in range(2 if name == "take" else 1)
     }
-    for name, entries in ((WEIGHTS, {}), (SELF_TEST, given)):
+    for name, entries in ((WEIGHTS, {}), (SELF_TEST, tensors)):
         with open(folder / name, "wb") as file:
             safetensors_writer.write(file, entries)
 
@@ -116,8 +116,8 @@ def numbers(seed: int) -> array[float]:
     return array("f", [(5 * i + 11 * seed) % 32 - 16 for i in range(N)])
 
 
-def twice(given: array[float]) -> array[float]:
-    return array("f", [2 * x for x in given])
+def twice(values: array[float]) -> array[float]:
+    return array("f", [2 * x for x in values])
 
 
 def taken(a: array[float], b: array[float]) -> array[float]:

@@ -14,10 +14,10 @@ def edited(record: Any, **changes: Any) -> Any:
     """`dataclasses.replace`; of a manifest, fields that only entries have are changed in its first entry."""
     if not isinstance(record, Manifest):
         return replace(record, **changes)
-    own = {name: value for name, value in changes.items() if name in OF_ENTRY}
+    entry_changes = {name: value for name, value in changes.items() if name in OF_ENTRY}
     first, *others = changes.get("entries", record.entries)
-    entries = (replace(first, **own), *others)
-    return replace(record, **{name: value for name, value in changes.items() if name not in own} | {"entries": entries})
+    entries = (replace(first, **entry_changes), *others)
+    return replace(record, **{name: value for name, value in changes.items() if name not in entry_changes} | {"entries": entries})
 
 
 def located(path: str) -> str:

@@ -51,13 +51,13 @@ def engine() -> Engine:
 
 def recording(image: str, position: int) -> Recording:
     """Graph number `position`."""
-    made = replace(rows.recording(image, (4, 8)[position]), key=(position,))
+    rows_recording = replace(rows.recording(image, (4, 8)[position]), key=(position,))
     if not position:
-        return made
-    combine = made.nodes[0]
+        return rows_recording
+    combine = rows_recording.nodes[0]
     assert isinstance(combine, KernelNode)
     places = rows.relocations((0, INPUTS_AT, OUT), (8, ARENA_AT, rows.SUM), (24, ARENA_AT, rows.TWO))
-    return replace(made, nodes=(replace(combine, relocations=places), *made.nodes[1:]))
+    return replace(rows_recording, nodes=(replace(combine, relocations=places), *rows_recording.nodes[1:]))
 
 
 def write(

@@ -66,24 +66,24 @@ def signature(
     orders = output_orders or [range(len(output.shape)) for output in outputs]
 
     def program(key: tuple[int, ...]) -> Program:
-        sizes = {each.name: size for each, size in zip(dimensions, key, strict=True)}
+        sizes = {dim.name: size for dim, size in zip(dimensions, key, strict=True)}
         values = []
-        for each, order in [*zip(inputs, [each.order for each in inputs], strict=True), *zip(outputs, orders, strict=True)]:
-            shape = tuple([evaluate(size, sizes) for size in each.shape])
-            values.append(Value(dtype=each.dtype, shape=shape, strides=dense(shape, tuple(order)), memory="host", offset=0))
-        given, made = tuple(range(len(inputs))), tuple(range(len(inputs), len(values)))
-        step = Step(kind="host", region=0, file="", inputs=given, outputs=made)
-        return Program(key=key, values=tuple(values), inputs=given, outputs=made, steps=(step,), arena=0, static=0)
+        for tensor, order in [*zip(inputs, [tensor.order for tensor in inputs], strict=True), *zip(outputs, orders, strict=True)]:
+            shape = tuple([evaluate(size, sizes) for size in tensor.shape])
+            values.append(Value(dtype=tensor.dtype, shape=shape, strides=dense(shape, tuple(order)), memory="host", offset=0))
+        input_places, output_places = tuple(range(len(inputs))), tuple(range(len(inputs), len(values)))
+        step = Step(kind="host", region=0, file="", inputs=input_places, outputs=output_places)
+        return Program(key=key, values=tuple(values), inputs=input_places, outputs=output_places, steps=(step,), arena=0, static=0)
 
-    keys = list(product(*[each.sizes for each in dimensions]))
-    base, made = tiny_bundle.manifest(), call or {"call": [[each.name, {"tensor": index}] for index, each in enumerate(inputs)]}
+    keys = list(product(*[dim.sizes for dim in dimensions]))
+    base, tree = tiny_bundle.manifest(), call or {"call": [[tensor.name, {"tensor": index}] for index, tensor in enumerate(inputs)]}
     return edited(
         base,
         dimensions=tuple(dimensions),
         inputs=tuple(inputs),
         outputs=tuple(outputs),
-        call=made,
-        parameters=parameters or (tiny_bundle.POSITIONAL,) * len(made["call"]),
+        call=tree,
+        parameters=parameters or (tiny_bundle.POSITIONAL,) * len(tree["call"]),
         result=result or {"tuple": [{"tensor": index} for index in range(len(outputs))]},
         regions=(Region(name="model", kind="host", file=tiny_bundle.HOST_FILE),),
         programs=tuple(map(program, keys)),
@@ -160,10 +160,10 @@ class FakeBackend:
     def run(self, program: int, addresses: Sequence[int], device: int | None, stream: object) -> FakeResults:
         assert not self.closed, "a replay after close"
         row = all_programs(self.manifest)[program]
-        given = [read_numbers(address, row.values[index]) for address, index in zip(addresses, row.inputs, strict=True)]
-        self.calls.append((row.key, given))
-        made = self.compute(row.key, given)
-        buffers = [write_numbers(each, row.values[index]) for each, index in zip(made, row.outputs, strict=True)]
+        input_numbers = [read_numbers(address, row.values[index]) for address, index in zip(addresses, row.inputs, strict=True)]
+        self.calls.append((row.key, input_numbers))
+        output_numbers = self.compute(row.key, input_numbers)
+        buffers = [write_numbers(numbers, row.values[index]) for numbers, index in zip(output_numbers, row.outputs, strict=True)]
         if not self.static:
             return FakeResults(buffers, static=False)
         known = self.memory.setdefault(program, FakeResults(buffers, static=True))

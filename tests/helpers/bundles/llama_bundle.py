@@ -20,7 +20,7 @@ def build(folder: Path, seed: int = 0) -> None:
 
     import cgcompile
     from cgcompile.language_models.example_inputs import ExampleInputs
-    from tests.helpers.models.causal_lm import PAGES, SLOTS, made
+    from tests.helpers.models.causal_lm import PAGES, SLOTS, causal_model
     from tests.helpers.models.language_models import CONFIGURATIONS
 
     options = {**CONFIGURATIONS["llama"], "num_hidden_layers": 1, "initializer_range": 0.2}
@@ -31,5 +31,5 @@ def build(folder: Path, seed: int = 0) -> None:
     sizes = {"decode": {"batch": [2], "blocks": [4]}, "choose": {"batch": [2]}}
     sizes["prefill"] = sizes["decode"] | {"seq": [16]}
     inputs = ExampleInputs(config=config, pages=PAGES, slots=SLOTS, turns=0).entries()
-    model = made(str(folder / "llama"), turns=0).eval()
+    model = causal_model(str(folder / "llama"), turns=0).eval()
     cgcompile.build(model, inputs, sizes=sizes, out=folder / "llama.cgb", target="cpu")

@@ -46,12 +46,12 @@ def kernels(world: int, rank: int, exchange: bytes) -> ExchangeKernels:
     return ExchangeKernels(rank=rank, memory=needed_memory(world, sent), image=exchange)
 
 
-def recording(image: str, key: int, own: ExchangeKernels) -> Recording:
+def recording(image: str, key: int, rank_kernels: ExchangeKernels) -> Recording:
     n = key * FLOATS
-    sent = transfer("all_reduce", "float32", 4 * n, own.memory.world)
+    sent = transfer("all_reduce", "float32", 4 * n, rank_kernels.memory.world)
     add = launch(0, bytes(24) + pack("<i", n), relocations((0, ARENA_AT, SUM), (8, WEIGHTS_AT, 0), (16, INPUTS_AT, 0)))
-    reduce = exchange_node(1, sent, own.memory, own.rank, address(ARENA_AT, SUM), address(ARENA_AT, RESULT))
-    functions = (Function(image=image, symbol="add", params=ADD, attributes=()), own.function(sent))
+    reduce = exchange_node(1, sent, rank_kernels.memory, rank_kernels.rank, address(ARENA_AT, SUM), address(ARENA_AT, RESULT))
+    functions = (Function(image=image, symbol="add", params=ADD, attributes=()), rank_kernels.function(sent))
     return Recording(key=(key,), functions=functions, nodes=(add, reduce), edges=(edge(0, 1),))
 
 
@@ -59,17 +59,17 @@ def inputs(key: int, seed: int = 0) -> array[float]:
     return cuda_bundles.inputs(key, seed)
 
 
-def expected(given: Sequence[float], world: int = 2) -> array[float]:
+def expected(values: Sequence[float], world: int = 2) -> array[float]:
     """Whole numbers: every result is exact."""
-    return array("f", [sum(x + rank + index for rank in range(world)) for index, x in enumerate(given)])
+    return array("f", [sum(x + rank + index for rank in range(world)) for index, x in enumerate(values)])
 
 
 def _write_rank(folder: Path, image: bytes, world: int, rank: int, exchange: bytes | None, arch: str) -> Manifest:
     name = hashlib.sha256(image).hexdigest()
-    own = kernels(world, rank, exchange or image)
+    rank_kernels = kernels(world, rank, exchange or image)
     (folder / "graphs").mkdir(parents=True)
     for key in KEYS:
-        (folder / "graphs" / f"g0-{key}.bin").write_bytes(tables.encode(recording(name, key, own)))
+        (folder / "graphs" / f"g0-{key}.bin").write_bytes(tables.encode(recording(name, key, rank_kernels)))
     numbers = array("f", [rank + index for index in range(KEYS[-1] * FLOATS)])
     with open(folder / WEIGHTS, "wb") as file:
         safetensors_writer.write(file, {"offsets": ("float32", (len(numbers),), lambda: numbers)})
@@ -84,7 +84,7 @@ def _write_rank(folder: Path, image: bytes, world: int, rank: int, exchange: byt
     files = describe_files(str(folder))
     if rank:  # those of rank 0 are its images too
         files = (*files, *[file for file in describe_files(str(folder.parents[1])) if file.path.startswith("kernels/")])
-    made = edited(
+    rank_manifest = edited(
         cuda_bundles.manifest(arch),
         dimensions=(Dimension(name="batch", sizes=KEYS, pad="no", chunk=False, reason="not proved"),),
         inputs=(spec,),
@@ -97,8 +97,8 @@ def _write_rank(folder: Path, image: bytes, world: int, rank: int, exchange: byt
                 name="offsets", tensor="offsets", dtype="float32", shape=(len(numbers),), strides=(1,), memory="weights", offset=0
             ),
         ),
-        world=own.world,
-        memories=(("weights", 1024), ("inputs", 1024), ("arena", 4096), ("peer", world * own.world.stride)),
+        world=rank_kernels.world,
+        memories=(("weights", 1024), ("inputs", 1024), ("arena", 4096), ("peer", world * rank_kernels.world.stride)),
         programs=tuple(map(_program, KEYS)),
         module_state="",
         self_test=SelfTest(
@@ -107,8 +107,8 @@ def _write_rank(folder: Path, image: bytes, world: int, rank: int, exchange: byt
         ),
         files=tuple(sorted(files, key=lambda file: file.path)),
     )  # fmt: skip
-    seal(folder, made)
-    return made
+    seal(folder, rank_manifest)
+    return rank_manifest
 
 
 def _program(key: int) -> Program:

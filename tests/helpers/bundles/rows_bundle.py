@@ -29,7 +29,7 @@ OUTPUTS = ("y", "head", "same", "tail", "table")
 
 def write(folder: Path, most: int | None = None) -> Manifest:
     """Writes the bundle's files but the manifest, which it returns."""
-    made = state_bundles.write(folder)
+    base = state_bundles.write(folder)
     for key in KEYS:
         file = folder / "graphs" / f"g0-{key}.bin"
         recording = tables.decode(file.read_bytes())
@@ -43,7 +43,7 @@ def write(folder: Path, most: int | None = None) -> Manifest:
     }
     with open(folder / WEIGHTS, "wb") as out:
         safetensors_writer.write(out, contents)
-    rows = [row for row in made.weights if row.name != "total"]
+    rows = [row for row in base.weights if row.name != "total"]
     rows += [
         Weight(name=name, tensor=name, dtype=dtype, shape=shape, strides=strides, memory="state", offset=offset, zeros=zeros)
         for name, dtype, shape, strides, offset, zeros in (
@@ -52,19 +52,19 @@ def write(folder: Path, most: int | None = None) -> Manifest:
         )
     ]  # fmt: skip
     names = [row.name for row in rows]
-    entry = made.entries[0]
+    entry = base.entries[0]
     kept = [index for index in range(6) if index != 1]
     aliases = [replace(alias, output=kept.index(alias.output)) for alias in entry.aliases if alias.output in kept]
     aliases = [replace(alias, index=names.index("offsets")) if alias.memory == "weights" else alias for alias in aliases]
     return edited(
-        made,
+        base,
         outputs=tuple([entry.outputs[index] for index in kept]),
         aliases=tuple(aliases),
         random=names.index("random"),
         mutated_buffers=tuple(sorted(map(names.index, ("lines", "total", "marks", "random")))),
         result={"dict": [[name, {"tensor": place}] for place, name in enumerate(OUTPUTS)]},
         weights=tuple(rows),
-        memories=tuple([(name, STATE if name == "state" else size) for name, size in made.memories]),
+        memories=tuple([(name, STATE if name == "state" else size) for name, size in base.memories]),
         state_dimensions=(
             StateDimension(
                 name="rows", weights=(names.index("lines"), names.index("total")), count=names.index("number"), most=most
@@ -79,9 +79,9 @@ def write(folder: Path, most: int | None = None) -> Manifest:
 def _over_rows(node: Any) -> Any:
     """A node that finds `total` where it lies here."""
     relocations = [
-        replace(each, target=replace(each.target, offset=TOTAL))
-        if (each.target.memory, each.target.offset) == (STATE_AT, state_bundles.TOTAL) else each
-        for each in getattr(node, "relocations", ())
+        replace(relocation, target=replace(relocation.target, offset=TOTAL))
+        if (relocation.target.memory, relocation.target.offset) == (STATE_AT, state_bundles.TOTAL) else relocation
+        for relocation in getattr(node, "relocations", ())
     ]  # fmt: skip
     return replace(node, relocations=tuple(relocations)) if relocations else node
 

@@ -37,8 +37,8 @@ class Pair:
 
 def pem(public: Any) -> bytes:
     """A public key as `openssl pkey -pubout` writes it."""
-    made: bytes = public.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
-    return made
+    pem_bytes: bytes = public.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
+    return pem_bytes
 
 
 def flip(path: Path, at: int = -2) -> None:

@@ -47,7 +47,7 @@ def value(memory: str, offset: int, shape: Sequence[int], strides: Sequence[int]
 
 def write(folder: Path, image: bytes = b"an image", arch: str = "sm_90") -> Manifest:
     """Writes the bundle's files but the manifest, which it returns."""
-    made = cuda_bundles.write(folder, image, arch)
+    base = cuda_bundles.write(folder, image, arch)
     for key in KEYS:
         file = folder / "graphs" / f"g0-{key}.bin"
         recording = tables.decode(file.read_bytes())
@@ -74,10 +74,10 @@ def write(folder: Path, image: bytes = b"an image", arch: str = "sm_90") -> Mani
             ("random", "int64", 2, RANDOM, False),
         )
     ]  # fmt: skip
-    weights = (*made.weights, *rows)
+    weights = (*base.weights, *rows)
     names = [row.name for row in weights]
     return edited(
-        made,
+        base,
         dimensions=(Dimension(name="batch", sizes=KEYS, pad="no", chunk=False, reason="forward() changes state"),),
         inputs=(TensorSpec(name="x", dtype="float32", shape=("batch", FLOATS), order=(0, 1)),),
         outputs=tuple(
@@ -99,8 +99,8 @@ def write(folder: Path, image: bytes = b"an image", arch: str = "sm_90") -> Mani
         parameters=(POSITIONAL,),
         result={"dict": [[name, {"tensor": place}] for place, name in enumerate(OUTPUTS)]},
         weights=weights,
-        memories=tuple([(name, STATE if name == "state" else size) for name, size in made.memories]),
-        programs=tuple([_program(program) for program in made.entries[0].programs]),
+        memories=tuple([(name, STATE if name == "state" else size) for name, size in base.memories]),
+        programs=tuple([_program(program) for program in base.entries[0].programs]),
         self_test=SelfTest(
             compare="bits",
             calls=1,

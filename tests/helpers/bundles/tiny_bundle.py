@@ -49,24 +49,24 @@ def write_bundle(folder: Path, change: Change | None = None) -> Path:
         )
     with open(folder / file_names.SELF_TEST, "wb") as file:
         safetensors_writer.write(file, self_test_tensors())
-    made = replace(manifest(), files=manifest_text.describe_files(str(folder)))
-    changed = change(made) if change else made
-    if changed.files == made.files:
+    base = replace(manifest(), files=manifest_text.describe_files(str(folder)))
+    changed = change(base) if change else base
+    if changed.files == base.files:
         finish(folder, changed)
     else:
         seal(folder, changed)
     return folder
 
 
-def finish(folder: Path, made: Manifest) -> None:
+def finish(folder: Path, manifest: Manifest) -> None:
     """Writes the rows behind the shared objects, and the manifest with all files described."""
-    host_code.attach(folder, made)
-    seal(folder, replace(made, files=manifest_text.describe_files(str(folder))))
+    host_code.attach(folder, manifest)
+    seal(folder, replace(manifest, files=manifest_text.describe_files(str(folder))))
 
 
-def seal(folder: Path, made: Manifest) -> None:
+def seal(folder: Path, manifest: Manifest) -> None:
     """Writes the manifest as it is, sound or not."""
-    (folder / file_names.MANIFEST).write_bytes(manifest_text.encode(made))
+    (folder / file_names.MANIFEST).write_bytes(manifest_text.encode(manifest))
 
 
 def floats(values: range) -> Callable[[], bytes]:
@@ -76,11 +76,11 @@ def floats(values: range) -> Callable[[], bytes]:
 
 def self_test_tensors() -> dict[str, safetensors_writer.Tensor]:
     """x and y of both sizes, under the self-test's names."""
-    made: dict[str, safetensors_writer.Tensor] = {}
+    tensors: dict[str, safetensors_writer.Tensor] = {}
     for size in SIZES:
-        made[entry((size,), "input", 0)] = ("float32", (size, 3), floats(range(size * 3)))
-        made[entry((size,), "output", 0)] = ("float32", (size, 2), floats(range(size * 2)))
-    return made
+        tensors[entry((size,), "input", 0)] = ("float32", (size, 3), floats(range(size * 3)))
+        tensors[entry((size,), "output", 0)] = ("float32", (size, 2), floats(range(size * 2)))
+    return tensors
 
 
 def manifest() -> Manifest:

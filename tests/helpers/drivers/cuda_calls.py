@@ -35,10 +35,10 @@ def replay(backend: CudaBackend, program: int, inputs: Sequence[Given | None], h
     """`run` inside of `locked`, whose handle is given."""
     places = static_buffers(backend, program)
     addresses = []
-    for given, (target, size) in zip(inputs, places, strict=True):
-        if given is not None and not given[1]:
-            memory.copy(target, given[0], size, handle, source_on_device=False)
-        addresses.append(given[0] if given is not None and given[1] else target)
+    for source, (target, size) in zip(inputs, places, strict=True):
+        if source is not None and not source[1]:
+            memory.copy(target, source[0], size, handle, source_on_device=False)
+        addresses.append(source[0] if source is not None and source[1] else target)
     return list(backend.run(program, addresses, backend.device, handle).addresses)
 
 

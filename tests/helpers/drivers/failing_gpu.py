@@ -56,12 +56,12 @@ def write(folder: Path) -> Manifest:
         }
         safetensors_writer.write(file, {name: (*shape, lambda data=data: data) for name, data in named.items()})
     self_test = replace(whole.entries[0].self_test, bounds=(0.0,), proofs=(replace(proof(1), key=(), errors=(0.0,)),))
-    made = edited(
+    manifest = edited(
         whole, name="twice", entries=(replace(whole.entries[0], name="forward"),), donations=(), donated=(), self_test=self_test,
         regions=whole.regions[:1], files=manifest_text.describe_files(str(folder)),
     )  # fmt: skip
-    (folder / file_names.MANIFEST).write_bytes(manifest_text.encode(made))
-    return made
+    (folder / file_names.MANIFEST).write_bytes(manifest_text.encode(manifest))
+    return manifest
 
 
 def main(folder: str, flag: str) -> None:

@@ -348,18 +348,18 @@ class FakeDriver:
         clone = self._make(SimpleNamespace(nodes=[], edges=[], bodies=[]))
         copies = {}
         for node in drawn.nodes:
-            copies[id(node)] = made = self._node(clone, node.run)
-            made.origin = node
+            copies[id(node)] = node_copy = self._node(clone, node.run)
+            node_copy.origin = node
         self._drawn(clone).edges += [(copies[id(source)], copies[id(target)]) for source, target in drawn.edges]
         return clone
 
     def do_cuGraphNodeFindInClone(self, node: Any, clone: int) -> Any:
-        (found,) = [each for each in self._drawn(clone).nodes if each.origin is node]
-        return found
+        (node_copy,) = [candidate for candidate in self._drawn(clone).nodes if candidate.origin is node]
+        return node_copy
 
     def do_cuGraphDestroyNode(self, node: Any) -> None:
         drawn = self._drawn(node.graph)
-        drawn.nodes = [each for each in drawn.nodes if each is not node]
+        drawn.nodes = [other for other in drawn.nodes if other is not node]
         drawn.edges = [ends for ends in drawn.edges if not any(end is node for end in ends)]
 
     # --- conditional nodes ------------------------------------------------------------------------------------
@@ -371,11 +371,11 @@ class FakeDriver:
         return handle
 
     def do_cuGraphAddConditionalNode(self, graph: int, dependencies: None, count: int, params: Any) -> Any:
-        given = params.conditional
-        assert (params.type, given.ctx) == (13, 7) and 1 <= given.size <= (2, 1, 256)[given.type]
-        bodies = [self.do_cuGraphCreate(0) for _ in range(given.size)]
-        given.phGraph_out = (ctypes.c_uint64 * given.size)(*bodies)
-        handle, kind = given.handle, given.type
+        node_params = params.conditional
+        assert (params.type, node_params.ctx) == (13, 7) and 1 <= node_params.size <= (2, 1, 256)[node_params.type]
+        bodies = [self.do_cuGraphCreate(0) for _ in range(node_params.size)]
+        node_params.phGraph_out = (ctypes.c_uint64 * node_params.size)(*bodies)
+        handle, kind = node_params.handle, node_params.type
         drawn = [self._drawn(body) for body in bodies]
         self._drawn(graph).bodies += bodies
 
@@ -402,8 +402,8 @@ class FakeDriver:
         return self._node(graph, lambda: self._memset(name, address, value, width, 0))
 
     def do_cuGraphAddMemcpyNode(self, graph: int, dependencies: None, count: int, params: Any, context: int) -> Any:
-        own = Memcpy3D.from_buffer_copy(params)  # as the driver does
-        return self._node(graph, lambda: self._copy_block(own))
+        copy_params = Memcpy3D.from_buffer_copy(params)  # as the driver does
+        return self._node(graph, lambda: self._copy_block(copy_params))
 
     def do_cuGraphAddEmptyNode(self, graph: int, dependencies: None, count: int) -> Any:
         return self._node(graph, lambda: None)
@@ -435,16 +435,16 @@ class FakeDriver:
 
     def do_cuGraphExecKernelNodeSetParams(self, executable: int, node: Any, params: Any) -> None:
         runs = self.live[executable]
-        (place,) = [place for place, (each, _) in enumerate(runs) if each is node]
+        (place,) = [place for place, (candidate, _) in enumerate(runs) if candidate is node]
         runs[place] = (node, self._kernel(params.func, params.kernelParams))
 
     def do_cuGraphExecMemcpyNodeSetParams(self, executable: int, node: Any, params: Any, context: int) -> int:
-        own = Memcpy3D.from_buffer_copy(params)
-        if own.dstDevice in self.refused:
+        copy_params = Memcpy3D.from_buffer_copy(params)
+        if copy_params.dstDevice in self.refused:
             return 1
         runs = self.live[executable]
-        (place,) = [place for place, (each, _) in enumerate(runs) if each is node]
-        runs[place] = (node, lambda: self._copy_block(own))
+        (place,) = [place for place, (candidate, _) in enumerate(runs) if candidate is node]
+        runs[place] = (node, lambda: self._copy_block(copy_params))
         return 0
 
     def do_cuGraphNodeSetEnabled(self, executable: int, node: Any, enabled: bool) -> None:
@@ -494,8 +494,8 @@ def floats(address: int, count: int) -> array[float]:
 def add(block: list[bytes], data: dict[str, Any]) -> None:
     out, a, b = (int.from_bytes(word, "little") for word in block[:3])
     (n,) = unpack("<i", block[3])
-    made = array("f", [x + y for x, y in zip(floats(a, n), floats(b, n), strict=True)])
-    ctypes.memmove(out, made.tobytes(), 4 * n)
+    sums = array("f", [x + y for x, y in zip(floats(a, n), floats(b, n), strict=True)])
+    ctypes.memmove(out, sums.tobytes(), 4 * n)
 
 
 def combine(block: list[bytes], data: dict[str, Any]) -> None:
@@ -504,8 +504,8 @@ def combine(block: list[bytes], data: dict[str, Any]) -> None:
     (n,) = unpack("<i", block[3])
     (bias,) = unpack("<f", data["bias"].raw)
     table = floats(int.from_bytes(data["table"].raw, "little"), n)
-    made = array("f", [p * factor + q + bias + r for p, q, r in zip(floats(x, n), floats(y, n), table, strict=True)])
-    ctypes.memmove(out, made.tobytes(), 4 * n)
+    values = array("f", [p * factor + q + bias + r for p, q, r in zip(floats(x, n), floats(y, n), table, strict=True)])
+    ctypes.memmove(out, values.tobytes(), 4 * n)
 
 
 KERNELS = {"add": add, "combine": combine}

@@ -72,9 +72,9 @@ class FakeTorch:
         return self.empty(value.shape)
 
     def from_dlpack(self, value: Any) -> FakeTensor:
-        made = FakeTensor(value.address, value.shape, value)
-        made.clone = lambda memory_format=None: self._cloned(made)  # type: ignore[attr-defined]
-        return made
+        tensor = FakeTensor(value.address, value.shape, value)
+        tensor.clone = lambda memory_format=None: self._cloned(tensor)  # type: ignore[attr-defined]
+        return tensor
 
     def _cloned(self, value: FakeTensor) -> FakeTensor:
         return self.empty(value.shape, ctypes.string_at(value.address, 4 * value.numel()))

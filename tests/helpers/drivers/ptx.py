@@ -79,12 +79,12 @@ class Thread:
     state: str = "running"
 
     def load(self, address: int, size: int) -> bytes:
-        found = bytearray(self.memory.read(address, size))
+        buffer = bytearray(self.memory.read(address, size))
         for at, data in self.block.stored:
             for place, byte in enumerate(data, at - address):
                 if 0 <= place < size:
-                    found[place] = byte
-        return bytes(found)
+                    buffer[place] = byte
+        return bytes(buffer)
 
     def store(self, address: int, data: bytes) -> None:
         self.memory.read(address, len(data))
@@ -115,7 +115,7 @@ def run(memory: Memory, gpus: Sequence[Sequence[Launch]], random: Random, clock:
         for gpu, launches in enumerate(left):
             if not running[gpu] and launches:
                 running[gpu] = _blocks(memory, launches.pop(0), clock)
-        blocks = [(gpu, block) for gpu, own in enumerate(running) for block in own]
+        blocks = [(gpu, block) for gpu, resident in enumerate(running) for block in resident]
         if not blocks:
             return
         gpu, block = random.choice(blocks)
@@ -136,7 +136,7 @@ def run(memory: Memory, gpus: Sequence[Sequence[Launch]], random: Random, clock:
 
 def _blocks(memory: Memory, launch: Launch, clock: Callable[[], int]) -> list[Block]:
     names, instructions = launch.program
-    made = []
+    grid = []
     for number in range(launch.blocks):
         block = Block()
         for thread in range(launch.threads):
@@ -144,8 +144,8 @@ def _blocks(memory: Memory, launch: Launch, clock: Callable[[], int]) -> list[Bl
             block.threads.append(Thread(block, memory, dict(zip(names, launch.params, strict=True)), special))
             block.threads[-1].registers["instructions"] = instructions  # type: ignore[assignment]
             block.threads[-1].registers["clock"] = clock  # type: ignore[assignment]
-        made.append(block)
-    return made
+        grid.append(block)
+    return grid
 
 
 def _step(thread: Thread) -> None:
@@ -159,11 +159,11 @@ def _step(thread: Thread) -> None:
 
 def parse(text: str) -> dict[str, Program]:
     """Every kernel of a PTX text by its name."""
-    found = {}
+    kernels = {}
     for name, head, body in re.findall(r"\.visible \.entry (\w+)\((.*?)\)\s*\{(.*?)\n\}", text, re.DOTALL):
         names = tuple(re.findall(r"\.param \.\w+ (\w+)", head))
-        found[name] = (names, tuple(_instructions(body)))
-    return found
+        kernels[name] = (names, tuple(_instructions(body)))
+    return kernels
 
 
 def _instructions(body: str) -> Iterator[Run]:
@@ -177,8 +177,8 @@ def _instructions(body: str) -> Iterator[Run]:
         guard, _, rest = line.rpartition("} ") if line.startswith("@{") else ("", "", line)
         assert not guard
         condition, rest = rest.split(" ", 1) if rest.startswith("@") else ("", rest)
-        made = _instruction(rest, labels)
-        yield partial(_guarded, condition[1:], made) if condition else made
+        instruction = _instruction(rest, labels)
+        yield partial(_guarded, condition[1:], instruction) if condition else instruction
 
 
 def _guarded(predicate: str, instruction: Run, thread: Thread) -> int | None:
@@ -217,7 +217,7 @@ def _width(parts: Sequence[str]) -> int:
 
 
 def _registers(text: str) -> tuple[list[str]]:
-    return ([each.strip() for each in text.strip("{}").split(",")],)
+    return ([register.strip() for register in text.strip("{}").split(",")],)
 
 
 def _value(thread: Thread, operand: str) -> int:
@@ -243,9 +243,9 @@ def _barrier(thread: Thread) -> int:
     thread.state = "waiting"
     if block.waiting == len(block.threads):
         block.waiting = 0
-        for each in block.threads:
-            assert each.state == "waiting", "a barrier that a thread never reaches"
-            each.state = "running"
+        for peer in block.threads:
+            assert peer.state == "waiting", "a barrier that a thread never reaches"
+            peer.state = "running"
     return thread.place + 1
 
 

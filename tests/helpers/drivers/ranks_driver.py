@@ -53,8 +53,8 @@ class RanksDriver(FakeDriver):
         self._queue(stream, lambda: run() is None or True)
 
     def do_cuStreamSynchronize(self, stream: int) -> None:
-        own = self._own(stream)
-        self._drain(lambda: not self.queues.get(own))
+        stream_key = self._own(stream)
+        self._drain(lambda: not self.queues.get(stream_key))
 
     def settle(self) -> None:
         """Waits for all streams."""
@@ -74,8 +74,8 @@ class RanksDriver(FakeDriver):
                     break
             else:
                 assert self.waiting, "streams wait for each other"
-                for each in list(self.waiting):
-                    each.give_up()
+                for collective in list(self.waiting):
+                    collective.give_up()
 
     def do_cuEventRecord(self, event: int, stream: int) -> None:
         state = self.events.setdefault(int(event), [0, 0])
@@ -134,8 +134,8 @@ class RanksDriver(FakeDriver):
     def do_cuFuncGetParamInfo(self, function: int, index: int) -> Any:
         if not self.functions[function].symbol.startswith("cgcompile_"):
             return super().do_cuFuncGetParamInfo(function, index)
-        own = params(self.devices)
-        return (0, *own[index]) if index < len(own) else (1, None, None)
+        param_info = params(self.devices)
+        return (0, *param_info[index]) if index < len(param_info) else (1, None, None)
 
     def do_cuOccupancyMaxActiveBlocks(self, function: int, threads: int, shared: int) -> int:
         assert self.functions[function].symbol.startswith("cgcompile_")
@@ -175,9 +175,9 @@ class RanksDriver(FakeDriver):
         return descriptor
 
     def do_cuMemImportFromShareableHandle(self, descriptor: int, kind: int) -> Handle:
-        made = self._make("memory")
-        self.imported[int(made)] = int(os.pread(descriptor, 20, 0))
-        return made
+        handle = self._make("memory")
+        self.imported[int(handle)] = int(os.pread(descriptor, 20, 0))
+        return handle
 
     def do_cuMemUnmap(self, address: int, size: int) -> None:
         del self.mapped[address]

@@ -33,8 +33,8 @@ def write_adapter(
             tensors[f"{PREFIX}{path}.lora_{kind}.weight"] = factor.to(dtype)
     folder.mkdir(parents=True)
     save_file(tensors, folder / "adapter_model.safetensors")
-    told = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "bias": "none", "modules_to_save": None, "use_dora": False}
-    (folder / "adapter_config.json").write_text(json.dumps(told | config))
+    defaults = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "bias": "none", "modules_to_save": None, "use_dora": False}
+    (folder / "adapter_config.json").write_text(json.dumps(defaults | config))
     return folder
 
 
@@ -50,9 +50,9 @@ def factors_of(folder: Path) -> tuple[float, Mapping[str, tuple[Tensor, Tensor]]
 
 def merged(network: Any, folder: Path) -> Any:
     """A copy of a network with `scale * up @ down` added to its weights."""
-    made, (scale, factors) = copy.deepcopy(network), factors_of(folder)
+    network_copy, (scale, factors) = copy.deepcopy(network), factors_of(folder)
     for path, (down, up) in factors.items():
-        layer = made.get_submodule(path)
+        layer = network_copy.get_submodule(path)
         more = scale * up @ down
         layer.weight.data += more.T if isinstance(layer, Conv1D) else more
-    return made
+    return network_copy

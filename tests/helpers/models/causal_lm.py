@@ -22,7 +22,7 @@ PAGES, SLOTS, TURNS = 65, 9, 32
 """Of the models here, those of nobody among them; and tokens that a loop makes."""
 
 
-def made(name: str, turns: int = TURNS) -> CausalLM:
+def causal_model(name: str, turns: int = TURNS) -> CausalLM:
     """The model of a named configuration, or of a folder."""
     return CausalLM(network(name, torch.float32), PAGES, SLOTS, turns)
 
@@ -33,7 +33,7 @@ def reference(model: Any, prompt: list[int], count: int, **options: Any) -> list
     network.set_attn_implementation("eager")
     try:
         ids = torch.tensor([prompt])
-        found = network.generate(
+        output_ids = network.generate(
             ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=count,
@@ -44,7 +44,7 @@ def reference(model: Any, prompt: list[int], count: int, **options: Any) -> list
         )
     finally:
         network.set_attn_implementation("paged")
-    return found[0, len(prompt) :].tolist()
+    return output_ids[0, len(prompt) :].tolist()
 
 
 class Engine:
@@ -82,36 +82,36 @@ class Engine:
     def prefill(self, names: list[Any]) -> dict[str, Any]:
         """A chunk of each text, which is at its end where the next token is appended."""
         chunks = [self.texts[name]["tokens"][self.texts[name]["read"] :][: self.chunk] for name in names]
-        ids = [each + [9] * (self.chunk - len(each)) for each in chunks] + [[9] * self.chunk] * (self.lanes - len(names))
+        ids = [tokens + [9] * (self.chunk - len(tokens)) for tokens in chunks] + [[9] * self.chunk] * (self.lanes - len(names))
         count = torch.tensor([len(chunk) for chunk in chunks] + [0] * (self.lanes - len(names)))
         with torch.no_grad():
-            given = self.entries.prefill(torch.tensor(ids), count, *self._lanes(names))
-        for name, chunk, token in zip(names, chunks, given["token"].tolist(), strict=False):
+            outputs = self.entries.prefill(torch.tensor(ids), count, *self._lanes(names))
+        for name, chunk, token in zip(names, chunks, outputs["token"].tolist(), strict=False):
             self.texts[name]["read"] += len(chunk)
             if self.texts[name]["read"] == len(self.texts[name]["tokens"]):
                 self.texts[name]["tokens"].append(token)
-        return given
+        return outputs
 
     def decode(self, names: list[Any]) -> dict[str, Any]:
         ids = [self.texts[name]["tokens"][-1:] for name in names] + [[9]] * (self.lanes - len(names))
         count = torch.tensor([1] * len(names) + [0] * (self.lanes - len(names)))
         with torch.no_grad():
-            given = self.entries.decode(torch.tensor(ids), count, *self._lanes(names))
-        for name, token in zip(names, given["token"].tolist(), strict=False):
+            outputs = self.entries.decode(torch.tensor(ids), count, *self._lanes(names))
+        for name, token in zip(names, outputs["token"].tolist(), strict=False):
             self.texts[name]["read"] += 1
             self.texts[name]["tokens"].append(token)
-        return given
+        return outputs
 
     def generate(self, names: list[Any], limit: list[int], stop: tuple[int, ...] = ()) -> dict[str, Any]:
         ids = [self.texts[name]["tokens"][-1:] for name in names] + [[9]] * (self.lanes - len(names))
         stops = torch.tensor([[*stop, *[-1] * (STOPS - len(stop))]] * self.lanes)
         limits = torch.tensor(limit + [0] * (self.lanes - len(names)))
         with torch.no_grad():
-            given = self.entries.generate(torch.tensor(ids), *self._lanes(names), stops, limits)
-        for name, count, row in zip(names, given["count"].tolist(), given["tokens"].tolist(), strict=False):
+            outputs = self.entries.generate(torch.tensor(ids), *self._lanes(names), stops, limits)
+        for name, count, row in zip(names, outputs["count"].tolist(), outputs["tokens"].tolist(), strict=False):
             self.texts[name]["read"] += count
             self.texts[name]["tokens"] += row[:count]
-        return given
+        return outputs
 
     def run(self, name: Any, count: int) -> None:
         """The prompt and `count` tokens behind it, beside no other text."""
@@ -133,20 +133,20 @@ def nobodys_page_is_zero(model: Any) -> bool:
 
 def check_family(family: str) -> None:
     """Prompts of three lengths in one batch, by chunks, steps and the loop: the tokens of transformers' `generate`."""
-    model = made(family)
+    model = causal_model(family)
     prompts = {length: prompt(length) for length in (5, 21, 37)}
     engine = Engine(model)
-    for name, each in prompts.items():
-        engine.add(name, each, 60)
+    for name, prompt_ids in prompts.items():
+        engine.add(name, prompt_ids, 60)
     while waiting := [name for name, text in engine.texts.items() if text["read"] < len(prompts[name])]:
         engine.prefill(waiting)
     for _ in range(30):
         engine.decode(list(prompts))
     engine.generate(list(prompts), [17, 9, 17])
-    for name, each in prompts.items():
+    for name, prompt_ids in prompts.items():
         tokens = engine.remove(name)[name:]
         assert len(tokens) == (40 if name == 21 else 48)
-        assert tokens == reference(model, each, len(tokens)), f"{family}, prompt of {name} tokens"
+        assert tokens == reference(model, prompt_ids, len(tokens)), f"{family}, prompt of {name} tokens"
     assert nobodys_page_is_zero(model)
 
 

@@ -55,14 +55,14 @@ class ReadAfterwards(nn.Module):
     """Of what a loop begins with it alone takes `made`; `read` is an output, too, `seen` and `whole` are read behind the loop."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        made, read, seen, whole = x * 2, x + 1, x.sin(), x.cos()
+        doubled, read, seen, whole = x * 2, x + 1, x.sin(), x.cos()
 
         def turn(i: Tensor, *carried: Tensor) -> tuple[Tensor, ...]:
-            return i + 1, *[each * 0.5 + i for each in carried]
+            return i + 1, *[tensor * 0.5 + i for tensor in carried]
 
-        first = (torch.zeros((), dtype=torch.int64, device=x.device), made, read, seen, whole.T)
-        found = torch.while_loop(lambda i, made, *_: (i < 4) & (made.sum() > -8), turn, first)
-        return *found, read, seen + found[1], whole[0]
+        first = (torch.zeros((), dtype=torch.int64, device=x.device), doubled, read, seen, whole.T)
+        outputs = torch.while_loop(lambda i, scaled, *_: (i < 4) & (scaled.sum() > -8), turn, first)
+        return *outputs, read, seen + outputs[1], whole[0]
 
 
 class Shifted(nn.Module):
@@ -188,10 +188,10 @@ class Keeping(nn.Module):
 
 
 def chosen_inputs() -> list[Tensor]:
-    made = _random(2, WIDTH, ((1, 0.5),) * 5)
-    for x, first in zip(made, (0.35, 0.05, 0.75, 0.95, -0.35), strict=True):
+    inputs = _random(2, WIDTH, ((1, 0.5),) * 5)
+    for x, first in zip(inputs, (0.35, 0.05, 0.75, 0.95, -0.35), strict=True):
         x[0, 0] = first
-    return made
+    return inputs
 
 
 def _random(rows: int, columns: int, ways: tuple[tuple[float, float], ...]) -> list[Tensor]:
@@ -204,11 +204,11 @@ def nested_inputs() -> list[Tensor]:
 
 
 def carried_inputs() -> list[Tensor]:
-    return [each.abs() * scale for each, scale in zip(_random(3, 4, ((1, 0),) * 4), (0.1, 1, 3, 0), strict=True)]
+    return [tensor.abs() * scale for tensor, scale in zip(_random(3, 4, ((1, 0),) * 4), (0.1, 1, 3, 0), strict=True)]
 
 
 def overlapping_inputs() -> list[Tensor]:
-    return [each.view(-1) for each in _random(8, 8, ((1, 0.1), (2, -0.3)))]
+    return [tensor.view(-1) for tensor in _random(8, 8, ((1, 0.1), (2, -0.3)))]
 
 
 def middle_inputs() -> list[Tensor]:

@@ -31,7 +31,7 @@ def case(
     place = (length - 1).clamp(min=0)
     place[2] += 5
     sunk = torch.randn(heads, generator=generator).to(device, dtype) if sinks else None
-    tensors = [each.to(device, dtype) for each in (query, *cache)]
+    tensors = [tensor.to(device, dtype) for tensor in (query, *cache)]
     return (*tensors, pages.to(device), place.to(device), length.to(device), sunk, dim**-0.5, window, chunk, softcap)
 
 

@@ -82,7 +82,7 @@ def check_donations(program: Any, device: str, count: int, seed: int = 0, mixed:
     def fresh(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator).to(device)
 
-    def given(view: Any) -> Any:
+    def argument(view: Any) -> Any:
         return view.tensor.clone() if mixed and drawn.random() < 0.3 else view.tensor if drawn.random() < 0.3 else view
 
     def compared(view: Any, expected: torch.Tensor) -> Any:
@@ -107,10 +107,12 @@ def check_donations(program: Any, device: str, count: int, seed: int = 0, mixed:
             passed = first
             for _ in range(drawn.randrange(1, 4)):
                 ids = torch.randint(0, WORDS, (batch,), generator=generator).to(device)
-                made, wanted = program.step(given(passed), ids), model.step(hidden, ids)
-                passed, logits, hidden = compared(made["hidden"], wanted["hidden"]), made["logits"], wanted["hidden"]
+                outputs, wanted = program.step(argument(passed), ids), model.step(hidden, ids)
+                passed, logits, hidden = compared(outputs["hidden"], wanted["hidden"]), outputs["logits"], wanted["hidden"]
                 between()
             which, plain = (first, expected) if drawn.random() < 0.5 else (passed, hidden)
-            compared(program.score(given(compared(logits, wanted["logits"])), given(which)), model.score(wanted["logits"], plain))
+            compared(
+                program.score(argument(compared(logits, wanted["logits"])), argument(which)), model.score(wanted["logits"], plain)
+            )
             compared(first, expected)
     return worst

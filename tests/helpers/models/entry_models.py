@@ -83,14 +83,14 @@ ENTRIES: dict[str, Callable[..., Any]] = {"prefill": prefill_inputs, "decode": d
 def calls(count: int, seed: int) -> list[tuple[str, tuple[torch.Tensor, ...]]]:
     """(entry, inputs) of calls in a random order, on the CPU."""
     drawn = random.Random(seed)
-    made = []
+    sequence = []
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         for _ in range(count):
             name = drawn.choice(list(ENTRIES))
             sizes = {dimension: drawn.choice(values) for dimension, values in SIZES.get(name, {}).items()}
-            made.append((name, ENTRIES[name](**sizes)))
-    return made
+            sequence.append((name, ENTRIES[name](**sizes)))
+    return sequence
 
 
 def check_calls(program: cgbundle.Program, model: Lanes, device: str, count: int, seed: int = 0) -> float:
@@ -98,10 +98,10 @@ def check_calls(program: cgbundle.Program, model: Lanes, device: str, count: int
     error."""
     worst = 0.0
     for name, inputs in calls(count, seed):
-        given = [tensor.to(device) for tensor in inputs]
+        arguments = [tensor.to(device) for tensor in inputs]
         with torch.no_grad():
-            expected = getattr(model, name)(*given)
-        got = program[name](*given)
+            expected = getattr(model, name)(*arguments)
+        got = program[name](*arguments)
         if expected is None:
             assert got is None
             continue

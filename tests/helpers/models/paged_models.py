@@ -32,10 +32,10 @@ class Paged(nn.Module):
     def put(self, x: Tensor, page: Tensor, place: Tensor, slot: Tensor) -> Tensor:
         """x (batch, WIDTH), the others int64 (batch,): what slots have seen."""
         self.calls.add_(1)
-        made = self.key(x)
-        self.keys_0[page, place] = made
-        self.keys_1[page, 1] = made * 2
-        self.seen[slot] = self.seen[slot] + made
+        key_rows = self.key(x)
+        self.keys_0[page, place] = key_rows
+        self.keys_1[page, 1] = key_rows * 2
+        self.seen[slot] = self.seen[slot] + key_rows
         return self.seen[slot] + self.calls
 
     def read(self, table: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
@@ -74,8 +74,8 @@ def check_rows(path: Path, device: str, pages: int, slots: int, **options: Any) 
     with cgbundle.load(path, state={"pages": pages, "slots": slots}, **options) as program:
         assert program.state.rows == {"pages": pages, "slots": slots}
         assert program.state["keys_0"].shape == (pages, 2, WIDTH)
-        for each in (program, program.session()):
-            _follow(each, Paged(pages, slots), device)
+        for target in (program, program.session()):
+            _follow(target, Paged(pages, slots), device)
         program.reset()
         assert not any(program.state["keys_1"].tobytes())
         _follow(program, Paged(pages, slots), device)
@@ -90,10 +90,10 @@ def _follow(program: Any, model: Paged, device: str) -> None:
             ends = [torch.randperm(size)[:batch] for size in (pages, slots)]
             for page, slot in ([size - 1 - torch.arange(batch) for size in (pages, slots)], ends):
                 put = (torch.randn(batch, WIDTH), page, torch.randint(0, 2, (batch,)), slot)
-                torch.testing.assert_close(program.put(*[each.to(device) for each in put]).cpu(), model.put(*put), **close)
+                torch.testing.assert_close(program.put(*[tensor.to(device) for tensor in put]).cpu(), model.put(*put), **close)
                 read = torch.stack([page, page.flip(0), torch.randint(0, pages, (batch,))], 1), page.int()
-                for got, want in zip(program.read(*[each.to(device) for each in read]), model.read(*read), strict=True):
+                for got, want in zip(program.read(*[tensor.to(device) for tensor in read]), model.read(*read), strict=True):
                     torch.testing.assert_close(got.cpu(), want, **close)
     for name in ("keys_0", "keys_1", "seen"):
-        made = torch.from_dlpack(program.state[name])
-        torch.testing.assert_close(made, model.get_buffer(name), **close)
+        actual = torch.from_dlpack(program.state[name])
+        torch.testing.assert_close(actual, model.get_buffer(name), **close)

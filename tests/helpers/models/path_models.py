@@ -158,11 +158,11 @@ class Again(Held):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         positive, turns = (x > 0).any(), 0
-        made = x + 1 if positive else x
-        while turns < 2 and (made > 1).any():
-            made = made / 2
+        output = x + 1 if positive else x
+        while turns < 2 and (output > 1).any():
+            output = output / 2
             turns += 1
-        return made * turns if positive else made - turns
+        return output * turns if positive else output - turns
 
 
 class Drawn(Held):
@@ -212,5 +212,5 @@ def calls(count: int) -> list[torch.Tensor]:
     chance = random.Random(0)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
-        made = [torch.randn(3, 4) * chance.choice([0.05, 0.5, 1, 2]) + chance.choice([0, 0, 1, -1]) for _ in range(count)]
-    return [torch.cat([x[:2], x[:1]]) if number % 5 == 0 else x for number, x in enumerate(made)]
+        inputs = [torch.randn(3, 4) * chance.choice([0.05, 0.5, 1, 2]) + chance.choice([0, 0, 1, -1]) for _ in range(count)]
+    return [torch.cat([x[:2], x[:1]]) if number % 5 == 0 else x for number, x in enumerate(inputs)]

@@ -74,8 +74,8 @@ class Taken(nn.Module):
 
 def taken(batch: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """(args, kwargs) of `Taken`."""
-    made = Batch(torch.randn(batch, 8), torch.ones(batch, 8))
-    return (made, torch.randn(batch, 8)), {"bias": torch.randn(8), "own": torch.randn(batch, 8)}
+    record = Batch(torch.randn(batch, 8), torch.ones(batch, 8))
+    return (record, torch.randn(batch, 8)), {"bias": torch.randn(8), "own": torch.randn(batch, 8)}
 
 
 def check_prompt_and_step(first: Path, then: Path, device: str, batch: int, seq: int) -> None:
@@ -84,10 +84,10 @@ def check_prompt_and_step(first: Path, then: Path, device: str, batch: int, seq:
     (ids,), kwargs = prompt(batch, seq)
     token = torch.randint(0, VOCABULARY, (batch, 1))
     with cgbundle.load(first) as prefill, cgbundle.load(then) as decode, torch.no_grad():
-        made = prefill(ids.to(device), **{name: value.to(device) for name, value in kwargs.items()})
+        output = prefill(ids.to(device), **{name: value.to(device) for name, value in kwargs.items()})
         expected = model(ids, **kwargs)
-        near_output(made, expected)
-        again = decode(token.to(device), past_key_values=made.past_key_values)
+        near_output(output, expected)
+        again = decode(token.to(device), past_key_values=output.past_key_values)
         near_output(again, model(token, past_key_values=expected.past_key_values))
 
 
@@ -98,22 +98,22 @@ def check_step(path: Path, device: str, batch: int, past: int) -> None:
     layers = [{"keys": layer.keys.clone().to(device), "values": layer.values.clone().to(device)} for layer in cache.layers]
     ids = kwargs["input_ids"].to(device)
     with cgbundle.load(path) as program, torch.no_grad():
-        made = program(input_ids=ids, past_key_values={"layers": layers})
+        output = program(input_ids=ids, past_key_values={"layers": layers})
         moved = step(batch, past)["past_key_values"]
-        for layer, given in zip(moved.layers, layers, strict=True):
-            layer.keys, layer.values = given["keys"], given["values"]
+        for layer, tensors in zip(moved.layers, layers, strict=True):
+            layer.keys, layer.values = tensors["keys"], tensors["values"]
         again = program(input_ids=ids, past_key_values=moved)
         expected = model(**kwargs)
-        for each in (made, again, program(input_ids=ids, past_key_values=moved)):
-            near_output(each, expected)
+        for actual in (output, again, program(input_ids=ids, past_key_values=moved)):
+            near_output(actual, expected)
 
 
-def near_output(made: Any, expected: Any) -> None:
+def near_output(actual: Any, expected: Any) -> None:
     """Logits and cache of an output of transformers, which is read in the same ways."""
-    assert list(made) == list(expected.keys()) and type(made).__name__ == type(expected).__name__ and made.loss is None
-    assert made[0] is made["logits"] is made.logits and type(made.past_key_values).__name__ == "DynamicCache"
-    near(made.logits, expected.logits)
-    for layer, other in zip(made.past_key_values.layers, expected.past_key_values.layers, strict=True):
+    assert list(actual) == list(expected.keys()) and type(actual).__name__ == type(expected).__name__ and actual.loss is None
+    assert actual[0] is actual["logits"] is actual.logits and type(actual.past_key_values).__name__ == "DynamicCache"
+    near(actual.logits, expected.logits)
+    for layer, other in zip(actual.past_key_values.layers, expected.past_key_values.layers, strict=True):
         near(layer.keys, other.keys)
         near(layer.values, other.values)
 
@@ -122,13 +122,13 @@ def check_taken(path: Path, device: str) -> None:
     """Dataclasses as they are, as dicts, and as what came back."""
     with cgbundle.load(path) as program, torch.no_grad():
         for batch in (1, 3, 4):
-            (made, *more), kwargs = taken(batch)
-            expected = Taken()(made, *more, **kwargs)
-            moved = Batch(made.x.to(device), made.mask.to(device))
-            rest, named = [each.to(device) for each in more], {name: value.to(device) for name, value in kwargs.items()}
-            for given in (moved, {"x": moved.x, "mask": moved.mask, "scale": 2.0}):
-                found = program(given, *rest, **named)
-                near(found.total, expected.total)
-                near(found.parts["first"].x, expected.parts["first"].x)
-                assert found.rest is None and found.parts["first"].scale == 1.0
-                assert repr(found).startswith("Found(total=tensor(")
+            (record, *more), kwargs = taken(batch)
+            expected = Taken()(record, *more, **kwargs)
+            moved = Batch(record.x.to(device), record.mask.to(device))
+            rest, named = [tensor.to(device) for tensor in more], {name: value.to(device) for name, value in kwargs.items()}
+            for argument in (moved, {"x": moved.x, "mask": moved.mask, "scale": 2.0}):
+                output = program(argument, *rest, **named)
+                near(output.total, expected.total)
+                near(output.parts["first"].x, expected.parts["first"].x)
+                assert output.rest is None and output.parts["first"].scale == 1.0
+                assert repr(output).startswith("Found(total=tensor(")

@@ -12,10 +12,10 @@ WIDTH = 16
 
 
 @triton.jit
-def read_rows(cache, index, made, last, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+def read_rows(cache, index, output, last, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
     row, column = tl.program_id(0), tl.arange(0, WIDTH)
     place = tl.minimum(tl.load(index + row), last)
-    tl.store(made + row * WIDTH + column, tl.load(cache + place * WIDTH + column))
+    tl.store(output + row * WIDTH + column, tl.load(cache + place * WIDTH + column))
 
 
 def plain(cache: Tensor, index: Tensor, sized: bool) -> Tensor:
@@ -23,9 +23,9 @@ def plain(cache: Tensor, index: Tensor, sized: bool) -> Tensor:
 
 
 def by_kernel(cache: Tensor, index: Tensor, sized: bool) -> Tensor:
-    made = cache.new_empty((index.shape[0], WIDTH))
-    wrap_triton(read_rows)[(index.shape[0],)](cache, index, made, cache.shape[0] - 1 if sized else 1 << 30, WIDTH=WIDTH)
-    return made
+    output = cache.new_empty((index.shape[0], WIDTH))
+    wrap_triton(read_rows)[(index.shape[0],)](cache, index, output, cache.shape[0] - 1 if sized else 1 << 30, WIDTH=WIDTH)
+    return output
 
 
 rows_of = triton_op("row_kernels::rows_of", by_kernel, mutates_args=())

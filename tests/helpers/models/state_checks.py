@@ -19,10 +19,10 @@ ORDER = (4, 1, 1, 4, 1, 4, 4, 1, 4)
 
 def near(got: Any, want: torch.Tensor) -> None:
     """Equal within the tolerance of float32; integers are equal."""
-    found = torch.as_tensor(getattr(got, "tensor", got)).cpu()
-    assert found.dtype == want.dtype and found.shape == want.shape
+    actual = torch.as_tensor(getattr(got, "tensor", got)).cpu()
+    assert actual.dtype == want.dtype and actual.shape == want.shape
     rounded = want.is_floating_point()
-    torch.testing.assert_close(found, want.cpu(), rtol=1e-4 if rounded else 0, atol=1e-5 if rounded else 0)
+    torch.testing.assert_close(actual, want.cpu(), rtol=1e-4 if rounded else 0, atol=1e-5 if rounded else 0)
 
 
 def state_near(program: Any, network: torch.nn.Module) -> None:
@@ -166,9 +166,9 @@ def check_inputs(path: Path, device: str) -> None:
         for name, (x, y) in kinds_of_inputs(device).items():
             before = x.clone(), y.clone()
             for batch in (4, 1, 3):
-                given = x[:batch], y[:batch], torch.empty(batch, 0, device=device)
-                got, nothing = program(*given)
-                near(got, (given[0] + given[1]) * 2)
+                inputs = x[:batch], y[:batch], torch.empty(batch, 0, device=device)
+                got, nothing = program(*inputs)
+                near(got, (inputs[0] + inputs[1]) * 2)
                 assert nothing.shape == (batch, 0), name
             assert torch.equal(x, before[0]) and torch.equal(y, before[1]), name
 
@@ -180,8 +180,8 @@ def check_between(path: Path, device: str, mode: str = "graph", outputs: str = "
         for session, rounds in ((program, 5), (program.session(), 2)):
             alone = copy.deepcopy(network) if session is program else Between().to(device)
             for round_ in range(rounds):
-                given = draw(between, SIZES[round_ % 2], round_, device)
-                mine, theirs = ([tensor.clone() for tensor in given] for _ in range(2))
+                inputs = draw(between, SIZES[round_ % 2], round_, device)
+                mine, theirs = ([tensor.clone() for tensor in inputs] for _ in range(2))
                 for got, want in zip(session(*mine), alone(*theirs), strict=True):
                     near(got, want)
                 for got, want in zip(mine, theirs, strict=True):
@@ -207,14 +207,14 @@ def check_random(path: Path, device: str) -> None:
     x = draw(singles, 4, 0, device)[0]
     with cgbundle.load(path) as program:
         assert list(program.state) == ["calls"], "the state of the random numbers is nobody's buffer"
-        found = [[value.cpu().clone() for value in program(x)[:4]] for _ in range(CALLS)]
-        every = [torch.stack([call[place] for call in found]).double() for place in range(4)]
+        samples = [[value.cpu().clone() for value in program(x)[:4]] for _ in range(CALLS)]
+        every = [torch.stack([call[place] for call in samples]).double() for place in range(4)]
         for values, (mean, variance) in zip(every, MOMENTS, strict=True):
             spread = (variance / values.numel()) ** 0.5
             assert abs(values.mean() - mean) < 5 * spread
             assert abs(values.var() - variance) < 0.02 * variance + 1e-3
         for place in (0, 1):
-            assert len({call[place].numpy().tobytes() for call in found}) == CALLS
+            assert len({call[place].numpy().tobytes() for call in samples}) == CALLS
         assert abs(torch.corrcoef(torch.stack([every[0].flatten(), every[1].flatten()]))[0, 1]) < 0.01
         assert program.state["calls"].tolist() == [CALLS]
 

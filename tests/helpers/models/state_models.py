@@ -60,9 +60,9 @@ class Looks(nn.Module):
 
     def forward(self, x: Tensor, y: Tensor) -> dict[str, Any]:
         """Two of (batch, WIDTH)."""
-        made = self.linear(x) + y
+        output = self.linear(x) + y
         return {
-            "made": made, "again": made, "first": made[:, 0], "turned": made.t(),
+            "made": output, "again": output, "first": output[:, 0], "turned": output.t(),
             "x": x, "row": y[0], "weight": self.linear.bias, "three": 3, "none": None,
         }  # fmt: skip
 

@@ -141,10 +141,10 @@ def draw(inputs: Inputs, batch: int, seed: int) -> tuple[Tensor, ...]:
         return inputs(batch)
 
 
-def eager(network: nn.Module, given: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+def eager(network: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """What PyTorch gives, and what copies of the inputs hold then."""
-    copies = tuple([tensor.clone() for tensor in given])
+    copies = tuple([tensor.clone() for tensor in inputs])
     with torch.no_grad():
-        made = network(*copies)
-    outputs = made if isinstance(made, tuple) else (made,)
+        result = network(*copies)
+    outputs = result if isinstance(result, tuple) else (result,)
     return tuple([tensor.clone() for tensor in outputs]), copies

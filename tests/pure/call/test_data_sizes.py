@@ -26,11 +26,11 @@ OUTPUTS = [spec("rows", "n", 2), spec("columns", 2, "n"), spec("total", 1), spec
 SIZES = (DataSize(output=0, axis=0, count=3), DataSize(output=1, axis=1, count=3))
 
 
-def made(**changes: Any) -> Manifest:
+def manifest(**changes: Any) -> Manifest:
     """The rows of the input, [n, 2], whose first element is positive; the same as columns; and how many there are."""
     tree = {"dict": [[output.name, {"tensor": index}] for index, output in enumerate(OUTPUTS[:3])]}
-    own = signature([dimension("n", 3, pad="no", chunk=False)], [spec("x", "n", 2)], OUTPUTS, result=tree)
-    return edited(own, data_sizes=SIZES, **changes)
+    base = signature([dimension("n", 3, pad="no", chunk=False)], [spec("x", "n", 2)], OUTPUTS, result=tree)
+    return edited(base, data_sizes=SIZES, **changes)
 
 
 def compute(key: tuple[int, ...], inputs: list[Numbers]) -> list[Numbers]:
@@ -42,7 +42,7 @@ def compute(key: tuple[int, ...], inputs: list[Numbers]) -> list[Numbers]:
 
 
 def program(outputs: str = "copy") -> Program:
-    return Program(made(), FakeBackend(made(), compute, static=outputs == "view"), "pad", outputs)
+    return Program(manifest(), FakeBackend(manifest(), compute, static=outputs == "view"), "pad", outputs)
 
 
 X = [[1.0, 2.0], [-1.0, 3.0], [4.0, 5.0]]
@@ -54,13 +54,13 @@ def test_a_call_returns_what_counts(kind: str, outputs: str) -> None:
     run = program(outputs)
     for rows in (X, [[-1.0, 0.0]] * 3, [[1.0, 2.0]] * 3):
         x = numpy.array(rows, numpy.float32)
-        found = run(x if kind == "numpy" else tensor(rows))
+        result = run(x if kind == "numpy" else tensor(rows))
         wanted = x[x[:, 0] > 0]
-        assert list(found) == ["rows", "columns", "total"]
-        assert found["rows"].shape == wanted.shape and found["columns"].shape == wanted.T.shape
-        assert numbers_of(found["rows"]) == wanted.tolist()
-        assert numbers_of(found["columns"]) == wanted.T.tolist()
-        assert (type(found["rows"]) is View) == (outputs == "view")
+        assert list(result) == ["rows", "columns", "total"]
+        assert result["rows"].shape == wanted.shape and result["columns"].shape == wanted.T.shape
+        assert numbers_of(result["rows"]) == wanted.tolist()
+        assert numbers_of(result["columns"]) == wanted.T.tolist()
+        assert (type(result["rows"]) is View) == (outputs == "view")
 
 
 def test_columns_are_given_row_major() -> None:
@@ -79,7 +79,7 @@ def test_a_flat_call_returns_the_counts_too() -> None:
     rows, columns, total, count = program().replay([tensor(X)])
     assert (rows.shape, columns.shape, total.shape, count.tolist()) == ((2, 2), (2, 2), (1,), 2)
     whole = program()["forward"].replay_whole([tensor(X)])
-    assert [each.shape for each in whole] == [(3, 2), (2, 3), (1,), ()]
+    assert [output.shape for output in whole] == [(3, 2), (2, 3), (1,), ()]
 
 
 def test_a_size_that_was_not_recorded_is_refused() -> None:
@@ -88,8 +88,8 @@ def test_a_size_that_was_not_recorded_is_refused() -> None:
 
 
 def test_the_manifest_says_so_only_where_there_are_any() -> None:
-    assert manifest_json.decode(manifest_text.encode(made())).entries[0].data_sizes == SIZES
-    assert b"data_sizes" not in manifest_text.encode(edited(made(), data_sizes=()))
+    assert manifest_json.decode(manifest_text.encode(manifest())).entries[0].data_sizes == SIZES
+    assert b"data_sizes" not in manifest_text.encode(edited(manifest(), data_sizes=()))
 
 
 @pytest.mark.parametrize(
@@ -110,9 +110,9 @@ def test_the_manifest_says_so_only_where_there_are_any() -> None:
     ],
 )
 def test_what_a_manifest_may_not_say(changes: dict[str, Any], match: str) -> None:
-    check_signature(made().entries[0])
+    check_signature(manifest().entries[0])
     with raises("manifest-invalid", match=match):
-        check_signature(replace(made().entries[0], **changes))
+        check_signature(replace(manifest().entries[0], **changes))
 
 
 def tensor(rows: list[list[float]]) -> Tensor:

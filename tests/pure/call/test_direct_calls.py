@@ -41,8 +41,8 @@ def program(fake: FakeDriver, tmp_path: Path) -> Iterator[Program]:
         parameters=(POSITIONAL,),
         result={"tensor": 0},
     )
-    with Program(manifest, CudaBackend(ArchiveOf(folder, manifest), lazy=False), "pad", "view") as made:
-        yield made
+    with Program(manifest, CudaBackend(ArchiveOf(folder, manifest), lazy=False), "pad", "view") as loaded_program:
+        yield loaded_program
 
 
 def on_gpu(key: int, seed: int, strides: tuple[int, int] = (FLOATS, 1)) -> Tensor:
@@ -63,8 +63,8 @@ def test_it_is_a_copy_and_a_launch(program: Program, fake: FakeDriver) -> None:
     program.replay([value])
     before = len(fake.calls)
     program.replay([value])
-    made = [name for name in fake.calls[before:] if not name.startswith("cuCtx")]
-    assert sorted(set(made)) == ["cuGraphLaunch", "cuMemcpyDtoDAsync"] and made.count("cuGraphLaunch") == 1
+    driver_calls = [name for name in fake.calls[before:] if not name.startswith("cuCtx")]
+    assert sorted(set(driver_calls)) == ["cuGraphLaunch", "cuMemcpyDtoDAsync"] and driver_calls.count("cuGraphLaunch") == 1
 
 
 def test_what_differs_takes_the_other_way(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,7 +89,7 @@ def test_what_differs_takes_the_other_way(program: Program, monkeypatch: pytest.
         program.replay([on_gpu(KEYS[1], 1)])
 
 
-def remembered(*given: Any) -> None:
+def remembered(*arguments: Any) -> None:
     raise AssertionError("remembered")
 
 
@@ -136,19 +136,19 @@ def test_another_threads_session_is_busy(program: Program) -> None:
     session = program.session()
     value = on_gpu(KEYS[0], 0)
     session.replay([value])
-    found: list[CallError] = []
+    errors: list[CallError] = []
 
     def other() -> None:
         try:
             session.replay([value])
         except CallError as error:
-            found.append(error)
+            errors.append(error)
 
     with session._backend.locked(None):
         thread = threading.Thread(target=other)
         thread.start()
         thread.join()
-    assert [error.code for error in found] == ["session-busy"]
+    assert [error.code for error in errors] == ["session-busy"]
     session.close()
 
 
@@ -159,7 +159,7 @@ def test_copies_are_the_drivers_where_the_library_gives_the_memory(
     monkeypatch.setattr(DLPack, "name", "another")
     monkeypatch.setattr(program, "_views", False)
     monkeypatch.setattr(program._outputs, "_views", False)
-    copies, given, refused = [], [], []
+    copies, tensors, refused = [], [], []
 
     def copy(library: DLPack, value: Tensor) -> Tensor:
         copies.append(value)
@@ -169,16 +169,16 @@ def test_copies_are_the_drivers_where_the_library_gives_the_memory(
         if refused:
             return None
         fresh = ctypes.create_string_buffer(4 * value.shape[0] * FLOATS)
-        given.append(Tensor(ctypes.addressof(fresh), value.dtype, value.shape, value.strides, fresh, 0))
-        return given[-1], given[-1].address
+        tensors.append(Tensor(ctypes.addressof(fresh), value.dtype, value.shape, value.strides, fresh, 0))
+        return tensors[-1], tensors[-1].address
 
     monkeypatch.setattr(DLPack, "copy", copy)
     monkeypatch.setattr(DLPack, "empty_like", empty_like)
     for seed, key in enumerate((*KEYS, *KEYS, *reversed(KEYS))):
-        made = program(on_gpu(key, seed))
-        assert array("f", ctypes.string_at(made.address, 4 * key * FLOATS)) == expected(inputs(key, seed))
-        assert made.shape == (key, FLOATS)
-    assert len(copies) == len(KEYS) and len(given) == 2 * len(KEYS)
+        output = program(on_gpu(key, seed))
+        assert array("f", ctypes.string_at(output.address, 4 * key * FLOATS)) == expected(inputs(key, seed))
+        assert output.shape == (key, FLOATS)
+    assert len(copies) == len(KEYS) and len(tensors) == 2 * len(KEYS)
     refused.append(True)
     program(on_gpu(KEYS[0], 0))
     assert len(copies) == len(KEYS) + 1
@@ -189,7 +189,7 @@ def test_of_one_shape_few_kinds_are_kept() -> None:
     chosen = [0]
 
     def known(number: int) -> Known:
-        return Known(lambda given: ([number], None) if chosen[0] == number else None, lambda addresses, views: [number])
+        return Known(lambda tensors: ([number], None) if chosen[0] == number else None, lambda addresses, views: [number])
 
     for number in range(3 * direct.LIKE):
         chosen[0] = number

@@ -24,51 +24,51 @@ dimensions = st.lists(
 ).map(lambda rows: [dimension(f"d{index}", *sizes, pad=pad, chunk=chunk) for index, (sizes, pad, chunk) in enumerate(rows)])
 
 
-def cuts(each: Dimension, size: int, on_miss: str) -> list[Chunk]:
-    return [piece[0] for piece in pieces([each], [size], on_miss)]
+def cuts(dimension: Dimension, size: int, on_miss: str) -> list[Chunk]:
+    return [piece[0] for piece in pieces([dimension], [size], on_miss)]
 
 
 def best(sizes: tuple[int, ...], size: int, *, exact: bool) -> tuple[int, int] | None:
     """(rows wasted, pieces) of the best way to make `size` of `sizes`, by trying sums in order of their number of pieces."""
-    sums, pieces, found = {0}, 0, None
+    sums, pieces, least_waste = {0}, 0, None
     while pieces < size:
         pieces += 1
-        sums = {total + each for total in sums for each in sizes if total < size}
+        sums = {total + addend for total in sums for addend in sizes if total < size}
         for total in sums:
-            if total >= size and not (exact and total > size) and (found is None or (total - size, pieces) < found):
-                found = (total - size, pieces)
-    return found
+            if total >= size and not (exact and total > size) and (least_waste is None or (total - size, pieces) < least_waste):
+                least_waste = (total - size, pieces)
+    return least_waste
 
 
 @given(dimensions, st.data(), st.sampled_from(["pad", "chunk", "error"]))
-def test_pieces_cover_the_call_exactly_once_with_recorded_sizes(each: list[Dimension], data: st.DataObject, on_miss: str) -> None:
-    sizes = [data.draw(st.integers(1, 30)) for _ in each]
+def test_pieces_cover_the_call_exactly_once_with_recorded_sizes(dims: list[Dimension], data: st.DataObject, on_miss: str) -> None:
+    sizes = [data.draw(st.integers(1, 30)) for _ in dims]
     try:
-        made = pieces(each, sizes, on_miss)
+        parts = pieces(dims, sizes, on_miss)
     except CallError:
         return
-    places = [place for piece in made for place in product(*[range(cut.start, cut.start + cut.length) for cut in piece])]
+    places = [place for piece in parts for place in product(*[range(cut.start, cut.start + cut.length) for cut in piece])]
     assert sorted(places) == sorted(product(*map(range, sizes)))
-    for piece in made:
-        assert len(piece) == len(each)
-        for cut, one in zip(piece, each, strict=True):
+    for piece in parts:
+        assert len(piece) == len(dims)
+        for cut, one in zip(piece, dims, strict=True):
             assert cut.size in one.sizes
             assert 0 < cut.length <= cut.size
             assert cut.length == cut.size or one.pad != "no"
-            assert one.chunk or (cut.start, cut.length) == (0, sizes[each.index(one)])
+            assert one.chunk or (cut.start, cut.length) == (0, sizes[dims.index(one)])
 
 
 @given(dimensions, st.data(), st.sampled_from(dispatch.POLICIES))
-def test_a_recorded_key_is_served_by_itself(each: list[Dimension], data: st.DataObject, on_miss: str) -> None:
-    sizes = [data.draw(st.sampled_from(one.sizes)) for one in each]
-    assert pieces(each, sizes, on_miss) == (tuple(Chunk(0, size, size) for size in sizes),)
+def test_a_recorded_key_is_served_by_itself(dims: list[Dimension], data: st.DataObject, on_miss: str) -> None:
+    sizes = [data.draw(st.sampled_from(one.sizes)) for one in dims]
+    assert pieces(dims, sizes, on_miss) == (tuple(Chunk(0, size, size) for size in sizes),)
 
 
 @given(recorded, st.integers(1, 12))
 def test_pad_takes_the_smallest_recorded_size_that_holds_the_call(sizes: tuple[int, ...], size: int) -> None:
     for chunk in (True, False):
         if size <= sizes[-1]:
-            expected = min(each for each in sizes if each >= size)
+            expected = min(candidate for candidate in sizes if candidate >= size)
             assert cuts(dimension("batch", *sizes, chunk=chunk), size, "pad") == [Chunk(0, size, expected)]
 
 
@@ -76,32 +76,32 @@ def test_pad_takes_the_smallest_recorded_size_that_holds_the_call(sizes: tuple[i
 def test_pad_cuts_a_larger_call_into_the_largest_size_and_pads_the_rest(sizes: tuple[int, ...], size: int) -> None:
     largest = sizes[-1]
     if size > largest:
-        made = cuts(dimension("batch", *sizes), size, "pad")
-        assert [cut.size for cut in made[:-1]] == [largest] * (len(made) - 1)
-        assert len(made) == -(-size // largest)
-        rest = size - largest * (len(made) - 1)
-        assert made[-1] == Chunk(size - rest, rest, min(size for size in sizes if size >= rest))
+        chunks = cuts(dimension("batch", *sizes), size, "pad")
+        assert [cut.size for cut in chunks[:-1]] == [largest] * (len(chunks) - 1)
+        assert len(chunks) == -(-size // largest)
+        rest = size - largest * (len(chunks) - 1)
+        assert chunks[-1] == Chunk(size - rest, rest, min(size for size in sizes if size >= rest))
 
 
 @settings(max_examples=150, deadline=None)
 @given(recorded, st.integers(1, 70))
 def test_chunk_wastes_the_fewest_rows_then_takes_the_fewest_pieces(sizes: tuple[int, ...], size: int) -> None:
-    made = cuts(dimension("batch", *sizes), size, "chunk")
-    assert (sum(cut.size for cut in made) - size, len(made)) == best(sizes, size, exact=False)
+    chunks = cuts(dimension("batch", *sizes), size, "chunk")
+    assert (sum(cut.size for cut in chunks) - size, len(chunks)) == best(sizes, size, exact=False)
 
 
 @settings(max_examples=150, deadline=None)
 @given(recorded, st.integers(1, 70), policies)
 def test_a_dimension_that_cannot_be_padded_is_cut_exactly_or_refused(sizes: tuple[int, ...], size: int, on_miss: str) -> None:
-    each = dimension("batch", *sizes, pad="no")
+    batch = dimension("batch", *sizes, pad="no")
     expected = best(sizes, size, exact=True)
     if expected is None:
         with raises("key-missing"):
-            cuts(each, size, on_miss)
+            cuts(batch, size, on_miss)
     else:
-        made = cuts(each, size, on_miss)
-        assert all(cut.length == cut.size for cut in made)
-        assert (0, len(made)) == expected
+        chunks = cuts(batch, size, on_miss)
+        assert all(cut.length == cut.size for cut in chunks)
+        assert (0, len(chunks)) == expected
 
 
 @pytest.mark.parametrize("sizes", [(7, 11), (4, 6, 9), (1,), (12,), (3, 5, 12)])
@@ -116,9 +116,9 @@ def test_calls_far_above_the_largest_size_waste_no_more_than_close_ones(sizes: t
 
 
 def test_a_huge_call_is_planned_quickly() -> None:
-    made = cuts(dimension("batch", 7, 64), 1_000_003, "chunk")
-    assert sum(cut.length for cut in made) == 1_000_003
-    assert sum(cut.size for cut in made) == 1_000_003
+    chunks = cuts(dimension("batch", 7, 64), 1_000_003, "chunk")
+    assert sum(cut.length for cut in chunks) == 1_000_003
+    assert sum(cut.size for cut in chunks) == 1_000_003
 
 
 def test_a_model_without_dimensions_is_one_piece() -> None:
@@ -127,27 +127,27 @@ def test_a_model_without_dimensions_is_one_piece() -> None:
 
 
 def test_two_dimensions_are_cut_into_their_product() -> None:
-    each = [dimension("batch", 1, 4), dimension("seq", 8, chunk=False)]
-    assert pieces(each, [5, 6], "pad") == ((Chunk(0, 4, 4), Chunk(0, 6, 8)), (Chunk(4, 1, 1), Chunk(0, 6, 8)))
+    dims = [dimension("batch", 1, 4), dimension("seq", 8, chunk=False)]
+    assert pieces(dims, [5, 6], "pad") == ((Chunk(0, 4, 4), Chunk(0, 6, 8)), (Chunk(4, 1, 1), Chunk(0, 6, 8)))
 
 
 # --- refusals --------------------------------------------------------------------------------------------------------
 
 
-def refused(each: list[Dimension], sizes: list[int], on_miss: str) -> CallError:
+def refused(dims: list[Dimension], sizes: list[int], on_miss: str) -> CallError:
     with raises("key-missing") as caught:
-        pieces(each, sizes, on_miss)
+        pieces(dims, sizes, on_miss)
     assert "\n" not in str(caught.value)
     return caught.value
 
 
 @given(dimensions, st.data())
-def test_the_error_policy_serves_recorded_keys_only(each: list[Dimension], data: st.DataObject) -> None:
-    sizes = [data.draw(st.integers(1, 14)) for _ in each]
-    if all(size in one.sizes for one, size in zip(each, sizes, strict=True)):
-        assert len(pieces(each, sizes, "error")) == 1
+def test_the_error_policy_serves_recorded_keys_only(dims: list[Dimension], data: st.DataObject) -> None:
+    sizes = [data.draw(st.integers(1, 14)) for _ in dims]
+    if all(size in one.sizes for one, size in zip(dims, sizes, strict=True)):
+        assert len(pieces(dims, sizes, "error")) == 1
     else:
-        refused(each, sizes, "error")
+        refused(dims, sizes, "error")
 
 
 def test_the_error_policy_names_the_dimension_its_recorded_sizes_and_what_to_do() -> None:
@@ -162,20 +162,20 @@ def test_the_place_where_a_dimension_shows_can_be_named() -> None:
 
 
 def test_a_size_that_cannot_be_padded_names_the_dimension_and_the_reason() -> None:
-    each = dimension("seq", 32, 128, pad="no", chunk=False, reason="output 'y' changes by 1.0e-01")
-    error = refused([each], [50], "pad")
+    seq = dimension("seq", 32, 128, pad="no", chunk=False, reason="output 'y' changes by 1.0e-01")
+    error = refused([seq], [50], "pad")
     assert str(error) == "seq: expected a recorded seq (32, 128), got 50, and seq cannot be padded"
     why = "seq cannot be padded: output 'y' changes by 1.0e-01"
     assert error.hint == f"build the bundle with seq=50 among its --sizes ({why})", "servers send the message to strangers"
 
 
-@pytest.mark.parametrize("own", [True, False])
-def test_a_size_that_cannot_be_cut_names_the_dimension_and_why(own: bool) -> None:
+@pytest.mark.parametrize("two_reasons", [True, False])
+def test_a_size_that_cannot_be_cut_names_the_dimension_and_why(two_reasons: bool) -> None:
     """Bundles of before have one reason for both."""
     whole, why = "outputs depend on the filling; zeros were proved to change nothing", "outputs depend on the filling"
-    reason, not_chunked = (whole, why) if own else (why, "")
-    each = dimension("seq", 32, 128, pad="zeros", chunk=False, reason=reason, not_chunked=not_chunked)
-    error = refused([each], [200], "pad")
+    reason, not_chunked = (whole, why) if two_reasons else (why, "")
+    seq = dimension("seq", 32, 128, pad="zeros", chunk=False, reason=reason, not_chunked=not_chunked)
+    error = refused([seq], [200], "pad")
     assert str(error) == "seq: expected at most seq=128, got 200, and a call cannot be chunked along seq"
     why = "a call cannot be chunked along seq: outputs depend on the filling"
     assert error.hint == f"build the bundle with seq=200 among its --sizes, or more ({why})"
@@ -183,10 +183,10 @@ def test_a_size_that_cannot_be_cut_names_the_dimension_and_why(own: bool) -> Non
 
 @pytest.mark.parametrize("size", [1, 3, 7])
 def test_a_size_that_no_recorded_sizes_add_up_to_says_so(size: int) -> None:
-    each = dimension("batch", 2, 4, pad="no", chunk=True, reason="a mean over the batch")
+    batch = dimension("batch", 2, 4, pad="no", chunk=True, reason="a mean over the batch")
     expected = f"batch: expected a sum of recorded batch (2, 4), got {size}, and batch cannot be padded"
     for on_miss in ("pad", "chunk"):
-        error = refused([each], [size], on_miss)
+        error = refused([batch], [size], on_miss)
         assert str(error) == expected and "batch cannot be padded: a mean over the batch" in error.hint
 
 
@@ -218,5 +218,5 @@ def test_a_large_recorded_size_costs_a_small_call_nothing(sizes: tuple[int, ...]
 
 @pytest.mark.parametrize(("pad", "size", "more"), [("zeros", 200, True), ("no", 200, False), ("no", 50, False)])
 def test_a_larger_size_helps_only_where_calls_are_padded(pad: str, size: int, more: bool) -> None:
-    each = dimension("seq", 32, 128, pad=pad, chunk=False, reason="a mean")
-    assert (f"seq={size} among its --sizes, or more (" in refused([each], [size], "pad").hint) == more
+    seq = dimension("seq", 32, 128, pad=pad, chunk=False, reason="a mean")
+    assert (f"seq={size} among its --sizes, or more (" in refused([seq], [size], "pad").hint) == more

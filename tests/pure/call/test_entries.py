@@ -24,8 +24,8 @@ from tests.helpers.raising import raises
 from tests.pure.program.test_program import numbers
 
 
-def entry(made: Manifest, name: str) -> EntrySpec:
-    return replace(made.entries[0], name=name)
+def entry(manifest: Manifest, name: str) -> EntrySpec:
+    return replace(manifest.entries[0], name=name)
 
 
 def whole(*entries: EntrySpec) -> Manifest:
@@ -44,9 +44,9 @@ def compute(key: tuple[int, ...], inputs: list[Numbers]) -> list[Numbers]:
     return [[sum(inputs[0])]] if key and len(inputs[0]) == key[0] else [[2 * value for value in inputs[0]]]
 
 
-def program(made: Manifest = THREE, outputs: str = "copy") -> tuple[Program, FakeBackend]:
-    backend = FakeBackend(made, compute, static=outputs == "view")
-    return Program(made, backend, "pad", outputs), backend
+def program(manifest: Manifest = THREE, outputs: str = "copy") -> tuple[Program, FakeBackend]:
+    backend = FakeBackend(manifest, compute, static=outputs == "view")
+    return Program(manifest, backend, "pad", outputs), backend
 
 
 def test_every_entry_is_called_by_its_name() -> None:
@@ -57,7 +57,7 @@ def test_every_entry_is_called_by_its_name() -> None:
     assert run["reset"](numbers((1,)))[0].tolist() == [2.0]  # program.reset brings back the state
     assert [key for key, _ in backend.calls] == [(4,), (1,), ()]
     assert run.decode.int_keys == ((1,), (4,)) and run["reset"].int_keys == ((),)
-    assert [each.name for each in run.decode.inputs] == ["x"] and "decode" in repr(run.decode)
+    assert [spec.name for spec in run.decode.inputs] == ["x"] and "decode" in repr(run.decode)
 
 
 def test_every_entry_has_its_own_guards_and_its_own_dispatch() -> None:
@@ -154,13 +154,13 @@ def test_entries_are_written_and_read() -> None:
 
 def bundle() -> Manifest:
     """`prefill` and `decode` over a region each."""
-    made = tiny_bundle.manifest()
-    first = replace(made.entries[0], name="prefill")
-    regions = (*made.regions, Region(name="other", kind="host", file="host/other.so"))
+    base = tiny_bundle.manifest()
+    first = replace(base.entries[0], name="prefill")
+    regions = (*base.regions, Region(name="other", kind="host", file="host/other.so"))
     programs = tuple([replace(row, steps=(replace(row.steps[0], region=1),)) for row in first.programs])
     decode = replace(first, name="decode", programs=programs)
     return replace(
-        made,
+        base,
         entries=(first, decode),
         regions=regions,
         files=tuple([support_file(path) for path in (*FILES, "host/other.so", "programs/decode.pt2")]),
@@ -188,44 +188,44 @@ def test_two_entries_are_sound() -> None:
     ],
 )
 def test_names_of_entries(name: str, message: str) -> None:
-    made = bundle()
+    manifest = bundle()
     with raises("manifest-invalid", match=message):
-        check_manifest(replace(made, entries=(made.entries[0], replace(made.entries[1], name=name))))
+        check_manifest(replace(manifest, entries=(manifest.entries[0], replace(manifest.entries[1], name=name))))
 
 
 def test_too_many_entries() -> None:
-    made = bundle()
-    many = tuple([replace(made.entries[0], name=f"e{number}") for number in range(limits.ENTRIES + 1)])
+    manifest = bundle()
+    many = tuple([replace(manifest.entries[0], name=f"e{number}") for number in range(limits.ENTRIES + 1)])
     with raises("manifest-invalid", match="entries: 65, expected 1 to 64"):
-        check_manifest(replace(made, entries=many))
+        check_manifest(replace(manifest, entries=many))
 
 
 def test_an_error_names_the_entry() -> None:
-    made = bundle()
+    manifest = bundle()
     with raises("manifest-invalid", match=r"^entries\[1\].programs: 0, the dimensions' sizes make 2"):
-        check_manifest(replace(made, entries=(made.entries[0], replace(made.entries[1], programs=()))))
+        check_manifest(replace(manifest, entries=(manifest.entries[0], replace(manifest.entries[1], programs=()))))
     with raises("manifest-invalid", match=r"^entries\[1\].dimensions"):
-        broken = replace(made.entries[1].dimensions[0], sizes=())
-        check_manifest(replace(made, entries=(made.entries[0], replace(made.entries[1], dimensions=(broken,)))))
+        broken = replace(manifest.entries[1].dimensions[0], sizes=())
+        check_manifest(replace(manifest, entries=(manifest.entries[0], replace(manifest.entries[1], dimensions=(broken,)))))
 
 
 def test_a_shared_object_is_one_entrys() -> None:
-    made = bundle()
-    both = replace(made.entries[1], programs=made.entries[0].programs)
+    manifest = bundle()
+    both = replace(manifest.entries[1], programs=manifest.entries[0].programs)
     with raises("manifest-invalid", match=r"regions\[0\]: is of two entries, 'prefill' and 'decode'"):
-        check_manifest(replace(made, entries=(made.entries[0], both)))
+        check_manifest(replace(manifest, entries=(manifest.entries[0], both)))
 
 
 def test_entries_with_swapped_names_are_refused(tmp_path: object) -> None:
     """The code behind both takes the same inputs: only its rows say which entry it is."""
     path = tiny_bundle.write_bundle(tmp_path / "tiny.cgb")  # type: ignore[operator]
     check_bundle(archive.Archive(str(path)))
-    made = archive.read_manifest(str(path))
-    files = tuple([replace(file, path="programs/other.pt2") if file.path == file_names.PROGRAM else file for file in made.files])
+    base = archive.read_manifest(str(path))
+    files = tuple([replace(file, path="programs/other.pt2") if file.path == file_names.PROGRAM else file for file in base.files])
     (path / "programs").mkdir()
     (path / file_names.PROGRAM).rename(path / "programs/other.pt2")
     (path / file_names.MANIFEST).write_bytes(
-        manifest_text.encode(replace(edited(made, entries=(replace(made.entries[0], name="other"),)), files=files))
+        manifest_text.encode(replace(edited(base, entries=(replace(base.entries[0], name="other"),)), files=files))
     )
     with pytest.raises(BundleError, match="was built for other name than the manifest has"):
         check_bundle(archive.Archive(str(path)))

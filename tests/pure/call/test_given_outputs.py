@@ -31,7 +31,7 @@ TWO = signature(
 def compute(key: tuple[int, ...], inputs: list[Numbers]) -> list[Numbers]:
     """2x; the first column of x; x turned, which lies as x does."""
     (x,), (size,) = inputs, key
-    return [[2 * each for each in x], x[::3], [x[3 * row + column] for column in range(3) for row in range(size)]]
+    return [[2 * value for value in x], x[::3], [x[3 * row + column] for column in range(3) for row in range(size)]]
 
 
 def numbers(size: int, first: int = 1) -> Tensor:
@@ -40,25 +40,25 @@ def numbers(size: int, first: int = 1) -> Tensor:
 
 def expected(size: int, first: int = 1) -> list[Any]:
     x = [[float(first + 3 * row + column) for column in range(3)] for row in range(size)]
-    return [[[2 * each for each in row] for row in x], [row[0] for row in x], [[row[column] for row in x] for column in range(3)]]
+    return [[[2 * value for value in row] for row in x], [row[0] for row in x], [[row[column] for row in x] for column in range(3)]]
 
 
 class Watched(FakeBackend):
     """Notes the results of every replay."""
 
-    def __init__(self, *given: Any, **options: Any) -> None:
-        super().__init__(*given, **options)
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
         self.made: list[tuple[Sequence[int], list[int]]] = []
         self.owners: list[weakref.ref[object]] = []
 
-    def run(self, *given: Any) -> FakeResults:
-        results = super().run(*given)
+    def run(self, *arguments: Any) -> FakeResults:
+        results = super().run(*arguments)
         taken: list[int] = []
-        own = results.own
+        owner_of = results.own
 
         def noted(index: int) -> object:
             taken.append(index)
-            self.owners.append(weakref.ref(owner := own(index)))
+            self.owners.append(weakref.ref(owner := owner_of(index)))
             return owner
 
         results.own = noted  # type: ignore[method-assign]
@@ -75,8 +75,8 @@ def served(monkeypatch: pytest.MonkeyPatch, large: int, outputs: str = "copy", *
 def test_large_ones_are_given_and_last(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of eight rows y has 96 bytes, the column 32; what lies in another order is copied."""
     run, backend = served(monkeypatch, 64)
-    made = [run(numbers(8, first)) for first in (1, 50, 100)]
-    for (y, first, turned), (addresses, taken), begin in zip(made, backend.made, (1, 50, 100), strict=True):
+    results = [run(numbers(8, first)) for first in (1, 50, 100)]
+    for (y, first, turned), (addresses, taken), begin in zip(results, backend.made, (1, 50, 100), strict=True):
         assert taken == [0] and y.address == addresses[0]
         assert first.address != addresses[1] and turned.address != addresses[2] and turned.contiguous
         assert [y.tolist(), first.tolist(), turned.tolist()] == expected(8, begin)
@@ -84,8 +84,8 @@ def test_large_ones_are_given_and_last(monkeypatch: pytest.MonkeyPatch) -> None:
     run.close()
     del run, backend
     gc.collect()
-    for row, begin in zip(made, (1, 50, 100), strict=True):
-        assert [each.tolist() for each in row] == expected(8, begin)
+    for row, begin in zip(results, (1, 50, 100), strict=True):
+        assert [output.tolist() for output in row] == expected(8, begin)
 
 
 def test_one_that_is_kept_keeps_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,17 +104,17 @@ def test_one_that_is_kept_keeps_no_other(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_others_are_copied(monkeypatch: pytest.MonkeyPatch, size: int, outputs: str, static: bool) -> None:
     """Small ones, of a padded call, in memory that the next replay writes to; and views are guarded as ever."""
     run, backend = served(monkeypatch, 64, outputs, static=static)
-    made = run(numbers(size))
+    results = run(numbers(size))
     assert backend.made[0][1] == []
-    found = [each.tensor if outputs == "view" else each for each in made]
-    assert [each.tolist() for each in found] == [each[:size] if i < 2 else each for i, each in enumerate(expected(size))]
+    tensors = [output.tensor if outputs == "view" else output for output in results]
+    assert [value.tolist() for value in tensors] == [value[:size] if i < 2 else value for i, value in enumerate(expected(size))]
 
 
 @given(begin=st.integers(0, 40), other=st.integers(0, 40), source=st.integers(0, 40), sizes=st.tuples(*[st.integers(1, 20)] * 3))
 def test_what_shares_a_byte_is_not_apart(begin: int, other: int, source: int, sizes: tuple[int, int, int]) -> None:
     spans = Extents(outputs=sizes[:2], inputs=sizes[2:], large=(0, 1))
     one, two, read = [set(range(at, at + size)) for at, size in zip((begin, other, source), sizes, strict=True)]
-    wanted = [place for place, own, rest in ((0, one, two | read), (1, two, one | read)) if not own & rest]
+    wanted = [place for place, span, rest in ((0, one, two | read), (1, two, one | read)) if not span & rest]
     assert sorted(spans.apart((begin, other), (source,))) == wanted
 
 
@@ -123,15 +123,15 @@ def test_what_lies_in_another_output_is_copied(monkeypatch: pytest.MonkeyPatch) 
     run, backend = served(monkeypatch, 16)
     replay = backend.run
 
-    def overlaid(*given: Any) -> FakeResults:
-        results = replay(*given)
+    def overlaid(*arguments: Any) -> FakeResults:
+        results = replay(*arguments)
         results.addresses[1] = results.addresses[0] + 8
         return results
 
     monkeypatch.setattr(backend, "run", overlaid)
     (y, first, _) = run(numbers(8))
     assert backend.made[0][1] == []
-    held = [each for row in y.tolist() for each in row]
+    held = [value for row in y.tolist() for value in row]
     assert first.tolist() == held[2:10]
     ctypes.memset(first.address, 0, 32)
     assert y.tolist() == expected(8)[0]

@@ -80,16 +80,16 @@ def test_a_dtype_names_both_and_what_to_do() -> None:
 
 
 def test_an_exact_call_is_one_part_over_whole_tensors() -> None:
-    made = plans.plan(MODEL.entries[0], GOOD, "pad")
-    assert made.exact and made.shapes == ((8, 32, 10),)
-    (part,) = made.parts
+    call_plan = plans.plan(MODEL.entries[0], GOOD, "pad")
+    assert call_plan.exact and call_plan.shapes == ((8, 32, 10),)
+    (part,) = call_plan.parts
     assert MODEL.entries[0].programs[part.program].key == (8, 32)
 
 
 def test_a_padded_call_gives_slices_of_the_call_and_recorded_shapes() -> None:
-    made = plans.plan(MODEL.entries[0], ((5, 50), (5, 101), ()), "pad")
-    assert not made.exact and made.shapes == ((5, 50, 10),)
-    (part,) = made.parts
+    call_plan = plans.plan(MODEL.entries[0], ((5, 50), (5, 101), ()), "pad")
+    assert not call_plan.exact and call_plan.shapes == ((5, 50, 10),)
+    (part,) = call_plan.parts
     assert MODEL.entries[0].programs[part.program].key == (8, 128)
     assert part.inputs == (
         ((slice(0, 5), slice(0, 50)), (8, 128)),
@@ -102,33 +102,33 @@ def test_a_padded_call_gives_slices_of_the_call_and_recorded_shapes() -> None:
 
 def test_a_cut_call_gives_each_part_its_place() -> None:
     model = signature([dimension("batch", 2)], [spec("x", ("*", "batch", 3))], [spec("y", ("*", 2, "batch"), 4)])
-    made = plans.plan(model.entries[0], ((15,),), "pad")
-    assert [part.inputs for part in made.parts] == [
+    call_plan = plans.plan(model.entries[0], ((15,),), "pad")
+    assert [part.inputs for part in call_plan.parts] == [
         (((slice(0, 6),), (6,)),),
         (((slice(6, 12),), (6,)),),
         (((slice(12, 15),), (6,)),),
     ]
-    assert [part.outputs for part in made.parts] == [
+    assert [part.outputs for part in call_plan.parts] == [
         (((slice(0, 4), slice(0, 4)), (slice(0, 4), slice(0, 4))),),
         (((slice(0, 4), slice(0, 4)), (slice(4, 8), slice(0, 4))),),
         (((slice(0, 2), slice(0, 4)), (slice(8, 10), slice(0, 4))),),
     ]
-    assert made.shapes == ((10, 4),)
+    assert call_plan.shapes == ((10, 4),)
 
 
 @given(st.integers(1, 40), st.integers(1, 300), st.sampled_from(["pad", "chunk"]))
 def test_the_parts_of_a_plan_fill_every_output_once(batch: int, seq: int, on_miss: str) -> None:
-    made = plans.plan(MODEL.entries[0], ((batch, seq), (batch, 2 * seq + 1), ()), on_miss)
+    call_plan = plans.plan(MODEL.entries[0], ((batch, seq), (batch, 2 * seq + 1), ()), on_miss)
     covered = [
         (row, column)
-        for part in made.parts
+        for part in call_plan.parts
         for row in range(*part.outputs[0][1][0].indices(batch))
         for column in range(*part.outputs[0][1][1].indices(seq))
     ]
     assert len(covered) == len(set(covered)) == batch * seq
-    for part in made.parts:
+    for part in call_plan.parts:
         taken, placed = part.outputs[0]
-        assert [each.stop - each.start for each in taken] == [each.stop - each.start for each in placed]
+        assert [interval.stop - interval.start for interval in taken] == [interval.stop - interval.start for interval in placed]
 
 
 def test_a_plan_refuses_what_dispatch_and_guards_refuse() -> None:

@@ -48,21 +48,21 @@ def sent(key: int, seed: int = 0) -> Tensor:
 def test_tensors_of_the_gpu_share_what_they_share_in_eager(fake: FakeDriver, bundle: tuple[Manifest, Path], outputs: str) -> None:
     tables = set()
     with opened(bundle, outputs) as program, program.session() as session:
-        for each in (program, session):
+        for runner in (program, session):
             x = on_gpu(sent(4, 1))
-            made = each(x)
-            assert made["same"] is x
-            assert made["tail"].address == x.address + 16 and made["tail"].strides == (FLOATS, 1)
-            live = made["total"]
-            assert type(live) is Tensor and live.address == each.state.view("total").address and live.device == 0
-            tables.add(made["table"].address)
-            y, head = made["y"], made["head"]
+            result = runner(x)
+            assert result["same"] is x
+            assert result["tail"].address == x.address + 16 and result["tail"].strides == (FLOATS, 1)
+            live = result["total"]
+            assert type(live) is Tensor and live.address == runner.state.view("total").address and live.device == 0
+            tables.add(result["table"].address)
+            y, head = result["y"], result["head"]
             assert isinstance(y, View) is isinstance(head, View) is (outputs == "view")
             y, head = (value.tensor if isinstance(value, View) else value for value in (y, head))
             assert head.address == y.address and (head.shape, head.strides) == ((4, 4), (FLOATS, 1))
             before = numbers(live)
             assert numbers(y) == list(expected(inputs(4, 1)))
-            each(on_gpu(sent(8, 2)))
+            runner(on_gpu(sent(8, 2)))
             assert numbers(live) == [a + b for a, b in zip(before, inputs(8, 2)[:FLOATS], strict=True)], "the state itself"
             if outputs == "copy":
                 assert numbers(y) == list(expected(inputs(4, 1)))
@@ -70,7 +70,7 @@ def test_tensors_of_the_gpu_share_what_they_share_in_eager(fake: FakeDriver, bun
                 assert numbers(y)[0] == -5.0
             else:
                 with raises("stale-view"):
-                    _ = made["head"].tensor
+                    _ = result["head"].tensor
     assert len(tables) == 1, "one weight for all sessions"
 
 
@@ -80,27 +80,27 @@ def test_tensors_of_the_cpu_get_copies_of_what_lies_on_the_gpu(
 ) -> None:
     with opened(bundle, outputs) as program:
         x = numpy.array(inputs(4, 3)).reshape(4, FLOATS)
-        made = program(x)
-        assert made["same"] is x
-        assert numpy.shares_memory(made["tail"], x) and made["tail"].tolist() == x[:, 4:].tolist()
-        total = numpy.asarray(made["total"]).copy()
-        y, head = (numpy.asarray(made[name]) for name in ("y", "head"))
+        result = program(x)
+        assert result["same"] is x
+        assert numpy.shares_memory(result["tail"], x) and result["tail"].tolist() == x[:, 4:].tolist()
+        total = numpy.asarray(result["total"]).copy()
+        y, head = (numpy.asarray(result[name]) for name in ("y", "head"))
         assert y.ravel().tolist() == list(expected(inputs(4, 3)))
         head[0, 0] = -7
         assert y[0, 0] == -7
-        assert numpy.asarray(made["table"]).tolist() == list(range(128))
+        assert numpy.asarray(result["table"]).tolist() == list(range(128))
         if outputs == "copy":
             program(x)
-            assert made["total"].tolist() == total.tolist()
+            assert result["total"].tolist() == total.tolist()
 
 
 def test_parts_follow_the_layout_of_the_callers_tensor(fake: FakeDriver, bundle: tuple[Manifest, Path]) -> None:
     with opened(bundle) as program:
         wide = numpy.zeros((4, 2 * FLOATS), "float32")
         for x in (wide[:, ::2], wide[::-1, :FLOATS], numpy.asfortranarray(wide[:, :FLOATS])):
-            made = program(x)
-            assert made["same"] is x
-            made["tail"][1, 2] = 9
+            result = program(x)
+            assert result["same"] is x
+            result["tail"][1, 2] = 9
             assert x[1, 6] == 9
             x[1, 6] = 0
 
@@ -126,7 +126,7 @@ class KeepingWeights(FakeBackend):
 
 def model(outputs: str = "copy", on_miss: str = "pad", *, turned: bool = False) -> tuple[Program, KeepingWeights]:
     """y = 2 x; then weight[2:], y.t(), x, x[:, 1:], (y[0], for a fixed size)."""
-    made = signature(
+    manifest = signature(
         [dimension("batch", 2, 4)],
         [spec("x", "batch", 3)],
         [spec("y", "batch", 3), spec("w", 4), spec("turned", 3, "batch"), spec("same", "batch", 3), spec("part", "batch", 2)],
@@ -145,17 +145,17 @@ def model(outputs: str = "copy", on_miss: str = "pad", *, turned: bool = False) 
         values[program.outputs[4]] = replace(values[program.outputs[4]], strides=(3, 1), offset=4)
         return replace(program, values=tuple(values))
 
-    row = replace(made.weights[0], shape=(6,), strides=(1,))
-    made = edited(made, aliases=aliases, weights=(row,), programs=tuple(map(placed, made.entries[0].programs)))
-    check_aliases(made, made.entries[0])
-    check_alias_spans(made, made.entries[0])
+    row = replace(manifest.weights[0], shape=(6,), strides=(1,))
+    manifest = edited(manifest, aliases=aliases, weights=(row,), programs=tuple(map(placed, manifest.entries[0].programs)))
+    check_aliases(manifest, manifest.entries[0])
+    check_alias_spans(manifest, manifest.entries[0])
 
     def compute(key: tuple[int, ...], given_: list[Numbers]) -> list[Numbers]:
         rows = key[0]
         return [[2 * x for x in given_[0]], [-1.0] * 4, [-1.0] * (3 * rows), [-1.0] * (3 * rows), [-1.0] * (2 * rows)]
 
-    backend = KeepingWeights(made, compute)
-    return Program(made, backend, on_miss, outputs), backend
+    backend = KeepingWeights(manifest, compute)
+    return Program(manifest, backend, on_miss, outputs), backend
 
 
 def convert(x: Any, library: str) -> Any:
@@ -222,10 +222,10 @@ def test_a_call_that_is_cut_gets_tensors_of_its_own(library: str) -> None:
 
 
 def test_an_input_without_such_a_part_is_refused_before_anything_runs() -> None:
-    made = signature([], [spec("x", 2, 3)], [spec("flat", 6)])
-    made = edited(made, aliases=(Alias(output=0, memory="inputs", index=0),))
-    backend = KeepingWeights(made, lambda key, given_: [[0.0] * 6])
-    run = Program(made, backend, "pad", "copy")
+    manifest = signature([], [spec("x", 2, 3)], [spec("flat", 6)])
+    manifest = edited(manifest, aliases=(Alias(output=0, memory="inputs", index=0),))
+    backend = KeepingWeights(manifest, lambda key, given_: [[0.0] * 6])
+    run = Program(manifest, backend, "pad", "copy")
     x = numpy.zeros((2, 3), "float32")
     (flat,) = run(x)
     assert numpy.shares_memory(flat, x)
@@ -245,8 +245,8 @@ def test_a_read_only_array_stays_read_only() -> None:
     run, _ = model()
     x = numpy.zeros((2, 3), "float32")
     x.flags.writeable = False
-    made = run(x)
-    assert made[3] is x and not made[4].flags.writeable
+    outputs = run(x)
+    assert outputs[3] is x and not outputs[4].flags.writeable
 
 
 # --- looks at other layouts ------------------------------------------------------------------------------------------
@@ -265,12 +265,12 @@ def looks(draw: st.DrawFn) -> tuple[Any, Any, Any, bool]:
     split = draw(st.sampled_from(["none", "flatten", "diagonal", "expand"]))
 
     def take(array_: Any) -> Any:
-        made = array_[tuple(slices)].transpose(order)
+        view = array_[tuple(slices)].transpose(order)
         if split == "flatten":
-            return made.reshape(-1)
-        if split == "diagonal" and made.ndim > 1:
-            return made.diagonal()
-        return numpy.broadcast_to(made, (2, *made.shape)) if split == "expand" else made
+            return view.reshape(-1)
+        if split == "diagonal" and view.ndim > 1:
+            return view.diagonal()
+        return numpy.broadcast_to(view, (2, *view.shape)) if split == "expand" else view
 
     return shape, take, draw(st.permutations(range(len(shape)))), split != "flatten"
 
@@ -364,12 +364,12 @@ def test_state_that_is_not_sound(bundle: tuple[Manifest, Path]) -> None:
         weights[rows[name]] = replace(weights[rows[name]], **change)
         return replace(manifest, weights=tuple(weights))
 
-    for made, words in (
+    for bad_manifest, words in (
         (broken("marks", offset=3), "is not aligned"), (broken("marks", offset=0), "overlaps another row of memory state"),
         (broken("marks", offset=2048), "outside memory state"), (broken("marks", tensor="total"), "is another weight's, too"),
         (edited(manifest, random=rows["total"]), "is not two integers"), (edited(manifest, random=99), "no weight 99"),
         (replace(manifest, regions=(replace(manifest.regions[0], constants=(("c", rows["total"]),)),)), "which lies on the GPU"),
     ):  # fmt: skip
         with raises("manifest-invalid", match=words):
-            check_state(made)
+            check_state(bad_manifest)
     check_state(manifest)

@@ -45,11 +45,11 @@ def test_of_many_keys_twelve_are_named(count: int) -> None:
 
 @given(st.integers(1, 40), st.integers(1, 70), st.sampled_from(["pad", "chunk"]))
 def test_every_part_takes_from_each_input_what_its_outputs_need(batch: int, seq: int, on_miss: str) -> None:
-    made = plan(MODEL.entries[0], ((3,), (batch, 2 * seq), (seq + 1,), (batch,)), on_miss)
-    assert made.shapes == ((batch, seq, 5), (3 * batch,))
+    call_plan = plan(MODEL.entries[0], ((3,), (batch, 2 * seq), (seq + 1,), (batch,)), on_miss)
+    assert call_plan.shapes == ((batch, seq, 5), (3 * batch,))
     whole = batch in (2, 8) and seq in (4, 16)
-    assert made.exact == whole
-    for part in made.parts:
+    assert call_plan.exact == whole
+    for part in call_plan.parts:
         key = MODEL.entries[0].programs[part.program].key
         (rows, columns, _), (threefold,) = part.outputs[0][1], part.outputs[1][1]
         count, length = rows.stop - rows.start, columns.stop - columns.start
@@ -68,13 +68,13 @@ def test_every_part_takes_from_each_input_what_its_outputs_need(batch: int, seq:
 def test_a_call_of_a_recorded_size_is_exact() -> None:
     for (number, program), on_miss in product(enumerate(MODEL.entries[0].programs), ("pad", "chunk", "error")):
         batch, seq = program.key
-        made = plan(MODEL.entries[0], ((3,), (batch, 2 * seq), (seq + 1,), (batch,)), on_miss)
-        assert made.exact and [part.program for part in made.parts] == [number]
+        call_plan = plan(MODEL.entries[0], ((3,), (batch, 2 * seq), (seq + 1,), (batch,)), on_miss)
+        assert call_plan.exact and [part.program for part in call_plan.parts] == [number]
 
 
 def test_a_call_cut_into_recorded_sizes_is_not_exact() -> None:
-    made = plan(MODEL.entries[0], ((3,), (10, 8), (5,), (10,)), "chunk")
-    assert not made.exact and [MODEL.entries[0].programs[part.program].key for part in made.parts] == [(8, 4), (2, 4)]
+    call_plan = plan(MODEL.entries[0], ((3,), (10, 8), (5,), (10,)), "chunk")
+    assert not call_plan.exact and [MODEL.entries[0].programs[part.program].key for part in call_plan.parts] == [(8, 4), (2, 4)]
     assert not plan(MODEL.entries[0], ((3,), (7, 8), (5,), (7,)), "pad").exact
 
 
@@ -82,8 +82,8 @@ def test_a_call_cut_into_recorded_sizes_is_not_exact() -> None:
 
 
 def test_a_size_below_a_rules_offset_is_no_size() -> None:
-    for size, found in ((1, 0), (2, 1), (9, 8)):
-        assert guards.call_sizes(signature([dimension("n", 1)], [spec("x", ("+", "n", 1))], []).entries[0], ((size,),)) == (found,)
+    for size, wanted in ((1, 0), (2, 1), (9, 8)):
+        assert guards.call_sizes(signature([dimension("n", 1)], [spec("x", ("+", "n", 1))], []).entries[0], ((size,),)) == (wanted,)
     with raises("input-shape", match=r"input 'x', axis 0: expected n\+1, which no n makes 0"):
         guards.call_sizes(signature([dimension("n", 1)], [spec("x", ("+", "n", 1))], []).entries[0], ((0,),))
     with raises("input-shape", match="which no n makes 2"):
@@ -98,19 +98,19 @@ def test_a_dimension_shows_where_an_input_first_has_it() -> None:
     assert guards.where_declared(turned.entries[0], "seq") == "input 'mask', axis 0"
 
 
-def found(*devices: int | None) -> list[Descriptor]:
+def descriptors(*devices: int | None) -> list[Descriptor]:
     return [(0, (), "float32", None, device) for device in devices]
 
 
 def test_inputs_lie_on_one_device() -> None:
-    for own in (None, 0, 1):
-        assert guards.common_device(MODEL.entries[0].inputs, found(None, None, None, None), own) is None
-    for own in (0, 1):
-        assert guards.common_device(MODEL.entries[0].inputs, found(own, own, own, own), own) == own
+    for device in (None, 0, 1):
+        assert guards.common_device(MODEL.entries[0].inputs, descriptors(None, None, None, None), device) is None
+    for device in (0, 1):
+        assert guards.common_device(MODEL.entries[0].inputs, descriptors(device, device, device, device), device) == device
 
 
 @pytest.mark.parametrize(
-    ("devices", "own", "message"),
+    ("devices", "device", "message"),
     [
         ((0, 0, 0, 0), None, "input 'scale': expected a tensor on the CPU, got one on device 0"),
         ((0, 0, 0, 0), 1, "input 'scale': expected a tensor on the CPU or CUDA device 1, got one on device 0"),
@@ -122,7 +122,7 @@ def test_inputs_lie_on_one_device() -> None:
         ((0, None, 0, 0), 0, "input 'x': lies on another device than input 'scale'"),
     ],
 )
-def test_inputs_elsewhere_are_named(devices: tuple[int | None, ...], own: int | None, message: str) -> None:
+def test_inputs_elsewhere_are_named(devices: tuple[int | None, ...], device: int | None, message: str) -> None:
     with raises("input-device") as caught:
-        guards.common_device(MODEL.entries[0].inputs, found(*devices), own)
+        guards.common_device(MODEL.entries[0].inputs, descriptors(*devices), device)
     assert str(caught.value) == message

@@ -42,9 +42,9 @@ def test_an_object_is_read_by_its_attributes_which_may_be_called_as_anything() -
 
 
 def test_a_mapping_may_have_a_field_that_is_called_as_a_method() -> None:
-    made = record_class("Pairs", "mapping", ("items", "of", "values")).of([1, None, 3])
-    assert (made.items, made["items"], made[1], list(made)) == (1, 1, 3, ["items", "values"])
-    assert made == pickle.loads(pickle.dumps(made)) == {"items": 1, "values": 3} != {"items": 1}
+    record = record_class("Pairs", "mapping", ("items", "of", "values")).of([1, None, 3])
+    assert (record.items, record["items"], record[1], list(record)) == (1, 1, 3, ["items", "values"])
+    assert record == pickle.loads(pickle.dumps(record)) == {"items": 1, "values": 3} != {"items": 1}
 
 
 def test_records_are_equal_by_class_name_fields_and_values() -> None:

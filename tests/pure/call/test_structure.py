@@ -86,8 +86,8 @@ def test_what_is_built_is_taken_apart_again(given_shapes: list[Any]) -> None:
 
 
 def test_a_named_tuple_is_made_from_its_names_alone() -> None:
-    made = builder({"namedtuple": ["Output", ["logits", "hidden"], [{"tensor": 1}, {"value": None}]]})(["a", "b"])
-    assert (type(made).__name__, made._fields, made.logits, made.hidden) == ("Output", ("logits", "hidden"), "b", None)
+    output = builder({"namedtuple": ["Output", ["logits", "hidden"], [{"tensor": 1}, {"value": None}]]})(["a", "b"])
+    assert (type(output).__name__, output._fields, output.logits, output.hidden) == ("Output", ("logits", "hidden"), "b", None)
 
 
 def test_a_named_tuple_is_one_class_for_all_calls() -> None:
@@ -96,8 +96,8 @@ def test_a_named_tuple_is_one_class_for_all_calls() -> None:
 
 
 def test_a_dict_comes_back_in_the_models_order() -> None:
-    made = builder({"dict": [["z", {"tensor": 0}], ["a", {"tensor": 1}], [3, {"value": 7}]]})([10, 11])
-    assert list(made.items()) == [("z", 10), ("a", 11), (3, 7)]
+    mapping = builder({"dict": [["z", {"tensor": 0}], ["a", {"tensor": 1}], [3, {"value": 7}]]})([10, 11])
+    assert list(mapping.items()) == [("z", 10), ("a", 11), (3, 7)]
 
 
 def test_tensors_may_come_out_in_another_order_than_they_stand() -> None:
@@ -185,7 +185,7 @@ def test_a_call_that_does_not_fit_says_where_and_what(args: tuple[Any, ...], kwa
 def parameters(*rows: tuple[str, dict[str, Any], bool, Any]) -> tuple[dict[str, Any], list[Parameter]]:
     """A call and its parameters, of (name, tree, by name only, default); ... is no default."""
     call = {"call": [[name, tree] for name, tree, _, _ in rows]}
-    return call, [Parameter(keyword=keyword, default=None if own is ... else own) for _, _, keyword, own in rows]
+    return call, [Parameter(keyword=keyword, default=None if tree is ... else tree) for _, _, keyword, tree in rows]
 
 
 FORWARD = parameters(

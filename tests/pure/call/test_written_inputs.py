@@ -52,33 +52,33 @@ class Writing(FakeBackend):
     """A backend that adds 10 to every element of the inputs that calls change, in the memory that it is given, after its replay."""
 
     def run(self, program: int, addresses: Sequence[int], device: int | None, stream: object) -> FakeResults:
-        made = super().run(program, addresses, device, stream)
+        results = super().run(program, addresses, device, stream)
         row = self.manifest.entries[0].programs[program]
         for index in self.manifest.entries[0].mutated_inputs:
             value = row.values[row.inputs[index]]
             kind = ELEMENTS[value.dtype]
             for offset in _offsets(value):
                 kind.from_address(addresses[index] + offset * ctypes.sizeof(kind)).value += kind(int(ADDED)).value
-        return made
+        return results
 
 
 def model(order: tuple[int, ...] = (0, 1), dtype: str = "float32") -> Manifest:
     """y[batch, 3] = x before the call; x, the second input, changes."""
-    made = signature(
+    manifest = signature(
         [dimension("batch", 2, 4, pad="no", chunk=False, reason="forward() writes to its input 'x'")],
         [spec("scale"), spec("x", "batch", 3, order=order, dtype=dtype), spec("other", 3)],
         [spec("y", "batch", 3, dtype=dtype)],
     )
-    return edited(made, mutated_inputs=(1,))
+    return edited(manifest, mutated_inputs=(1,))
 
 
-def copies(key: tuple[int, ...], given: list[Numbers]) -> list[Numbers]:
-    return [list(given[1])]
+def copies(key: tuple[int, ...], inputs: list[Numbers]) -> list[Numbers]:
+    return [list(inputs[1])]
 
 
-def program(made: Manifest, outputs: str = "copy") -> tuple[Program, Writing]:
-    backend = Writing(made, copies)
-    return Program(made, backend, "pad", outputs), backend
+def program(manifest: Manifest, outputs: str = "copy") -> tuple[Program, Writing]:
+    backend = Writing(manifest, copies)
+    return Program(manifest, backend, "pad", outputs), backend
 
 
 def arrays(batch: int = 2, dtype: str = "float32") -> tuple[Any, Any, Any]:
@@ -113,9 +113,9 @@ LAYOUTS = {
 
 
 def _field(x: Any) -> Any:
-    made = numpy.zeros(x.shape, numpy.dtype([("tag", "u1"), ("number", x.dtype)]))
-    made["number"] = x
-    return made["number"]
+    records = numpy.zeros(x.shape, numpy.dtype([("tag", "u1"), ("number", x.dtype)]))
+    records["number"] = x
+    return records["number"]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -175,10 +175,10 @@ def test_two_parts_of_one_array_may_be_two_inputs() -> None:
 # --- what is refused -----------------------------------------------------------------------------------------------
 
 
-def refused(words: str, *given: Any) -> None:
+def refused(words: str, *arguments: Any) -> None:
     run, backend = program(model())
     with raises("input-unwritable", match=words) as caught:
-        run(*given)
+        run(*arguments)
     assert "\n" not in str(caught.value) and caught.value.hint and caught.value.exit_code == 2
     assert backend.calls == []
 
@@ -189,14 +189,14 @@ def test_read_only_arrays_are_refused() -> None:
     refused("input 'x': the model writes to it, and the array is read-only", scale, x, other)
     run, _ = program(model())
     fresh = x.copy()
-    for each in (scale, other):
-        each.flags.writeable = False
+    for input_array in (scale, other):
+        input_array.flags.writeable = False
     run(scale, fresh, other)  # nobody writes to these
 
 
 def test_a_number_of_numpy_is_refused() -> None:
-    made = edited(signature([], [spec("x")], [spec("y")]), mutated_inputs=(0,))
-    run, _ = program(made)
+    manifest = edited(signature([], [spec("x")], [spec("y")]), mutated_inputs=(0,))
+    run, _ = program(manifest)
     with raises("input-unwritable", match="read-only"):
         run(numpy.float32(1))
 
@@ -287,7 +287,7 @@ def test_views_keep_the_inputs_that_they_may_lie_in() -> None:
     run, _ = program(model(), "view")
     scale, x, other = arrays()
     run(scale, x, other)
-    assert any(each is x for each in run._held)
+    assert any(held is x for held in run._held)
     run.close()
     assert not run._held
 
@@ -314,9 +314,9 @@ def test_tensors_that_are_called_apart_share_no_byte(
         for address, axes, size in ((1000, one, item), (1000 + between, other, items))
     )
     mine, theirs = bytes_of(1000, one, item), bytes_of(1000 + between, other, items)
-    for found, tensor in ((mine, first), (theirs, second)):
-        assert not found or (tensor.start, tensor.end) == (min(found), max(found) + 1)
-        assert folds(tensor) or len(found) == len(set(found))
+    for addresses, tensor in ((mine, first), (theirs, second)):
+        assert not addresses or (tensor.start, tensor.end) == (min(addresses), max(addresses) + 1)
+        assert folds(tensor) or len(addresses) == len(set(addresses))
     common = set(mine) & set(theirs)
     if apart(first, second):
         assert not common
@@ -349,15 +349,15 @@ def test_written_inputs_are_positions(written: tuple[int, ...], words: str) -> N
 
 @pytest.mark.parametrize("change", [{"pad": "rows"}, {"pad": "zeros"}, {"chunk": True}])
 def test_a_bundle_that_writes_neither_pads_nor_cuts(change: dict[str, Any]) -> None:
-    made = model()
+    manifest = model()
     with raises("manifest-invalid", match=r"dimensions\[0\].pad: batch is padded or chunked, and calls write to their inputs"):
-        check_manifest(edited(made, dimensions=(replace(made.entries[0].dimensions[0], **change),)))
+        check_manifest(edited(manifest, dimensions=(replace(manifest.entries[0].dimensions[0], **change),)))
 
 
 @pytest.mark.parametrize(("stored", "passes"), [(ADDED, True), (ADDED + 1, False)])
 def test_the_self_test_compares_what_was_written(tmp_path: Path, stored: float, passes: bool) -> None:
-    made = signature([], [spec("x", 2)], [spec("y", 2)])
-    made = edited(made, mutated_inputs=(0,), self_test=replace(made.entries[0].self_test, bounds=(1e-5, 1e-5)))
+    manifest = signature([], [spec("x", 2)], [spec("y", 2)])
+    manifest = edited(manifest, mutated_inputs=(0,), self_test=replace(manifest.entries[0].self_test, bounds=(1e-5, 1e-5)))
     numbers = {"input": [1.0, 2.0], "output": [1.0, 2.0], "mutated": [1.0 + stored, 2.0 + stored]}
     entries: dict[str, Any] = {
         file_names.self_test_entry((), kind, 0): ("float32", (2,), lambda values=values: array("f", values))
@@ -365,9 +365,9 @@ def test_the_self_test_compares_what_was_written(tmp_path: Path, stored: float, 
     }
     with open(tmp_path / file_names.SELF_TEST, "wb") as file:
         safetensors_writer.write(file, entries)
-    backend = Writing(made, lambda key, given: [list(given[0])])
-    (result,) = self_test.replay_self_test(Program(made, backend, "pad", "copy", self_test=kept_self_test(str(tmp_path))))
-    assert result.exact is passes and result.passed(made.entries[0].self_test.compare) is passes
+    backend = Writing(manifest, lambda key, inputs: [list(inputs[0])])
+    (result,) = self_test.replay_self_test(Program(manifest, backend, "pad", "copy", self_test=kept_self_test(str(tmp_path))))
+    assert result.exact is passes and result.passed(manifest.entries[0].self_test.compare) is passes
     assert (result.error > 0.05) is not passes
 
 
@@ -381,7 +381,7 @@ LEFT = 0x40400000
 def bundle(tmp_path: Path) -> tuple[Manifest, Path]:
     """The bundle of cuda_bundles.py, whose recordings fill their input with 3.0 when everything else is done."""
     folder = tmp_path / "tiny.cgb"
-    made = cuda_bundles.write(folder, b"an image")
+    manifest = cuda_bundles.write(folder, b"an image")
     for key in KEYS:
         file = folder / "graphs" / f"g0-{key}.bin"
         recording = tables.decode(file.read_bytes())
@@ -391,7 +391,7 @@ def bundle(tmp_path: Path) -> tuple[Manifest, Path]:
         last = cuda_bundles.edge(len(recording.nodes) - 1, len(recording.nodes))
         changed = replace(recording, nodes=(*recording.nodes, fill), edges=(*recording.edges, last))
         file.write_bytes(tables.encode(changed))
-    return edited(made, inputs=(spec("x", 1),), mutated_inputs=(0,)), folder
+    return edited(manifest, inputs=(spec("x", 1),), mutated_inputs=(0,)), folder
 
 
 def calls_on(fake: FakeDriver, bundle: tuple[Manifest, Path], mode: str, lazy: bool = False) -> CudaBackend:
@@ -425,10 +425,10 @@ def test_a_tensor_of_the_gpu_is_updated_in_the_order_of_the_stream(
         assert array("f", memory.raw) == array("f", [3.0] * len(given_))
         first, last = seen[0], seen[-1]
         assert first == (place, address, 4 * len(given_), 5) and last == (address, place, 4 * len(given_), 5)
-        made = fake.calls[before:]
-        assert "cuMemcpyDtoHAsync" not in made
+        driver_calls = fake.calls[before:]
+        assert "cuMemcpyDtoHAsync" not in driver_calls
         if not lazy:
-            assert "cuStreamSynchronize" not in made, "nothing waits"
+            assert "cuStreamSynchronize" not in driver_calls, "nothing waits"
     ((place,), _) = calls.buffers(0)
     with calls.locked(None) as stream:
         seen.clear()
@@ -449,18 +449,18 @@ def test_memory_of_the_cpu_is_updated_before_the_call_returns(fake: FakeDriver, 
             results = calls.run(number, [start], None, stream)
         assert array("f", ctypes.string_at(results.addresses[0], 4 * count)) == wanted
         assert given_ == array("f", [3.0] * count)
-        made = [name for name in fake.calls[before:] if name.startswith(("cuMemcpyDtoH", "cuStreamSynchronize"))]
-        assert made[-2:] == ["cuMemcpyDtoHAsync", "cuStreamSynchronize"]
+        driver_calls = [name for name in fake.calls[before:] if name.startswith(("cuMemcpyDtoH", "cuStreamSynchronize"))]
+        assert driver_calls[-2:] == ["cuMemcpyDtoHAsync", "cuStreamSynchronize"]
     calls.close()
 
 
 def test_a_bundle_that_does_not_write_copies_nothing_back(fake: FakeDriver, tmp_path: Path) -> None:
     """Whether there is anything to copy back is decided when the bundle is loaded."""
     folder = tmp_path / "tiny.cgb"
-    made = cuda_bundles.write(folder, b"an image")
+    manifest = cuda_bundles.write(folder, b"an image")
     copies = []
     for written in ((), (0,)):
-        calls = calls_on(fake, (edited(made, mutated_inputs=written), folder), "graph")
+        calls = calls_on(fake, (edited(manifest, mutated_inputs=written), folder), "graph")
         x = inputs(KEYS[0])
         before = len(fake.calls)
         with calls.locked(None) as stream:

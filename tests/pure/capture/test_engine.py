@@ -113,21 +113,21 @@ def test_graphs_share_one_arena_and_name_their_tensors() -> None:
         second: list[RawNode] = [p.kernel(p.segments[0] + 64, p.cache + 1024, 5)]
         return p.take(first, second, pooled=p.segments[1] + 4096)
 
-    made = assembled(build)
-    kernel, memset = made.recordings[0].nodes
+    engine = assembled(build)
+    kernel, memset = engine.recordings[0].nodes
     at = lambda offset, memory, place: Relocation(at=offset, target=Address(memory=memory, offset=place))  # noqa: E731
     assert kernel.relocations == (at(0, INPUTS, 32), at(8, ARENA, 512))  # type: ignore[union-attr]
     assert kernel.attributes == ((4, (2, 1, 1)),)  # type: ignore[union-attr]
     assert memset.target == Address(memory=ARENA, offset=SEGMENT_ALIGN)  # type: ignore[union-attr]
-    again = made.recordings[1].nodes[0].relocations  # type: ignore[union-attr]
+    again = engine.recordings[1].nodes[0].relocations  # type: ignore[union-attr]
     assert again == (at(0, ARENA, SEGMENT_ALIGN + 64), at(8, INPUTS, 1024)), "one past the end of the cache stays its own"
-    assert made.arena == 2 * SEGMENT_ALIGN + PAD
-    assert [recording.key for recording in made.recordings] == [(0,), (1,)]
-    assert made.spans == (EngineSpan(offset=0, bytes=1024, alignment=256),), "x is used by no graph"
+    assert engine.arena == 2 * SEGMENT_ALIGN + PAD
+    assert [recording.key for recording in engine.recordings] == [(0,), (1,)]
+    assert engine.spans == (EngineSpan(offset=0, bytes=1024, alignment=256),), "x is used by no graph"
     tensor = EngineTensor(name="cache", dtype="float32", shape=(64, 4), strides=(4, 1), memory="inputs", offset=0)
     row = EngineTensor(name="row", dtype="float32", shape=(4,), strides=(1,), memory="inputs", offset=16)
     logits = EngineTensor(name="logits", dtype="float32", shape=(4,), strides=(1,), memory="arena", offset=4096)
-    assert made.tensors == (tensor, row, logits)
+    assert engine.tensors == (tensor, row, logits)
 
 
 def test_memory_that_no_tensor_names_is_refused_with_the_kernel_and_the_line() -> None:
@@ -147,10 +147,10 @@ def state(p: Process, address: int) -> tuple[RawModuleState, ...]:
 
 
 def test_what_a_variable_points_to_is_a_table_of_the_bundle() -> None:
-    made = assembled(lambda p: p.take([p.kernel(p.x, p.table + 8)], states=state(p, p.table)))
-    assert [table.contents for table in made.tables] == [bytes(16)] and made.weights_end == 256
-    assert made.states[0].relocations == (Relocation(at=0, target=Address(memory=WEIGHTS, offset=0)),)
-    assert made.recordings[0].nodes[0].relocations[1].target == Address(memory=WEIGHTS, offset=8)  # type: ignore[union-attr]
+    engine = assembled(lambda p: p.take([p.kernel(p.x, p.table + 8)], states=state(p, p.table)))
+    assert [table.contents for table in engine.tables] == [bytes(16)] and engine.weights_end == 256
+    assert engine.states[0].relocations == (Relocation(at=0, target=Address(memory=WEIGHTS, offset=0)),)
+    assert engine.recordings[0].nodes[0].relocations[1].target == Address(memory=WEIGHTS, offset=8)  # type: ignore[union-attr]
 
 
 def test_a_variable_that_points_at_what_others_may_write_is_refused() -> None:

@@ -56,11 +56,11 @@ def word(*readings: Place, at: int = 0) -> Word:
 
 def kernel(*words: Word, data: bytes | None = None, **changes: Any) -> RawKernel:
     block = Block(data=bytes(8 * max(len(words), 1)) if data is None else data, words=words)
-    made = RawKernel(
+    node = RawKernel(
         image="ab" * 32, symbol="add", params=((0, 8),), function_attributes=(), grid=(1, 2, 3), threads=(32, 1, 1), shared=0,
         attributes=(), block=block,
     )  # fmt: skip
-    return replace(made, **changes)
+    return replace(node, **changes)
 
 
 def value(place: Word) -> RawValue:
@@ -101,17 +101,17 @@ def in_memset(mine: Word, theirs: Word) -> tuple[Take, Take]:
 
 
 def in_source(mine: Word, theirs: Word) -> tuple[Take, Take]:
-    takes = [RawMemcpy(source=each, target=word((0, 0)), shape=(1, 1, 1, 0, 0, 0, 0)) for each in (mine, theirs)]
+    takes = [RawMemcpy(source=pointer, target=word((0, 0)), shape=(1, 1, 1, 0, 0, 0, 0)) for pointer in (mine, theirs)]
     return take(takes[0]), take(takes[1], ranges=TURNED)
 
 
 def in_target(mine: Word, theirs: Word) -> tuple[Take, Take]:
-    takes = [RawMemcpy(source=word((0, 0)), target=each, shape=(1, 1, 1, 0, 0, 0, 0)) for each in (mine, theirs)]
+    takes = [RawMemcpy(source=word((0, 0)), target=pointer, shape=(1, 1, 1, 0, 0, 0, 0)) for pointer in (mine, theirs)]
     return take(takes[0]), take(takes[1], ranges=TURNED)
 
 
 def in_condition(mine: Word, theirs: Word) -> tuple[Take, Take]:
-    takes = [RawSetCondition(conditional=0, byte=each) for each in (mine, theirs)]
+    takes = [RawSetCondition(conditional=0, byte=pointer) for pointer in (mine, theirs)]
     return take(takes[0]), take(takes[1], ranges=TURNED)
 
 
@@ -124,7 +124,7 @@ def in_output(mine: Word, theirs: Word) -> tuple[Take, Take]:
 
 
 def in_state(mine: Word, theirs: Word) -> tuple[Take, Take]:
-    takes = [(state(Block(data=bytes(8), words=(each,))),) for each in (mine, theirs)]
+    takes = [(state(Block(data=bytes(8), words=(pointer,))),) for pointer in (mine, theirs)]
     return take(states=takes[0]), take(states=takes[1], ranges=TURNED)
 
 
@@ -238,10 +238,10 @@ def test_other_places_of_the_pool(
     mine: list[tuple[int, int]], theirs: list[tuple[int, int]], meant: tuple[int, int] | None
 ) -> None:
     paired = replace(PAIRED, pairing={0: 0, 1: 1})
-    found = meaning(word(*mine), word(*theirs), paired)
-    assert found == (None if meant is None else Reading(range=meant[0], offset=meant[1]))
+    reading = meaning(word(*mine), word(*theirs), paired)
+    assert reading == (None if meant is None else Reading(range=meant[0], offset=meant[1]))
     if meant is not None:
-        assert place_of(word(*mine), word(*theirs), paired, "here") == found
+        assert place_of(word(*mine), word(*theirs), paired, "here") == reading
         return
     with raises("address-disagrees", match="^here is an address in both recordings, but not of the same place: ") as caught:
         place_of(word(*mine), word(*theirs), paired, "here")
@@ -269,37 +269,37 @@ def test_every_byte_of_a_block_is_classified() -> None:
     mine = Block(data=bytes(range(1, 33)), words=(word((0, 8), at=0), word((3, 8), at=16)))
     theirs = Block(data=bytes([9] * 8 + [9, *range(10, 17)] + [7] * 8 + [25, 26, 0, 28, 0, 0, 31, 32]), words=mine.words)
     theirs = replace(theirs, words=(word((0, 8), at=0), word((4, 8), at=16)))
-    found = classify(mine, theirs, PAIRED, spot)
-    assert found.relocations == ((0, Reading(range=0, offset=8)), (16, Reading(range=3, offset=8)))
-    assert found.undefined == ((26, 1), (28, 2))
-    assert found.data == bytes(8) + bytes(range(9, 17)) + bytes(8) + bytes([25, 26, 0, 28, 0, 0, 31, 32])
+    classified = classify(mine, theirs, PAIRED, spot)
+    assert classified.relocations == ((0, Reading(range=0, offset=8)), (16, Reading(range=3, offset=8)))
+    assert classified.undefined == ((26, 1), (28, 2))
+    assert classified.data == bytes(8) + bytes(range(9, 17)) + bytes(8) + bytes([25, 26, 0, 28, 0, 0, 31, 32])
 
 
 def test_a_word_that_is_an_address_in_one_process_is_none() -> None:
     plain = Block(data=bytes(8), words=())
     address = Block(data=b"\1" * 8, words=(word((0, 8), at=0),))
     for mine, theirs in ((address, plain), (plain, address)):
-        found = classify(mine, theirs, PAIRED, spot)
-        assert found.relocations == () and found.undefined == ((0, 8),) and found.data == bytes(8)
+        classified = classify(mine, theirs, PAIRED, spot)
+        assert classified.relocations == () and classified.undefined == ((0, 8),) and classified.data == bytes(8)
 
 
 def test_words_behind_one_that_is_no_address_are_classified() -> None:
     last = word((0, 8), at=8)
     mine = Block(data=b"\1" * 16, words=(word((0, 8)), last))
     for words in ((last,), (word((6, 8)), last)):  # the first: an address in one process alone, and stale
-        found = classify(mine, Block(data=b"\2" * 16, words=words), PAIRED, spot)
-        assert found.relocations == ((8, Reading(range=0, offset=8)),) and found.undefined == ((0, 8),)
+        classified = classify(mine, Block(data=b"\2" * 16, words=words), PAIRED, spot)
+        assert classified.relocations == ((8, Reading(range=0, offset=8)),) and classified.undefined == ((0, 8),)
 
 
 def test_weights_at_different_places_are_no_address() -> None:
     """A decoder of 8B: the word at 160 was a number and stale bytes, and read as an address of its 16 GB in both processes."""
     mine = Block(data=(0x7F12_0000_0001).to_bytes(8, "little"), words=(word((0, 8)),))
     theirs = Block(data=(0x7F0E_0000_0001).to_bytes(8, "little"), words=(word((0, 16)),))
-    found = classify(mine, theirs, PAIRED, spot)
-    assert found.relocations == () and found.undefined == ((4, 1),)
-    assert found.data == bytes([1, 0, 0, 0, 0, 0x7F, 0, 0])
+    classified = classify(mine, theirs, PAIRED, spot)
+    assert classified.relocations == () and classified.undefined == ((4, 1),)
+    assert classified.data == bytes([1, 0, 0, 0, 0, 0x7F, 0, 0])
     elsewhere = replace(theirs, words=(word((7, 16)),))  # what lies beside the weights there
-    assert classify(mine, elsewhere, PAIRED, spot) == found
+    assert classify(mine, elsewhere, PAIRED, spot) == classified
     with raises("address-disagrees", match="^word 0 is an address in both recordings, but not of the same place"):
         classify(mine, replace(theirs, data=bytes(8)), PAIRED, spot)
 
@@ -311,8 +311,8 @@ def test_a_place_of_weights_in_one_process_alone_is_no_address(kept: int, elsewh
     mine = Block(data=b"\1" * 8, words=(word((kept, 8)),))
     theirs = Block(data=b"\2" * 8, words=(word((elsewhere, 8)),))
     for first, second in ((mine, theirs), (theirs, mine)):
-        found = classify(first, second, PAIRED, spot)
-        assert found.relocations == () and found.undefined == ((0, 8),) and found.data == bytes(8)
+        classified = classify(first, second, PAIRED, spot)
+        assert classified.relocations == () and classified.undefined == ((0, 8),) and classified.data == bytes(8)
     with raises("address-disagrees"):
         place_of(mine.words[0], theirs.words[0], PAIRED, "a memset")
 
@@ -333,7 +333,7 @@ def test_pinned_memory_in_both_processes_is_refused() -> None:
     paired = replace(PAIRED, hosts=(frozenset({8}), frozenset({7})))
 
     def read(mine: int, theirs: int) -> Any:
-        blocks = [Block(data=(4096 + 15).to_bytes(8, "little"), words=(word((each, 0)),)) for each in (mine, theirs)]
+        blocks = [Block(data=(4096 + 15).to_bytes(8, "little"), words=(word((number, 0)),)) for number in (mine, theirs)]
         return classify(blocks[0], blocks[1], paired, spot)
 
     with raises("memory-refused", match=r"^word 0 is an address of pinned host memory \(0x100f\)$"):
@@ -362,16 +362,16 @@ def test_a_disagreement_names_the_node_and_the_parameter() -> None:
 def test_the_kernels_of_a_graph_are_classified_by_position() -> None:
     nodes = (RawEmpty(), kernel(word((0, 8))), RawMemset(target=word((0, 0)), shape=(0,)), kernel(word((0, 16))))
     graph = take(*nodes).graphs[0]
-    found = classify_graph(graph, graph, PAIRED)
-    assert {at: [reading.offset for _, reading in each.relocations] for at, each in found.items()} == {1: [8], 3: [16]}
+    blocks = classify_graph(graph, graph, PAIRED)
+    assert {at: [reading.offset for _, reading in block.relocations] for at, block in blocks.items()} == {1: [8], 3: [16]}
 
 
 def test_nodes_have_names() -> None:
-    made = take(kernel(), RawMemset(target=word((0, 0)), shape=()), RawMemcpy(source=word((0, 0)), target=word((0, 0)), shape=()),
+    sample = take(kernel(), RawMemset(target=word((0, 0)), shape=()), RawMemcpy(source=word((0, 0)), target=word((0, 0)), shape=()),
                 RawEmpty())  # fmt: skip
-    names = [node_name(made.graphs[0], index) for index in range(4)]
+    names = [node_name(sample.graphs[0], index) for index in range(4)]
     assert names == [f"int_key (4,), node {index} ({name})" for index, name in enumerate(("add", "memset", "memcpy", "empty"))]
-    assert node_name(replace(made.graphs[0], region=2), 1) == "int_key (4,), graph 3, node 1 (memset)"
+    assert node_name(replace(sample.graphs[0], region=2), 1) == "int_key (4,), graph 3, node 1 (memset)"
 
 
 # --- what two takes have in common -----------------------------------------------------------------------------------
@@ -385,11 +385,11 @@ def differ(a: Take, b: Take, message: str) -> None:
 
 def test_equal_takes_compare() -> None:
     block = Block(data=bytes(8), words=())
-    for made in (
+    for sample in (
         take(),
         take(kernel(), RawEmpty(), inputs=(value(word((0, 0))),), states=(state(block),), edges=((0, 1, 0, 0, 0),)),
     ):
-        compare(made, made)
+        compare(sample, sample)
     compare(take(kernel(word((0, 0)))), take(kernel(word((1, 8)), data=b"\1" * 8)))  # addresses and bytes may differ
 
 

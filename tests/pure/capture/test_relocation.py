@@ -128,14 +128,14 @@ def test_a_number_of_rows_among_the_parameters_is_refused() -> None:
     """The second recording has more rows of state: a kernel on that state that takes another number computes with it."""
 
     def takes(first: int, second: int, offset: int) -> list[Take]:
-        made = []
+        pair = []
         for base, number in ((A_BASE, first), (B_BASE, second)):
             p = Process(base)
             state = base + 200 * MEGA
             ranges = [*p.map.ranges[:2], Range(kind="state", start=state, size=4096), *p.map.ranges[2:]]
             p.map = AddressMap(ranges, [(piece.start, piece.size) for piece in ranges], lambda address: None)
-            made.append(p.take(p.kernel(pack("<QQII", p.weights, state + offset, number, 7))))
-        return made
+            pair.append(p.take(p.kernel(pack("<QQII", p.weights, state + offset, number, 7))))
+        return pair
 
     assert assemble(*takes(5, 5, 1024), MEGA, rows_begin=1024).graphs[KEY]
     assert assemble(*takes(5, 6, 512), MEGA, rows_begin=1024).graphs[KEY], "state of one size before it"
@@ -218,8 +218,8 @@ def test_where_two_processes_chose_other_blocks_of_the_pool_the_first_one_counts
     for p, chosen in ((a, a.segments[0] + 4096), (b, b.segments[1] + 512)):
         words = [p.segments[i] + offset for i in (0, 1) for offset in same]
         takes.append(p.take(p.kernel(pack("<7Q", *words, chosen))))
-    found = only(*takes).relocations
-    assert found[6].target.offset == found[0].target.offset - 64 + 4096
+    pointers = only(*takes).relocations
+    assert pointers[6].target.offset == pointers[0].target.offset - 64 + 4096
 
 
 @pytest.mark.parametrize("inside", [0, 1 << 20], ids=["other-beginning", "inside"])
@@ -461,24 +461,24 @@ def donated_takes(output: int) -> tuple[Take, Take]:
     for base, order in ((A_BASE, (0, 1)), (B_BASE, (1, 0))):
         process = Process(base, order)
         places = [process.segments[0], process.segments[1] + 512, process.inputs]
-        made = process.take(process.kernel(pack("<QQQ", *places)))
-        graph = replace(made.graphs[0], outputs=(process.value(places[output]),))
-        takes.append(replace(made, graphs=(graph,)))
+        raw_take = process.take(process.kernel(pack("<QQQ", *places)))
+        graph = replace(raw_take.graphs[0], outputs=(process.value(places[output]),))
+        takes.append(replace(raw_take, graphs=(graph,)))
     return takes[0], takes[1]
 
 
 @pytest.mark.parametrize("output", [0, 1])
 def test_the_segment_of_a_donated_output_lies_below_what_all_share(output: int) -> None:
     donated = {KEY: (DonatedOutput(entry="make", number=0, region=0, output=0),)}
-    made = assemble(*donated_takes(output), MEGA, donated)
-    (row,) = made.reserved
+    assembled = assemble(*donated_takes(output), MEGA, donated)
+    (row,) = assembled.reserved
     assert (row.entry, row.offset, row.bytes) == ("make", 0, 2 * MEGA + PAD)
-    (graph,) = made.graphs[KEY]
+    (graph,) = assembled.graphs[KEY]
     (node,) = graph.recording.nodes
     assert isinstance(node, KernelNode)
     shared = 2 * SEGMENT_ALIGN  # behind PAD bytes of nobody, at a multiple of a segment's alignment
     places = [0, shared] if output == 0 else [shared, 0]
-    assert [each.target.offset for each in node.relocations[:2]] == [places[0], places[1] + 512]
+    assert [relocation.target.offset for relocation in node.relocations[:2]] == [places[0], places[1] + 512]
     assert graph.outputs[0].offset == [places[0], places[1] + 512][output]
     assert graph.arena == shared + 2 * MEGA + PAD
     plain = assemble(*donated_takes(output), MEGA)

@@ -70,13 +70,13 @@ def regions(draw: st.DrawFn, depth: int = 0) -> list[Piece]:
 
 def numbered(pieces: list[Piece], process: Process) -> list[Piece]:
     """The pieces with conditionals and fills numbered, at addresses of a process."""
-    made: list[Piece] = []
+    numbered_pieces: list[Piece] = []
     open_: list[tuple[int, str]] = []
     conditionals = fills = 0
     for rows, edges in pieces:
         row = rows[0] if rows else None
         if isinstance(row, RawSetCondition):
-            following = pieces[len(made) + 1][0][0]
+            following = pieces[len(numbered_pieces) + 1][0][0]
             number = conditionals if isinstance(following, RawBegin) else open_[-1][0]
             row = replace(row, conditional=number, byte=process.word(process.segments[0] + 512 + number))
         elif isinstance(row, RawBegin):
@@ -90,10 +90,10 @@ def numbered(pieces: list[Piece], process: Process) -> list[Piece]:
             target = process.word(process.segments[0] + 1024)
             rows = tuple([RawMemset(target=target, shape=(fills + i, 1, 1, 1, 0)) for i in range(len(rows))])
             fills += len(rows)
-            made.append((rows, edges))
+            numbered_pieces.append((rows, edges))
             continue
-        made.append(((row,), edges))
-    return made
+        numbered_pieces.append(((row,), edges))
+    return numbered_pieces
 
 
 def taken(process: Process, pieces: list[Piece]) -> Take:
@@ -105,15 +105,15 @@ def taken(process: Process, pieces: list[Piece]) -> Take:
 @settings(max_examples=100, deadline=None)
 def test_graphs_that_follow_each_other_run_one_after_the_other(pieces: list[Piece]) -> None:
     rows, edges = join(pieces)
-    assert len(rows) == sum(len(own) for own, _ in pieces)
+    assert len(rows) == sum(len(piece_rows) for piece_rows, _ in pieces)
     before: dict[int, set[int]] = {}
     for source, target, *_ in sorted(edges, key=lambda edge: edge[1]):
         before.setdefault(target, set()).update({source} | before.get(source, set()))
     begin = 0
-    for own, _ in pieces:
-        for i in range(begin, begin + len(own)):
+    for piece_rows, _ in pieces:
+        for i in range(begin, begin + len(piece_rows)):
             assert before.get(i, set()) >= set(range(begin)), "behind all of the earlier graphs"
-        begin += len(own)
+        begin += len(piece_rows)
 
 
 @given(regions())
@@ -134,20 +134,20 @@ def followed(recording: Recording, table: Table) -> list[object]:
         graphs[table.graph(position)].append(position)
 
     def of(number: int) -> list[object]:
-        found: list[object] = []
+        actions: list[object] = []
         fills: list[int] = []
         for position in [*graphs[number], -1]:
             node = recording.nodes[position] if position >= 0 else None
             if isinstance(node, MemsetNode):
                 fills.append(node.value)
                 continue
-            found += [sorted(fills)] if fills else []
+            actions += [sorted(fills)] if fills else []
             fills = []
             if isinstance(node, KernelNode):
-                found.append(("condition", node.relocations[0].target))
+                actions.append(("condition", node.relocations[0].target))
             elif isinstance(node, ConditionalNode):
-                found.append((node.type, [of(body + 1) for body in node.bodies]))
-        return found
+                actions.append((node.type, [of(body + 1) for body in node.bodies]))
+        return actions
 
     return of(0)
 
@@ -182,8 +182,8 @@ def test_a_region_without_branches_is_its_graph() -> None:
     edges = ((0, 2, 0, 1, 1), (0, 1, *EDGE))
     assert join([(tuple(nodes), edges)]) == (tuple(nodes), edges)
     graph = RawGraph(key=KEY, nodes=tuple(nodes), edges=edges, inputs=(), outputs=())
-    ((begin, own, among),) = marks_and_graphs(graph)
-    assert (begin, own, tuple(among)) == (0, nodes, edges)
+    ((begin, graph_nodes, among),) = marks_and_graphs(graph)
+    assert (begin, graph_nodes, tuple(among)) == (0, nodes, edges)
 
 
 def test_a_condition_at_another_place_is_refused() -> None:

@@ -46,7 +46,7 @@ def write(
     (folder / file_names.PROGRAM).write_bytes(b"PK, but not really")
     with open(folder / file_names.SELF_TEST, "wb") as file:
         safetensors_writer.write(file, {"nothing": ("uint8", (1,), lambda: b"0")})
-    made = edited(
+    manifest = edited(
         base,
         dimensions=(_dimension("batch", batches), _dimension("seq", seqs)),
         inputs=(_spec("x", "batch", cuda_bundles.FLOATS), _spec("places", "seq")),
@@ -61,7 +61,7 @@ def write(
         provenance=Provenance(source="m.py", created="2026-11-21T10:00:00Z", versions=(("torch", "2.11"),), machine="a GPU"),
         files=manifest_text.describe_files(str(folder)),
     )
-    tiny_bundle.seal(folder, change(made) if change else made)
+    tiny_bundle.seal(folder, change(manifest) if change else manifest)
     return folder
 
 

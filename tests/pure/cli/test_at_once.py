@@ -60,14 +60,14 @@ class Answer:
 
     def __init__(self, folder: Path, *arguments: object, before: str = "", **more: str) -> None:
         paths = os.pathsep.join([str(ROOT), str(ROOT / "cli"), str(ROOT / "bundles")])
-        told = folder / "modules.json"
+        modules_file = folder / "modules.json"
         done = subprocess.run(
             [sys.executable, "-c", COUNTED.replace("main()", f"{before}main()"), *map(str, arguments)],
-            env=os.environ | {"PYTHONPATH": paths, "MODULES": str(told), "COLUMNS": "80"} | more,
+            env=os.environ | {"PYTHONPATH": paths, "MODULES": str(modules_file), "COLUMNS": "80"} | more,
             capture_output=True, text=True, check=False, cwd=folder,
         )  # fmt: skip
         self.status, self.out, self.err = done.returncode, done.stdout, done.stderr
-        self.modules: list[str] = json.loads(told.read_text())
+        self.modules: list[str] = json.loads(modules_file.read_text())
 
 
 @pytest.fixture

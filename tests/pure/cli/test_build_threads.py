@@ -12,10 +12,10 @@ from cgcompile.errors import BuildError
 from cgcompile_cli.main import app
 
 
-@pytest.mark.parametrize("given", ["", "ACTIVE"])
-def test_threads_wait_without_spinning_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch, given: str) -> None:
-    monkeypatch.setenv("OMP_WAIT_POLICY", given)
-    if not given:
+@pytest.mark.parametrize("policy", ["", "ACTIVE"])
+def test_threads_wait_without_spinning_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
+    monkeypatch.setenv("OMP_WAIT_POLICY", policy)
+    if not policy:
         monkeypatch.delenv("OMP_WAIT_POLICY")
     seen = []
 
@@ -25,4 +25,4 @@ def test_threads_wait_without_spinning_unless_the_user_says_otherwise(monkeypatc
 
     monkeypatch.setattr(cgcompile, "build", build)
     CliRunner().invoke(app, ["build", "model.py"])
-    assert seen == [given or "PASSIVE"]
+    assert seen == [policy or "PASSIVE"]

@@ -57,8 +57,8 @@ def test_a_report_says_that_sizes_are_exported_apart(call: Any) -> None:
 
 
 def test_buffers_that_one_line_writes_to_are_told_once_each() -> None:
-    several = [replace(BUFFER, message=f"forward() writes to the buffer '{each}.seen'") for each in range(3)]
-    assert [[each.message for each in group] for group in grouped(several)] == [[each.message] for each in several]
+    several = [replace(BUFFER, message=f"forward() writes to the buffer '{number}.seen'") for number in range(3)]
+    assert [[finding.message for finding in group] for group in grouped(several)] == [[finding.message] for finding in several]
     assert len(grouped([BUFFER, BUFFER])) == 1
 
 
@@ -114,12 +114,12 @@ def test_only_a_refusal_is_a_failure(call: Any, findings: tuple[Finding, ...], c
     assert call(report).exit_code == code
     result = call(report, "--json")
     assert result.exit_code == code
-    told = json.loads(result.stdout)
-    assert told["refused"] is bool(code)
-    assert [(finding["rule"], finding["where"], finding["fix"], finding["node"]) for finding in told["findings"]] == [
+    answer = json.loads(result.stdout)
+    assert answer["refused"] is bool(code)
+    assert [(finding["rule"], finding["where"], finding["fix"], finding["node"]) for finding in answer["findings"]] == [
         (finding.rule, finding.where, finding.fix, finding.node) for finding in findings
     ]
-    assert told["regions"][0]["operations"] == [["linear", 6], ["max", 1]]
+    assert answer["regions"][0]["operations"] == [["linear", 6], ["max", 1]]
 
 
 def test_options_reach_the_library(call: Any) -> None:

@@ -172,11 +172,11 @@ def test_inspect_shows_one_screen(bundle: Path) -> None:
 
 
 def test_inspect_json(bundle: Path) -> None:
-    told = json.loads(call("inspect", bundle, "--json").stdout)
-    assert told["int_keys"] == [[1], [4]]
-    assert told["weights"] == {"names": 3, "bytes": 32, "tied": [["first.bias", "tied.bias"]]}
-    assert told["manifest"] == json.loads((bundle / file_names.MANIFEST).read_text())
-    assert told["bytes"] == sum(file.stat().st_size for file in bundle.rglob("*") if file.is_file())
+    answer = json.loads(call("inspect", bundle, "--json").stdout)
+    assert answer["int_keys"] == [[1], [4]]
+    assert answer["weights"] == {"names": 3, "bytes": 32, "tied": [["first.bias", "tied.bias"]]}
+    assert answer["manifest"] == json.loads((bundle / file_names.MANIFEST).read_text())
+    assert answer["bytes"] == sum(file.stat().st_size for file in bundle.rglob("*") if file.is_file())
 
 
 def test_inspect_graph(bundle: Path) -> None:
@@ -187,7 +187,7 @@ def test_inspect_graph(bundle: Path) -> None:
 
 
 def test_inspect_shows_findings_and_allowed_rules(tmp_path: Path) -> None:
-    found = Finding(
+    finding = Finding(
         rule="cpu-sync",
         severity="host",
         message="item() waits",
@@ -198,7 +198,7 @@ def test_inspect_shows_findings_and_allowed_rules(tmp_path: Path) -> None:
         fix="keep it",
     )
     path = tiny_bundle.write_bundle(
-        tmp_path / "w.cgb", lambda manifest: edited(manifest, findings=(found,), allowed=("other-rule",))
+        tmp_path / "w.cgb", lambda manifest: edited(manifest, findings=(finding,), allowed=("other-rule",))
     )
     shown = call("inspect", path).stdout
     for text in ("host cpu-sync: item() waits (m.py:3)", "fix: keep it", "other-rule"):
@@ -220,7 +220,7 @@ def test_hostile_texts_cannot_drive_the_terminal(tmp_path: Path) -> None:
 
 
 def test_hostile_names_are_refused_in_a_line_that_cannot_drive_the_terminal_either(tmp_path: Path) -> None:
-    path = tiny_bundle.write_bundle(tmp_path / "evil.cgb", lambda made: replace(made, name="\x1b]0;owned\x07\n"))
+    path = tiny_bundle.write_bundle(tmp_path / "evil.cgb", lambda manifest: replace(manifest, name="\x1b]0;owned\x07\n"))
     for command in ("inspect", "verify"):
         result = call(command, path)
         assert result.exit_code == 1 and "is not printable" in result.output
@@ -251,8 +251,8 @@ def flip(path: Path, at: int = -2) -> None:
 def test_verify_sound(bundle: Path) -> None:
     result = call("verify", bundle)
     assert result.exit_code == 0 and result.stderr == "" and "every hash and invariant holds" in result.stdout
-    told = json.loads(call("verify", bundle, "--json").stdout)
-    assert told == {"path": str(bundle), "ok": True, "damage": [], "signature": None, "self_test": None}
+    answer = json.loads(call("verify", bundle, "--json").stdout)
+    assert answer == {"path": str(bundle), "ok": True, "damage": [], "signature": None, "self_test": None}
 
 
 @pytest.mark.parametrize(
@@ -281,9 +281,9 @@ def test_verify_finds_all_damage(bundle: Path) -> None:
         "exam.safetensors: SHA-256",
     ):
         assert text in result.stdout
-    told = json.loads(call("verify", bundle, "--json").stdout)
-    assert not told["ok"] and [each["code"] for each in told["damage"]] == ["file-damaged"] * 4
-    assert set(told["damage"][0]) == {"code", "message", "where", "fix"}
+    answer = json.loads(call("verify", bundle, "--json").stdout)
+    assert not answer["ok"] and [defect["code"] for defect in answer["damage"]] == ["file-damaged"] * 4
+    assert set(answer["damage"][0]) == {"code", "message", "where", "fix"}
 
 
 def test_verify_wants_a_self_test_for_every_key(bundle: Path) -> None:
@@ -307,7 +307,7 @@ def test_verify_run_names_the_output_that_failed(bundle: Path, monkeypatch: pyte
     wrong = Compared(title="output 1 (int64)", error=0.375, bound=0.0, exact=False, text=text)
     lost = Compared(title="state cache (float32)", error=float("inf"), bound=1e-5, exact=False, text="1 of 1 values differ")
     results = [
-        self_test.Result(entry="forward", key=key, tensors=found) for key, found in (((1,), (fine,)), ((4,), (fine, wrong, lost)))
+        self_test.Result(entry="forward", key=key, tensors=rows) for key, rows in (((1,), (fine,)), ((4,), (fine, wrong, lost)))
     ]
 
     def fresh(path: str, keys: object = ()) -> dict[str, object]:
@@ -318,9 +318,9 @@ def test_verify_run_names_the_output_that_failed(bundle: Path, monkeypatch: pyte
     assert result.exit_code == 1 and "self-test failed for batch=4" in result.stderr
     assert f"batch=4: output 1 (int64): {text}" in result.stdout and "batch=4: state cache (float32): 1 of 1" in result.stdout
     assert "output 0" not in result.stdout and "equal" in result.stdout
-    told = json.loads(call("verify", bundle, "--run", "--json").stdout)["self_test"]["results"]
-    assert [tensor["passed"] for tensor in told[1]["tensors"]] == [True, False, False]
-    assert told[1]["tensors"][2]["error"] == "inf"
+    answers = json.loads(call("verify", bundle, "--run", "--json").stdout)["self_test"]["results"]
+    assert [tensor["passed"] for tensor in answers[1]["tensors"]] == [True, False, False]
+    assert answers[1]["tensors"][2]["error"] == "inf"
 
 
 # --- run ----------------------------------------------------------------------------------------------------------

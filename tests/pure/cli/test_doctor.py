@@ -52,21 +52,21 @@ def test_every_target_has_a_row(here: Any) -> None:
 
 
 def test_a_machine_without_a_gpu_builds_for_those_that_are_not_here(here: Any) -> None:
-    found = here()
-    assert (found["cpu"].recorder, found["cpu"].not_run) == ("host", "")
-    assert (found["cuda"].recorder, found["cuda"].not_built) == ("", "no CUDA driver (libcuda.so.1)")
-    assert (found["sm_90"].recorder, found["sm_90"].not_run) == ("cross-compile", "no CUDA driver (libcuda.so.1)")
+    targets = here()
+    assert (targets["cpu"].recorder, targets["cpu"].not_run) == ("host", "")
+    assert (targets["cuda"].recorder, targets["cuda"].not_built) == ("", "no CUDA driver (libcuda.so.1)")
+    assert (targets["sm_90"].recorder, targets["sm_90"].not_run) == ("cross-compile", "no CUDA driver (libcuda.so.1)")
 
 
 def test_a_gpu_that_is_here_is_captured_and_runs(here: Any) -> None:
-    found = here((H200,))
-    assert [found[name].recorder for name in ("cuda", "sm_90", "sm_80")] == ["capture", "capture", "cross-compile"]
-    assert (found["cuda"].not_run, found["sm_90"].not_run, found["sm_80"].not_run) == ("", "", "the GPU here is sm_90")
+    targets = here((H200,))
+    assert [targets[name].recorder for name in ("cuda", "sm_90", "sm_80")] == ["capture", "capture", "cross-compile"]
+    assert (targets["cuda"].not_run, targets["sm_90"].not_run, targets["sm_80"].not_run) == ("", "", "the GPU here is sm_90")
 
 
 def test_a_gpu_beside_a_torch_without_cuda_is_built_for_as_if_it_were_elsewhere(here: Any) -> None:
-    found = here((H200,), cuda=" (without CUDA)")
-    assert (found["cuda"].not_built, found["sm_90"].recorder) == ("torch is installed without CUDA", "cross-compile")
+    targets = here((H200,), cuda=" (without CUDA)")
+    assert (targets["cuda"].not_built, targets["sm_90"].recorder) == ("torch is installed without CUDA", "cross-compile")
 
 
 def test_without_torchs_libraries_standalone_bundles_run_where_the_processor_does(
@@ -78,9 +78,9 @@ def test_without_torchs_libraries_standalone_bundles_run_where_the_processor_doe
         raise MachineError("library-missing", "libtorch_cpu.so not found")
 
     monkeypatch.setattr(tools.libtorch, "find", missing)
-    found = {target.name: target for target in environment().targets}
-    assert (found["cpu"].standalone, found["cpu"].not_run) == (True, "libtorch_cpu.so not found")
-    foreign = found["x86-64-v3" if os.uname().machine == "aarch64" else "armv8-a"]
+    by_name = {target.name: target for target in environment().targets}
+    assert (by_name["cpu"].standalone, by_name["cpu"].not_run) == (True, "libtorch_cpu.so not found")
+    foreign = by_name["x86-64-v3" if os.uname().machine == "aarch64" else "armv8-a"]
     assert not foreign.standalone and "its code is for" in foreign.not_run and "proved" not in foreign.not_run
     assert foreign.not_built.startswith(f"target {foreign.name}: {foreign.not_run}; ")  # one reason, told alike
     shown = " ".join(call("targets").output.split())
@@ -103,8 +103,8 @@ def test_an_architecture_that_nobody_described_can_be_captured_alone(here: Any) 
 def test_what_is_missing_is_named_with_its_cure(here: Any, lacking: str, target: str, said: str, fix: str) -> None:
     if lacking == "c++":
         here = _without_compiler(here)
-    found = here(lacking=(lacking,))[target]
-    assert found.not_built == said and fix in found.fix and not found.recorder
+    row = here(lacking=(lacking,))[target]
+    assert row.not_built == said and fix in row.fix and not row.recorder
 
 
 @pytest.mark.parametrize(
@@ -114,11 +114,11 @@ def test_a_triton_that_kernels_cannot_be_interpreted_with_is_named(
     here: Any, monkeypatch: pytest.MonkeyPatch, version: str, known: bool
 ) -> None:
     monkeypatch.setattr("cgcompile.targets.requirements.installed", lambda name: version)
-    found = here()["sm_90"]
-    assert found.recorder == ("cross-compile" if known else "")
+    target = here()["sm_90"]
+    assert target.recorder == ("cross-compile" if known else "")
     if not known:
-        assert found.not_built == f"Triton {version} is installed, and this needs one of 3.6 to 3.7"
-        assert found.fix == "pip install 'triton>=3.6,<3.8'"
+        assert target.not_built == f"Triton {version} is installed, and this needs one of 3.6 to 3.7"
+        assert target.fix == "pip install 'triton>=3.6,<3.8'"
         with raises("triton-unsupported"):
             check_packages("cross-compile")
 
@@ -133,17 +133,17 @@ def _without_compiler(here: Any) -> Any:
 
 
 def test_recording_on_a_gpu_needs_the_bindings_and_running_none(here: Any) -> None:
-    found = here((H200,), lacking=("cuda",))
-    assert found["cuda"].not_built == "recording on a GPU needs cuda-bindings, which is not installed"
-    assert (found["cuda"].not_run, found["sm_90"].not_run, found["sm_90"].recorder) == ("", "", "cross-compile")
+    targets = here((H200,), lacking=("cuda",))
+    assert targets["cuda"].not_built == "recording on a GPU needs cuda-bindings, which is not installed"
+    assert (targets["cuda"].not_run, targets["sm_90"].not_run, targets["sm_90"].recorder) == ("", "", "cross-compile")
 
 
 def test_doctor_and_targets_say_it_in_words_and_as_json(here: Any) -> None:
     here()
-    told = call("doctor")
-    assert told.exit_code == 0 and "cgcompile" in told.stdout and "none: no CUDA driver" in told.stdout
-    assert re.search(r"^sm_90 +yes, cross-compiled +no$", told.stdout, re.MULTILINE)
-    assert "not run here: " + ", ".join([row.name for row in ARCHES]) + ": no CUDA driver (libcuda.so.1)\n" in told.stdout
+    result = call("doctor")
+    assert result.exit_code == 0 and "cgcompile" in result.stdout and "none: no CUDA driver" in result.stdout
+    assert re.search(r"^sm_90 +yes, cross-compiled +no$", result.stdout, re.MULTILINE)
+    assert "not run here: " + ", ".join([row.name for row in ARCHES]) + ": no CUDA driver (libcuda.so.1)\n" in result.stdout
     plain = json.loads(call("doctor", "--json").stdout)
     assert {"parts", "processor", "gpus", "driver", "cache", "targets"} <= set(plain)
     rows = json.loads(call("targets", "--json").stdout)
@@ -177,17 +177,17 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_folder_is_told_and_how_much_is_in_it(cache: Path) -> None:
-    assert [(each.stage, each.files) for each in kept()] == [("kernels", 3), ("lowered", 1)]
-    told = call("cache", "dir")
-    assert (told.exit_code, told.stdout) == (0, f"{cache}\n") and told.stderr.startswith("4 files, ")
+    assert [(row.stage, row.files) for row in kept()] == [("kernels", 3), ("lowered", 1)]
+    result = call("cache", "dir")
+    assert (result.exit_code, result.stdout) == (0, f"{cache}\n") and result.stderr.startswith("4 files, ")
     plain = json.loads(call("cache", "dir", "--json").stdout)
     assert (plain["path"], plain["files"], list(plain["stages"])) == (str(cache), 4, ["kernels", "lowered"])
     assert plain["bytes"] == sum(stage["bytes"] for stage in plain["stages"].values()) > 300
 
 
 def test_our_own_files_are_removed_and_no_others(cache: Path) -> None:
-    told = call("cache", "clean")
-    assert (told.exit_code, told.stdout) == (0, "") and told.stderr.startswith(f"{cache}: removed 4 files, ")
+    result = call("cache", "clean")
+    assert (result.exit_code, result.stdout) == (0, "") and result.stderr.startswith(f"{cache}: removed 4 files, ")
     left = {str(path.relative_to(cache)) for path in cache.rglob("*") if not path.is_dir() or path.is_symlink()}
     assert left == {"kernels/notes.txt", f"kernels/{digest('foreign')}", "other.txt", "link"}
     assert len(list((cache.parent / "elsewhere").iterdir())) == 1 and not (cache / "lowered").exists()
@@ -204,5 +204,5 @@ def test_a_cache_of_anothers_is_not_touched(cache: Path) -> None:
     cache.chmod(0o777)
     with raises("cache-unsafe"):
         kept()
-    told = call("cache", "clean")
-    assert told.exit_code == 2 and "others can write" in told.stderr and (cache / "lowered").exists()
+    result = call("cache", "clean")
+    assert result.exit_code == 2 and "others can write" in result.stderr and (cache / "lowered").exists()

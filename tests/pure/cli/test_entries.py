@@ -41,11 +41,11 @@ def test_json_says_the_same_of_every_entry() -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "told"), [("fill:2", "fill: rows=2"), ("empty:-", "empty"), ("4", "batch=4"), ("forward:4", "batch=4")]
+    ("key", "label"), [("fill:2", "fill: rows=2"), ("empty:-", "empty"), ("4", "batch=4"), ("forward:4", "batch=4")]
 )
-def test_an_int_key_of_an_entry(key: str, told: str) -> None:
+def test_an_int_key_of_an_entry(key: str, label: str) -> None:
     code, text = call("inspect", BUNDLE, "--graph", key)
-    assert code == 0 and f"int_key  {told}" in text
+    assert code == 0 and f"int_key  {label}" in text
 
 
 def test_an_entry_that_is_not_there() -> None:

@@ -36,22 +36,22 @@ def test_an_error_is_told_with_its_class_and_exit_status() -> None:
 
 def test_a_name_of_both_is_told_twice() -> None:
     both = json.loads(explain("too-many-keys", "--json"))
-    assert [each["kind"] for each in both] == ["finding", "error"]
+    assert [row["kind"] for row in both] == ["finding", "error"]
 
 
 def test_without_a_name_all_are_listed() -> None:
     text = explain()
     known = explanations()
-    assert len(known) > 150 and all(f"\n{each.name} " in text for each in known)
-    assert {load["name"] for load in json.loads(explain("--json"))} >= {each.name for each in known}
+    assert len(known) > 150 and all(f"\n{explanation.name} " in text for explanation in known)
+    assert {load["name"] for load in json.loads(explain("--json"))} >= {explanation.name for explanation in known}
 
 
-@pytest.mark.parametrize("each", explanations(), ids=lambda each: f"{each.kind} {each.name}")
-def test_every_one_has_a_cause_and_a_cure(each) -> None:  # type: ignore[no-untyped-def]
-    fields = dict(each.fields)
-    assert each.headline.endswith((".", "!")) or ":" in each.headline
+@pytest.mark.parametrize("explanation", explanations(), ids=lambda entry: f"{entry.kind} {entry.name}")
+def test_every_one_has_a_cause_and_a_cure(explanation) -> None:  # type: ignore[no-untyped-def]
+    fields = dict(explanation.fields)
+    assert explanation.headline.endswith((".", "!")) or ":" in explanation.headline
     assert fields["fix"]
-    if each.kind == "finding":
+    if explanation.kind == "finding":
         assert list(fields) == ["what", "why", "effect", "fix", "source"]
 
 
@@ -61,13 +61,13 @@ def test_padding_is_explained_reason_by_reason() -> None:
     assert text.startswith("padding  what `build` and `inspect` say under that word\n")
     for reason in REASONS:
         assert f"\n  {reason.printed}\n" in text and reason.meaning in text and reason.cure in text
-    (told,) = json.loads(explain("padding", "--json"))
-    assert told["fields"].keys() == {"fix", *[reason.printed for reason in REASONS]}
+    (answer,) = json.loads(explain("padding", "--json"))
+    assert answer["fields"].keys() == {"fix", *[reason.printed for reason in REASONS]}
 
 
 def test_every_error_of_the_catalogues_is_there() -> None:
-    told = {explanation.name for explanation in explanations() if explanation.kind == "error"}
-    assert told == cgbundle.errors.CATALOGUE.keys() | cgcompile.errors.CATALOGUE.keys()
+    names = {explanation.name for explanation in explanations() if explanation.kind == "error"}
+    assert names == cgbundle.errors.CATALOGUE.keys() | cgcompile.errors.CATALOGUE.keys()
 
 
 def test_a_mistyped_name_suggests_the_nearest() -> None:

@@ -108,8 +108,8 @@ def test_help_imports_nothing_that_takes_time(command: str) -> None:
 def completed(line: str, folder: Path) -> list[str]:
     """What bash would be offered for the last word of `line`."""
     before = len(shlex.split(f"{line}.")) - 1  # the last word may be empty
-    told = shell(_CGCOMPILE_COMPLETE="complete_bash", COMP_WORDS=line, COMP_CWORD=str(before), HOME=str(folder))
-    return told.split()
+    output = shell(_CGCOMPILE_COMPLETE="complete_bash", COMP_WORDS=line, COMP_CWORD=str(before), HOME=str(folder))
+    return output.split()
 
 
 def test_completion_knows_commands_options_and_choices(tmp_path: Path) -> None:
@@ -140,8 +140,8 @@ def test_completion_knows_the_int_keys_of_the_bundle(tmp_path: Path) -> None:
 def test_completion_scripts_are_shown_and_installed(tmp_path: Path) -> None:
     shown = shell("--show-completion", "bash", HOME=str(tmp_path), _TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION="1")
     assert "complete -o default -F _cgcompile_completion cgcompile" in shown, "paths are completed by the shell"
-    told = shell("--install-completion", "bash", HOME=str(tmp_path), _TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION="1")
-    assert "bash completion installed in" in told
+    output = shell("--install-completion", "bash", HOME=str(tmp_path), _TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION="1")
+    assert "bash completion installed in" in output
     (script,) = (tmp_path / ".bash_completions").iterdir()
     assert "_CGCOMPILE_COMPLETE" in script.read_text() and script.name in (tmp_path / ".bashrc").read_text()
 
@@ -209,7 +209,7 @@ def on_a_terminal(*arguments: object, **more: str) -> str:
     variables = environment(COLUMNS="80", TERM="xterm-256color") | more
     process = subprocess.Popen(command, env=variables, stdin=subprocess.DEVNULL, stdout=theirs, stderr=theirs)
     os.close(theirs)
-    found = b""
+    output = b""
     while True:
         try:
             part = os.read(ours, 65536)
@@ -217,10 +217,10 @@ def on_a_terminal(*arguments: object, **more: str) -> str:
             break
         if not part:
             break
-        found += part
+        output += part
     os.close(ours)
     process.wait()
-    return found.decode()
+    return output.decode()
 
 
 def test_a_terminal_has_colours_unless_it_asked_for_none(tmp_path: Path) -> None:
@@ -237,5 +237,5 @@ def test_a_terminal_has_colours_unless_it_asked_for_none(tmp_path: Path) -> None
 @pytest.mark.parametrize("command", ["inspect", "verify"])
 def test_a_pipe_has_no_control_codes(command: str, tmp_path: Path) -> None:
     path = tiny_bundle.write_bundle(tmp_path / "tiny.cgb")
-    told = shell(command, path, FORCE_COLOR="1", CLICOLOR_FORCE="1", TERM="xterm-256color")
-    assert told and "\x1b" not in told
+    output = shell(command, path, FORCE_COLOR="1", CLICOLOR_FORCE="1", TERM="xterm-256color")
+    assert output and "\x1b" not in output

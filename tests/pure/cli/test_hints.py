@@ -21,28 +21,28 @@ OTHERS = {"--strip-all", "--remove-section", "--no-deps", "--version", "--help"}
 def spelled() -> list[tuple[str, str]]:
     """(file:line, option) of every option in a text that is no docstring of a module, class or function, and no argument of a
     process."""
-    found = []
+    options = []
     for folder in ("cgcompile", "cli/cgcompile_cli"):
         for path in sorted((ROOT / folder).rglob("*.py")):
             for node in ast.walk(ast.parse(path.read_bytes())):
                 if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
                     at = f"{path.relative_to(ROOT)}:{node.lineno}"
-                    found += [(at, option) for option in OPTION.findall(node.value)]
-    return found
+                    options += [(at, option) for option in OPTION.findall(node.value)]
+    return options
 
 
 def known() -> set[str]:
-    commands, found = [get_command(app)], set()
+    commands, options = [get_command(app)], set()
     for command in commands:  # grows by the commands of groups
         commands += getattr(command, "commands", {}).values()
-        found |= {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
-    return found
+        options |= {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
+    return options
 
 
 def test_options_that_messages_name_exist() -> None:
     named = spelled()
     assert len(named) > 30
-    assert [each for each in named if each[1] not in known() | OTHERS] == []
+    assert [row for row in named if row[1] not in known() | OTHERS] == []
 
 
 TREE = re.compile(r"(?<![\w/.])(?:cli|bundles|examples|tests)/[\w/]+\.(?:md|py)|\b[A-Z]+\.md\b")
@@ -62,7 +62,7 @@ def test_nothing_that_is_printed_names_a_path_of_the_source_tree() -> None:
             strings = [node for node in ast.walk(tree) if isinstance(node, ast.Constant) and id(node) not in docs]
             printed += [node.value for node in strings if isinstance(node.value, str) and " " in node.value]
     assert TREE.search("see cli/docs/calls.md") and TREE.search("bundles/FORMAT.md lists") and len(printed) > 1000
-    assert [each for each in printed if TREE.search(each)] == []
+    assert [text for text in printed if TREE.search(text)] == []
 
 
 @pytest.mark.parametrize("option", ["--fallback-op", "--lower", "--max-keys", "--force", "--allow", "--record"])
@@ -75,7 +75,7 @@ def test_what_is_to_be_installed_is_what_the_package_asks_for() -> None:
     """Hints name an extra of cgcompile, or the packages of its extras with the versions that pyproject.toml has."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
-    wanted = {each for extra in extras.values() for each in extra} | {f"cgcompile[{name}]" for name in extras}
+    wanted = {requirement for extra in extras.values() for requirement in extra} | {f"cgcompile[{name}]" for name in extras}
     lines = [
         node.value
         for folder in ("cgcompile", "cli/cgcompile_cli", "bundles/cgbundle")
@@ -83,5 +83,5 @@ def test_what_is_to_be_installed_is_what_the_package_asks_for() -> None:
         for node in ast.walk(ast.parse(path.read_bytes()))
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("pip install '")
     ]
-    named = {each for line in lines for each in re.findall(r"'([^']+)'", line)}
+    named = {requirement for line in lines for requirement in re.findall(r"'([^']+)'", line)}
     assert {"cuda-bindings>=13", "cryptography>=43"} <= named <= wanted

@@ -95,8 +95,8 @@ def test_what_was_tried_is_shown_with_its_times_and_why_others_are_left_out(tmp_
     shown = call("inspect", path, columns=120).stdout
     assert re.search(r"lowerings +batch x seq +eager +inductor\n +4x2 +12.3 us +11.0 us +inductor\n", shown), shown
     assert re.search(r" +7.0 us +8.2 us +eager\n", shown) and "left out   max-autotune: no kernel fits" in shown
-    told = json.loads(call("inspect", path, "--json").stdout)["manifest"]["entries"][0]["programs"][0]["lowerings"]
-    assert told[1] == {"name": "inductor", "chosen": True, "microseconds": [11.0]}
+    answers = json.loads(call("inspect", path, "--json").stdout)["manifest"]["entries"][0]["programs"][0]["lowerings"]
+    assert answers[1] == {"name": "inductor", "chosen": True, "microseconds": [11.0]}
 
 
 # --- nodes --------------------------------------------------------------------------------------------------------
@@ -104,9 +104,9 @@ def test_what_was_tried_is_shown_with_its_times_and_why_others_are_left_out(tmp_
 
 def test_nodes_come_in_an_order_in_which_they_may_run(bundle: Path) -> None:
     _, _, ((*recorded,), (copy,)) = read(bundle)
-    assert [each.number for each in recorded] == [3, 1, 2, 0, 4], "every edge of the recording points forward"
-    assert [each.after for each in recorded] == [(), (3,), (3,), (1, 2), (0,)]
-    assert [each.kind for each in (*recorded, copy)] == ["memset", "kernel", "memcpy", "kernel", "empty", "copy"]
+    assert [node.number for node in recorded] == [3, 1, 2, 0, 4], "every edge of the recording points forward"
+    assert [node.after for node in recorded] == [(), (3,), (3,), (1, 2), (0,)]
+    assert [node.kind for node in (*recorded, copy)] == ["memset", "kernel", "memcpy", "kernel", "empty", "copy"]
 
 
 def test_what_nodes_use_has_a_name_and_a_direction_where_it_is_known(bundle: Path) -> None:
@@ -139,9 +139,9 @@ def test_an_early_start_is_said(tmp_path: Path) -> None:
         early = Edge(source=0, target=1, from_port=1, to_port=0, type=1)
         return replace(base, nodes=base.nodes[:2], edges=(early,))
 
-    _, _, (found, _) = read(shown_bundles.write(tmp_path / "early.cgb", record=record))
-    assert [program_text.waits(each) for each in found] == ["", "0 early"]
-    assert not program_text.is_chain(found) and program_text.is_chain([node(3), node(1, 3)])
+    _, _, (kernels, _) = read(shown_bundles.write(tmp_path / "early.cgb", record=record))
+    assert [program_text.waits(kernel) for kernel in kernels] == ["", "0 early"]
+    assert not program_text.is_chain(kernels) and program_text.is_chain([node(3), node(1, 3)])
 
 
 @pytest.mark.parametrize("name", ["gpt_two", "mlp"])
@@ -150,24 +150,24 @@ def test_every_address_of_a_golden_is_named(name: str) -> None:
     manifest = archive.read_manifest(str(path))
     (entry,) = manifest.entries
     for program in entry.programs:
-        (found,) = nodes.read_nodes(str(path), manifest, entry, program)
+        (shown_nodes,) = nodes.read_nodes(str(path), manifest, entry, program)
         recording = tables.decode((path / program.steps[0].file).read_bytes())
-        assert len(found) == len(recording.nodes) > 1
-        for each in found:
-            known = recording.nodes[each.number]
+        assert len(shown_nodes) == len(recording.nodes) > 1
+        for node in shown_nodes:
+            known = recording.nodes[node.number]
             assert isinstance(known, KernelNode)
-            assert (each.grid, each.block, each.shared) == (known.grid, known.threads, known.shared)
-            assert each.what == recording.functions[known.function].symbol
+            assert (node.grid, node.block, node.shared) == (known.grid, known.threads, known.shared)
+            assert node.what == recording.functions[known.function].symbol
             places = {(MEMORIES[item.target.memory], item.target.offset) for item in known.relocations}
-            assert {(item.memory, item.offset) for item in each.references} == places
-            for item in each.references:
+            assert {(item.memory, item.offset) for item in node.references} == places
+            for item in node.references:
                 if item.memory == "weights":
                     assert item.how == nodes.READS and item.name.partition("+")[0] in {w.name for w in manifest.weights}
                 elif item.memory == "inputs":
                     assert (item.how, item.name) == (nodes.READS, f"input {entry.inputs[0].name}")
                 else:
                     assert item.how != nodes.READS and item.name.startswith(f"arena+{item.offset}")
-    last = found[-1].references[-1].name
+    last = shown_nodes[-1].references[-1].name
     assert last == f"arena+{program.values[1].offset} (output output)", "the last node makes the output"
 
 
@@ -224,9 +224,9 @@ def test_a_chain_needs_no_column_that_says_so() -> None:
 
 
 def test_nodes_as_json(bundle: Path) -> None:
-    told = json.loads(call("inspect", bundle, "--graph", "4x2", "--json").stdout)
-    assert told["key"] == [4, 2] and [each["what"] for each in told["nodes"]][1:4:2] == ["add", "combine"]
-    assert told["nodes"][1]["references"][-1] == {"how": "reads", "memory": "inputs", "offset": 0, "bytes": 0, "name": "input x"}
+    answer = json.loads(call("inspect", bundle, "--graph", "4x2", "--json").stdout)
+    assert answer["key"] == [4, 2] and [node["what"] for node in answer["nodes"]][1:4:2] == ["add", "combine"]
+    assert answer["nodes"][1]["references"][-1] == {"how": "reads", "memory": "inputs", "offset": 0, "bytes": 0, "name": "input x"}
 
 
 @given(st.integers(80, 200), st.lists(st.tuples(st.text("abc_", max_size=90), st.text("xyz ", max_size=200)), min_size=1))
@@ -245,12 +245,12 @@ def test_cut_lines_fit(width: int, rows: list[tuple[str, str]]) -> None:
 
 def test_places_and_what_uses_them(bundle: Path) -> None:
     manifest, entry, steps = read(bundle)
-    found = memory_map.places(manifest, entry, entry.programs[0], memory_map.order(steps))
-    assert [(each.memory, each.begin, each.end, each.name) for each in found] == [
+    spans = memory_map.places(manifest, entry, entry.programs[0], memory_map.order(steps))
+    assert [(place.memory, place.begin, place.end, place.name) for place in spans] == [
         ("inputs", 0, 512, "input x"), ("inputs", 512, 1024, "input places"), ("arena", 0, 512, ""), ("arena", 512, 1024, ""),
         ("arena", 1024, 1536, ""), ("arena", 1536, 2048, "v1"), ("arena", 2048, 4096, "output y"),
     ]  # fmt: skip
-    assert [memory_text.uses_strip(each.uses, 6, 80) for each in found] == [" r", "", "wxr", " x-x", "  wx", "   x-r", "     w"]
+    assert [memory_text.uses_strip(place.uses, 6, 80) for place in spans] == [" r", "", "wxr", " x-x", "  wx", "   x-r", "     w"]
 
 
 def test_the_map_of_one_int_key(bundle: Path) -> None:
@@ -272,9 +272,9 @@ def test_the_map_of_32_int_keys_is_a_line_each(tmp_path: Path) -> None:
 
 
 def test_the_map_as_json(bundle: Path) -> None:
-    told = json.loads(call("inspect", bundle, "--memory", "--json").stdout)
-    assert [program["key"] for program in told["programs"]] == [[4, 2], [8, 2]] and told["memories"]["arena"] == 4096
-    assert told["programs"][0]["places"][2] | {"uses": 0} == {"memory": "arena", "begin": 0, "end": 512, "name": "", "uses": 0}
+    answer = json.loads(call("inspect", bundle, "--memory", "--json").stdout)
+    assert [program["key"] for program in answer["programs"]] == [[4, 2], [8, 2]] and answer["memories"]["arena"] == 4096
+    assert answer["programs"][0]["places"][2] | {"uses": 0} == {"memory": "arena", "begin": 0, "end": 512, "name": "", "uses": 0}
 
 
 def test_a_cpu_bundle_has_nothing_to_draw(tmp_path: Path) -> None:
@@ -297,18 +297,18 @@ def test_a_strip_shows_every_use(uses: dict[int, str], width: int) -> None:
 @given(st.integers(1, 5000), st.integers(20, 200))
 def test_a_ruler_says_which_node_stands_below(total: int, width: int) -> None:
     step = -(-total // width)
-    for found in re.finditer(r"\d+", memory_text.ruler(total, width)):
-        assert int(found[0]) == found.start() * step
+    for mark in re.finditer(r"\d+", memory_text.ruler(total, width)):
+        assert int(mark[0]) == mark.start() * step
 
 
 @given(st.lists(st.integers(1, 900), max_size=20), st.integers(20, 120))
 def test_shades_stop_where_the_program_does(sizes: list[int], width: int) -> None:
     ends = [sum(sizes[:count]) for count in range(1, len(sizes) + 1)]
-    own = sum(sizes)
-    found = [memory_map.Place("arena", e - s, e, "", {0: nodes.READS}) for s, e in zip(sizes, ends, strict=True)]
-    line = memory_text.shades(found, "arena", 2 * own, own, width)
+    total = sum(sizes)
+    places = [memory_map.Place("arena", e - s, e, "", {0: nodes.READS}) for s, e in zip(sizes, ends, strict=True)]
+    line = memory_text.shades(places, "arena", 2 * total, total, width)
     assert set(line) <= {memory_text.SHADES[1]}
-    assert abs(len(line) - width / 2) <= 1 if own else line == ""
+    assert abs(len(line) - width / 2) <= 1 if total else line == ""
 
 
 # --- lanes --------------------------------------------------------------------------------------------------------
@@ -317,21 +317,21 @@ def test_shades_stop_where_the_program_does(sizes: list[int], width: int) -> Non
 @given(st.data())
 def test_lanes_lead_every_edge_to_its_node(data: st.DataObject) -> None:
     total = data.draw(st.integers(1, 12))
-    found = [node(n, *(data.draw(st.sets(st.integers(0, n - 1), max_size=3)) if n else ())) for n in range(total)]
-    rows = lanes.lanes(found)
+    graph_nodes = [node(n, *(data.draw(st.sets(st.integers(0, n - 1), max_size=3)) if n else ())) for n in range(total)]
+    rows = lanes.lanes(graph_nodes)
     open_edges: dict[int, set[int]] = {}  # lane -> the nodes that its source still has to reach
     sources: dict[int, int] = {}
-    for row, each in zip(rows, found, strict=True):
-        assert {sources[lane] for lane in row.arriving} == set(each.after)
+    for row, graph_node in zip(rows, graph_nodes, strict=True):
+        assert {sources[lane] for lane in row.arriving} == set(graph_node.after)
         for lane in row.arriving:
-            open_edges[lane].discard(each.number)
+            open_edges[lane].discard(graph_node.number)
         kept = {lane for lane, left in open_edges.items() if left}
         assert set(row.passing) == kept and row.lane not in kept
         open_edges = {lane: open_edges[lane] for lane in kept}
-        targets = {other.number for other in found if each.number in other.after}
+        targets = {other.number for other in graph_nodes if graph_node.number in other.after}
         assert row.leaving == bool(targets)
         if targets:
-            open_edges[row.lane], sources[row.lane] = targets, each.number
+            open_edges[row.lane], sources[row.lane] = targets, graph_node.number
     assert not open_edges
 
 
@@ -352,12 +352,12 @@ def statements(text: str) -> Iterator[str]:
 
 
 def test_dot_has_the_nodes_and_edges(bundle: Path) -> None:
-    made = call("inspect", bundle, "--dot").stdout
-    assert set(re.findall(r"(\w+) -> (\w+)", made)) == {
+    digraph = call("inspect", bundle, "--dot").stdout
+    assert set(re.findall(r"(\w+) -> (\w+)", digraph)) == {
         ("n0_3", "n0_1"), ("n0_3", "n0_2"), ("n0_1", "n0_0"), ("n0_2", "n0_0"), ("n0_0", "n0_4"), ("n0_4", "n1_0"),
     }  # fmt: skip
-    assert 'label="1  add\\lgrid 4  block 32\\lreads input x\\lrefers to arena+512, arena+0\\l"' in made
-    assert "int_key 4x2" in made and "int_key 8x2" in call("inspect", bundle, "--dot", "--graph", "8x2").stdout
+    assert 'label="1  add\\lgrid 4  block 32\\lreads input x\\lrefers to arena+512, arena+0\\l"' in digraph
+    assert "int_key 4x2" in digraph and "int_key 8x2" in call("inspect", bundle, "--dot", "--graph", "8x2").stdout
 
 
 @pytest.mark.parametrize("name", ["tiny", HOSTILE])
@@ -369,22 +369,22 @@ def test_dot_is_valid_whatever_the_names_are(tmp_path: Path, name: str) -> None:
         changed: Manifest = edited(manifest, name=name, inputs=(spec, *entry.inputs[1:]), call=call)
         return changed
 
-    made = call("inspect", shown_bundles.write(tmp_path / "t.cgb", change=change), "--dot").stdout
-    assert made.isprintable() or all(letter.isprintable() for line in made.splitlines() for letter in line)
+    digraph = call("inspect", shown_bundles.write(tmp_path / "t.cgb", change=change), "--dot").stdout
+    assert digraph.isprintable() or all(letter.isprintable() for line in digraph.splitlines() for letter in line)
     attribute = r"\w+=(S|[\w.]+)"
     row = rf"(digraph \{{|subgraph cluster_\d+ \{{|\}}|({attribute}; )*{attribute};"
     row += rf"|(\w+)( -> \w+)?( \[{attribute}(, {attribute})*\])?;( edge \[{attribute}\];)?)"
-    assert [line for line in statements(made) if not re.fullmatch(row, line)] == []
+    assert [line for line in statements(digraph) if not re.fullmatch(row, line)] == []
     if graphviz := shutil.which("dot"):
-        done = subprocess.run([graphviz, "-Tplain"], input=made, capture_output=True, text=True, check=False)
+        done = subprocess.run([graphviz, "-Tplain"], input=digraph, capture_output=True, text=True, check=False)
         assert (done.returncode, done.stderr) == (0, "")
 
 
 @given(st.text())
 def test_a_string_of_dot_means_its_text(text: str) -> None:
-    made = dot.quoted(text)
-    assert re.fullmatch(STRING, made)
-    assert re.sub(r"\\(.)", r"\1", made[1:-1]).replace("&amp;", "&") == safe(text)
+    literal = dot.quoted(text)
+    assert re.fullmatch(STRING, literal)
+    assert re.sub(r"\\(.)", r"\1", literal[1:-1]).replace("&amp;", "&") == safe(text)
 
 
 # --- options, damage, state ---------------------------------------------------------------------------------------
@@ -474,7 +474,7 @@ def test_state_and_random_numbers_are_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("alias", "told"),
+    ("alias", "owner"),
     [
         (("inputs", 1), "input places"),
         (("outputs", 0), "output y"),
@@ -482,11 +482,11 @@ def test_state_and_random_numbers_are_told(tmp_path: Path) -> None:
         (("state", 0), "state cache"),
     ],
 )
-def test_what_an_output_shares_memory_with_is_told(bundle: Path, alias: tuple[str, int], told: str) -> None:
+def test_what_an_output_shares_memory_with_is_told(bundle: Path, alias: tuple[str, int], owner: str) -> None:
     manifest = stateful(archive.read_manifest(str(bundle)))
     entry = replace(manifest.entries[0], aliases=(Alias(output=0, memory=alias[0], index=alias[1]),), mutated_inputs=(0,))
     rows = summary.signature_rows(manifest, entry)
-    assert [row[-1] for row in rows] == [summary.UPDATED, "", f"(shares memory with {told})"]
+    assert [row[-1] for row in rows] == [summary.UPDATED, "", f"(shares memory with {owner})"]
 
 
 def test_an_output_whose_size_depends_on_data_shows_its_bound(bundle: Path) -> None:
@@ -508,30 +508,30 @@ def test_a_processors_features_are_told_by_its_level() -> None:
     held = tiny_bundle.manifest().target
     level = {"cpu x86_64 (x86-64-v3, avx_vnni, f, and 2 more)": (*LEVELS[1].features, "avx_vnni", "f", "g", "h")}
     level["cpu x86_64 (avx512f, fma)"] = ("fma", "avx512f")
-    for told, features in level.items():
+    for description, features in level.items():
         shown = summary.target(replace(held, arch="x86_64", features=features, torch=""))
-        assert shown == f"{told}, to run: libgomp.so.1", "nothing of torch's, but OpenMP's library"
+        assert shown == f"{description}, to run: libgomp.so.1", "nothing of torch's, but OpenMP's library"
 
 
 def test_a_dimension_that_takes_its_recorded_sizes_only_is_noted() -> None:
-    each = [Dimension(name=pad, sizes=(2, 4), pad=pad, chunk=False, reason="why") for pad in ("rows", "zeros", "no")]
-    (told,) = summary.unpadded(replace(tiny_bundle.manifest().entries[0], dimensions=tuple(each)))
-    assert told.startswith("no takes 2, 4 only: other sizes are refused") and "`cgcompile explain padding`" in told
+    dims = [Dimension(name=pad, sizes=(2, 4), pad=pad, chunk=False, reason="why") for pad in ("rows", "zeros", "no")]
+    (note,) = summary.unpadded(replace(tiny_bundle.manifest().entries[0], dimensions=tuple(dims)))
+    assert note.startswith("no takes 2, 4 only: other sizes are refused") and "`cgcompile explain padding`" in note
 
 
 def test_weights_that_python_read_are_listed_with_the_line() -> None:
-    made = tiny_bundle.manifest()
+    base = tiny_bundle.manifest()
     rows = [FrozenWeight(weight=at, reason="baked", sha256="0" * 64, where=f"model.py:{at + 3}") for at in (0, 1)]
-    told = [line.replace(", tied.bias", "") for line in overview.update(replace(made, frozen=tuple(rows)))[1:]]
-    names = [made.weights[row.weight].name for row in rows]
+    lines = [line.replace(", tied.bias", "") for line in overview.update(replace(base, frozen=tuple(rows)))[1:]]
+    names = [base.weights[row.weight].name for row in rows]
     text = "Python read its value at model.py:{} while the bundle was built; for other ones build again"
-    assert told == [f"not {name}: {text.format(at + 3)}" for at, name in enumerate(names)]
+    assert lines == [f"not {name}: {text.format(at + 3)}" for at, name in enumerate(names)]
 
 
 def test_a_build_tells_which_weights_no_update_can_change(capsys: pytest.CaptureFixture[str]) -> None:
-    made = tiny_bundle.manifest()
-    folded = replace(made, frozen=(FrozenWeight(weight=0, reason="folded", sha256="0" * 64),))
-    for manifest, told in ((made, False), (folded, True)):
+    base = tiny_bundle.manifest()
+    folded = replace(base, frozen=(FrozenWeight(weight=0, reason="folded", sha256="0" * 64),))
+    for manifest, is_folded in ((base, False), (folded, True)):
         show(build._summary(Built(path=Path("tiny.cgb"), manifest=manifest, seconds=()), 1.0, None), sys.stderr)
-        (line,) = [*[row for row in capsys.readouterr().err.splitlines() if made.weights[0].name in row], ""][:1]
-        assert ("folded" in line) == told
+        (line,) = [*[row for row in capsys.readouterr().err.splitlines() if base.weights[0].name in row], ""][:1]
+        assert ("folded" in line) == is_folded

@@ -22,9 +22,9 @@ from tests.helpers.bundles import tiny_bundle
 def call(*arguments: object) -> tuple[int, dict[str, Any], str]:
     """The exit status, the error on stdout, and stderr."""
     result = CliRunner().invoke(main.app, [*map(str, arguments), "--json"], prog_name="cgcompile", env={"COLUMNS": "80"})
-    found = json.loads(result.stdout)
-    assert list(found) == ["error"] and list(found["error"]) == ["code", "message", "where", "fix"]
-    return result.exit_code, found["error"], result.stderr
+    answer = json.loads(result.stdout)
+    assert list(answer) == ["error"] and list(answer["error"]) == ["code", "message", "where", "fix"]
+    return result.exit_code, answer["error"], result.stderr
 
 
 @pytest.mark.parametrize(
@@ -43,9 +43,9 @@ def call(*arguments: object) -> tuple[int, dict[str, Any], str]:
     ids=lambda value: value[0] if isinstance(value, tuple) else None,
 )
 def test_every_command_says_it_as_json(arguments: tuple[str, ...], code: str) -> None:
-    status, error, told = call(*arguments)
+    status, error, stderr = call(*arguments)
     assert (status, error["code"]) == (2, code) and error["where"] == arguments[-1 if code == "system" else 1]
-    assert told.startswith(f"error: {error['message']}\n") and (f"hint: {error['fix']}\n" in told) == bool(error["fix"])
+    assert stderr.startswith(f"error: {error['message']}\n") and (f"hint: {error['fix']}\n" in stderr) == bool(error["fix"])
 
 
 def test_a_fix_repeats_what_was_typed(tmp_path: Path) -> None:
@@ -67,9 +67,9 @@ def test_a_self_test_that_this_machine_cannot_replay_is_an_error_and_no_damage(
     bundle = tiny_bundle.write_bundle(tmp_path / "tiny.cgb")
     answer = {"error": "the bundle is for sm_90: no GPU here", "hint": "", "code": "wrong-machine", "exit_code": 2}
     monkeypatch.setattr(self_test, "fresh", lambda path, keys=(): answer)
-    status, error, told = call("verify", bundle, "--run")
+    status, error, stderr = call("verify", bundle, "--run")
     assert (status, error["code"], error["message"]) == (2, "wrong-machine", answer["error"])
-    assert error["fix"] == CATALOGUE["wrong-machine"].hint and told.startswith(f"error: {answer['error']}\nhint: ")
+    assert error["fix"] == CATALOGUE["wrong-machine"].hint and stderr.startswith(f"error: {answer['error']}\nhint: ")
 
 
 def test_a_process_that_ends_without_an_answer_is_an_error_with_a_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,8 +92,8 @@ def test_a_process_that_ends_without_an_answer_is_an_error_with_a_code(tmp_path:
     ],
 )
 def test_what_no_command_takes(arguments: tuple[str, ...], fix: str) -> None:
-    status, error, told = call(*arguments)
-    assert (status, error["code"], error["fix"]) == (2, "usage", fix) and told.startswith("error: ")
+    status, error, stderr = call(*arguments)
+    assert (status, error["code"], error["fix"]) == (2, "usage", fix) and stderr.startswith("error: ")
 
 
 @pytest.mark.parametrize(("error", "status", "said"), [(KeyboardInterrupt(), 130, "interrupted"), (Stopped(15), 143, "terminated")])

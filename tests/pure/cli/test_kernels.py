@@ -45,15 +45,15 @@ def listed(path: Path) -> list[KernelLaunches]:
 
 def counted(path: Path) -> Counter[tuple[str, str]]:
     """Launches of every (image, symbol), from the decoded recordings."""
-    found: Counter[tuple[str, str]] = Counter()
+    launches: Counter[tuple[str, str]] = Counter()
     for program in archive.read_manifest(str(path)).entries[0].programs:
         for step in program.steps:
             recording = tables.decode((path / step.file).read_bytes(), step.file)
             for node in recording.nodes:
                 if isinstance(node, KernelNode):
                     function = recording.functions[node.function]
-                    found[function.image, function.symbol] += 1
-    return found
+                    launches[function.image, function.symbol] += 1
+    return launches
 
 
 def sealed(path: Path) -> Path:
@@ -95,14 +95,14 @@ def test_shown_as_a_table_and_as_json(golden: Path) -> None:
     result = call("inspect", golden, "--kernels")
     assert (result.exit_code, result.stderr) == (0, "")
     head, *lines = result.stdout.splitlines()
-    assert [head.find(each) for each in HEADS] == sorted(head.find(each) for each in HEADS) and head.find(HEADS[0]) >= 0
+    assert [head.find(heading) for heading in HEADS] == sorted(head.find(heading) for heading in HEADS) and head.find(HEADS[0]) >= 0
     assert all(len(line) <= 80 for line in (head, *lines)), "no line is wider than the terminal"
     names = head.index("kernel")
     firsts = [line for line in lines if line[:names].strip()]
     assert [line.split()[:1] + line.split()[3:4] for line in firsts] == [[str(row.launches), row.image[:12]] for row in rows]
     assert "".join([line[names:] for line in lines]) == "".join([row.symbol for row in rows]), "and no name is cut"
-    told = json.loads(call("inspect", golden, "--kernels", "--json").stdout)
-    assert told == [row._asdict() for row in rows]
+    answer = json.loads(call("inspect", golden, "--kernels", "--json").stdout)
+    assert answer == [row._asdict() for row in rows]
 
 
 def test_configurations_are_shown(copy: Path) -> None:
@@ -110,9 +110,9 @@ def test_configurations_are_shown(copy: Path) -> None:
     said = {"image": row.image, "symbol": row.symbol, "configuration": "BLOCK_M=16 warps=2", "chosen": "table"}
     unknown = {**said, "image": "0" * 64}
     choices(copy, [said, unknown])
-    found = {(each.image, each.symbol): each for each in listed(copy)}
-    assert found[row.image, row.symbol][-2:] == ("BLOCK_M=16 warps=2", "table")
-    assert sum(bool(each.chosen) for each in found.values()) == 1 and len(found) == len(counted(copy))
+    by_symbol = {(kernel.image, kernel.symbol): kernel for kernel in listed(copy)}
+    assert by_symbol[row.image, row.symbol][-2:] == ("BLOCK_M=16 warps=2", "table")
+    assert sum(bool(kernel.chosen) for kernel in by_symbol.values()) == 1 and len(by_symbol) == len(counted(copy))
     shown = call("inspect", copy, "--kernels").stdout
     assert "BLOCK_M=16 warps=2 (table)" in shown and "kernel, configuration (chosen by)" in shown
     assert call("verify", copy).exit_code == 0, "the file belongs to the bundle"

@@ -95,7 +95,7 @@ class Page(HTMLParser):
         return [value or "" for _, attributes in self.elements for key, value in attributes if key == name]
 
 
-def made(path: Path) -> str:
+def page_text(path: Path) -> str:
     return page(str(path), archive.read_manifest(str(path)))
 
 
@@ -109,14 +109,14 @@ def shape(text: str) -> list[tuple[str, tuple[str, ...]]]:
 
 @pytest.mark.parametrize("path", ALL, ids=lambda path: path.stem)
 def test_the_page_of_a_golden_is_whole(path: Path) -> None:
-    text = made(path)
-    found = Page(text)
-    assert text.startswith("<!DOCTYPE html>\n<html") and found.values("lang") == ["en"] and found.values("charset") == ["utf-8"]
-    ids = found.values("id")
+    text = page_text(path)
+    dom = Page(text)
+    assert text.startswith("<!DOCTYPE html>\n<html") and dom.values("lang") == ["en"] and dom.values("charset") == ["utf-8"]
+    ids = dom.values("id")
     assert len(ids) == len(set(ids)), "an id stands once"
-    assert found.values("href") and all(link[0] == "#" and link[1:] in ids for link in found.values("href"))
+    assert dom.values("href") and all(link[0] == "#" and link[1:] in ids for link in dom.values("href"))
     manifest = archive.read_manifest(str(path))
-    words = " ".join(found.texts)
+    words = " ".join(dom.texts)
     target = manifest.target.level or manifest.target.arch
     outputs = [entry.outputs[0].name for entry in manifest.entries if entry.outputs]
     for word in (manifest.name, manifest.provenance.machine, target, *outputs, "cgbundle.load("):
@@ -126,11 +126,11 @@ def test_the_page_of_a_golden_is_whole(path: Path) -> None:
 
 
 def test_the_page_lists_every_node_and_kernel() -> None:
-    words = "".join(Page(made(GPT)).texts)
+    words = "".join(Page(page_text(GPT)).texts)
     recording = tables.decode((GPT / "graphs" / "model-4.bin").read_bytes())
     for function in recording.functions:
         assert function.symbol in words and function.image[:12] in words
-    assert made(GPT).count('<td class="l"></td>') == len(recording.nodes) == 22
+    assert page_text(GPT).count('<td class="l"></td>') == len(recording.nodes) == 22
     assert "writes arena+0" in words and "blocks.1.down.weight" in words
 
 
@@ -140,45 +140,45 @@ RULE = re.compile(r"([^{}/]+)\{([^{}]*)\}")
 
 def test_a_narrow_screen_has_rows_whose_cells_say_what_they_are(tmp_path: Path) -> None:
     """At 390 pixels no table has columns: none is clipped.  Every table is in a box of its own, so that none widens the page."""
-    for text in (made(GPT), made(shown_bundles.write(tmp_path / "t.cgb"))):
+    for text in (page_text(GPT), page_text(shown_bundles.write(tmp_path / "t.cgb"))):
         assert text.count("<table") == len(re.findall(r'<div class="scroll"><table', text)) > 3
         for table in re.findall(r"<table.*?</table>", text, re.DOTALL):
             heads = re.findall(r"<th(?: [^>]*)?>(.*?)</th>", table)
             for row in re.findall(r"<tr>(.*?)</tr>", table.partition("</thead>")[2], re.DOTALL):
                 cells = re.findall(r"<td[^>]*>", row)
-                told = [re.search(r'data-h="([^"]*)"', cell) for cell in cells]
+                labels = [re.search(r'data-h="([^"]*)"', cell) for cell in cells]
                 if 'class="nodes"' not in table:  # whose cells say it where their text does not
-                    assert [found[1] if found else "" for found in told] == (heads or [""] * len(cells))
-    narrow = Page(made(GPT)).raw["style"].partition("@media (max-width: 44rem)")[2].partition("@media print")[0]
+                    assert [label[1] if label else "" for label in labels] == (heads or [""] * len(cells))
+    narrow = Page(page_text(GPT)).raw["style"].partition("@media (max-width: 44rem)")[2].partition("@media print")[0]
     assert "overflow-x" not in narrow and "nowrap" not in narrow and "td[data-h]::before" in narrow
-    wide = Page(made(GPT)).raw["style"].partition("@media (max-width: 44rem)")[0]
-    held = {each.strip() for selectors, rule in RULE.findall(wide) if "nowrap" in rule for each in selectors.split(",")}
+    wide = Page(page_text(GPT)).raw["style"].partition("@media (max-width: 44rem)")[0]
+    held = {css.strip() for selectors, rule in RULE.findall(wide) if "nowrap" in rule for css in selectors.split(",")}
     freed = {
-        each.strip() for selectors, rule in RULE.findall(narrow) if "white-space: normal" in rule for each in selectors.split(",")
+        css.strip() for selectors, rule in RULE.findall(narrow) if "white-space: normal" in rule for css in selectors.split(",")
     }
-    assert len(held) > 5 and {each for each in held if not each.endswith("th")} <= freed, "no line of text is wider than the screen"
+    assert len(held) > 5 and {css for css in held if not css.endswith("th")} <= freed, "no line of text is wider than the screen"
 
 
 def test_the_page_needs_nothing_else(tmp_path: Path) -> None:
-    for text in (made(GPT), made(shown_bundles.write(tmp_path / "t.cgb"))):
+    for text in (page_text(GPT), page_text(shown_bundles.write(tmp_path / "t.cgb"))):
         assert "src=" not in text and "url(" not in text and "@import" not in text and "://" not in text
         assert not {"link", "img", "iframe", "object", "embed", "base", "form"} & {tag for tag, _ in Page(text).elements}
 
 
 def test_only_its_own_script_and_style_may_run() -> None:
-    found = Page(made(GPT))
-    policy = next(dict(attributes)["content"] for tag, attributes in found.elements if dict(attributes).get("http-equiv"))
+    dom = Page(page_text(GPT))
+    policy = next(dict(attributes)["content"] for tag, attributes in dom.elements if dict(attributes).get("http-equiv"))
     rules = dict(rule.strip().split(" ", 1) for rule in str(policy).split(";"))
-    own = {name: base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for name, text in found.raw.items()}
+    digests = {name: base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for name, text in dom.raw.items()}
     assert rules == {
         "default-src": "'none'", "base-uri": "'none'", "form-action": "'none'",
-        "script-src": f"'sha256-{own['script']}'", "style-src": f"'sha256-{own['style']}'",
+        "script-src": f"'sha256-{digests['script']}'", "style-src": f"'sha256-{digests['style']}'",
     }  # fmt: skip
-    assert Counter(tag for tag, _ in found.elements if tag in ("script", "style")) == {"script": 1, "style": 1}
+    assert Counter(tag for tag, _ in dom.elements if tag in ("script", "style")) == {"script": 1, "style": 1}
 
 
 def test_both_colour_schemes_name_the_same_colours() -> None:
-    style = Page(made(GPT)).raw["style"]
+    style = Page(page_text(GPT)).raw["style"]
     light, dark = style.partition("@media (prefers-color-scheme: dark)")[::2]
     dark = dark.partition("} }")[0]
     colours = set(re.findall(r"(--\w+): #", light))
@@ -190,16 +190,16 @@ def test_both_colour_schemes_name_the_same_colours() -> None:
 
 
 def test_steps_are_boxes_in_order_once_for_int_keys_that_do_the_same(tmp_path: Path) -> None:
-    text = made(shown_bundles.write(tmp_path / "t.cgb"))
+    text = page_text(shown_bundles.write(tmp_path / "t.cgb"))
     chain = text[text.index('<ol class="chain">') : text.index("</ol>")]
     assert re.findall(r'<li class="(\w+)">', chain) == ["graph", "copy"] and text.count('<ol class="chain">') == 1
     assert 'href="#nodes-1-0"' in chain and "5 nodes" in chain and "in: x, 512 B" in chain
 
 
 def test_branches_are_drawn(tmp_path: Path) -> None:
-    found = Page(made(shown_bundles.write(tmp_path / "t.cgb")))
-    assert found.values("class").count("lanes") == 10, "5 nodes at each of 2 int_keys"
-    curves = [d for d in found.values("d") if "C" in d]
+    dom = Page(page_text(shown_bundles.write(tmp_path / "t.cgb")))
+    assert dom.values("class").count("lanes") == 10, "5 nodes at each of 2 int_keys"
+    curves = [d for d in dom.values("d") if "C" in d]
     assert "M6 0V20M6 0C6 8 18 2 18 10M18 10V20" in curves, "the lane of the memset runs on while the kernel takes one of its own"
 
 
@@ -223,7 +223,7 @@ def test_343_nodes_at_three_int_keys_take_less_than_a_megabyte(tmp_path: Path) -
 
 def test_what_does_not_fit_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pageparts, "LISTED", 20)
-    text = made(shown_bundles.write(tmp_path / "many.cgb", batches=range(1, 9)))
+    text = page_text(shown_bundles.write(tmp_path / "many.cgb", batches=range(1, 9)))
     assert re.findall(r'id="nodes-(\d)-0"', text) == ["0", "1", "7"], "the first, the last, and what fits: 6 nodes and steps each"
     assert "Left out to keep the page small: 5 int_keys." in text
     Page(text)
@@ -258,7 +258,7 @@ def named(name: str, path: Path) -> Path:
 
 def test_hostile_names_change_nothing_but_text(tmp_path: Path) -> None:
     name = "".join(filter(str.isprintable, EVIL))  # another is none
-    benign, evil = made(named("plain", tmp_path / "a.cgb")), made(named(name, tmp_path / "b.cgb"))
+    benign, evil = page_text(named("plain", tmp_path / "a.cgb")), page_text(named(name, tmp_path / "b.cgb"))
     assert shape(evil) == shape(benign)
     assert all(letter == "\n" or letter.isprintable() for letter in evil)
     one, other = (Page(text) for text in (benign, evil))
@@ -270,18 +270,18 @@ def test_hostile_names_change_nothing_but_text(tmp_path: Path) -> None:
 
 def test_the_kernels_of_hostile_choices(tmp_path: Path) -> None:
     path = shown_bundles.write(tmp_path / "t.cgb")
-    (image,) = [each.name for each in (path / "kernels").iterdir()]
+    (image,) = [file.name for file in (path / "kernels").iterdir()]
     rows = [{"image": image, "symbol": "add", "configuration": EVIL, "chosen": EVIL}]
     (path / "kernels.json").write_text(json.dumps(rows))
     tiny_bundle.seal(path, replace(archive.read_manifest(str(path)), files=manifest_text.describe_files(str(path))))
-    assert "".join(Page(made(path)).texts).count(safe(EVIL)) == 2
+    assert "".join(Page(page_text(path)).texts).count(safe(EVIL)) == 2
 
 
 @given(st.text())
 def test_text_stays_text(text: str) -> None:
-    found = Page(markup.tag("p", text, "<b>", class_=text, id=markup.Html("x")))
-    assert "".join(found.texts) == safe(text) + "<b>"
-    assert found.elements == [("p", (("class", safe(text)), ("id", "x")))]
+    dom = Page(markup.tag("p", text, "<b>", class_=text, id=markup.Html("x")))
+    assert "".join(dom.texts) == safe(text) + "<b>"
+    assert dom.elements == [("p", (("class", safe(text)), ("id", "x")))]
 
 
 def test_markup() -> None:
@@ -303,7 +303,7 @@ def test_the_page_is_written_and_written_again(bundle: Path, tmp_path: Path) -> 
     for _ in range(2):
         result = call("inspect", bundle, "--html", file)
         assert (result.exit_code, result.stdout) == (0, "") and result.stderr.startswith(f"{file}: ")
-        assert file.read_text() == made(bundle)
+        assert file.read_text() == page_text(bundle)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["report.html", "tiny.cgb"], "nothing is left beside it"
     mask = os.umask(0)
     os.umask(mask)
@@ -312,7 +312,7 @@ def test_the_page_is_written_and_written_again(bundle: Path, tmp_path: Path) -> 
 
 def test_the_page_on_stdout(bundle: Path) -> None:
     result = call("inspect", bundle, "--html", "-")
-    assert (result.exit_code, result.stderr, result.stdout) == (0, "", made(bundle)) and not Path("-").exists()
+    assert (result.exit_code, result.stderr, result.stdout) == (0, "", page_text(bundle)) and not Path("-").exists()
 
 
 def test_an_empty_file_and_a_link_are_filled(bundle: Path, tmp_path: Path) -> None:
@@ -321,7 +321,7 @@ def test_an_empty_file_and_a_link_are_filled(bundle: Path, tmp_path: Path) -> No
     file.chmod(0o640)
     link.symlink_to(file)
     assert call("inspect", bundle, "--html", link).exit_code == 0
-    assert link.is_symlink() and file.read_text() == made(bundle) and stat.S_IMODE(file.stat().st_mode) == 0o640
+    assert link.is_symlink() and file.read_text() == page_text(bundle) and stat.S_IMODE(file.stat().st_mode) == 0o640
 
 
 def test_where_a_page_cannot_go(bundle: Path, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def told(events: list[tuple[str, str, str, float]], verbose: bool = False) -> None:
+def report(events: list[tuple[str, str, str, float]], verbose: bool = False) -> None:
     with watching(quiet=False, verbose=verbose) as watch:
         assert watch is not None
         for stage, state, text, seconds in events:
@@ -29,13 +29,13 @@ def told(events: list[tuple[str, str, str, float]], verbose: bool = False) -> No
 
 @pytest.mark.parametrize("stage", LONG)
 def test_a_long_stage_is_told_when_it_begins(stage: str, capsys: pytest.CaptureFixture[str]) -> None:
-    told([("check", "start", "", 0.0), ("check", "done", "0 findings", 0.5), (stage, "start", "", 0.0)])
+    report([("check", "start", "", 0.0), ("check", "done", "0 findings", 0.5), (stage, "start", "", 0.0)])
     assert capsys.readouterr().err.splitlines() == ["check          0.50 s  0 findings", f"{stage:<10}        ...  {LONG[stage]}"]
 
 
 def test_a_long_stage_is_heard_of_now_and_then(capsys: pytest.CaptureFixture[str]) -> None:
     steps = [("lower", "detail", f"{number} of 60", float(number)) for number in range(1, 25)]
-    told([("lower", "start", "", 0.0), *steps, ("lower", "done", "60 kernels", 30.0), ("emit", "start", "", 0.0)])
+    report([("lower", "start", "", 0.0), *steps, ("lower", "done", "60 kernels", 30.0), ("emit", "start", "", 0.0)])
     _, *lines = capsys.readouterr().err.splitlines()
     assert OFTEN == 10.0 and [line.split() for line in lines] == [
         ["+10.0", "s", "10", "of", "60"], ["+20.0", "s", "20", "of", "60"], ["lower", "30.0", "s", "60", "kernels"],
@@ -43,20 +43,20 @@ def test_a_long_stage_is_heard_of_now_and_then(capsys: pytest.CaptureFixture[str
 
 
 def test_every_stage_begins_its_own_wait(capsys: pytest.CaptureFixture[str]) -> None:
-    told([("lower", "start", "", 0.0), ("lower", "detail", "early", 50.0), ("lower", "done", "b", 51.0), ("host", "start", "", 0.0),
-          ("host", "detail", "late", 9.0)])  # fmt: skip
+    early = [("lower", "start", "", 0.0), ("lower", "detail", "early", 50.0), ("lower", "done", "b", 51.0)]
+    report([*early, ("host", "start", "", 0.0), ("host", "detail", "late", 9.0)])
     assert "early" in (err := capsys.readouterr().err) and "late" not in err
 
 
 def test_verbose_says_all_of_it(capsys: pytest.CaptureFixture[str]) -> None:
-    told([("emit", "start", "", 0.0), ("emit", "detail", "a", 0.1), ("emit", "detail", "b", 0.2)], verbose=True)
+    report([("emit", "start", "", 0.0), ("emit", "detail", "a", 0.1), ("emit", "detail", "b", 0.2)], verbose=True)
     assert len(capsys.readouterr().err.splitlines()) == 2
 
 
 def test_a_terminal_has_the_live_line_instead(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr("sys.stderr", screen := Terminal())
-    told([("lower", "start", "", 0.0), ("lower", "detail", "1 of 60", 50.0), ("lower", "done", "60 kernels", 51.0)])
+    report([("lower", "start", "", 0.0), ("lower", "detail", "1 of 60", 50.0), ("lower", "done", "60 kernels", 51.0)])
     assert LONG["lower"] not in screen.getvalue() and "+50.0 s" not in screen.getvalue() and "60 kernels" in screen.getvalue()
 
 

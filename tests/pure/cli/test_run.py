@@ -42,9 +42,9 @@ def bundle() -> Path:
 
 
 def test_size_picks_among_the_stored_inputs() -> None:
-    told = call(STATE, "--size", "9999")
-    assert told.exit_code == 2 and "--size picks among the stored inputs: no int_key '9999': the bundle has " in told.stderr
-    assert "hint: inputs of another size: --inputs FILE" in told.stderr and "more --sizes" not in told.stderr
+    result = call(STATE, "--size", "9999")
+    assert result.exit_code == 2 and "--size picks among the stored inputs: no int_key '9999': the bundle has " in result.stderr
+    assert "hint: inputs of another size: --inputs FILE" in result.stderr and "more --sizes" not in result.stderr
     named = call(STATE, "--size", "batch=2,bath=1")
     assert "no dimension 'bath'" in named.stderr
 
@@ -63,11 +63,9 @@ def test_repeated_replays_are_all_of_the_same_inputs_and_state(bundle: Path, tmp
     often = json.loads(call(bundle, "--json", "--repeat", 20).stdout)
     assert "repeated" not in once["seconds"]
     assert once["outputs"][2:] == often["outputs"][2:], "what no random numbers went into"
-    told = often["seconds"]["repeated"]
-    assert list(told) == ["replays", "min", "p50", "p90", "p99", "max", "mean"] and told["replays"] == 20
-    assert (
-        0 < told["min"] <= told["p50"] <= told["p90"] <= told["p99"] <= told["max"] and told["min"] <= told["mean"] <= told["max"]
-    )
+    row = often["seconds"]["repeated"]
+    assert list(row) == ["replays", "min", "p50", "p90", "p99", "max", "mean"] and row["replays"] == 20
+    assert 0 < row["min"] <= row["p50"] <= row["p90"] <= row["p99"] <= row["max"] and row["min"] <= row["mean"] <= row["max"]
     shown = call(bundle, "--repeat", 20).stdout.splitlines()
     assert shown[-2].split() == ["replays", "min", "p50", "p90", "p99", "max", "mean"] and shown[-1].split()[0] == "20"
 
@@ -75,19 +73,19 @@ def test_repeated_replays_are_all_of_the_same_inputs_and_state(bundle: Path, tmp
 def test_every_replay_is_given_what_the_first_was(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from cgbundle.program import Program
 
-    given: list[Any] = []
+    replays: list[Any] = []
     replay = Program.replay
 
     def seen(self: Program, tensors: Any) -> Any:
         before = [tensor.tobytes() for tensor in tensors]
-        made = replay(self, tensors)
-        given.append((before, [tensor.tobytes() for tensor in made]))
-        return made
+        results = replay(self, tensors)
+        replays.append((before, [tensor.tobytes() for tensor in results]))
+        return results
 
     monkeypatch.setattr(Program, "replay", seen)
     assert call(bundle, "--repeat", 3).exit_code == 0
-    inputs, outputs = zip(*given, strict=True)
-    assert len(given) == 4 and inputs.count(inputs[0]) == 4
+    inputs, outputs = zip(*replays, strict=True)
+    assert len(replays) == 4 and inputs.count(inputs[0]) == 4
     deterministic = [values for values in zip(*outputs, strict=True) if len(set(values)) == 1]
     assert len(deterministic) >= 2, "state was brought back; what random numbers went into differs"
 
@@ -103,9 +101,9 @@ def test_every_replay_is_given_what_the_first_was(bundle: Path, monkeypatch: pyt
     ],
 )
 def test_percentiles_are_values_that_were_measured(count: int, expected: tuple[int, ...]) -> None:
-    told = run._statistics([float(value) for value in reversed(range(1, count + 1))])
-    assert tuple(told[name] for name in ("min", "p50", "p90", "p99", "max")) == expected
-    assert told["mean"] == pytest.approx((count + 1) / 2) and told["replays"] == count
+    row = run._statistics([float(value) for value in reversed(range(1, count + 1))])
+    assert tuple(row[name] for name in ("min", "p50", "p90", "p99", "max")) == expected
+    assert row["mean"] == pytest.approx((count + 1) / 2) and row["replays"] == count
 
 
 # --- outputs on stdout --------------------------------------------------------------------------------------------
@@ -126,8 +124,8 @@ def test_outputs_go_to_stdout_as_safetensors(bundle: Path, tmp_path: Path) -> No
 
 def test_stdout_takes_one_thing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bundle = write_bundle(tmp_path / "tiny.cgb")
-    told = call(bundle, "--outputs", "-", "--json")
-    assert told.exit_code == 2 and "--outputs - and --json both write to stdout" in told.stderr
+    result = call(bundle, "--outputs", "-", "--json")
+    assert result.exit_code == 2 and "--outputs - and --json both write to stdout" in result.stderr
 
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
@@ -141,8 +139,8 @@ def test_stdout_takes_one_thing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_a_file_that_cannot_be_written_is_told_before_the_bundle_is_loaded(tmp_path: Path) -> None:
     bundle = shutil.copytree(write_bundle(tmp_path / "tiny.cgb"), tmp_path / "copy.cgb")
     for path in (tmp_path, tmp_path / "missing/out.safetensors"):
-        told = call(bundle, "--outputs", path)
-        assert told.exit_code == 2 and f"{path}: cannot be written" in told.stderr
+        result = call(bundle, "--outputs", path)
+        assert result.exit_code == 2 and f"{path}: cannot be written" in result.stderr
 
 
 # --- values -------------------------------------------------------------------------------------------------------

@@ -28,9 +28,9 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def shown(*arguments: str) -> str:
-    found = CliRunner().invoke(app, ["inspect", *arguments])
-    assert found.exit_code == 0, found.output
-    return found.stdout
+    result = CliRunner().invoke(app, ["inspect", *arguments])
+    assert result.exit_code == 0, result.output
+    return result.stdout
 
 
 def test_the_list_has_bodies_behind_their_nodes(bundle: Path) -> None:
@@ -70,5 +70,5 @@ def test_differences_of_bodies_and_handles() -> None:
     assert changes(one, other, 3) == [("parameter 1", "condition 1 -> condition 2")]
     assert changes(one, other, 4) == [("type", "if -> while"), ("bodies", "1x2 -> 1")]
     moved = replace(one, nodes=(*one.nodes[:14], fill(129, 1), *one.nodes[15:]), bodies=(5, 14, 14, 16, 17))
-    (found,) = compare_recordings("batch=4", one, moved)
-    assert (found.field, found.a) == ("first nodes of bodies", "5, 14, 15, 16, 17")
+    (difference,) = compare_recordings("batch=4", one, moved)
+    assert (difference.field, difference.a) == ("first nodes of bodies", "5, 14, 15, 16, 17")

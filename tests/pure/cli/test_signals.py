@@ -75,8 +75,8 @@ def test_a_command_ends_as_on_an_interrupt(tmp_path: Path, mode: str, number: si
         children = descendants(process.pid)
         assert len(children) >= 2 and process.poll() is None
         process.send_signal(number)
-        _, told = process.communicate(timeout=300)
-    assert (process.returncode, told) == (128 + number, f"error: {NAMES[number]}\n")
+        _, stderr = process.communicate(timeout=300)
+    assert (process.returncode, stderr) == (128 + number, f"error: {NAMES[number]}\n")
     assert os.listdir(tmp_path) == []
     until = time.monotonic() + 60
     while left := [child for child in children if Path(f"/proc/{child}/cwd").exists()]:

@@ -20,5 +20,5 @@ def test_inspect_shows_what_a_load_chooses(tmp_path: Path) -> None:
 def test_diff_shows_other_dimensions(tmp_path: Path) -> None:
     one = rows_bundle.write(tmp_path, most=50)
     (row,) = one.state_dimensions
-    (found,) = compare(one, replace(one, state_dimensions=(replace(row, most=60),)))
-    assert "rows of state rows" in str(found) and "50" in str(found) and "60" in str(found)
+    (difference,) = compare(one, replace(one, state_dimensions=(replace(row, most=60),)))
+    assert "rows of state rows" in str(difference) and "50" in str(difference) and "60" in str(difference)

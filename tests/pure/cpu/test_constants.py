@@ -24,20 +24,20 @@ def region(constants: list[tuple[str, str, int, int]]) -> HostRegion:
     """A host region over a library that tells of `constants`."""
 
     def tell(place: int) -> Any:
-        def function(container: object, index: Any, found: Any) -> int:
-            found._obj.value = constants[index.value][place]
+        def function(container: object, index: Any, pointer: Any) -> int:
+            pointer._obj.value = constants[index.value][place]
             return 0
 
         return function
 
-    made = object.__new__(HostRegion)
-    made._library = SimpleNamespace(  # type: ignore[assignment]
+    host_region = object.__new__(HostRegion)
+    host_region._library = SimpleNamespace(  # type: ignore[assignment]
         AOTInductorModelContainerGetConstantDtype=tell(2), AOTInductorModelContainerGetConstantDataSize=tell(3)
     )
-    made._torch = SimpleNamespace(dtype={"float32": FLOAT32, "int32": INT32}.__getitem__)  # type: ignore[assignment]
-    made._where, made._container = "host/model.so", None  # type: ignore[assignment]
-    made.constants = lambda: [(own, model) for own, model, *_ in constants]  # type: ignore[method-assign]
-    return made
+    host_region._torch = SimpleNamespace(dtype={"float32": FLOAT32, "int32": INT32}.__getitem__)  # type: ignore[assignment]
+    host_region._where, host_region._container = "host/model.so", None  # type: ignore[assignment]
+    host_region.constants = lambda: [(name, model) for name, model, *_ in constants]  # type: ignore[method-assign]
+    return host_region
 
 
 def check(*bound: tuple[str, Weight], constants: list[tuple[str, str, int, int]] = CONSTANTS) -> None:

@@ -27,20 +27,20 @@ class Library:
 
 
 @pytest.mark.parametrize(
-    ("built_with", "own", "asked"),
+    ("built_with", "version", "asked"),
     [("2.13.0", "", True), ("2.13.1+cpu", "", True), ("2.11.0", "", False), ("2.12.9", "2.13.0", False), ("", "2.13.0", True),
      ("", "2.11.0", False), ("2.14.0", "", False)],
 )  # fmt: skip
 def test_handles_that_a_container_forgets_are_asked_for(
-    built_with: str, own: str, asked: bool, monkeypatch: pytest.MonkeyPatch
+    built_with: str, version: str, asked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of code made by torch 2.13 alone: other containers free what they made of ours, and a second time would end the process."""
     library = Library()
     monkeypatch.setattr(host_region, "load_shared_object", lambda data, where, functions: library)
-    monkeypatch.setattr(host_region, "version_of", lambda given: own)
-    made = HostRegion(
+    monkeypatch.setattr(host_region, "version_of", lambda library_: version)
+    region = HostRegion(
         b"", SimpleNamespace(threaded=lambda run: run, delete=lambda handle: 0), "host/model.so", built_with=built_with
     )  # type: ignore[arg-type]
-    made.bind({})
+    region.bind({})
     assert ("ExtractConstantsMapEntries" in library.asked) == asked
-    made._container = None  # type: ignore[assignment]
+    region._container = None  # type: ignore[assignment]

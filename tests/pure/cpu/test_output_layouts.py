@@ -48,7 +48,7 @@ def numbers(*values: float) -> Any:
 
 def two_outputs(*aliases: Alias, **changes: Any) -> Manifest:
     """Per key x[key, 3] gives y[key, 2] and z[2], whose row has `changes`."""
-    made = manifest()
+    base = manifest()
     second = Value(dtype="float32", shape=(2,), strides=(1,), memory="host", offset=0)
     programs = [
         replace(
@@ -57,14 +57,14 @@ def two_outputs(*aliases: Alias, **changes: Any) -> Manifest:
             outputs=(1, 2),
             steps=(replace(program.steps[0], outputs=(1, 2)),),
         )
-        for program in made.entries[0].programs
+        for program in base.entries[0].programs
     ]
-    outputs = (*made.entries[0].outputs, replace(made.entries[0].outputs[0], name="z", shape=(2,), order=(0,)))
-    return edited(made, outputs=outputs, programs=tuple(programs), aliases=aliases)
+    outputs = (*base.entries[0].outputs, replace(base.entries[0].outputs[0], name="z", shape=(2,), order=(0,)))
+    return edited(base, outputs=outputs, programs=tuple(programs), aliases=aliases)
 
 
-def layouts_of(torch: FakeTorch, made: Manifest) -> OutputLayouts:
-    return OutputLayouts(torch, made, made.entries[0], made.entries[0].programs[1])  # type: ignore[arg-type]
+def layouts_of(torch: FakeTorch, manifest: Manifest) -> OutputLayouts:
+    return OutputLayouts(torch, manifest, manifest.entries[0], manifest.entries[0].programs[1])  # type: ignore[arg-type]
 
 
 HANDLES = (c_void_p * 2)(1, 2)
@@ -94,7 +94,7 @@ def test_strides_are_compared_at_every_replay_and_the_rest_at_the_first() -> Non
 
 
 @pytest.mark.parametrize(
-    ("found", "told"),
+    ("layout", "message"),
     [
         ((INT32, (4, 2), (2, 1)), "another dtype"),
         ((FLOAT32, (2, 4), (2, 1)), r"\[2, 4\]"),
@@ -103,12 +103,12 @@ def test_strides_are_compared_at_every_replay_and_the_rest_at_the_first() -> Non
         ((FLOAT32, (4, 2), (2, 2)), r"strides \[2, 2\]"),
     ],
 )
-def test_the_first_replay_compares_all(found: Any, told: str) -> None:
+def test_the_first_replay_compares_all(layout: Any, message: str) -> None:
     torch = FakeTorch()
-    torch.tensors = [(*found, Y), (FLOAT32, (2,), (1,), Y)]
+    torch.tensors = [(*layout, Y), (FLOAT32, (2,), (1,), Y)]
     layouts = layouts_of(torch, two_outputs())
     for _ in range(2):
-        with raises("library-refused", match=f"output 'y' is .*{told}.*the bundle says float32"):
+        with raises("library-refused", match=f"output 'y' is .*{message}.*the bundle says float32"):
             layouts.addresses(HANDLES)
 
 

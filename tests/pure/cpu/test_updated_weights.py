@@ -28,10 +28,10 @@ def test_updated_weights_begin_at_cache_lines_and_lie_apart() -> None:
     sizes = [1, 63, 64, 65, 100, 0, 3, 200]
     row = replace(manifest().weights[0], dtype="uint8", strides=(1,))
     rows = [replace(row, name=f"w{i}", tensor=f"w{i}", shape=(size,)) for i, size in enumerate(sizes)]
-    given = contents_of({f"w{i}": tensor(size, i + 1) for i, size in enumerate(sizes)})
+    contents = contents_of({f"w{i}": tensor(size, i + 1) for i, size in enumerate(sizes)})
     mapped: Any = Mapped()
     first = HostWeights(mapped)
-    second = first.updated(rows, [given[row.name] for row in rows])
+    second = first.updated(rows, [contents[row.name] for row in rows])
     places = [second.address(row.tensor) for row in rows]
     assert [place % ALIGNMENT for place in places] == [0] * len(sizes) and ALIGNMENT == 64
     assert [ctypes.string_at(place, size) for place, size in zip(places, sizes, strict=True)] == [

@@ -62,12 +62,12 @@ class FakeRegion:
         self.calls.append(self.name)
         ((address,), (layout,)) = addresses, layouts
         shape, strides = tuple(layout.shape), tuple(layout.strides)
-        given = list(floats(address, shape[0] * shape[1]))
+        values = list(floats(address, shape[0] * shape[1]))
         self.addresses.append(address)
-        self.seen.append(given)
-        result = [x * 2 if self.name == DOUBLE else x + 1 for x in given]
-        made = {"numbers": result, "shape": shape, "strides": strides} | self.changes
-        outputs[0] = self.torch.tensor(**made)
+        self.seen.append(values)
+        result = [x * 2 if self.name == DOUBLE else x + 1 for x in values]
+        fields = {"numbers": result, "shape": shape, "strides": strides} | self.changes
+        outputs[0] = self.torch.tensor(**fields)
 
     def close(self) -> None:
         self.closed += 1

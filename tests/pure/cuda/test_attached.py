@@ -33,8 +33,8 @@ class Memory:
         self.address = -(-ctypes.addressof(self.buffer) // 256) * 256 + shift
 
     def tensor(self, number: int, offset: int = 0, **changes: Any) -> Tensor:
-        given = {"dtype": "float32", "shape": (number, FLOATS), "strides": None, "device": 0} | changes
-        return Tensor(self.address + offset, owner=self, **given)
+        fields = {"dtype": "float32", "shape": (number, FLOATS), "strides": None, "device": 0} | changes
+        return Tensor(self.address + offset, owner=self, **fields)
 
     def write(self, values: array[float]) -> None:
         ctypes.memmove(self.address, values.tobytes(), 4 * len(values))
@@ -57,14 +57,14 @@ def test_the_graphs_run_over_the_callers_tensors(fake: FakeDriver, path: Path) -
     graphs = cgbundle.attach(path, {**tensors(x, out), "unused": "whatever"})
     assert list(graphs) == ["small", (8, "rows")] and graphs["small"].key == "small"
     for seed in range(2):
-        given = inputs(8, seed)
-        x.write(given)
+        values = inputs(8, seed)
+        x.write(values)
         graphs[8, "rows"].replay()
-        assert out.read(8 * FLOATS) == expected(given)
+        assert out.read(8 * FLOATS) == expected(values)
         graphs["small"].replay(stream=7)
         result = graphs.tensors["result"]
         assert result.shape == (4, FLOATS) and result.device == 0
-        assert array("f", ctypes.string_at(result.address, 4 * 4 * FLOATS)) == expected(given[: 4 * FLOATS])
+        assert array("f", ctypes.string_at(result.address, 4 * 4 * FLOATS)) == expected(values[: 4 * FLOATS])
     assert graphs.memory == {"arena": rows.ARENA, "weights": 1024, "code": 0}
     graph = graphs["small"]
     graphs.close()
@@ -81,10 +81,10 @@ def test_nothing_is_left_when_they_are_closed(fake: FakeDriver, path: Path) -> N
 
 def test_poison_changes_nothing(fake: FakeDriver, path: Path) -> None:
     x, out = Memory(512), Memory(512)
-    x.write(given := inputs(8))
+    x.write(values := inputs(8))
     with attach_poisoned(path, tensors(x, out), poison=0xA5) as graphs:
         graphs[8, "rows"].replay()
-    assert out.read(8 * FLOATS) == expected(given)
+    assert out.read(8 * FLOATS) == expected(values)
 
 
 def test_whichever_call_fails_nothing_is_left(fake: FakeDriver, path: Path) -> None:
@@ -135,17 +135,17 @@ LAYOUTS: list[tuple[Callable[[Memory, Memory], dict[str, Any]], str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("given", "match"), LAYOUTS)
+@pytest.mark.parametrize(("layout", "match"), LAYOUTS)
 def test_tensors_that_are_laid_out_otherwise_are_refused_before_the_gpu_is_touched(
-    fake: FakeDriver, path: Path, given: Callable[[Memory, Memory], dict[str, Any]], match: str
+    fake: FakeDriver, path: Path, layout: Callable[[Memory, Memory], dict[str, Any]], match: str
 ) -> None:
     with raises("tensors-unlike", match=match):
-        cgbundle.attach(path, given(Memory(512), Memory(512)))
+        cgbundle.attach(path, layout(Memory(512), Memory(512)))
     assert set(fake.calls) <= {"cuInit", "cuDriverGetVersion"}
 
 
 def test_another_machine_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    given = tensors(Memory(512), Memory(512))
+    caller_tensors = tensors(Memory(512), Memory(512))
     for fake, code, match in (
         (FakeDriver(version=13010), "driver-differs", "saved with a driver for CUDA 13.0, this machine's is for 13.1"),
         (FakeDriver(version=12080), "driver-too-old", "needs a driver for CUDA 13.0"),
@@ -154,7 +154,7 @@ def test_another_machine_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch)
     ):
         install(monkeypatch, fake)
         with raises(code, match=match):
-            cgbundle.attach(path, given)
+            cgbundle.attach(path, caller_tensors)
         assert not fake.live and not fake.retained
 
 
@@ -163,10 +163,10 @@ def test_what_was_not_verified_has_to_be_asked_for(fake: FakeDriver, tmp_path: P
         assert manifest.engine is not None
         return replace(manifest, engine=replace(manifest.engine, verified=False))
 
-    path, given = engine_bundle.write(tmp_path / "engine.cgb", change), tensors(Memory(512), Memory(512))
+    path, caller_tensors = engine_bundle.write(tmp_path / "engine.cgb", change), tensors(Memory(512), Memory(512))
     with raises("not-verified", match="saved without a replay"):
-        cgbundle.attach(path, given)
-    cgbundle.attach(path, given, unverified=True).close()
+        cgbundle.attach(path, caller_tensors)
+    cgbundle.attach(path, caller_tensors, unverified=True).close()
 
 
 def test_the_two_kinds_of_bundles_are_told_apart(fake: FakeDriver, path: Path, tmp_path: Path) -> None:
@@ -183,13 +183,13 @@ def test_a_key_must_have_signed_the_bundle(fake: FakeDriver, path: Path, tmp_pat
     import cgcompile
     from tests.helpers.bundles.signing import Pair
 
-    ours, theirs, given = Pair.make(tmp_path, "ours"), Pair.make(tmp_path, "theirs"), tensors(Memory(512), Memory(512))
+    ours, theirs, caller_tensors = Pair.make(tmp_path, "ours"), Pair.make(tmp_path, "theirs"), tensors(Memory(512), Memory(512))
     with raises("signature-missing", match="the bundle is not signed"):
-        cgbundle.attach(path, given, key=ours.public)
+        cgbundle.attach(path, caller_tensors, key=ours.public)
     cgcompile.sign(str(path), str(ours.private))
-    cgbundle.attach(path, given, key=ours.public).close()
+    cgbundle.attach(path, caller_tensors, key=ours.public).close()
     with raises("signature-wrong", match="by key"):
-        cgbundle.attach(path, given, key=theirs.public)
+        cgbundle.attach(path, caller_tensors, key=theirs.public)
 
 
 def test_a_changed_file_is_refused(fake: FakeDriver, path: Path) -> None:
@@ -212,7 +212,7 @@ def of_engine(**changes: Any) -> Callable[[Manifest], Manifest]:
 
     def change(manifest: Manifest) -> Manifest:
         engine: Engine | None = manifest.engine
-        return replace(manifest, engine=replace(engine, **{name: made(getattr(engine, name)) for name, made in changes.items()}))
+        return replace(manifest, engine=replace(engine, **{name: edit(getattr(engine, name)) for name, edit in changes.items()}))
 
     return change
 
@@ -245,9 +245,9 @@ def test_a_broken_manifest_is_refused(tmp_path: Path, change: Callable[[Manifest
 
 def test_recordings_use_the_engines_memories_alone(tmp_path: Path) -> None:
     def with_state(image: str, position: int) -> Any:
-        made = engine_bundle.recording(image, position)
+        base = engine_bundle.recording(image, position)
         places = relocations((0, rows.STATE_AT, 0), (8, rows.ARENA_AT, 0), (24, rows.ARENA_AT, 0))
-        return replace(made, nodes=(replace(made.nodes[0], relocations=places), *made.nodes[1:]))
+        return replace(base, nodes=(replace(base.nodes[0], relocations=places), *base.nodes[1:]))
 
     def state(manifest: Manifest) -> Manifest:
         return replace(manifest, memories=(*manifest.memories, ("state", 256)))

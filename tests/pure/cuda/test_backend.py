@@ -41,8 +41,8 @@ def test_replays_what_was_recorded(fake: FakeDriver, bundle: tuple[Manifest, Pat
     backend = opened(*bundle, mode=mode)
     for seed in range(2):
         for number, key in enumerate(KEYS):
-            given = inputs(key, seed)
-            assert call(backend, number, given) == expected(given)
+            values = inputs(key, seed)
+            assert call(backend, number, values) == expected(values)
     backend.close()
     assert fake.calls.count("cuModuleLoadData") == 1
     assert fake.calls.count("cuGraphInstantiate") == (2 if mode == "graph" else 0)
@@ -64,11 +64,11 @@ def test_graphs_are_built_at_load_or_at_the_first_call_of_their_key(
     calls = opened(manifest, folder, lazy=lazy)
     built = [fake.calls.count("cuGraphInstantiate")]
     for number in (1, 1, 0):
-        given = inputs(KEYS[number])
+        values = inputs(KEYS[number])
         with calls.locked(None) as stream:
-            (address,) = calls.run(number, [given.buffer_info()[0]], 0, stream).addresses
+            (address,) = calls.run(number, [values.buffer_info()[0]], 0, stream).addresses
         built.append(fake.calls.count("cuGraphInstantiate"))
-        assert array("f", ctypes.string_at(address, 4 * len(given))) == expected(given)
+        assert array("f", ctypes.string_at(address, 4 * len(values))) == expected(values)
     assert built == ([0, 1, 1, 2] if lazy else [2, 2, 2, 2])
     calls.close()
 
@@ -77,10 +77,10 @@ def test_graphs_are_built_at_load_or_at_the_first_call_of_their_key(
 def test_poison_changes_nothing(fake: FakeDriver, bundle: tuple[Manifest, Path], mode: str) -> None:
     manifest, folder = bundle
     backend = opened(manifest, folder, mode=mode, poison=0xA5)
-    given = inputs(KEYS[0])
-    assert call(backend, 0, given) == expected(given)
+    values = inputs(KEYS[0])
+    assert call(backend, 0, values) == expected(values)
     backend.poison(0xFF)
-    assert call(backend, 0, given) == expected(given)
+    assert call(backend, 0, values) == expected(values)
     backend.close()
 
 
@@ -96,13 +96,13 @@ def test_poison_fills_undefined_bytes_only(bundle: tuple[Manifest, Path]) -> Non
 
 def test_outputs_outlive_the_program(fake: FakeDriver, bundle: tuple[Manifest, Path]) -> None:
     backend = opened(*bundle)
-    given = inputs(KEYS[0])
-    (output,) = run(backend, 0, [(given.buffer_info()[0], False, 4 * len(given))])
-    kept, dropped = backend.copy_out(output, 4 * len(given), None), allocate(backend, 100)
+    values = inputs(KEYS[0])
+    (output,) = run(backend, 0, [(values.buffer_info()[0], False, 4 * len(values))])
+    kept, dropped = backend.copy_out(output, 4 * len(values), None), allocate(backend, 100)
     del dropped
     backend.poison(0)
     backend.close()
-    assert array("f", ctypes.string_at(kept.address, kept.bytes)) == expected(given)
+    assert array("f", ctypes.string_at(kept.address, kept.bytes)) == expected(values)
     assert fake.retained == 1
     kept.free()
     kept.free()
@@ -113,22 +113,22 @@ def test_steps_are_timed_by_events_while_a_profile_watches(fake: FakeDriver, bun
     manifest, _ = bundle
     backend = opened(*bundle, lazy=lazy)
     profile = Profile("tiny", backend.watch)
-    given = inputs(KEYS[0])
+    values = inputs(KEYS[0])
     with profile:
-        assert call(backend, 0, given) == expected(given)
-        assert call(backend, 0, given) == expected(given)
+        assert call(backend, 0, values) == expected(values)
+        assert call(backend, 0, values) == expected(values)
     live, calls = len(fake.live), len(fake.calls)
-    assert call(backend, 0, given) == expected(given)
+    assert call(backend, 0, values) == expected(values)
     assert "cuEventElapsedTime" in fake.calls[:calls] and "cuEventElapsedTime" not in fake.calls[calls:]
     names = step_names(manifest, manifest.entries[0], manifest.entries[0].programs[0])
     assert [span.name for span in profile.spans] == names * 2 and {span.track for span in profile.spans} == {"GPU"}
     (row, *_) = profile.rows()
     assert row.times == 2 and row.track == "GPU"
     with profile:
-        call(backend, 0, given)
+        call(backend, 0, values)
     assert len(fake.live) == live, "events are left"
     profile.__enter__()
-    call(backend, 0, given)
+    call(backend, 0, values)
     backend.close()
     profile.__exit__(None, None, None)
     assert len(profile.spans) == 4 * len(names)
@@ -137,11 +137,11 @@ def test_steps_are_timed_by_events_while_a_profile_watches(fake: FakeDriver, bun
 def test_a_long_profile_keeps_few_events(fake: FakeDriver, bundle: tuple[Manifest, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_times, "PENDING", 3)
     backend = opened(*bundle)
-    given = inputs(KEYS[0])
+    values = inputs(KEYS[0])
     before = len(fake.live)
     with Profile("tiny", backend.watch) as profile:
         for _ in range(10):
-            call(backend, 0, given)
+            call(backend, 0, values)
             assert len(fake.live) <= before + 1 + 2 * 3
     assert len(profile.spans) == 10 * len(bundle[0].entries[0].programs[0].steps)
     backend.close()
@@ -176,13 +176,13 @@ def test_a_closed_backend_refuses_and_closes_twice(fake: FakeDriver, bundle: tup
 @pytest.mark.parametrize("mode", MODES)
 def test_whichever_call_fails_nothing_is_left(monkeypatch: pytest.MonkeyPatch, bundle: tuple[Manifest, Path], mode: str) -> None:
     monkeypatch.setattr(upload, "way", lambda size: upload.Way(1, 2, True))
-    given = inputs(KEYS[0])
+    values = inputs(KEYS[0])
 
     def session(fake: FakeDriver) -> None:
         install(monkeypatch, fake)
         backend = opened(*bundle, mode=mode)
         try:
-            call(backend, 0, given)
+            call(backend, 0, values)
             kept = [backend.copy_out(run(backend, 1, [None])[0], 256, None)]
         finally:
             fake.fail_at = -1  # a close in spite of errors is best effort
@@ -392,7 +392,7 @@ def test_where_memory_cannot_be_pinned_all_arrives(
 ) -> None:
     """Eight readers and one sender, slots fewer than groups, and groups of several upload."""
     if not pinned:
-        monkeypatch.setattr(fake, "cuMemHostRegister", lambda *given: 801, raising=False)
+        monkeypatch.setattr(fake, "cuMemHostRegister", lambda *arguments: 801, raising=False)
     _, folder = bundle
     data = (folder / "weights.safetensors").read_bytes()
     listed = [upload.Piece(at, 30, 2 * at) for at in range(0, len(data) - 30, 31)]
@@ -508,7 +508,7 @@ def test_the_disk_begins_to_read_the_first_weights(
     monkeypatch.setattr(reads, "STEP", 256)
     monkeypatch.setattr(upload, "FIRST", 384)
     manifest, folder = bundle
-    found = upload.listed(ArchiveOf(folder, manifest))
-    (first, *_) = found["weights.safetensors"]
+    pieces = upload.listed(ArchiveOf(folder, manifest))
+    (first, *_) = pieces["weights.safetensors"]
     assert first.size > 384
     assert asked == [(first.begin, 256), (first.begin + 256, 128)]

@@ -54,11 +54,11 @@ class Calls:
         """Runs a call, and writes down what it asked of the driver, and the error that it raised."""
         self.driver.taken()
         try:
-            made, failed = run(), ""
+            result, failed = run(), ""
         except CgbundleError as error:
-            made, failed = None, f"  raises {error.code}"
+            result, failed = None, f"  raises {error.code}"
         self.lines += [f"# {title}{failed}", *self.driver.taken()]
-        return made
+        return result
 
     def on_gpu(self, data: array[float], *shape: int) -> FakeTensor:
         return self.torch.empty(shape, data.tobytes())
@@ -79,7 +79,7 @@ def plain(folder: Path, pad: str = "rows", **changes: Any) -> Manifest:
     """The bundle of `cuda_bundles` with a signature; its rows do not depend on each other."""
     manifest = cuda_bundles.write(folder, b"an image")
     signed = state_bundles.write(folder.with_name("signed.cgb")).entries[0]
-    made: Manifest = edited(
+    changed: Manifest = edited(
         manifest,
         dimensions=(replace(signed.dimensions[0], pad=pad, chunk=pad != "no", reason="they are"),),
         inputs=signed.inputs,
@@ -89,14 +89,14 @@ def plain(folder: Path, pad: str = "rows", **changes: Any) -> Manifest:
         result={"tensor": 0},
         **changes,
     )
-    return made
+    return changed
 
 
 def in_one_step(manifest: Manifest) -> Manifest:
     """Each program gives what its recording makes, without a step that copies it."""
     rows = manifest.entries[0].programs
-    made: Manifest = edited(manifest, programs=tuple([replace(row, steps=row.steps[:1], outputs=(1,)) for row in rows]))
-    return made
+    changed: Manifest = edited(manifest, programs=tuple([replace(row, steps=row.steps[:1], outputs=(1,)) for row in rows]))
+    return changed
 
 
 def program(calls: Calls, manifest: Manifest, mode: str, outputs: str, **options: Any) -> Program:
@@ -104,127 +104,127 @@ def program(calls: Calls, manifest: Manifest, mode: str, outputs: str, **options
     return Program(manifest, backend, "chunk", outputs)
 
 
-def calls_of_plain(calls: Calls, made: Program) -> None:
+def calls_of_plain(calls: Calls, program: Program) -> None:
     """Calls of every kind that a signature of one input allows, one after the other and in a drawn order."""
     torch, same = calls.torch, [calls.on_gpu(inputs(key), key, FLOATS) for key in KEYS]
 
     def fresh(key: int, seed: int) -> FakeTensor:
         return calls.on_gpu(inputs(key, seed), key, FLOATS)
 
-    calls.note("of the GPU", lambda: made(same[0]))
-    calls.note("again", lambda: made(same[0]))
-    calls.note("another tensor", lambda: made(fresh(KEYS[0], 1)))
-    calls.note("another size", lambda: made(same[1]))
-    calls.note("by name", lambda: made(x=same[0]))
+    calls.note("of the GPU", lambda: program(same[0]))
+    calls.note("again", lambda: program(same[0]))
+    calls.note("another tensor", lambda: program(fresh(KEYS[0], 1)))
+    calls.note("another size", lambda: program(same[1]))
+    calls.note("by name", lambda: program(x=same[0]))
     torch.current = 512
-    calls.note("another stream", lambda: made(same[0]))
-    calls.note("again on it", lambda: made(fresh(KEYS[0], 2)))
+    calls.note("another stream", lambda: program(same[0]))
+    calls.note("again on it", lambda: program(fresh(KEYS[0], 2)))
     torch.current = 0
-    calls.note("back", lambda: made(same[0]))
-    calls.note("where memory is not aligned", lambda: made(FakeTensor(same[0].address + 64, same[0].shape, same[0])))
-    calls.note("the static buffer", lambda: made(FakeTensor(made.buffers((KEYS[0],))[0].address, (KEYS[0], FLOATS), made)))
-    calls.note("of the CPU", lambda: made(near(KEYS[0])))
+    calls.note("back", lambda: program(same[0]))
+    calls.note("where memory is not aligned", lambda: program(FakeTensor(same[0].address + 64, same[0].shape, same[0])))
+    calls.note("the static buffer", lambda: program(FakeTensor(program.buffers((KEYS[0],))[0].address, (KEYS[0], FLOATS), program)))
+    calls.note("of the CPU", lambda: program(near(KEYS[0])))
     for size in (1, 3, 5, 7, 9, 13, 40):
-        calls.note(f"of the CPU, {size} rows", lambda size=size: made(near(size)))
-    calls.note("another rank", lambda: made(calls.on_gpu(inputs(4), 4 * FLOATS)))
+        calls.note(f"of the CPU, {size} rows", lambda size=size: program(near(size)))
+    calls.note("another rank", lambda: program(calls.on_gpu(inputs(4), 4 * FLOATS)))
     torch.current, torch.capturing = CAPTURED, True
     calls.driver.capturing.add(CAPTURED)
-    calls.note("inside a capture", lambda: made(same[0]))
-    calls.note("again inside", lambda: made(same[0]))
-    calls.note("inside, of the CPU", lambda: made(near(KEYS[0])))
+    calls.note("inside a capture", lambda: program(same[0]))
+    calls.note("again inside", lambda: program(same[0]))
+    calls.note("inside, of the CPU", lambda: program(near(KEYS[0])))
     calls.driver.capturing.clear()
     torch.current, torch.capturing = 0, False
-    calls.note("behind the capture", lambda: made(same[0]))
+    calls.note("behind the capture", lambda: program(same[0]))
     drawn = random.Random(0)
     for number in range(60):
         key, way = drawn.choice(KEYS), drawn.randrange(4)
         torch.current = drawn.choice((0, 0, 0, 1, 512, 513))
         value = fresh(key, number) if way == 1 else near(drawn.randrange(1, 12)) if way == 2 else same[KEYS.index(key)]
-        calls.note(f"{number}: way {way}, key {key}, stream {torch.current}", lambda value=value: made(value))
+        calls.note(f"{number}: way {way}, key {key}, stream {torch.current}", lambda value=value: program(value))
     torch.current = 0
 
 
 def copies_and_views(calls: Calls, mode: str, outputs: str) -> None:
-    made = program(calls, plain(calls.folder / "model.cgb"), mode, outputs)
-    calls_of_plain(calls, made)
-    calls.note("close", made.close)
+    model = program(calls, plain(calls.folder / "model.cgb"), mode, outputs)
+    calls_of_plain(calls, model)
+    calls.note("close", model.close)
 
 
 def one_step(calls: Calls, mode: str, outputs: str) -> None:
-    made = program(calls, in_one_step(plain(calls.folder / "model.cgb")), mode, outputs, poison=0xA5)
-    calls_of_plain(calls, made)
-    calls.note("close", made.close)
+    model = program(calls, in_one_step(plain(calls.folder / "model.cgb")), mode, outputs, poison=0xA5)
+    calls_of_plain(calls, model)
+    calls.note("close", model.close)
 
 
 def lazy(calls: Calls, mode: str, outputs: str) -> None:
-    made = program(calls, plain(calls.folder / "model.cgb", "no"), mode, outputs, lazy=True)
-    calls_of_plain(calls, made)
-    calls.note("close", made.close)
+    model = program(calls, plain(calls.folder / "model.cgb", "no"), mode, outputs, lazy=True)
+    calls_of_plain(calls, model)
+    calls.note("close", model.close)
 
 
 def written(calls: Calls, mode: str, outputs: str) -> None:
     """The caller's tensor is brought up to date."""
-    made = program(calls, plain(calls.folder / "model.cgb", "no", mutated_inputs=(0,)), mode, outputs)
-    calls_of_plain(calls, made)
-    calls.note("close", made.close)
+    model = program(calls, plain(calls.folder / "model.cgb", "no", mutated_inputs=(0,)), mode, outputs)
+    calls_of_plain(calls, model)
+    calls.note("close", model.close)
 
 
 def state(calls: Calls, mode: str, outputs: str) -> None:
-    made = program(calls, state_bundles.write(calls.folder / "model.cgb"), mode, outputs)
+    model = program(calls, state_bundles.write(calls.folder / "model.cgb"), mode, outputs)
     first = far(calls, inputs(KEYS[0]), KEYS[0], FLOATS)
     rows: list[tuple[str, Callable[[], Any]]] = [
-        ("of the CPU", lambda: made(near(4))), ("of the GPU", lambda: made(first)), ("again", lambda: made(first)),
-        ("read state", lambda: made.state["total"]), ("reset", made.reset), ("seed", lambda: made.seed(7)),
-        ("write state", lambda: made.state.__setitem__("total", from_bytes(bytes(64), "float32", (16,)))),
-        ("write state of the GPU", lambda: made.state.__setitem__("total", far(calls, inputs(1), 16))),
-        ("profile", lambda: profiled(made, first)), ("poison", lambda: made.poison(0xFF)),
-        ("another size", lambda: made(near(8))),
+        ("of the CPU", lambda: model(near(4))), ("of the GPU", lambda: model(first)), ("again", lambda: model(first)),
+        ("read state", lambda: model.state["total"]), ("reset", model.reset), ("seed", lambda: model.seed(7)),
+        ("write state", lambda: model.state.__setitem__("total", from_bytes(bytes(64), "float32", (16,)))),
+        ("write state of the GPU", lambda: model.state.__setitem__("total", far(calls, inputs(1), 16))),
+        ("profile", lambda: profiled(model, first)), ("poison", lambda: model.poison(0xFF)),
+        ("another size", lambda: model(near(8))),
     ]  # fmt: skip
     for title, run in rows:
         calls.note(title, run)
-    session = calls.note("session", made.session)
+    session = calls.note("session", model.session)
     for title, run in (("of the session", lambda: session(near(8))), ("of the GPU", lambda: session(first))):
         calls.note(title, run)
     calls.note("close the session", session.close)
-    calls.note("another session", made.session)
-    calls.note("close", made.close)
+    calls.note("another session", model.session)
+    calls.note("close", model.close)
 
 
-def profiled(made: Program, value: Any) -> None:
-    with made.profile():
-        made(value)
-        made(value)
+def profiled(program: Program, value: Any) -> None:
+    with program.profile():
+        program(value)
+        program(value)
 
 
 def donations(calls: Calls, mode: str, outputs: str) -> None:
-    made = program(calls, donation_bundles.write(calls.folder / "model.cgb"), mode, outputs)
+    model = program(calls, donation_bundles.write(calls.folder / "model.cgb"), mode, outputs)
     drawn, lying = random.Random(1), list[Any]()
     for number in range(40):
         entry = drawn.choice(("make", "again", "take"))
-        given = [calls.on_gpu(donation_bundles.numbers(number + at), donation_bundles.N) for at in range(2)]
-        chosen = [drawn.choice([*lying[-3:], value]) for value in given][: 2 if entry == "take" else 1]
-        answer = calls.note(f"{number}: {entry}", lambda entry=entry, chosen=chosen: made[entry](*chosen))
+        tensors = [calls.on_gpu(donation_bundles.numbers(number + at), donation_bundles.N) for at in range(2)]
+        chosen = [drawn.choice([*lying[-3:], value]) for value in tensors][: 2 if entry == "take" else 1]
+        answer = calls.note(f"{number}: {entry}", lambda entry=entry, chosen=chosen: model[entry](*chosen))
         if answer is not None:
             lying.append(answer)
-    calls.note("poison", lambda: made.poison(0xFF, reserved=False))
-    calls.note("close", made.close)
+    calls.note("poison", lambda: model.poison(0xFF, reserved=False))
+    calls.note("close", model.close)
 
 
 def update(calls: Calls, mode: str, outputs: str) -> None:
-    made = program(calls, plain(calls.folder / "model.cgb"), mode, outputs)
-    count, session = KEYS[-1] * FLOATS, made.session()
+    model = program(calls, plain(calls.folder / "model.cgb"), mode, outputs)
+    count, session = KEYS[-1] * FLOATS, model.session()
     named = {"offsets": from_bytes(array("f", [5.0] * count), "float32", (count,)), "small": from_bytes(b"xyz", "uint8", (3,))}
     with open(calls.folder / "new.safetensors", "wb") as file:
         rows = {"tied": ("float32", (count,), lambda: array("f", [3.0] * count)), "small": ("uint8", (3,), lambda: b"xyz")}
         safetensors_writer.write(file, rows)
-    calls.note("tensors", lambda: made.update(named))
-    calls.note("a file", lambda: made.update(calls.folder / "new.safetensors"))
-    calls.note("of the GPU", lambda: made.update({"offsets": calls.on_gpu(array("f", [1.0] * count), count)}, partial=True))
-    calls.note("one is missing", lambda: made.update({"small": named["small"]}))
-    calls.note("warmup", lambda: made(near(4)))
+    calls.note("tensors", lambda: model.update(named))
+    calls.note("a file", lambda: model.update(calls.folder / "new.safetensors"))
+    calls.note("of the GPU", lambda: model.update({"offsets": calls.on_gpu(array("f", [1.0] * count), count)}, partial=True))
+    calls.note("one is missing", lambda: model.update({"small": named["small"]}))
+    calls.note("warmup", lambda: model(near(4)))
     calls.note("of the session", lambda: session(near(4)))
     session.close()
-    calls.note("close", made.close)
+    calls.note("close", model.close)
 
 
 def conditional(calls: Calls, mode: str, outputs: str) -> None:

@@ -25,7 +25,7 @@ from tests.helpers.raising import raises
 from tests.pure.cuda.fake_regions import Regions
 from tests.pure.cuda.test_host_steps import bundle as hosted  # noqa: F401
 from tests.pure.cuda.test_host_steps import regions  # noqa: F401
-from tests.pure.session.test_sessions import given, opened
+from tests.pure.session.test_sessions import batch, opened
 
 STREAM, OTHER = 64, 65
 
@@ -107,8 +107,8 @@ def test_what_the_detection_costs(fake: FakeDriver, bundle: tuple[Manifest, Path
         run(calls, 0, x, stream)
         before = len(fake.calls)
         run(calls, 0, x, stream)
-        made = [name for name in fake.calls[before:] if name.startswith(("cuStream", "cuEvent"))]
-        assert made == wanted, "2 is another stream in every thread: calls there are put in order each time"
+        driver_calls = [name for name in fake.calls[before:] if name.startswith(("cuStream", "cuEvent"))]
+        assert driver_calls == wanted, "2 is another stream in every thread: calls there are put in order each time"
     calls.close()
 
 
@@ -146,13 +146,13 @@ def test_operations_on_the_host_are_refused(
 def test_inputs_of_the_cpu_and_state_are_refused(
     fake: FakeDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
-    made = state_bundles.write(tmp_path / "tiny.cgb"), tmp_path / "tiny.cgb"
-    with opened(made) as program:
+    bundle = state_bundles.write(tmp_path / "tiny.cgb"), tmp_path / "tiny.cgb"
+    with opened(bundle) as program:
         for module in (backend_module, state):
             monkeypatch.setattr(module, "caller_captures", lambda: True)
         before = len(fake.calls)
         with raises("capture-refused", match="inputs on the CPU cannot become part of the CUDA graph that is being captured"):
-            program(given(4))
+            program(batch(4))
         for use in (
             program.reset, lambda: program.seed(3), lambda: program.state["total"], lambda: program.state_bytes(3),
             lambda: program.state.__setitem__("marks", from_bytes(bytes(8), "uint8", (8,))),
@@ -162,7 +162,7 @@ def test_inputs_of_the_cpu_and_state_are_refused(
         assert not [name for name in fake.calls[before:] if "Mem" in name or "Graph" in name]
         monkeypatch.undo()
         install(monkeypatch, fake)
-        program(given(4))
+        program(batch(4))
 
 
 def test_whether_the_caller_captures_is_asked_of_the_callers_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,7 +202,7 @@ def test_allocating_and_freeing_does_not_disturb_a_capture_elsewhere(fake: FakeD
             return real(*arguments)
 
         setattr(fake, f"do_{name}", watched)
-    made = calls_on(bundle)
-    made.session().close()
-    made.close()
+    backend = calls_on(bundle)
+    backend.session().close()
+    backend.close()
     assert fake.mode() == 0 and {"cuMemAlloc", "cuMemFree", "cuModuleLoadData", "cuGraphInstantiate"} <= seen

@@ -69,16 +69,16 @@ def test_a_donated_input_is_not_copied(fake: FakeDriver, manifest: Manifest, tmp
     backend = opened(manifest, tmp_path / "chained.cgb", mode=mode)
     call = Calls(fake, backend)
     x, y = numbers(1), numbers(2)
-    made = call(MAKE, call.tensor(x))
-    out, copies = call.copied(TAKE, made, call.tensor(y))
+    make_output = call(MAKE, call.tensor(x))
+    out, copies = call.copied(TAKE, make_output, call.tensor(y))
     assert (read(out), copies) == (taken(twice(x), y), 1)
-    out, copies = call.copied(TAKE, made, made)
+    out, copies = call.copied(TAKE, make_output, make_output)
     assert (read(out), copies) == (taken(twice(x), twice(x)), 0)
-    again, copies = call.copied(AGAIN, made)
+    again, copies = call.copied(AGAIN, make_output)
     assert (read(again), copies) == (twice(twice(x)), 0)
-    out, copies = call.copied(TAKE, made, again)  # of two entries
+    out, copies = call.copied(TAKE, make_output, again)  # of two entries
     assert (read(out), copies) == (taken(twice(x), twice(twice(x))), 0)
-    out, copies = call.copied(TAKE, again, made)  # no donation leads from there to the first input
+    out, copies = call.copied(TAKE, again, make_output)  # no donation leads from there to the first input
     assert (read(out), copies) == (taken(twice(twice(x)), twice(x)), 1)
     again, copies = call.copied(AGAIN, again)  # its own
     assert (read(again), copies) == (twice(twice(twice(x))), 1)
@@ -90,12 +90,12 @@ def test_what_an_entry_may_take_of_another_is_built_at_load(fake: FakeDriver, ma
     call = Calls(fake, backend)
     built = fake.calls.count("cuGraphInstantiate")
     assert built == 3 + 3  # take over make's for both inputs, over again's; again over make's
-    made = call(MAKE, call.tensor(numbers(0)))
-    again = call(AGAIN, made)
-    call(TAKE, made, made)
+    make_output = call(MAKE, call.tensor(numbers(0)))
+    again = call(AGAIN, make_output)
+    call(TAKE, make_output, make_output)
     assert fake.calls.count("cuGraphInstantiate") == built
-    call(TAKE, made, again)  # a mixture
-    call(TAKE, made, again)
+    call(TAKE, make_output, again)  # a mixture
+    call(TAKE, make_output, again)
     assert fake.calls.count("cuGraphInstantiate") == built + 1
     backend.close()
 
@@ -104,8 +104,8 @@ def test_a_lazy_load_builds_what_is_taken(fake: FakeDriver, manifest: Manifest, 
     backend = opened(manifest, tmp_path / "chained.cgb", lazy=True)
     call = Calls(fake, backend)
     assert "cuGraphInstantiate" not in fake.calls
-    made = call(MAKE, call.tensor(numbers(3)))
-    assert read(call(TAKE, made, call.tensor(numbers(4)))) == taken(twice(numbers(3)), numbers(4))
+    make_output = call(MAKE, call.tensor(numbers(3)))
+    assert read(call(TAKE, make_output, call.tensor(numbers(4)))) == taken(twice(numbers(3)), numbers(4))
     backend.close()
 
 
@@ -116,12 +116,12 @@ def test_calls_in_any_order_over_a_poisoned_arena(fake: FakeDriver, manifest: Ma
     lying: dict[int, tuple[int, array[float]]] = {}  # what an entry left, and where
     for number in range(300):
         program = drawn.choice([MAKE, AGAIN, TAKE])
-        given: list[tuple[int, array[float]]] = []
+        arguments: list[tuple[int, array[float]]] = []
         for _ in range(2 if program == TAKE else 1):
             fresh = numbers(number)
-            given.append(drawn.choice([*lying.values(), (call.tensor(fresh), fresh)]))
-        address = call(program, *[where for where, _ in given])
-        expected = taken(given[0][1], given[1][1]) if program == TAKE else twice(given[0][1])
+            arguments.append(drawn.choice([*lying.values(), (call.tensor(fresh), fresh)]))
+        address = call(program, *[where for where, _ in arguments])
+        expected = taken(arguments[0][1], arguments[1][1]) if program == TAKE else twice(arguments[0][1])
         assert read(address) == expected
         backend.poison(0xFF, reserved=False)
         if program != TAKE:
@@ -138,10 +138,10 @@ def test_calls_in_any_order_over_a_poisoned_arena(fake: FakeDriver, manifest: Ma
 def test_inputs_of_the_host_and_a_session(fake: FakeDriver, manifest: Manifest, tmp_path: Path) -> None:
     backend = opened(manifest, tmp_path / "chained.cgb")
     call, x = Calls(fake, backend), numbers(5)
-    made = call(MAKE, call.tensor(x))
+    make_output = call(MAKE, call.tensor(x))
     session = backend.session()
     other = Calls(fake, session)
-    assert read(other(TAKE, made, made)) == taken(twice(x), twice(x))  # copied in: it is of another session
+    assert read(other(TAKE, make_output, make_output)) == taken(twice(x), twice(x))  # copied in: it is of another session
     session.close()
     backend.close()
 
@@ -157,19 +157,19 @@ def device(call: Calls, data: array[float]) -> Tensor:
 def test_a_view_is_an_input_and_stays_until_its_entry_is_called(fake: FakeDriver, manifest: Manifest, tmp_path: Path) -> None:
     with views(manifest, tmp_path / "chained.cgb") as program:
         call, x, y = Calls(fake, program._backend), numbers(6), numbers(7)
-        made = program.make(device(call, x))
+        make_output = program.make(device(call, x))
         before = fake.calls.count("cuMemcpyDtoDAsync")
-        out = program.take(made, device(call, y))
+        out = program.take(make_output, device(call, y))
         assert fake.calls.count("cuMemcpyDtoDAsync") == before + 1
         assert read(out.tensor.address) == taken(twice(x), y)
-        again = program.again(made)
-        assert read(program.take(made, again).tensor.address) == taken(twice(x), twice(twice(x)))
+        again = program.again(make_output)
+        assert read(program.take(make_output, again).tensor.address) == taken(twice(x), twice(twice(x)))
         with raises("stale-view", match="output 'output' of call 2 was read after call 4"):
             out.tensor  # noqa: B018  no donation leads from there
-        assert read(made.tensor.address) == twice(x)
+        assert read(make_output.tensor.address) == twice(x)
         program.make(device(call, y))
         with raises("stale-view", match="output 'output' of call 1 of 'make' was read after call 2 of 'make'"):
-            program.take(made, made)
+            program.take(make_output, make_output)
         assert read(again.tensor.address) == twice(twice(x))
     with raises("stale-view", match="the program was closed"):
         again.tensor  # noqa: B018
@@ -191,10 +191,10 @@ def test_a_stale_view_is_refused_before_anything_runs(fake: FakeDriver, manifest
 def test_copies_are_copied_in(fake: FakeDriver, manifest: Manifest, tmp_path: Path) -> None:
     with views(manifest, tmp_path / "chained.cgb", "copy") as program:
         call, x = Calls(fake, program._backend), numbers(8)
-        made = program.make(device(call, x))
+        make_output = program.make(device(call, x))
         arena = program._backend._memories.address("arena", 0)
-        assert not arena + MAKE_AT <= made.address < arena + AGAIN_AT
-        assert read(program.take(made, made).address) == taken(twice(x), twice(x))
+        assert not arena + MAKE_AT <= make_output.address < arena + AGAIN_AT
+        assert read(program.take(make_output, make_output).address) == taken(twice(x), twice(x))
 
 
 def test_a_profile_of_chained_calls(fake: FakeDriver, manifest: Manifest, tmp_path: Path) -> None:
@@ -202,22 +202,22 @@ def test_a_profile_of_chained_calls(fake: FakeDriver, manifest: Manifest, tmp_pa
         call, x = Calls(fake, program._backend), numbers(9)
         for _ in range(2):
             with program.profile() as profile:
-                made = program.make(device(call, x))
-                assert read(program.take(made, made).tensor.address) == taken(twice(x), twice(x))
+                make_output = program.make(device(call, x))
+                assert read(program.take(make_output, make_output).tensor.address) == taken(twice(x), twice(x))
             assert sum(span.track == profile.GPU for span in profile.spans) == 2
-        assert read(program.take(made, made).tensor.address) == taken(twice(x), twice(x))
+        assert read(program.take(make_output, make_output).tensor.address) == taken(twice(x), twice(x))
 
 
 def test_a_call_inside_a_capture(fake: FakeDriver, manifest: Manifest, tmp_path: Path) -> None:
     backend = opened(manifest, tmp_path / "chained.cgb", lazy=True)
     call = Calls(fake, backend)
-    made = call(MAKE, call.tensor(numbers(0)))
+    make_output = call(MAKE, call.tensor(numbers(0)))
     call(TAKE, call.tensor(numbers(0)), call.tensor(numbers(0)))  # built, but not over that
     fake.capturing.add(77)
     with raises("capture-refused"), backend.locked(77) as stream:
-        backend.run(TAKE, [made, made], 0, stream)
+        backend.run(TAKE, [make_output, make_output], 0, stream)
     fake.capturing.discard(77)
-    assert read(call(TAKE, made, made)) == taken(twice(numbers(0)), twice(numbers(0)))
+    assert read(call(TAKE, make_output, make_output)) == taken(twice(numbers(0)), twice(numbers(0)))
     backend.close()
 
 
@@ -249,8 +249,8 @@ def examined(manifest: Manifest, folder: Path) -> list[tuple[str, bool]]:
 
 
 def test_the_self_test_of_donations(fake: FakeDriver, manifest: Manifest, tmp_path: Path) -> None:
-    found = examined(manifest, tmp_path / "chained.cgb")
-    assert sorted(found) == [("again -> again", True), ("again -> take", True), ("make -> again", True), ("make -> take", True)]
+    verdicts = examined(manifest, tmp_path / "chained.cgb")
+    assert sorted(verdicts) == [("again -> again", True), ("again -> take", True), ("make -> again", True), ("make -> take", True)]
 
 
 @pytest.mark.parametrize("place", [MAKE_AT, MAKE_AT + SIZE // 2])
@@ -275,18 +275,18 @@ def test_calls_like_one_before(fake: FakeDriver, manifest: Manifest, tmp_path: P
     with views(manifest, tmp_path / "chained.cgb") as program:
         call, x = Calls(fake, program._backend), numbers(3)
         for turn in range(3):
-            made = program.make(device(call, x))
+            make_output = program.make(device(call, x))
             before = fake.calls.count("cuMemcpyDtoDAsync")
-            out = program.take(made, made)
+            out = program.take(make_output, make_output)
             assert fake.calls.count("cuMemcpyDtoDAsync") == before
             assert read(out.tensor.address) == taken(twice(x), twice(x))
             if not turn:
                 for entry in (program.make, program.take):
                     assert entry._known
                     monkeypatch.setattr(entry, "_replay", None)
-        stale, made = made, program.make(device(call, x))
+        stale, make_output = make_output, program.make(device(call, x))
         with raises("stale-view", match="call 3 of 'make' was read after call 4 of 'make'"):
-            program.take(made, stale)
+            program.take(make_output, stale)
 
 
 def test_what_is_asked_of_the_driver(fake: FakeDriver, manifest: Manifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,6 +301,6 @@ def test_what_is_asked_of_the_driver(fake: FakeDriver, manifest: Manifest, tmp_p
         monkeypatch.setattr(module, "allocate", counted)
     with views(manifest, tmp_path / "chained.cgb") as program:
         call = Calls(fake, program._backend)
-        made = program.make(device(call, numbers(0)))
-        program.take(made, made)
+        make_output = program.make(device(call, numbers(0)))
+        program.take(make_output, make_output)
         assert sorted(asked) == sorted(program.memory.values())

@@ -60,8 +60,8 @@ class Room:
 
 @pytest.fixture
 def cleanup(fake: FakeDriver) -> Iterator[ExitStack]:
-    with ExitStack() as made:
-        yield made
+    with ExitStack() as stack:
+        yield stack
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -121,10 +121,10 @@ def test_a_failure_is_the_calls(monkeypatch: pytest.MonkeyPatch, failing: str) -
             room.there_and_back(0)
         call, left = getattr(fake, f"do_{failing}"), [3]
 
-        def fails(*given: object) -> object:
+        def fails(*arguments: object) -> object:
             left[0] -= 1
             if left[0]:
-                return call(*given)
+                return call(*arguments)
             return (719, None) if failing == "cuEventCreate" else 719
 
         with pytest.MonkeyPatch.context() as patch, pytest.raises(MachineError, match=failing):
@@ -141,11 +141,11 @@ def test_when_it_is_interrupted_no_thread_uses_the_callers_memory_any_more(
     room.there_and_back(0)
     copy = ctypes.memmove
 
-    def slow(*given: Any) -> Any:
+    def slow(*arguments: Any) -> Any:
         if threading.current_thread() is threading.main_thread():
             raise KeyboardInterrupt
         time.sleep(0.1)
-        return copy(*given)
+        return copy(*arguments)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(threaded_copies.ctypes, "memmove", slow)
@@ -159,10 +159,10 @@ def test_calls_from_the_host(fake: FakeDriver, tmp_path: Path, mode: str) -> Non
     folder = tmp_path / "tiny.cgb"
     backend = opened(cuda_bundles.write(folder, b"an image"), folder, mode=mode)
     for seed, (number, key) in enumerate([*enumerate(KEYS)] * 2):
-        given = inputs(key, seed)
+        values = inputs(key, seed)
         with backend.locked(None) as stream:
-            results = backend.run(number, [given.buffer_info()[0]], None, stream)
-        assert array("f", ctypes.string_at(results.addresses[0], 4 * len(given))) == expected(given)
+            results = backend.run(number, [values.buffer_info()[0]], None, stream)
+        assert array("f", ctypes.string_at(results.addresses[0], 4 * len(values))) == expected(values)
     assert fake.calls.count("cuMemHostRegister") == 1
     backend.close()
     with pytest.raises(CgbundleError), backend.locked(None):

@@ -39,21 +39,21 @@ HOST_BYTES = 4096
 
 @pytest.fixture
 def regions(monkeypatch: pytest.MonkeyPatch) -> Iterator[Regions]:
-    made = Regions()
-    monkeypatch.setattr(hoststeps, "open_region", made.open)
-    monkeypatch.setattr(hoststeps, "libtorch", SimpleNamespace(load=made.load, LibTorch=FakeTorch))
-    yield made
-    assert not made.torch.tensors, "tensors of a region were not given back"
-    assert all(region.closed == 1 for region in made.opened.values())
+    registry = Regions()
+    monkeypatch.setattr(hoststeps, "open_region", registry.open)
+    monkeypatch.setattr(hoststeps, "libtorch", SimpleNamespace(load=registry.load, LibTorch=FakeTorch))
+    yield registry
+    assert not registry.torch.tensors, "tensors of a region were not given back"
+    assert all(region.closed == 1 for region in registry.opened.values())
 
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[LateDriver]:
-    made = LateDriver()
-    install(monkeypatch, made)
-    yield made
-    assert not made.live and not made.pinned
-    assert made.retained == 0
+    driver = LateDriver()
+    install(monkeypatch, driver)
+    yield driver
+    assert not driver.live and not driver.pinned
+    assert driver.retained == 0
 
 
 # --- the bundle -------------------------------------------------------------------------------------------------------
@@ -83,30 +83,30 @@ def program(key: int, base: Program) -> Program:
     )  # fmt: skip
 
 
-def mixed(made: Manifest) -> Manifest:
+def mixed(manifest: Manifest) -> Manifest:
     """The manifest of `cuda_bundles` with programs that go through the host."""
     hosts = tuple(Region(name=file[5:-3], kind="host", reason="", file=file, constants=()) for file in FILES)
     return edited(
-        made,
-        target=replace(made.target, torch="2.13.0"),
-        memories=(*made.memories, ("host", HOST_BYTES)),
-        regions=(*made.regions, *hosts),
-        programs=tuple([program(key, row) for key, row in zip(KEYS, made.entries[0].programs, strict=True)]),
+        manifest,
+        target=replace(manifest.target, torch="2.13.0"),
+        memories=(*manifest.memories, ("host", HOST_BYTES)),
+        regions=(*manifest.regions, *hosts),
+        programs=tuple([program(key, row) for key, row in zip(KEYS, manifest.entries[0].programs, strict=True)]),
     )
 
 
 @pytest.fixture
 def bundle(tmp_path: Path) -> tuple[Manifest, Path]:
     folder = tmp_path / "mixed.cgb"
-    made = mixed(cuda_bundles.write(folder, b"an image"))
-    for row in made.entries[0].programs:
+    manifest = mixed(cuda_bundles.write(folder, b"an image"))
+    for row in manifest.entries[0].programs:
         check_order(row, "p")
         check_lifetimes(row, "p")
-    return made, folder
+    return manifest, folder
 
 
-def answer(given: array[float]) -> array[float]:
-    return array("f", [2 * x + 1 for x in expected(given)])
+def answer(values: array[float]) -> array[float]:
+    return array("f", [2 * x + 1 for x in expected(values)])
 
 
 # --- replays ----------------------------------------------------------------------------------------------------------
@@ -117,8 +117,8 @@ def test_a_mixed_program(fake: LateDriver, regions: Regions, bundle: tuple[Manif
     backend = opened(*bundle, mode=mode)
     for seed in range(3):
         for number, key in enumerate(KEYS):
-            given = inputs(key, seed)
-            assert call(backend, number, given) == answer(given)
+            values = inputs(key, seed)
+            assert call(backend, number, values) == answer(values)
     backend.close()
     assert regions.loads == ["2.13.0"]
     assert {name: len(region.seen) for name, region in regions.opened.items()} == dict.fromkeys(FILES, 6)
@@ -149,9 +149,9 @@ def test_calls_that_nobody_waits_for(fake: LateDriver, regions: Regions, bundle:
     backend = opened(*bundle)
     kept = []
     for seed in range(3):
-        given = inputs(KEYS[0], seed)
-        (output,) = run(backend, 0, [(given.buffer_info()[0], False, 4 * len(given))])
-        kept.append((backend.copy_out(output, 4 * len(given), None), answer(given)))
+        values = inputs(KEYS[0], seed)
+        (output,) = run(backend, 0, [(values.buffer_info()[0], False, 4 * len(values))])
+        kept.append((backend.copy_out(output, 4 * len(values), None), answer(values)))
     synchronize(backend)
     for output, wanted in kept:
         assert array("f", ctypes.string_at(output.address, output.bytes)) == wanted
@@ -165,8 +165,8 @@ def test_without_waiting_the_results_are_wrong(
     """The driver of these tests shows a host step that does not wait."""
     backend = opened(*bundle)
     monkeypatch.setattr(hoststeps, "cu", SimpleNamespace(cuStreamSynchronize=lambda stream: (0,)))
-    given = inputs(KEYS[0])
-    assert call(backend, 0, given) != answer(given)
+    values = inputs(KEYS[0])
+    assert call(backend, 0, values) != answer(values)
     backend.close()
 
 
@@ -174,9 +174,9 @@ def test_streams_take_turns_at_the_buffer(fake: LateDriver, regions: Regions, bu
     backend = opened(*bundle)
     kept = []
     for seed, stream in enumerate((None, 5, 0, 5, 6, None)):
-        given = inputs(KEYS[1], seed)
-        (output,) = run(backend, 1, [(given.buffer_info()[0], False, 4 * len(given))], stream)
-        kept.append((backend.copy_out(output, 4 * len(given), stream), answer(given)))
+        values = inputs(KEYS[1], seed)
+        (output,) = run(backend, 1, [(values.buffer_info()[0], False, 4 * len(values))], stream)
+        kept.append((backend.copy_out(output, 4 * len(values), stream), answer(values)))
     synchronize(backend)
     for output, wanted in kept:
         assert array("f", ctypes.string_at(output.address, output.bytes)) == wanted
@@ -193,13 +193,13 @@ def test_several_threads(fake: LateDriver, regions: Regions, bundle: tuple[Manif
     def serve(seed: int) -> None:
         for turn in range(10):
             number = (seed + turn) % 2
-            given = inputs(KEYS[number], seed + turn)
+            values = inputs(KEYS[number], seed + turn)
             with calls.locked(None) as stream:
-                results = calls.run(number, [given.buffer_info()[0]], 0 if on_device else None, stream)
+                results = calls.run(number, [values.buffer_info()[0]], 0 if on_device else None, stream)
                 if on_device:
                     fake.cuStreamSynchronize(stream)
-                made = array("f", ctypes.string_at(results.addresses[0], 4 * len(given)))
-            if made != answer(given):
+                output = array("f", ctypes.string_at(results.addresses[0], 4 * len(values)))
+            if output != answer(values):
                 wrong.append(seed)
 
     threads = [threading.Thread(target=serve, args=(seed,)) for seed in range(4)]
@@ -220,9 +220,9 @@ def test_a_region_is_loaded_when_a_program_that_needs_it_is(
     calls = opened(edited(manifest, programs=(first, manifest.entries[0].programs[1])), folder, lazy=True)
     loaded = [sorted(regions.opened)]
     for number in (0, 1):
-        given = inputs(KEYS[number])
+        values = inputs(KEYS[number])
         with calls.locked(None) as stream:
-            calls.run(number, [given.buffer_info()[0]], None, stream)
+            calls.run(number, [values.buffer_info()[0]], None, stream)
         loaded.append(sorted(regions.opened))
     calls.close()
     assert loaded == [[], [FILES[0]], sorted(FILES)]
@@ -236,8 +236,8 @@ def test_one_pinned_buffer_from_open_to_close(fake: LateDriver, regions: Regions
     assert list(fake.pinned.values()) == [HOST_BYTES]
     (start,) = fake.pinned
     for seed in range(2):
-        given = inputs(KEYS[0], seed)
-        run(backend, 0, [(given.buffer_info()[0], False, 4 * len(given))])
+        numbers = inputs(KEYS[0], seed)
+        run(backend, 0, [(numbers.buffer_info()[0], False, 4 * len(numbers))])
     assert regions.opened[FILES[0]].addresses == [start, start]
     assert regions.opened[FILES[1]].addresses == [start + 2048] * 2
     assert list(fake.pinned) == [start]
@@ -250,9 +250,9 @@ def test_graphs_get_no_address_of_the_hosts(
 ) -> None:
     bases: list[Sequence[int]] = []
     patch = launches.patch
-    monkeypatch.setattr(launches, "patch", lambda table, given, poison: (bases.append(given), patch(table, given, poison))[1])
+    monkeypatch.setattr(launches, "patch", lambda table, starts, poison: (bases.append(starts), patch(table, starts, poison))[1])
     backend = opened(*bundle)
-    assert [given[-1] for given in bases] == [0, 0]
+    assert [starts[-1] for starts in bases] == [0, 0]
     backend.close()
 
 
@@ -264,14 +264,14 @@ def test_poison_fills_arena_and_buffer_and_changes_nothing(
     backend = opened(manifest, folder, mode=mode, poison=0xA5)
     (start,) = [address for address, size in fake.pinned.items() if size == HOST_BYTES]
     assert ctypes.string_at(start, HOST_BYTES) == b"\xa5" * HOST_BYTES
-    given = inputs(KEYS[0])
-    assert call(backend, 0, given) == answer(given)
-    (output,) = run(backend, 0, [(given.buffer_info()[0], False, 4 * len(given))])
-    kept = backend.copy_out(output, 4 * len(given), None)
+    values = inputs(KEYS[0])
+    assert call(backend, 0, values) == answer(values)
+    (output,) = run(backend, 0, [(values.buffer_info()[0], False, 4 * len(values))])
+    kept = backend.copy_out(output, 4 * len(values), None)
     backend.poison(0xFF)  # what the copies of this call read is still needed
     assert ctypes.string_at(start, HOST_BYTES) == b"\xff" * HOST_BYTES
-    assert call(backend, 0, given) == answer(given)
-    assert array("f", ctypes.string_at(kept.address, kept.bytes)) == answer(given)
+    assert call(backend, 0, values) == answer(values)
+    assert array("f", ctypes.string_at(kept.address, kept.bytes)) == answer(values)
     kept.free()
     backend.close()
 
@@ -303,14 +303,14 @@ def test_a_tensor_of_another_layout(
     fake: LateDriver, regions: Regions, bundle: tuple[Manifest, Path], changes: dict[str, Any], message: str
 ) -> None:
     backend = opened(*bundle)
-    given = inputs(KEYS[0])
+    values = inputs(KEYS[0])
     regions.opened[FILES[1]].changes = changes
     with raises("library-refused", match=f"^{FILES[1]}: an output is {message}") as caught:
-        call(backend, 0, given)
+        call(backend, 0, values)
     assert caught.value.hint
     assert not regions.torch.tensors
     regions.opened[FILES[1]].changes = {}
-    assert call(backend, 0, given) == answer(given)
+    assert call(backend, 0, values) == answer(values)
     backend.close()
 
 
@@ -320,19 +320,19 @@ def test_strides_of_single_rows_do_not_matter(fake: LateDriver, regions: Regions
     thin = tuple([replace(value, shape=(1, FLOATS)) if index else value for index, value in enumerate(last.values)])
     backend = opened(edited(manifest, programs=(replace(last, values=thin),)), folder)
     regions.opened[FILES[1]].changes = {"strides": (99, 1)}
-    given = inputs(KEYS[0])
-    assert call(backend, 0, given)[:FLOATS] == answer(given)[:FLOATS]
+    numbers = inputs(KEYS[0])
+    assert call(backend, 0, numbers)[:FLOATS] == answer(numbers)[:FLOATS]
     backend.close()
 
 
 def test_a_region_that_fails(fake: LateDriver, regions: Regions, bundle: tuple[Manifest, Path]) -> None:
     backend = opened(*bundle)
-    given = inputs(KEYS[0])
+    values = inputs(KEYS[0])
     regions.opened[FILES[1]].error = CallError("operation-refused", f"{FILES[1]}: index out of range")
     with raises("operation-refused", match="index out of range"):
-        call(backend, 0, given)
+        call(backend, 0, values)
     regions.opened[FILES[1]].error = None
-    assert call(backend, 0, given) == answer(given)
+    assert call(backend, 0, values) == answer(values)
     backend.close()
 
 
@@ -374,8 +374,8 @@ def test_torch_that_is_missing(
     plain = cuda_bundles.program(KEYS[0])
     graphs = edited(manifest, regions=manifest.regions[:1], programs=(plain,), memories=manifest.memories[:4])
     backend = opened(graphs, folder)  # a bundle without host regions asks for none
-    given = inputs(KEYS[0])
-    assert call(backend, 0, given) == expected(given)
+    values = inputs(KEYS[0])
+    assert call(backend, 0, values) == expected(values)
     assert not fake.pinned
     backend.close()
 
@@ -385,13 +385,13 @@ def test_whichever_call_fails_nothing_is_left(
     monkeypatch: pytest.MonkeyPatch, bundle: tuple[Manifest, Path], regions: Regions, mode: str
 ) -> None:
     monkeypatch.setattr(upload, "way", lambda size: upload.Way(1, 2, True))
-    given = inputs(KEYS[0])
+    values = inputs(KEYS[0])
 
     def session(fake: FakeDriver) -> None:
         install(monkeypatch, fake)
         backend = opened(*bundle, mode=mode, poison=0x11)
         try:
-            call(backend, 0, given)
+            call(backend, 0, values)
             backend.poison(0x22)
         finally:
             fake.fail_at = -1  # a close in spite of errors is best effort

@@ -52,31 +52,31 @@ class Caller:
 
     def __call__(self, address: int) -> tuple[int, int]:
         """(parameters set, inputs copied) by a call whose answer is right."""
-        given = array("f", ctypes.string_at(address, BYTES))
+        values = array("f", ctypes.string_at(address, BYTES))
         before = len(self.fake.calls)
         with self.backend.locked(None) as stream:
             (output,) = self.backend.run(0, [address], 0, stream).addresses
-        assert array("f", ctypes.string_at(output, BYTES)) == expected(given)
-        made = self.fake.calls[before:]
-        return made.count(SET), made.count(COPY) - 1  # one copy is a step of the program
+        assert array("f", ctypes.string_at(output, BYTES)) == expected(values)
+        driver_calls = self.fake.calls[before:]
+        return driver_calls.count(SET), driver_calls.count(COPY) - 1  # one copy is a step of the program
 
     def from_host(self, seed: int) -> None:
-        given = inputs(KEYS[0], seed)
+        values = inputs(KEYS[0], seed)
         with self.backend.locked(None) as stream:
-            results = self.backend.run(0, [given.buffer_info()[0]], None, stream)
-        assert array("f", ctypes.string_at(results.addresses[0], BYTES)) == expected(given)
+            results = self.backend.run(0, [values.buffer_info()[0]], None, stream)
+        assert array("f", ctypes.string_at(results.addresses[0], BYTES)) == expected(values)
 
 
 @pytest.fixture
 def caller(fake: FakeDriver, bundle: tuple[Manifest, Path]) -> Iterator[Caller]:
-    made = Caller(fake, opened(*bundle))
-    yield made
-    made.backend.close()
+    calls = Caller(fake, opened(*bundle))
+    yield calls
+    calls.backend.close()
 
 
 def test_what_is_aligned_is_read_where_it_lies(caller: Caller) -> None:
     one, other = caller.put(0, 1), caller.put(4096, 2)
-    assert [caller(each) for each in (one, one, other, other, one)] == [(1, 0), (0, 0), (1, 0), (0, 0), (1, 0)]
+    assert [caller(address) for address in (one, one, other, other, one)] == [(1, 0), (0, 0), (1, 0), (0, 0), (1, 0)]
 
 
 def test_new_numbers_in_the_same_place_are_read(caller: Caller) -> None:
@@ -86,7 +86,7 @@ def test_new_numbers_in_the_same_place_are_read(caller: Caller) -> None:
 
 def test_what_is_not_aligned_is_copied(caller: Caller) -> None:
     one, odd = caller.put(0, 1), caller.put(4096 + 16, 2)
-    assert [caller(each) for each in (odd, odd, one, odd, odd)] == [(0, 1), (0, 1), (1, 0), (1, 1), (0, 1)]
+    assert [caller(address) for address in (odd, odd, one, odd, odd)] == [(0, 1), (0, 1), (1, 0), (1, 1), (0, 1)]
 
 
 def test_the_static_buffer_is_read_as_it_is(caller: Caller) -> None:
@@ -168,8 +168,8 @@ def test_a_failed_call_leaves_the_next_one_right(monkeypatch: pytest.MonkeyPatch
             except CgbundleError:
                 failures += 1
             counted.fail_at = -1
-            for each in reversed(addresses):
-                caller(each)
+            for next_address in reversed(addresses):
+                caller(next_address)
     assert failures > 3
     caller.backend.close()
 

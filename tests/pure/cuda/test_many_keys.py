@@ -48,8 +48,8 @@ def by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def answers(backend: CudaBackend, number: int) -> bool:
-    given = inputs(KEYS[number])
-    return call(backend, number, given) == expected(given)
+    values = inputs(KEYS[number])
+    return call(backend, number, values) == expected(values)
 
 
 @pytest.mark.parametrize(("lazy", "built"), [(None, 1), (False, 2), (True, 0)])
@@ -99,14 +99,14 @@ def test_a_session_builds_all_of_its_own(fake: FakeDriver, bundle: tuple[Manifes
 @pytest.mark.usefixtures("by_hand")
 def test_a_call_inside_a_capture_builds_its_key(fake: FakeDriver, bundle: tuple[Manifest, Path]) -> None:
     """It worked as long as all keys were built at load, so it must not depend on how far the background has come."""
-    backend, given = opened(*bundle, lazy=None), inputs(KEYS[1])
+    backend, values = opened(*bundle, lazy=None), inputs(KEYS[1])
     fake.capturing.add(64)
     with backend.locked(64) as stream:
-        (output,) = backend.run(1, [given.buffer_info()[0]], 0, stream).addresses
+        (output,) = backend.run(1, [values.buffer_info()[0]], 0, stream).addresses
     fake.capturing.clear()
     for run in fake.captured:
         run()
-    assert array("f", ctypes.string_at(output, 4 * len(given))) == expected(given)
+    assert array("f", ctypes.string_at(output, 4 * len(values))) == expected(values)
     backend.close()
 
 
@@ -167,16 +167,16 @@ def test_an_error_ends_the_background_without_a_word() -> None:
 
 
 def test_a_step_may_stop_it() -> None:
-    found: list[Background] = []
+    backgrounds: list[Background] = []
     ready = threading.Event()
 
     def steps() -> Iterator[None]:
         ready.wait(60)
-        found[0].stop()
+        backgrounds[0].stop()
         yield
         pytest.fail("after the end")
 
-    found.append(Background(steps()))
+    backgrounds.append(Background(steps()))
     ready.set()
-    found[0]._thread.join(60)
-    assert not found[0]._thread.is_alive()
+    backgrounds[0]._thread.join(60)
+    assert not backgrounds[0]._thread.is_alive()

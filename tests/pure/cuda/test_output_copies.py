@@ -65,21 +65,21 @@ class Caller:
         if self.none:
             return None
         self.made.append([ctypes.create_string_buffer(4 * N) for _ in range(self.outputs)])
-        return self.made[-1], [ctypes.addressof(each) for each in self.made[-1]]
+        return self.made[-1], [ctypes.addressof(buffer) for buffer in self.made[-1]]
 
     def finish(self, stream: Any) -> list[Any]:
         """What the library does where the launch copies nothing."""
         copies = [ctypes.create_string_buffer(4 * N) for _ in range(self.outputs)]
-        for each, address in zip(copies, self.backend._programs.ready[0].results.addresses, strict=True):
-            self.backend.copy(ctypes.addressof(each), address, 4 * N, stream)
+        for buffer, address in zip(copies, self.backend._programs.ready[0].results.addresses, strict=True):
+            self.backend.copy(ctypes.addressof(buffer), address, 4 * N, stream)
         return copies
 
     def __call__(self, seed: int) -> list[str]:
         """What a call whose copies are right asked of the driver."""
         ctypes.memmove(self.given, inputs(KEYS[0], seed).tobytes(), 4 * N)
         before = len(self.fake.calls)
-        for each in self.line([self.given], ()):
-            assert array("f", each.raw) == expected(inputs(KEYS[0], seed))
+        for output in self.line([self.given], ()):
+            assert array("f", output.raw) == expected(inputs(KEYS[0], seed))
         return [name for name in self.fake.calls[before:] if name in (AIM, SWITCH, COPY, LAUNCH)]
 
     def plain(self, seed: int) -> list[str]:
@@ -94,9 +94,9 @@ class Caller:
 
 @pytest.fixture
 def caller(fake: FakeDriver, bundle: tuple[Manifest, Path]) -> Iterator[Caller]:
-    made = Caller(fake, opened(*bundle))
-    yield made
-    made.backend.close()
+    calls = Caller(fake, opened(*bundle))
+    yield calls
+    calls.backend.close()
 
 
 def test_a_call_sets_where_its_copy_goes(caller: Caller) -> None:
@@ -137,16 +137,16 @@ def test_any_order(caller: Caller) -> None:
             line = caller.backend.fast_path(0, MadeBy(lambda device: 0, [], caller.finish, caller.fresh))
             assert line is not None
             ctypes.memmove(caller.given, inputs(KEYS[0], seed).tobytes(), 4 * N)
-            (made,) = line([caller.given], ())
-            assert array("f", made.raw) == expected(inputs(KEYS[0], seed)) and made is not fresh[0][0]
+            (output,) = line([caller.given], ())
+            assert array("f", output.raw) == expected(inputs(KEYS[0], seed)) and output is not fresh[0][0]
             caller.fresh = before  # type: ignore[method-assign]
             caller.fake.refused.clear()
             continue
         caller(seed)
         if way == "direct":
             kept.append((seed, caller.made[-1][0]))
-    for seed, each in kept:
-        assert array("f", each.raw) == expected(inputs(KEYS[0], seed))
+    for seed, copy in kept:
+        assert array("f", copy.raw) == expected(inputs(KEYS[0], seed))
 
 
 def test_a_capture_copies_to_what_the_caller_keeps(caller: Caller) -> None:
@@ -218,7 +218,7 @@ def test_a_copy_waits_for_the_last_nodes(fake: FakeDriver, bundle: tuple[Manifes
     nodes = (*recording.nodes, replace(recording.nodes[3], value=7))
     (folder / file).write_bytes(tables.encode(replace(recording, edges=tuple(early), nodes=nodes)))
     backend = opened(replace(manifest, files=describe_files(str(folder))), folder)
-    graph = next(each for each in fake.live.values() if isinstance(each, SimpleNamespace) and len(getattr(each, "nodes", [])) == 7)
+    graph = next(item for item in fake.live.values() if isinstance(item, SimpleNamespace) and len(getattr(item, "nodes", [])) == 7)
     *_, empty, fill, copy = graph.nodes
     before = [id(source) for source, target in graph.edges if target is copy]
     assert sorted(before) == sorted([id(empty), id(fill)])
@@ -251,17 +251,17 @@ def test_a_failed_call_leaves_the_next_one_right(monkeypatch: pytest.MonkeyPatch
         calls()
     assert failures > 6
     caller.backend.close()
-    assert not [each for each in counted.live.values() if isinstance(each, list)]
+    assert not [item for item in counted.live.values() if isinstance(item, list)]
 
 
 @pytest.mark.parametrize("failing", ["cuGraphAddMemcpyNode", "cuGraphAddDependencies", SWITCH])
 def test_a_load_that_fails_gives_everything_back(fake: FakeDriver, bundle: tuple[Manifest, Path], failing: str) -> None:
     call, copies = getattr(fake, f"do_{failing}"), []
 
-    def fails(*given: Any) -> Any:
-        copies.append(given)
+    def fails(*arguments: Any) -> Any:
+        copies.append(arguments)
         last = len(copies) == (1 if failing == SWITCH else 2)  # the recording has a copy, and edges, of its own
-        return call(*given) if not last else (719, None) if answers(failing) else 719
+        return call(*arguments) if not last else (719, None) if answers(failing) else 719
 
     setattr(fake, f"do_{failing}", fails)
     with pytest.raises(MachineError, match=failing):

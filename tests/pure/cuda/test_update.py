@@ -36,7 +36,7 @@ def offsets(first: float) -> array[float]:
     return array("f", [first + 2 * i for i in range(COUNT)])
 
 
-def given(first: float) -> dict[str, Tensor]:
+def new_weights(first: float) -> dict[str, Tensor]:
     return {"offsets": from_bytes(offsets(first), "float32", (COUNT,)), "small": from_bytes(b"xyz", "uint8", (3,))}
 
 
@@ -52,8 +52,8 @@ def stored(folder: Path, first: float) -> Path:
 def answers(backend: CudaBackend, first: float | None, number: int = 0) -> bool:
     """Whether a program computes with the weights of `given`, or with the bundle's own (None)."""
     x = inputs(KEYS[number])
-    own = array("f", range(COUNT)) if first is None else offsets(first)
-    return call(backend, number, x) == array("f", [3 * (1 + value) + 1 + 2.5 + own[i] for i, value in enumerate(x)])
+    weights = array("f", range(COUNT)) if first is None else offsets(first)
+    return call(backend, number, x) == array("f", [3 * (1 + value) + 1 + 2.5 + weights[i] for i, value in enumerate(x)])
 
 
 @pytest.mark.parametrize("kind", ["tensors", "file"])
@@ -71,13 +71,13 @@ def test_every_session_has_the_new_weights(
     assert all(answers(session, None, number) for session in sessions for number in range(2))
     for first in (5.0, -40.0):
         before = len(fake.live)
-        update(bundle[0], [sessions], given(first) if kind == "tensors" else stored(tmp_path, first), partial=False)
+        update(bundle[0], [sessions], new_weights(first) if kind == "tensors" else stored(tmp_path, first), partial=False)
         assert len(fake.live) == before and backend.updated
         assert all(answers(session, first, number) for session in sessions for number in range(2))
     later = backend.session()
     assert answers(later, -40.0) and ctypes.string_at(later.address(0), 3) == b"xyz"
-    for each in (later, *reversed(sessions)):
-        each.close()
+    for open_session in (later, *reversed(sessions)):
+        open_session.close()
 
 
 def limited(allocate: object) -> object:
@@ -95,8 +95,8 @@ def test_a_tensor_of_the_gpu_is_copied_where_it_lies(fake: FakeDriver, bundle: t
     update(bundle[0], [[backend]], {"offsets": Tensor(output.address, "float32", (COUNT,), None, output, 0)}, partial=True)
     assert answers(backend, 9.0) and fake.calls.count("cuMemAlloc") == before
     output.free()
-    own = Tensor(backend.address(1), "float32", (COUNT,), None, backend, 0)
-    update(bundle[0], [[backend]], {"tied": own}, partial=True)
+    weight = Tensor(backend.address(1), "float32", (COUNT,), None, backend, 0)
+    update(bundle[0], [[backend]], {"tied": weight}, partial=True)
     assert answers(backend, 9.0) and fake.calls.count("cuMemAlloc") == before + 1, "what will be written over is copied first"
     with raises("update-invalid", match="expected a tensor on the CPU or CUDA device 0, got one on device 1"):
         update(bundle[0], [[backend]], {"tied": Tensor(1, "float32", (COUNT,), None, None, 1)}, partial=True)
@@ -107,7 +107,7 @@ def test_a_session_that_is_held_for_a_moment_is_waited_for(fake: FakeDriver, bun
     """A session's own thread never hears that another one uses it: an update is no user."""
     backend = opened(*bundle)
     session = backend.session()
-    stopped, going, found = threading.Event(), threading.Event(), []
+    stopped, going, verdicts = threading.Event(), threading.Event(), []
     replace = of_the_gpu._replace
 
     def slow(*arguments: object) -> None:
@@ -117,17 +117,17 @@ def test_a_session_that_is_held_for_a_moment_is_waited_for(fake: FakeDriver, bun
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(of_the_gpu, "_replace", slow)
-        updating = threading.Thread(target=lambda: update(bundle[0], [[backend, session]], given(1.0), partial=False))
+        updating = threading.Thread(target=lambda: update(bundle[0], [[backend, session]], new_weights(1.0), partial=False))
         updating.start()
         assert stopped.wait(60)
-        calling = threading.Thread(target=lambda: found.append(answers(session, 1.0)))
+        calling = threading.Thread(target=lambda: verdicts.append(answers(session, 1.0)))
         calling.start()
         calling.join(0.05)
-        assert calling.is_alive() and not found
+        assert calling.is_alive() and not verdicts
         going.set()
         for thread in (updating, calling):
             thread.join(60)
-    assert found == [True]
+    assert verdicts == [True]
     session.close()
     backend.close()
 
@@ -136,7 +136,7 @@ def test_whichever_call_fails_nothing_is_left_and_nothing_changed(
     monkeypatch: pytest.MonkeyPatch, bundle: tuple[Manifest, Path], tmp_path: Path
 ) -> None:
     monkeypatch.setattr(upload, "way", lambda size: upload.Way(1, 2, True))
-    path, mixed = stored(tmp_path, 7.0), {"small": given(7.0)["small"]}
+    path, mixed = stored(tmp_path, 7.0), {"small": new_weights(7.0)["small"]}
 
     def run(fail: int) -> tuple[list[str], bool]:
         """The calls of the two updates, and whether the first failed."""
@@ -156,8 +156,8 @@ def test_whichever_call_fails_nothing_is_left_and_nothing_changed(
         last = calls[fail] if fail >= 0 else ""
         if failed and "cuMemcpyDtoDAsync" not in calls:
             assert all(answers(session, None) for session in sessions)
-        for each in reversed(sessions):
-            each.close()
+        for open_session in reversed(sessions):
+            open_session.close()
         left = [item for item in fake.live.values() if item not in ("stream", "event")]
         assert not left or last in ("cuMemFree", "cuMemFreeHost", "cuMemHostUnregister"), (last, left)
         return calls, failed

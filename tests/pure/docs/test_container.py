@@ -17,8 +17,8 @@ WHEEL = f"cgbundle-{PROJECT['version']}-py3-none-any.whl"
 
 def steps() -> list[tuple[str, str]]:
     """(instruction, what stands behind it)."""
-    (found,) = [block.text for block in blocks(PAGE.read_text(encoding="utf-8")) if block.language == "dockerfile"]
-    return [(line.partition(" ")[0], line.partition(" ")[2]) for line in found.splitlines()]
+    (dockerfile,) = [block.text for block in blocks(PAGE.read_text(encoding="utf-8")) if block.language == "dockerfile"]
+    return [(line.partition(" ")[0], line.partition(" ")[2]) for line in dockerfile.splitlines()]
 
 
 def behind(name: str) -> list[str]:

@@ -23,7 +23,7 @@ def behind(image: str, name: str) -> list[str]:
 
 
 def manifests() -> dict[str, Any]:
-    return {each["kind"]: each for each in yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text(encoding="utf-8"))}
+    return {resource["kind"]: resource for resource in yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text(encoding="utf-8"))}
 
 
 def options(words: list[str]) -> set[str]:
@@ -35,7 +35,7 @@ def known_options() -> set[str]:
     serve = importlib.import_module("cgcompile_cli.commands.serve").serve
     app = typer.Typer()
     app.command()(serve)
-    return {name for each in typer.main.get_command(app).params for name in each.opts}
+    return {name for parameter in typer.main.get_command(app).params for name in parameter.opts}
 
 
 def routes() -> set[str]:

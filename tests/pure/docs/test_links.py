@@ -72,9 +72,9 @@ TEXTS = {".py", ".md", ".toml", ".txt", ".json", ".css", ".js", ".h", ""}
 
 def test_no_file_carries_marks_of_a_merge() -> None:
     assert MARKS.search("a\n<<<<<<< HEAD\n") and not MARKS.search("a <<<<<<< b\n========")
-    found = []
+    conflicts = []
     for top in ROOT.iterdir():
         for path in [] if top.name in SKIPPED else [top, *top.rglob("*")]:
             if path.is_file() and path.suffix in TEXTS and path.stat().st_size < 1 << 20:
-                found += [named(path)] if MARKS.search(path.read_text(errors="replace")) else []
-    assert found == []
+                conflicts += [named(path)] if MARKS.search(path.read_text(errors="replace")) else []
+    assert conflicts == []

@@ -33,8 +33,8 @@ def test_every_public_name_has_an_entry_that_says_something(page: str, package: 
     for name, value in names.items():
         if isinstance(value, type):
             assert value.__doc__, name
-            for member, found in members(value).items():
-                assert inspect.getdoc(found), f"{name}.{member} has no docstring"
+            for member, attribute in members(value).items():
+                assert inspect.getdoc(attribute), f"{name}.{member} has no docstring"
         elif inspect.isfunction(value):
             assert value.__doc__, name
 

@@ -48,8 +48,8 @@ def test_what_differs_is_named(shown: str, got: str, missing: str) -> None:
 
 
 def test_blocks_are_found_with_their_words_and_lines() -> None:
-    found = list(blocks("a\n```python static\nx\n```\n````text\n```\ny\n````\n"))
-    assert [(each.language, each.words, each.text, each.line) for each in found] == [
+    code_blocks = list(blocks("a\n```python static\nx\n```\n````text\n```\ny\n````\n"))
+    assert [(block.language, block.words, block.text, block.line) for block in code_blocks] == [
         ("python", ("static",), "x\n", 3),
         ("text", (), "```\ny\n", 6),
     ]

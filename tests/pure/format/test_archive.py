@@ -104,13 +104,13 @@ def test_a_truncated_file_is_named_with_both_lengths(bundle: Path, level: str, n
 
 @pytest.mark.parametrize("name", FILES)
 def test_a_directory_in_the_place_of_a_file_is_damage(bundle: Path, name: str) -> None:
-    made = archive.read_manifest(str(bundle))
+    manifest = archive.read_manifest(str(bundle))
     (bundle / name).unlink()
     (bundle / name).mkdir()
     size = os.stat(bundle / name).st_size  # a file system may give a directory any size: also the right one
-    files = tuple(replace(file, bytes=size) if file.path == name else file for file in made.files)
+    files = tuple(replace(file, bytes=size) if file.path == name else file for file in manifest.files)
     with raises("file-damaged", match=f"^{name}: "):
-        verify.check_bundle(ArchiveOf(bundle, replace(made, files=files)), "full")
+        verify.check_bundle(ArchiveOf(bundle, replace(manifest, files=files)), "full")
 
 
 def test_a_file_in_the_place_of_a_directory_is_damage(bundle: Path) -> None:
@@ -226,14 +226,14 @@ def test_a_hash_is_taken_over_more_than_one_piece(tmp_path: Path) -> None:
 
 
 def test_weights_that_the_manifest_names_must_be_there(bundle: Path) -> None:
-    made = archive.read_manifest(str(bundle))
-    wrong = replace(made.weights[0], tensor="second.weight")
+    manifest = archive.read_manifest(str(bundle))
+    wrong = replace(manifest.weights[0], tensor="second.weight")
     with raises("weights-invalid", match=r"^weights\.safetensors: tensor 'second\.weight' is missing"):
-        contents.check_weights(ArchiveOf(bundle, replace(made, weights=(wrong,))))
+        contents.check_weights(ArchiveOf(bundle, replace(manifest, weights=(wrong,))))
 
 
 @pytest.mark.parametrize(
-    ("changes", "found"),
+    ("changes", "message"),
     [
         ({"dtype": "int32"}, r"is float32 \[2, 3\], expected int32 \[2, 3\]"),
         ({"shape": (2, 4), "strides": (4, 1)}, r"is float32 \[2, 3\], expected float32 \[2, 4\]"),
@@ -241,17 +241,17 @@ def test_weights_that_the_manifest_names_must_be_there(bundle: Path) -> None:
         ({"shape": (3, 2), "strides": (2, 1)}, r"is float32 \[2, 3\], expected float32 \[3, 2\]"),
     ],
 )
-def test_weights_must_have_the_manifests_dtype_and_shape(bundle: Path, changes: dict[str, object], found: str) -> None:
-    made = archive.read_manifest(str(bundle))
-    wrong = replace(made.weights[0], **changes)  # type: ignore[arg-type]
-    with raises("weights-invalid", match=found):
-        contents.check_weights(ArchiveOf(bundle, replace(made, weights=(wrong,))))
+def test_weights_must_have_the_manifests_dtype_and_shape(bundle: Path, changes: dict[str, object], message: str) -> None:
+    manifest = archive.read_manifest(str(bundle))
+    wrong = replace(manifest.weights[0], **changes)  # type: ignore[arg-type]
+    with raises("weights-invalid", match=message):
+        contents.check_weights(ArchiveOf(bundle, replace(manifest, weights=(wrong,))))
 
 
 def test_a_weight_that_is_not_row_major_is_stored_with_its_axes_in_memory_order(bundle: Path) -> None:
-    made = archive.read_manifest(str(bundle))
-    turned = replace(made.weights[0], shape=(3, 2), strides=(1, 3))
-    contents.check_weights(ArchiveOf(bundle, replace(made, weights=(turned, *made.weights[1:]))))
+    manifest = archive.read_manifest(str(bundle))
+    turned = replace(manifest.weights[0], shape=(3, 2), strides=(1, 3))
+    contents.check_weights(ArchiveOf(bundle, replace(manifest, weights=(turned, *manifest.weights[1:]))))
 
 
 # --- the options of load -----------------------------------------------------------------------------------------------

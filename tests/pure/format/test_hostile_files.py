@@ -191,13 +191,13 @@ def test_a_file_that_is_written_to_while_it_is_read_is_refused(bundle: Path) -> 
 def test_any_other_time_of_any_open_file_is_a_change(name: str, later: int, bundle: Path) -> None:
     """A file that is put in place of another by hand may be older."""
     opened = Archive(str(bundle))
-    for each in (file_names.WEIGHTS, file_names.SELF_TEST):
-        opened.descriptor(each)
+    for file_name in (file_names.WEIGHTS, file_names.SELF_TEST):
+        opened.descriptor(file_name)
     checkpoint = OpenFile(str(bundle / name))
-    found = (bundle / name).stat()
+    status = (bundle / name).stat()
     opened.check_unchanged()
     checkpoint.check_unchanged()
-    os.utime(bundle / name, ns=(found.st_atime_ns, found.st_mtime_ns + later))
+    os.utime(bundle / name, ns=(status.st_atime_ns, status.st_mtime_ns + later))
     with raises("file-damaged", match=f"^{name}: was written to while"):
         opened.check_unchanged()
     with raises("update-invalid", match="was written to while it was read"):

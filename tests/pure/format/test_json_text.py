@@ -58,8 +58,8 @@ def test_numbers_that_are_none_are_refused(number: str) -> None:
 
 def sealed(text: bytes) -> bytes:
     """The manifest with its own hash redone, as whoever means harm would."""
-    own = json.loads(text)["sha256"].encode()
-    zeros = text.replace(b'\n"sha256":"' + own, b'\n"sha256":"' + b"0" * 64)
+    digest = json.loads(text)["sha256"].encode()
+    zeros = text.replace(b'\n"sha256":"' + digest, b'\n"sha256":"' + b"0" * 64)
     return zeros.replace(b'\n"sha256":"' + b"0" * 64, b'\n"sha256":"' + hashlib.sha256(zeros).hexdigest().encode())
 
 
@@ -94,6 +94,6 @@ def test_a_name_in_a_header_of_tensors_stands_once(header: str, tmp_path: Path) 
         read_header(file, "f")
 
 
-@pytest.mark.parametrize("found", [b"[" * 100_000, b'{"calls":1,"calls":2}', b'{"calls":NaN}', b"\xff", b"[]", b""])
-def test_rows_of_code_that_are_no_json_differ_in_nothing_that_is_named(found: bytes) -> None:
-    assert host_code.difference(found, b'{"calls":[]}') == ""
+@pytest.mark.parametrize("code_rows", [b"[" * 100_000, b'{"calls":1,"calls":2}', b'{"calls":NaN}', b"\xff", b"[]", b""])
+def test_rows_of_code_that_are_no_json_differ_in_nothing_that_is_named(code_rows: bytes) -> None:
+    assert host_code.difference(code_rows, b'{"calls":[]}') == ""

@@ -156,8 +156,8 @@ HOSTILE: dict[str, tuple[Edit | tuple[str, Edit], str]] = {
 
 def sealed(change: Edit | tuple[str, Edit]) -> bytes:
     text, edit = change if isinstance(change, tuple) else ("", change)
-    made = replace(manifest(), files=(archive.File(path="program.pt2", bytes=1, sha256="0" * 64),))
-    plain = json.loads(manifest_text.encode(made))
+    base = replace(manifest(), files=(archive.File(path="program.pt2", bytes=1, sha256="0" * 64),))
+    plain = json.loads(manifest_text.encode(base))
     edit(plain)
     if not text:
         return seal_plain(plain)
@@ -185,8 +185,8 @@ def checked(data: bytes) -> None:
 def test_a_hostile_manifest_is_refused_in_one_line(what: str) -> None:
     edit, expected = HOSTILE[what]
     data = sealed(edit)
-    found, seconds, grown = cost(lambda: verdict(lambda: checked(data)))
-    assert re.search(f"^manifest-invalid: .*{expected}", found), found
+    message, seconds, grown = cost(lambda: verdict(lambda: checked(data)))
+    assert re.search(f"^manifest-invalid: .*{expected}", message), message
     assert seconds < SECONDS * SLACK and grown < MEGABYTES, (seconds, grown)
 
 
@@ -222,10 +222,10 @@ def test_a_text_is_seen_through_before_it_is_parsed(what: str, tmp_path: Path) -
         with open(tmp_path / "w", "rb") as file:
             read_header(file, "w")
 
-    found, seconds, grown = cost(lambda: verdict(lambda: archive.read_manifest(str(tmp_path))))
-    assert found.startswith("manifest-invalid: ") and seconds < SECONDS * SLACK and grown < MEGABYTES, (found, seconds, grown)
-    found = verdict(header)
-    assert found.startswith("weights-invalid: "), found
+    message, seconds, grown = cost(lambda: verdict(lambda: archive.read_manifest(str(tmp_path))))
+    assert message.startswith("manifest-invalid: ") and seconds < SECONDS * SLACK and grown < MEGABYTES, (message, seconds, grown)
+    message = verdict(header)
+    assert message.startswith("weights-invalid: "), message
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "w"])
@@ -240,8 +240,8 @@ def test_a_sparse_file_of_4_gib_is_refused_unread(name: str, tmp_path: Path) -> 
         with open(tmp_path / name, "rb") as file:
             read_header(file, "w")
 
-    found, seconds, grown = cost(lambda: verdict(work))
-    assert "more than the limit" in found and seconds < SECONDS and grown < MEGABYTES, (found, seconds, grown)
+    message, seconds, grown = cost(lambda: verdict(work))
+    assert "more than the limit" in message and seconds < SECONDS and grown < MEGABYTES, (message, seconds, grown)
 
 
 @pytest.mark.parametrize(
@@ -258,22 +258,22 @@ def test_brackets_in_texts_are_no_depth(text: bytes, depth: int) -> None:
 @pytest.mark.parametrize("room", [60, 120, 250, 500])
 def test_a_caller_that_is_deep_in_its_stack_gets_a_line_of_ours(room: int) -> None:
     """With so many frames left before Python's limit.  The second manifest is sound but for its files: it may be read."""
-    found: list[str] = []
+    messages: list[str] = []
     datas = [sealed(spelled(text, "result")) for text in (deep(200), tree(60), deep(980))]
 
     def down(frames: int) -> None:
         if frames:
             down(frames - 1)
             return
-        found.extend([verdict(partial(checked, data)) for data in datas])
+        messages.extend([verdict(partial(checked, data)) for data in datas])
 
     used = 0
     frame = sys._getframe()
     while frame := frame.f_back:  # type: ignore[assignment]
         used += 1
     down(sys.getrecursionlimit() - used - room)
-    assert len(found) == 3 and found[0].startswith("manifest-invalid: ") and "nested too deeply" in found[2], found
-    assert found[1].startswith("file-damaged: " if room >= 400 else ("file-damaged: ", "manifest-invalid: ")), found
+    assert len(messages) == 3 and messages[0].startswith("manifest-invalid: ") and "nested too deeply" in messages[2], messages
+    assert messages[1].startswith("file-damaged: " if room >= 400 else ("file-damaged: ", "manifest-invalid: ")), messages
 
 
 def test_numbers_are_bounded_where_pythons_own_limit_is_off() -> None:
@@ -291,12 +291,12 @@ def test_numbers_are_bounded_where_pythons_own_limit_is_off() -> None:
 
 def large(keys: int, values: int, weights: int) -> Manifest:
     """A manifest of so many int_keys with so many values each, and so many weights."""
-    made = manifest()
+    base = manifest()
     row = Value(dtype="bfloat16", shape=(128, 4096, 64), strides=(262144, 64, 1), memory="arena", offset=123456789)
-    programs = tuple([replace(made.entries[0].programs[0], key=(key + 1,), values=(row,) * values) for key in range(keys)])
-    proofs = tuple([replace(made.entries[0].self_test.proofs[0], key=(key + 1,)) for key in range(keys)])
-    names = tuple([replace(made.weights[0], name=f"model.layers.{i}.attention.weight") for i in range(weights)])
-    return edited(made, programs=programs, weights=names, self_test=replace(made.entries[0].self_test, proofs=proofs))
+    programs = tuple([replace(base.entries[0].programs[0], key=(key + 1,), values=(row,) * values) for key in range(keys)])
+    proofs = tuple([replace(base.entries[0].self_test.proofs[0], key=(key + 1,)) for key in range(keys)])
+    names = tuple([replace(base.weights[0], name=f"model.layers.{i}.attention.weight") for i in range(weights)])
+    return edited(base, programs=programs, weights=names, self_test=replace(base.entries[0].self_test, proofs=proofs))
 
 
 @pytest.mark.parametrize(("keys", "values", "weights"), [(400, 4, 600), (10, 60, 5000)])
@@ -333,8 +333,8 @@ def test_a_table_of_many_nodes_is_read_in_little_memory() -> None:
     def work() -> None:
         check_recording(Table(data), {}, ())
 
-    found, seconds, grown = cost(lambda: verdict(work))
-    assert "nodes lie on or behind a cycle" in found and seconds < SLACK and grown < 60, (found, seconds, grown)
+    message, seconds, grown = cost(lambda: verdict(work))
+    assert "nodes lie on or behind a cycle" in message and seconds < SLACK and grown < 60, (message, seconds, grown)
 
 
 @pytest.mark.parametrize("kind", ["memsets", "memcpys"])
@@ -350,8 +350,8 @@ def test_a_table_of_many_copies_is_checked_in_little_time(kind: str) -> None:
         check_recording(Table(data), {"arena": 8}, ())
         return "sound"
 
-    found, seconds, _ = cost(work)
-    assert found == "sound" and seconds < SLACK, (found, seconds)
+    outcome, seconds, _ = cost(work)
+    assert outcome == "sound" and seconds < SLACK, (outcome, seconds)
 
 
 def test_the_writer_is_held_to_the_same_limits() -> None:

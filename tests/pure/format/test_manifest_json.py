@@ -65,14 +65,14 @@ def values_of(text: str) -> st.SearchStrategy[Any]:
     return st.builds(record, **{field.name: values_of(str(field.type)) for field in fields(record)})
 
 
-manifests = values_of("Manifest").map(lambda made: replace(made, version=schema.VERSION))
+manifests = values_of("Manifest").map(lambda manifest: replace(manifest, version=schema.VERSION))
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(manifests)
-def test_decode_inverts_encode(made: Manifest) -> None:
-    data = manifest_text.encode(made)
-    assert manifest_json.decode(data) == made
+def test_decode_inverts_encode(manifest: Manifest) -> None:
+    data = manifest_text.encode(manifest)
+    assert manifest_json.decode(data) == manifest
     assert manifest_text.encode(manifest_json.decode(data)) == data
 
 
@@ -86,9 +86,9 @@ def test_every_field_of_the_manifest_has_a_line_of_its_own_in_sorted_order() -> 
     lines = manifest_text.encode(manifest()).decode().split("\n")
     assert (lines[0], lines[-2:]) == ("{", ["}", ""])
     names = [line.partition(":")[0].strip('"') for line in lines[1:-2]]
-    made = manifest()
-    told = [field.name for field in fields(Manifest) if field.default is MISSING or getattr(made, field.name) != field.default]
-    assert names == sorted([*told, "sha256"])
+    base = manifest()
+    members = [field.name for field in fields(Manifest) if field.default is MISSING or getattr(base, field.name) != field.default]
+    assert names == sorted([*members, "sha256"])
 
 
 def test_the_bytes_are_those_that_format_md_describes() -> None:
@@ -281,8 +281,8 @@ def test_a_wrong_type_names_its_path_and_both_types(edit: Callable[[Any], None],
 
 
 def test_a_whole_number_is_a_number() -> None:
-    found = decode_edited(put(2, "self_test", "proofs", 0, "tolerance")).entries[0].self_test.proofs[0].tolerance
-    assert type(found) is float and found == 2
+    number = decode_edited(put(2, "self_test", "proofs", 0, "tolerance")).entries[0].self_test.proofs[0].tolerance
+    assert type(number) is float and number == 2
 
 
 # --- hostile numbers and depths ----------------------------------------------------------------------------------

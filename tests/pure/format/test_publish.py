@@ -158,10 +158,10 @@ def test_a_bundle_that_goes_meanwhile_is_no_error(tmp_path: Path, monkeypatch: p
     seen = os.path.lexists
 
     def lexists(path: Path) -> bool:
-        found = seen(path)
-        if found and path == tmp_path / "b.cgb":
+        exists = seen(path)
+        if exists and path == tmp_path / "b.cgb":
             publishing._remove(path)
-        return found
+        return exists
 
     with staged(tmp_path / "b.cgb", replace=True) as stage:
         (stage / "host").mkdir()

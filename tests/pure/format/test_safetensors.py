@@ -240,9 +240,9 @@ def rewritten(path: Path, metadata: Any) -> Path:
     data = path.read_bytes()
     length = int.from_bytes(data[:8], "little")
     text = json.dumps({**json.loads(data[8 : 8 + length]), "__metadata__": metadata}).encode()
-    made = path.with_name("rewritten")
-    made.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
-    return made
+    copy = path.with_name("rewritten")
+    copy.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
+    return copy
 
 
 def test_contents_are_asked_for_one_at_a_time_and_let_go() -> None:
@@ -276,8 +276,8 @@ def test_arrays_of_any_shape_can_be_written(tmp_path: Path) -> None:
         safetensors_writer.write(
             file, {name: (str(value.dtype), value.shape, lambda value=value: value) for name, value in arrays.items()}
         )
-    found = read(tmp_path / "w")
-    assert {name: data for name, (_, _, data) in found.items()} == {name: value.tobytes() for name, value in arrays.items()}
+    tensors = read(tmp_path / "w")
+    assert {name: data for name, (_, _, data) in tensors.items()} == {name: value.tobytes() for name, value in arrays.items()}
 
 
 # --- both ways with the package ------------------------------------------------------------------------------------
@@ -285,8 +285,8 @@ def test_arrays_of_any_shape_can_be_written(tmp_path: Path) -> None:
 
 def test_the_package_reads_what_we_write(tmp_path: Path) -> None:
     package = pytest.importorskip("safetensors.numpy")
-    found = package.load_file(write(tmp_path / "w", SAMPLE))
-    assert {name: (str(array.dtype), array.shape, array.tobytes()) for name, array in found.items()} == SAMPLE
+    tensors = package.load_file(write(tmp_path / "w", SAMPLE))
+    assert {name: (str(array.dtype), array.shape, array.tobytes()) for name, array in tensors.items()} == SAMPLE
 
 
 def test_the_package_knows_every_dtype_code_that_we_write(tmp_path: Path) -> None:
@@ -496,7 +496,7 @@ def test_a_flipped_bit_of_the_header_gives_an_error_or_a_well_formed_file(tmp_pa
             except BundleError:
                 refused += 1
                 continue
-        covered = sorted((found.begin, found.end) for found in entries.values() if found.begin != found.end)
+        covered = sorted((entry.begin, entry.end) for entry in entries.values() if entry.begin != entry.end)
         assert [begin for begin, _ in covered] == [header, *[end for _, end in covered[:-1]]]
         assert covered[-1][1] == len(whole)
     assert refused > header / 2
@@ -512,7 +512,7 @@ def test_any_bytes_are_read_or_refused(tmp_path_factory: pytest.TempPathFactory,
             entries = read_header(file, "w")
         except BundleError:
             return
-    assert entries == {} or sum(found.end - found.begin for found in entries.values()) < len(data)
+    assert entries == {} or sum(entry.end - entry.begin for entry in entries.values()) < len(data)
 
 
 def test_the_limits_themselves_are_allowed(tmp_path: Path) -> None:

@@ -29,19 +29,19 @@ ALL = (SM_80, SM_90A, V3, V4, ARM)
 
 def variants() -> tuple[Manifest, ...]:
     """The tiny bundle's manifest for two levels, and for processors that need torch."""
-    made = manifest()
-    (program, other) = made.entries[0].programs
-    longer = replace(made.entries[0], programs=(program, replace(other, arena=0, steps=other.steps)))
-    return tuple([replace(made, target=target, entries=(longer,)) for target in (V3, V4, made.target)])
+    base = manifest()
+    (program, other) = base.entries[0].programs
+    longer = replace(base.entries[0], programs=(program, replace(other, arena=0, steps=other.steps)))
+    return tuple([replace(base, target=target, entries=(longer,)) for target in (V3, V4, base.target)])
 
 
 def test_a_text_has_what_is_equal_once() -> None:
-    made = variants()
-    text = encode(*made)
+    manifests = variants()
+    text = encode(*manifests)
     read = Variants(text)
-    assert len(read) == 3 and tuple([read.manifest(number) for number in range(3)]) == made and decode(text) == made[0]
-    assert read.targets() == tuple([each.target for each in made])
-    assert len(text) < len(encode(made[0])) + 600 and text.count(b'"programs"') == 1
+    assert len(read) == 3 and tuple([read.manifest(number) for number in range(3)]) == manifests and decode(text) == manifests[0]
+    assert read.targets() == tuple([manifest.target for manifest in manifests])
+    assert len(text) < len(encode(manifests[0])) + 600 and text.count(b'"programs"') == 1
     plain = json.loads(text)
     assert plain["variants"][0] == {"target": {"features": ["avx2"], "level": "x86-64-v3"}} and "kind" in plain["target"]
 
@@ -91,15 +91,15 @@ def test_names() -> None:
 
 
 @pytest.mark.parametrize(
-    ("gpu", "machine", "flags", "found"),
+    ("gpu", "machine", "flags", "expected"),
     [
         ("sm_80", "x86_64", {"avx2", "avx512f"}, SM_80), ("sm_90", "x86_64", {"avx2"}, SM_90A), ("sm_100", "x86_64", {"avx2"}, V3),
         ("", "x86_64", {"avx2", "avx512f", "more"}, V4), ("", "x86_64", {"avx2"}, V3), ("", "aarch64", set(), ARM),
     ],
 )  # fmt: skip
-def test_a_machine_takes_its_gpus_or_the_most_of_its_processor(gpu: str, machine: str, flags: set[str], found: Target) -> None:
-    assert ALL[fitting_variant(ALL, gpu, machine, flags)] is found
-    assert ALL[::-1][fitting_variant(ALL[::-1], gpu, machine, flags)] is found
+def test_a_machine_takes_its_gpus_or_the_most_of_its_processor(gpu: str, machine: str, flags: set[str], expected: Target) -> None:
+    assert ALL[fitting_variant(ALL, gpu, machine, flags)] is expected
+    assert ALL[::-1][fitting_variant(ALL[::-1], gpu, machine, flags)] is expected
 
 
 def test_a_machine_for_which_there_is_none() -> None:

@@ -76,11 +76,11 @@ BROKEN = {
 
 @pytest.mark.parametrize("what", BROKEN)
 def test_a_broken_folder(folder: Path, what: str) -> None:
-    spoil, told = BROKEN[what]
+    spoil, message = BROKEN[what]
     spoil(folder)
     with pytest.raises(ModelError) as caught:
         read_folder(str(folder))
-    assert caught.value.code == "folder-invalid" and told in str(caught.value) and "\n" not in str(caught.value)
+    assert caught.value.code == "folder-invalid" and message in str(caught.value) and "\n" not in str(caught.value)
 
 
 def read(**changes: Any) -> ModelFolder:
@@ -89,58 +89,58 @@ def read(**changes: Any) -> ModelFolder:
 
 
 def test_defaults_of_a_gpu() -> None:
-    made = settings_for(read(), None, (), None, 80 << 30)
-    assert (made.context, made.lanes, made.dtype, made.turns, made.pages) == (8192, (1, 8, 32), "bfloat16", 32, 512 + 1)
+    setup = settings_for(read(), None, (), None, 80 << 30)
+    assert (setup.context, setup.lanes, setup.dtype, setup.turns, setup.pages) == (8192, (1, 8, 32), "bfloat16", 32, 512 + 1)
     slots = {name: ("slots", 33) for name in ("seen", "deferred", "biases")}
-    assert made.state == {name: ("pages", 32 * 512 + 1) for name in ("keys_*", "values_*")} | slots
-    assert made.sizes == {
+    assert setup.state == {name: ("pages", 32 * 512 + 1) for name in ("keys_*", "values_*")} | slots
+    assert setup.sizes == {
         "prefill": {"batch": [1], "seq": [128, 512], "blocks": [512]}, "decode": {"batch": [1, 8, 32], "blocks": [512]},
         "choose": {"batch": [1, 8, 32]}, "generate": {"batch": [1, 8, 32], "blocks": [512]},
     }  # fmt: skip
-    assert settings_for(read(), None, (), None, 8 << 30) == made, "memory decides when a bundle is loaded"
+    assert settings_for(read(), None, (), None, 8 << 30) == setup, "memory decides when a bundle is loaded"
     recorded = settings_for(read(), None, (), None, 24 << 30, recorded=True)
     assert RECORDED_STATES * recorded.pages * recorded.page_bytes < 22 << 30, "a process that records holds a cache several times"
 
 
 def test_defaults_of_a_processor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(settings, "cache_room", lambda gpu, weights, recorded: 64 << 30)
-    made = settings_for(read(max_position_embeddings=1024), None, (), None, None)
-    assert (made.context, made.lanes, made.dtype, made.turns, made.slots) == (1024, (1, 4), "float32", 0, 5)
-    assert list(made.sizes) == ["prefill", "decode", "choose"]
+    setup = settings_for(read(max_position_embeddings=1024), None, (), None, None)
+    assert (setup.context, setup.lanes, setup.dtype, setup.turns, setup.slots) == (1024, (1, 4), "float32", 0, 5)
+    assert list(setup.sizes) == ["prefill", "decode", "choose"]
 
 
 def test_what_the_user_says() -> None:
-    made = settings_for(read(), 100, "8,1", "float16", 0)
-    assert (made.context, made.lanes, made.dtype, made.chunks) == (96, (1, 8), "float16", (96,))
+    setup = settings_for(read(), 100, "8,1", "float16", 0)
+    assert (setup.context, setup.lanes, setup.dtype, setup.chunks) == (96, (1, 8), "float16", (96,))
     wide = settings_for(read(), None, "64,256", None, 0, chunk="512,2048")
     assert (wide.lanes, wide.chunks, wide.turns) == ((64, 256), (512, 2048), 0)
     assert list(settings_for(read(), None, "8,256", None, 0).sizes["generate"]["batch"]) == [8]
 
 
 def test_pieces_of_several_prompts_share_a_call() -> None:
-    made = settings_for(read(), None, (), None, 80 << 30, chunk=[2048, 128], pieces=True)
-    assert made.sizes["prefill"] == {"batch": [2, 32], "seq": [64], "blocks": [512]}
+    setup = settings_for(read(), None, (), None, 80 << 30, chunk=[2048, 128], pieces=True)
+    assert setup.sizes["prefill"] == {"batch": [2, 32], "seq": [64], "blocks": [512]}
     short = settings_for(read(), 48, (), None, 80 << 30, pieces=True)
     assert short.sizes["prefill"] == {"batch": [1], "seq": [48], "blocks": [3]}, "of less than a piece there is one lane"
 
 
 def test_a_bank_of_adapters() -> None:
-    made = settings_for(read(), None, (), None, 0, adapters=4)
-    assert (made.adapters, made.rank) == (4, 16) and made.sizes["load_adapter"] == {}
+    setup = settings_for(read(), None, (), None, 0, adapters=4)
+    assert (setup.adapters, setup.rank) == (4, 16) and setup.sizes["load_adapter"] == {}
     assert settings_for(read(), None, (), None, 0, adapters=4, adapter_rank=64).rank == 64
     assert settings_for(read(), None, (), None, 0).adapters == 0
-    for options, told in (
+    for options, message in (
         ((0, 8), "adapter_rank is the largest rank of adapters, and the bundle is to have none"),
         ((2, 1024), "adapter_rank 1024: expected 1 to 512"), ((-1, None), "adapters -1: expected 1 or more, or 0 for none"),
     ):  # fmt: skip
-        with pytest.raises(BuildError, match=told):
+        with pytest.raises(BuildError, match=message):
             check_settings(read(), None, (), None, (), *options)
     with pytest.raises(BuildError, match=r"context 8192: the cache takes about 256 MiB at least, and there is room for"):
         settings_for(read(), None, (), None, 6 << 30, adapters=64, adapter_rank=128)
 
 
 @pytest.mark.parametrize(
-    ("context", "lanes", "dtype", "told"),
+    ("context", "lanes", "dtype", "message"),
     [
         (8, (), None, "context 8: expected 16 to 131072 tokens, the longest text of llama"),
         (200_000, (), None, "context 200000: expected 16 to 131072"),
@@ -149,8 +149,8 @@ def test_a_bank_of_adapters() -> None:
         (None, (), "int8", "dtype 'int8': expected one of bfloat16, float16, float32"),
     ],
 )
-def test_what_does_not_fit(context: int | None, lanes: Any, dtype: str | None, told: str) -> None:
-    with pytest.raises(BuildError, match=told) as caught:
+def test_what_does_not_fit(context: int | None, lanes: Any, dtype: str | None, message: str) -> None:
+    with pytest.raises(BuildError, match=message) as caught:
         check_settings(read(), context, lanes, dtype)
     assert caught.value.code == "option-invalid"
 

@@ -41,24 +41,24 @@ KINDS = {
 }  # fmt: skip
 
 
-def made() -> list[Mutation]:
+def mutations() -> list[Mutation]:
     return [mutation for edit in edits("a.py", SOURCE) if (mutation := apply(edit, SOURCE))]
 
 
 def test_every_kind_of_edit_is_made_and_no_word_of_an_error_is_touched() -> None:
-    found: dict[str, list[str]] = {}
-    for mutation in made():
+    replacements: dict[str, list[str]] = {}
+    for mutation in mutations():
         assert len(mutation.removed) == len(mutation.added) == 1 and mutation.within == "found"
-        found.setdefault(f"- {mutation.removed[0]}", []).append(mutation.added[0])
-    assert found.keys() == KINDS.keys()
+        replacements.setdefault(f"- {mutation.removed[0]}", []).append(mutation.added[0])
+    assert replacements.keys() == KINDS.keys()
     for line, parts in KINDS.items():
-        assert len(found[line]) == len(parts), found[line]
+        assert len(replacements[line]) == len(parts), replacements[line]
         for part in parts:
-            assert any(part in added for added in found[line]), (part, found[line])
+            assert any(part in added for added in replacements[line]), (part, replacements[line])
 
 
 def test_every_mutation_is_another_program() -> None:
-    trees = [ast.dump(ast.parse(mutation.source)) for mutation in made()]
+    trees = [ast.dump(ast.parse(mutation.source)) for mutation in mutations()]
     assert ast.dump(ast.parse(SOURCE)) not in trees
 
 
@@ -67,7 +67,7 @@ def test_a_seed_draws_the_same_again_and_none_twice() -> None:
     for count in (1, 10, 1000):
         drawn = draw(sources, count, 5)
         assert drawn == draw(sources, count, 5)
-        assert len({(mutation.path, mutation.source) for mutation in drawn}) == len(drawn) == min(count, 2 * len(made()))
+        assert len({(mutation.path, mutation.source) for mutation in drawn}) == len(drawn) == min(count, 2 * len(mutations()))
     assert draw(sources, 10, 6) != draw(sources, 10, 5)
 
 

@@ -106,7 +106,7 @@ def named(event: Event) -> list[int]:
     return [event.target.buffer] if isinstance(event, Fill) else [event.buffer] if isinstance(event, HostRead) else []
 
 
-def spoils(program: Lowered, found: Plan) -> bool:
+def spoils(program: Lowered, memory_plan: Plan) -> bool:
     """Whether running the program destroys something: every event reads what it names, if that was written, and writes it; outputs
     are read and written at the end."""
     memory: dict[int, int] = {}
@@ -114,7 +114,7 @@ def spoils(program: Lowered, found: Plan) -> bool:
     tag = 0
 
     def holds(buffer: int) -> bool:
-        start = found.offsets[buffer]
+        start = memory_plan.offsets[buffer]
         return all(memory[start + i] == tags[buffer] for i in range(program.buffers[buffer].nbytes))
 
     steps = [named(event) for event in program.events] + [[tensor.pointer.buffer for tensor in program.outputs]]
@@ -125,15 +125,15 @@ def spoils(program: Lowered, found: Plan) -> bool:
         for i in touched:
             tag += 1
             tags[i] = tag
-            memory.update(dict.fromkeys(range(found.offsets[i], found.offsets[i] + program.buffers[i].nbytes), tag))
+            memory.update(dict.fromkeys(range(memory_plan.offsets[i], memory_plan.offsets[i] + program.buffers[i].nbytes), tag))
         if not all(map(holds, touched)):
             return True
     return False
 
 
-def refused(program: Lowered, found: Plan) -> bool:
+def refused(program: Lowered, memory_plan: Plan) -> bool:
     try:
-        check_plan(program, found)
+        check_plan(program, memory_plan)
     except BuildError:
         return True
     return False
@@ -144,27 +144,27 @@ def refused(program: Lowered, found: Plan) -> bool:
 
 @given(programs())
 def test_a_plan_destroys_nothing_and_passes_the_check(program: Lowered) -> None:
-    found = plan(program)
-    check_plan(program, found)
-    assert not spoils(program, found)
-    assert set(found.offsets) == {i for i, buffer in enumerate(program.buffers) if buffer.kind == TEMPORARY}
-    assert all(offset % 256 == 0 for offset in found.offsets.values())
+    memory_plan = plan(program)
+    check_plan(program, memory_plan)
+    assert not spoils(program, memory_plan)
+    assert set(memory_plan.offsets) == {i for i, buffer in enumerate(program.buffers) if buffer.kind == TEMPORARY}
+    assert all(offset % 256 == 0 for offset in memory_plan.offsets.values())
     sizes = sum(align(buffer.nbytes) for buffer in program.buffers if buffer.kind == TEMPORARY)
-    assert found.bound + PAD <= found.arena <= sizes + PAD
-    assert plan(program) == found
+    assert memory_plan.bound + PAD <= memory_plan.arena <= sizes + PAD
+    assert plan(program) == memory_plan
 
 
 def test_buffers_share_memory_when_one_ends_before_the_other_begins() -> None:
-    found = plan(intervals([(1000, 0, 1), (1000, 1, 2), (1000, 2, 3), (1000, 3, 4)]))
-    assert found.bound == 2048
-    assert found.arena == 2048 + PAD
-    assert found.offsets[0] == found.offsets[2] != found.offsets[1] == found.offsets[3]
+    memory_plan = plan(intervals([(1000, 0, 1), (1000, 1, 2), (1000, 2, 3), (1000, 3, 4)]))
+    assert memory_plan.bound == 2048
+    assert memory_plan.arena == 2048 + PAD
+    assert memory_plan.offsets[0] == memory_plan.offsets[2] != memory_plan.offsets[1] == memory_plan.offsets[3]
 
 
 def test_two_buffers_of_one_launch_lie_apart() -> None:
     """The last use of one is the first of the other: the launch reads one while it writes the other."""
-    found = plan(intervals([(256, 0, 1), (256, 1, 2)]))
-    assert found.offsets[0] != found.offsets[1]
+    memory_plan = plan(intervals([(256, 0, 1), (256, 1, 2)]))
+    assert memory_plan.offsets[0] != memory_plan.offsets[1]
 
 
 def test_outputs_live_to_the_end_even_when_released() -> None:
@@ -175,17 +175,17 @@ def test_outputs_live_to_the_end_even_when_released() -> None:
 
 def test_what_the_host_reads_lives_until_then() -> None:
     events: list[Event] = [launch(0), launch(1), HostRead(buffer=0), launch(2)]
-    found = plan(traced([256, 256, 256], events))
-    assert found.arena == 512 + PAD
-    assert found.offsets[0] != found.offsets[1]
+    memory_plan = plan(traced([256, 256, 256], events))
+    assert memory_plan.arena == 512 + PAD
+    assert memory_plan.offsets[0] != memory_plan.offsets[1]
     assert plan(traced([256, 256, 256], [event for event in events if not isinstance(event, HostRead)])).arena == 256 + PAD
 
 
 def test_empty_and_unused_temporaries_have_a_place() -> None:
     program = traced([0, 4096, 300], [launch(0, 2)])
-    found = plan(program)
-    assert found == Plan(offsets={0: 0, 1: 0, 2: 0}, arena=512 + PAD, bound=512)
-    check_plan(program, found)
+    memory_plan = plan(program)
+    assert memory_plan == Plan(offsets={0: 0, 1: 0, 2: 0}, arena=512 + PAD, bound=512)
+    check_plan(program, memory_plan)
 
 
 def test_a_program_without_temporaries_needs_only_the_pad() -> None:
@@ -229,16 +229,16 @@ def concatenating(count: int) -> list[tuple[int, int, int]]:
 @pytest.mark.parametrize("rows", [transformer(12), transformer(200), unet(5), concatenating(200), concatenating(2000)])
 def test_arenas_of_real_programs_are_close_to_the_bound(rows: list[tuple[int, int, int]]) -> None:
     program = intervals(rows, outputs=[len(rows) - 1])
-    found = plan(program)
-    check_plan(program, found)
-    assert found.arena - PAD <= 1.05 * found.bound
+    memory_plan = plan(program)
+    check_plan(program, memory_plan)
+    assert memory_plan.arena - PAD <= 1.05 * memory_plan.bound
 
 
 def test_orders_are_changed_when_all_that_are_tried_first_waste_memory() -> None:
     """Found by search: the fixed orders need a block of 256 bytes more than the bound."""
     rows = [(6, 6, 7), (7, 1, 5), (7, 2, 3), (5, 5, 7), (5, 6, 7), (2, 2, 3)]
-    found = plan(intervals([(256 * blocks, first, last) for blocks, first, last in rows]))
-    assert found.arena - PAD == found.bound == 16 * 256
+    memory_plan = plan(intervals([(256 * blocks, first, last) for blocks, first, last in rows]))
+    assert memory_plan.arena - PAD == memory_plan.bound == 16 * 256
 
 
 @pytest.mark.parametrize(
@@ -261,17 +261,17 @@ def test_broken_lifetimes_are_refused(events: list[Event], message: str) -> None
 def test_the_check_refuses_what_destroys_something_and_nothing_else(program: Lowered, data: st.DataObject) -> None:
     temporaries = [i for i, buffer in enumerate(program.buffers) if buffer.kind == TEMPORARY]
     offsets = {i: 256 * data.draw(st.integers(0, 12), label=f"buffer {i}") for i in temporaries}
-    found = at(offsets)
-    assert refused(program, found) == spoils(program, found)
+    memory_plan = at(offsets)
+    assert refused(program, memory_plan) == spoils(program, memory_plan)
 
 
 @given(programs(), st.data())
 def test_a_planted_overlap_is_caught(program: Lowered, data: st.DataObject) -> None:
-    found, lives = plan(program), lifetimes(program)
+    memory_plan, lives = plan(program), lifetimes(program)
     pairs = [(a, b) for a in lives for b in lives if a.buffer != b.buffer and a.first <= b.last and b.first <= a.last]
     assume(pairs)
     a, b = data.draw(st.sampled_from(pairs))
-    planted = replace(found, offsets={**found.offsets, a.buffer: found.offsets[b.buffer]}, arena=1 << 20)
+    planted = replace(memory_plan, offsets={**memory_plan.offsets, a.buffer: memory_plan.offsets[b.buffer]}, arena=1 << 20)
     with raises("arena-overlap"):
         check_plan(program, planted)
 

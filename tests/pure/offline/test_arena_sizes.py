@@ -46,15 +46,15 @@ def program(seed: int) -> Rows:
 
 
 def excess(seed: int) -> int:
-    made = intervals([(BLOCK * blocks, first, last) for blocks, first, last in program(seed)])
-    found = plan(made)
-    check_plan(made, found)
-    return (found.arena - PAD - found.bound) // BLOCK
+    lowered = intervals([(BLOCK * blocks, first, last) for blocks, first, last in program(seed)])
+    memory_plan = plan(lowered)
+    check_plan(lowered, memory_plan)
+    return (memory_plan.arena - PAD - memory_plan.bound) // BLOCK
 
 
 @pytest.mark.parametrize("seeds", [list(EXCESS)[begin::4] for begin in range(4)], ids=range(4))
 def test_no_arena_is_larger_than_it_was(seeds: list[int]) -> None:
-    assert {seed: found for seed in seeds if (found := excess(seed)) > EXCESS[seed]} == {}
+    assert {seed: blocks for seed in seeds if (blocks := excess(seed)) > EXCESS[seed]} == {}
 
 
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(1, 6)), max_size=6), st.integers(1, 5))
@@ -74,15 +74,15 @@ def test_gaps_are_those_that_a_look_at_every_offset_finds(ranges: list[tuple[int
 def test_where_there_is_no_time_to_look_further_the_first_plan_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arena, "WORK", 1)
     for seed in list(EXCESS)[:20]:
-        made = intervals([(BLOCK * blocks, first, last) for blocks, first, last in program(seed)])
-        found = plan(made)
-        check_plan(made, found)
-        assert found.arena - PAD > found.bound, "the first order and the lowest gap do not meet it, for none of these"
+        lowered = intervals([(BLOCK * blocks, first, last) for blocks, first, last in program(seed)])
+        memory_plan = plan(lowered)
+        check_plan(lowered, memory_plan)
+        assert memory_plan.arena - PAD > memory_plan.bound, "the first order and the lowest gap do not meet it, for none of these"
 
 
 def test_lives_are_those_of_buffers_that_are_used_by_first_use() -> None:
-    found = lifetimes(intervals([(BLOCK, 3, 5), (0, 0, 9), (300, 0, 2), (1, 0, 4)], outputs=[2]))
-    assert found == (
+    lives = lifetimes(intervals([(BLOCK, 3, 5), (0, 0, 9), (300, 0, 2), (1, 0, 4)], outputs=[2]))
+    assert lives == (
         Lifetime(buffer=2, size=512, first=0, last=10), Lifetime(buffer=3, size=256, first=0, last=4),
         Lifetime(buffer=0, size=256, first=3, last=5),
     )  # fmt: skip

@@ -71,18 +71,18 @@ def test_traced(data: st.DataObject) -> None:
     placed = {}
     for key, program in programs.items():
         lowered = program.lowered
-        made = plan(lowered, kept.offsets.get(key, {}), kept.start)
-        check_plan(lowered, made)
-        pieces = [(offset, offset + lowered.buffers[i].nbytes) for i, offset in made.offsets.items()]
-        own = [lowered.outputs[each.output].pointer.buffer for each in donated.get(key, ())]
-        placed[key] = Placed(pieces, [(made.offsets[i], made.offsets[i] + lowered.buffers[i].nbytes) for i in own], made.arena)
+        slots = plan(lowered, kept.offsets.get(key, {}), kept.start)
+        check_plan(lowered, slots)
+        pieces = [(offset, offset + lowered.buffers[i].nbytes) for i, offset in slots.offsets.items()]
+        ids = [lowered.outputs[donation.output].pointer.buffer for donation in donated.get(key, ())]
+        placed[key] = Placed(pieces, [(slots.offsets[i], slots.offsets[i] + lowered.buffers[i].nbytes) for i in ids], slots.arena)
     check_calls(placed, data.draw(st.lists(st.sampled_from(list(programs)), max_size=12)))
     assert [row.entry for row in kept.reserved] == list(dict.fromkeys(outputs[0].entry for outputs in donated.values()))
     for row in kept.reserved:
         needs = []
         for key, outputs in donated.items():
             lowered = programs[key].lowered
-            held = {lowered.outputs[each.output].pointer.buffer for each in outputs}
+            held = {lowered.outputs[donation.output].pointer.buffer for donation in outputs}
             needs += [sum(align(lowered.buffers[i].nbytes) for i in held)] if outputs[0].entry == row.entry else []
         assert row.bytes == max(needs) + PAD
     if not donated:
@@ -98,20 +98,20 @@ def test_captured(data: st.DataObject) -> None:
         keeps = data.draw(st.booleans())
         for size in range(data.draw(st.integers(1, 3))):
             key = (entry, size)
-            own = list(range(len(ranges), len(ranges) + data.draw(st.integers(1, 4))))
-            ranges += [Range(kind="pool", start=0, size=data.draw(SIZES), key=key) for _ in own]
-            used[key] = [0, 1, *own]
+            indices = list(range(len(ranges), len(ranges) + data.draw(st.integers(1, 4))))
+            ranges += [Range(kind="pool", start=0, size=data.draw(SIZES), key=key) for _ in indices]
+            used[key] = [0, 1, *indices]
             if keeps:
-                held[key] = f"e{entry}", data.draw(st.lists(st.sampled_from(own), min_size=1, max_size=3))
+                held[key] = f"e{entry}", data.draw(st.lists(st.sampled_from(indices), min_size=1, max_size=3))
     take = Take(ranges=tuple(ranges), graphs=(), states=(), self_tests=(), images={}, mutated=(), arch="", driver=0)
     kept = keep(take, held)
     placed = {}
     for key, pieces in used.items():
-        made = place(take, pieces, {}, key, kept.offsets.get(key, {}), kept.start)
-        spans = {i: (made.bases[i][1], made.bases[i][1] + ranges[i].size) for i in pieces[2:]}
+        placement = place(take, pieces, {}, key, kept.offsets.get(key, {}), kept.start)
+        spans = {i: (placement.bases[i][1], placement.bases[i][1] + ranges[i].size) for i in pieces[2:]}
         apart = sorted(spans.values())
         assert all(one[1] <= other[0] for one, other in pairwise(apart))
-        placed[key] = Placed(list(spans.values()), [spans[i] for i in held.get(key, ("", []))[1]], made.arena)
+        placed[key] = Placed(list(spans.values()), [spans[i] for i in held.get(key, ("", []))[1]], placement.arena)
     assert kept.start % SEGMENT_ALIGN == 0 and (kept.start == 0) == (not held)
     calls = data.draw(st.lists(st.sampled_from(list(used)), max_size=12))
     left: dict[int, list[tuple[int, int]]] = {}
@@ -126,9 +126,9 @@ def test_captured(data: st.DataObject) -> None:
 def test_an_output_that_is_an_input_or_a_weight() -> None:
     lowered = traced([256], [launch(0)], [0])
     for index, kind in ((1, "input"), (2, "weight")):
-        own = replace(lowered, outputs=(replace(lowered.outputs[0], pointer=at(index)),))
+        program = replace(lowered, outputs=(replace(lowered.outputs[0], pointer=at(index)),))
         with raises("donation-refused", match=f"output 3 of make\\(\\) is a {kind} of the program itself"):
-            keep_outputs({(): whole(own)}, {(): (DonatedOutput(entry="make", number=3, region=0, output=0),)})
+            keep_outputs({(): whole(program)}, {(): (DonatedOutput(entry="make", number=3, region=0, output=0),)})
 
 
 def test_two_outputs_in_one_buffer_take_its_place_once() -> None:

@@ -102,13 +102,13 @@ def run(program: Lowered, planned: Plan) -> bool:
 
 
 def spans(events: tuple[Event, ...]) -> list[tuple[int, int]]:
-    begins, found = [], []
+    begins, pairs = [], []
     for place, event in enumerate(events):
         if isinstance(event, Begin):
             begins.append(place)
         elif isinstance(event, End):
-            found.append((begins.pop(), place))
-    return found
+            pairs.append((begins.pop(), place))
+    return pairs
 
 
 @given(programs)
@@ -190,34 +190,34 @@ def rows(build: Callable[[Bodies], None]) -> Recording:
 
 
 def test_bodies_stand_behind_those_that_come_before_them() -> None:
-    def build(made: Bodies) -> None:
-        made.add([setter(7, 0)])
-        made.begin(7, "if")
-        made.add([fill(0, 1)])
-        made.add([setter(5, 0)])
-        made.begin(5, "while")
-        made.add([setter(5, 0)])
-        made.end()
-        made.next_body()
-        made.end()
-        made.add([setter(9, 1)])
-        made.begin(9, "if")
-        made.next_body()
-        made.add([fill(0, 2)])
-        made.end()
+    def build(builder: Bodies) -> None:
+        builder.add([setter(7, 0)])
+        builder.begin(7, "if")
+        builder.add([fill(0, 1)])
+        builder.add([setter(5, 0)])
+        builder.begin(5, "while")
+        builder.add([setter(5, 0)])
+        builder.end()
+        builder.next_body()
+        builder.end()
+        builder.add([setter(9, 1)])
+        builder.begin(9, "if")
+        builder.next_body()
+        builder.add([fill(0, 2)])
+        builder.end()
 
-    made = rows(build)
-    check_recording(Table(codec.encode(made)), MEMORIES, {IMAGE})
-    conditionals = [node for node in made.nodes if isinstance(node, ConditionalNode)]
+    recording = rows(build)
+    check_recording(Table(codec.encode(recording)), MEMORIES, {IMAGE})
+    conditionals = [node for node in recording.nodes if isinstance(node, ConditionalNode)]
     assert conditionals == [
         ConditionalNode(type="if", bodies=(0,)),
         ConditionalNode(type="if", bodies=(1, 2)),
         ConditionalNode(type="while", bodies=(3,)),
     ]
-    handles = [node.handles[0].conditional for node in made.nodes if isinstance(node, KernelNode)]
+    handles = [node.handles[0].conditional for node in recording.nodes if isinstance(node, KernelNode)]
     assert handles == [0, 1, 2, 2]
-    assert made.bodies == (4, 7, 7, 8)
-    assert [node.value for node in made.nodes if isinstance(node, MemsetNode)] == [1, 2]
+    assert recording.bodies == (4, 7, 7, 8)
+    assert [node.value for node in recording.nodes if isinstance(node, MemsetNode)] == [1, 2]
 
 
 @pytest.mark.parametrize("event", [SetCondition(conditional=0, byte=Pointer(buffer=0, offset=0)), NextBody(conditional=0)])
@@ -225,6 +225,6 @@ def test_the_plan_knows_every_event(event: Event) -> None:
     """A condition's byte is needed until it is read."""
     program = lowered([("write", 0), ("write", 1)])
     program = replace(program, events=(*program.events, event))
-    found = {lifetime.buffer: lifetime.last for lifetime in lifetimes(program)}
-    assert found[0] == (2 if isinstance(event, SetCondition) else 0)
+    last_uses = {lifetime.buffer: lifetime.last for lifetime in lifetimes(program)}
+    assert last_uses[0] == (2 if isinstance(event, SetCondition) else 0)
     check_plan(program, plan(program))

@@ -91,7 +91,7 @@ REGIONS = (
 
 
 def three_regions() -> LoweredProgram:
-    return merge(KEY, REGIONS, given=["x", "c"], outputs=["e", "c", "x"])
+    return merge(KEY, REGIONS, input_names=["x", "c"], outputs=["e", "c", "x"])
 
 
 def named(merged: LoweredProgram) -> dict[str, int]:
@@ -149,10 +149,10 @@ def test_every_event_moves_to_where_its_buffers_went() -> None:
     maker = replace(region(0, [512], [launch(1)], []), outputs=(tensor(place(1, 256)),))
     traced = merge(KEY, [graph("a", "", "v", maker), graph("b", "v", "", region(1, [512], events, []))], [], []).lowered
     names = {buffer.name: i for i, buffer in enumerate(traced.buffers)}
-    made, own = names["a.t0"], names["b.t0"]
+    a_buffer, b_buffer = names["a.t0"], names["b.t0"]
     assert traced.events[1:] == (
-        Allocate(buffer=own), Fill(target=place(own, 8), value=1, element=1, count=4),
-        Copy(source=place(made, 272), target=place(own, 32), nbytes=64), Release(buffer=own),
+        Allocate(buffer=b_buffer), Fill(target=place(b_buffer, 8), value=1, element=1, count=4),
+        Copy(source=place(a_buffer, 272), target=place(b_buffer, 32), nbytes=64), Release(buffer=b_buffer),
     )  # fmt: skip
 
 
@@ -170,23 +170,23 @@ def test_one_graph_is_a_program_of_one() -> None:
 
 
 @pytest.mark.parametrize(
-    "made",
+    "view",
     [
         BufferView(pointer=place(1), dtype="int8", shape=(256,), strides=(1,)),
         BufferView(pointer=place(1), dtype="uint8", shape=(255,), strides=(1,)),
         BufferView(pointer=place(1), dtype="uint8", shape=(256,), strides=(2,)),
     ],
 )
-def test_a_value_that_is_taken_otherwise_than_it_was_made_is_refused(made: BufferView) -> None:
-    maker = replace(region(0, [512], [launch(1)], []), outputs=(made,))
+def test_a_value_that_is_taken_otherwise_than_it_was_made_is_refused(view: BufferView) -> None:
+    maker = replace(region(0, [512], [launch(1)], []), outputs=(view,))
     with raises("inputs-unlike", match=r"int_key \(4,\), b: v is taken as .*, and was made as"):
         merge(KEY, [graph("a", "", "v", maker), graph("b", "v", "", region(1, [], [launch(0)], []))], [], [])
 
 
 def test_strides_of_axes_of_one_element_say_nothing() -> None:
-    made = BufferView(pointer=place(1), dtype="uint8", shape=(1, 256), strides=(7, 1))
-    taker = replace(region(1, [], [launch(0)], []), inputs=(replace(made, pointer=place(0), strides=(256, 1)),))
-    maker = replace(region(0, [512], [launch(1)], []), outputs=(made,))
+    view = BufferView(pointer=place(1), dtype="uint8", shape=(1, 256), strides=(7, 1))
+    taker = replace(region(1, [], [launch(0)], []), inputs=(replace(view, pointer=place(0), strides=(256, 1)),))
+    maker = replace(region(0, [512], [launch(1)], []), outputs=(view,))
     assert merge(KEY, [graph("a", "", "v", maker), graph("b", "v", "", taker)], [], []).regions[1].inputs[0].pointer == place(1)
 
 
@@ -201,23 +201,23 @@ def test_a_value_that_leaves_its_buffer_is_refused() -> None:
 
 def test_a_value_keeps_its_memory_until_its_last_reader_and_a_dead_one_gives_it_back() -> None:
     merged = three_regions()
-    found = plan(merged.lowered)
-    check_plan(merged.lowered, found)
-    names, offsets = named(merged), found.offsets
+    layout = plan(merged.lowered)
+    check_plan(merged.lowered, layout)
+    names, offsets = named(merged), layout.offsets
     kept = range(offsets[names["graph-1.t1"]], offsets[names["graph-1.t1"]] + 256)
     for name in ("graph-2.t0", "graph-2.t1"):
         size = merged.lowered.buffers[names[name]].nbytes
         assert not set(kept) & set(range(offsets[names[name]], offsets[names[name]] + size)), "a is read in graph-3"
     alone = [plan(region.lowered).arena - PAD for region in REGIONS if region.lowered]
-    assert (alone, found.arena - PAD) == ([1536, 1280, 1280], 1536), "the wide temporary of one region lies where the others' did"
+    assert (alone, layout.arena - PAD) == ([1536, 1280, 1280], 1536), "the wide temporary of one region lies where the others' did"
 
 
 def test_a_planted_overlap_of_two_regions_is_caught() -> None:
     merged = three_regions()
-    found, names = plan(merged.lowered), named(merged)
-    planted = {**found.offsets, names["graph-2.t1"]: found.offsets[names["graph-1.t1"]]}
+    layout, names = plan(merged.lowered), named(merged)
+    planted = {**layout.offsets, names["graph-2.t1"]: layout.offsets[names["graph-1.t1"]]}
     with raises("arena-overlap", match=r"\(graph-2.t1, 256 bytes at \d+\) lies over buffer \d+ \(graph-1.t1, .*until event 6"):
-        check_plan(merged.lowered, replace(found, offsets=planted, arena=1 << 16))
+        check_plan(merged.lowered, replace(layout, offsets=planted, arena=1 << 16))
 
 
 def test_what_the_host_reads_later_is_not_written_over_by_the_region_between() -> None:
@@ -232,10 +232,10 @@ def test_what_the_host_reads_later_is_not_written_over_by_the_region_between() -
         [],
         [],
     )
-    names, found = named(late), plan(late.lowered)
-    assert found.offsets[names["graph-1.t0"]] != found.offsets[names["graph-2.t0"]]
+    names, layout = named(late), plan(late.lowered)
+    assert layout.offsets[names["graph-1.t0"]] != layout.offsets[names["graph-2.t0"]]
     with raises("arena-overlap", match="needed until event 2"):
-        check_plan(late.lowered, replace(found, offsets=dict.fromkeys(found.offsets, 0)))
+        check_plan(late.lowered, replace(layout, offsets=dict.fromkeys(layout.offsets, 0)))
 
 
 # --- whatever the regions are ---------------------------------------------------------------------------------
@@ -262,13 +262,13 @@ def cases(draw: st.DrawFn) -> Case:
             regions.append(LoweredRegion(name=f"host-{number}", inputs=inputs, outputs=outputs, lowered=None))
         else:
             count = draw(st.integers(1, 4))
-            own = range(len(inputs) + 1, len(inputs) + 1 + count)
-            uses = st.lists(st.integers(0, own[-1]), min_size=1, max_size=4)
+            buffers = range(len(inputs) + 1, len(inputs) + 1 + count)
+            uses = st.lists(st.integers(0, buffers[-1]), min_size=1, max_size=4)
             events = [launch(*draw(uses)) for _ in range(draw(st.integers(1, 4)))]
-            touched = sorted({arg.buffer for event in events for arg in event.arguments if isinstance(arg, Pointer)} & set(own))
-            made = draw(st.lists(st.sampled_from(touched), unique=True, max_size=2)) if touched else []
-            outputs = tuple(f"g{number}.{i}" for i in made)
-            traced = region(len(inputs), [256 for _ in own], events, made)
+            touched = sorted({arg.buffer for event in events for arg in event.arguments if isinstance(arg, Pointer)} & set(buffers))
+            output_buffers = draw(st.lists(st.sampled_from(touched), unique=True, max_size=2)) if touched else []
+            outputs = tuple(f"g{number}.{i}" for i in output_buffers)
+            traced = region(len(inputs), [256 for _ in buffers], events, output_buffers)
             regions.append(LoweredRegion(name=f"graph-{number}", inputs=inputs, outputs=outputs, lowered=traced))
         known += outputs
     outputs = tuple(draw(st.lists(st.sampled_from(known), unique=True, max_size=3)))
@@ -296,16 +296,16 @@ def apart(case: Case) -> list[Tag]:
     return [*seen, *[values[name] for name in case.outputs]]
 
 
-def together(case: Case, merged: LoweredProgram, found: Plan) -> list[Tag]:
+def together(case: Case, merged: LoweredProgram, layout: Plan) -> list[Tag]:
     """The same from the merged program, temporaries in one arena of blocks of 256 bytes."""
     traced, memory = merged.lowered, dict[object, Tag]()
-    made: dict[str, BufferView] = {}
+    views: dict[str, BufferView] = {}
     on_host: dict[str, Tag] = {}
     seen: list[Tag] = []
 
     def where(buffer: int) -> object:
         held = traced.buffers[buffer]
-        return found.offsets[buffer] if held.kind == TEMPORARY else (held.kind, held.name)
+        return layout.offsets[buffer] if held.kind == TEMPORARY else (held.kind, held.name)
 
     memory |= {(INPUT, str(number)): "given" for number in range(len(case.given))}
     events_of = iter(merged.regions)
@@ -313,7 +313,7 @@ def together(case: Case, merged: LoweredProgram, found: Plan) -> list[Tag]:
     for region in case.regions:
         if region.lowered is None:
             for n in region.inputs:  # what the host has read once it has a copy of
-                on_host.setdefault(n, memory.get(where(made[n].pointer.buffer)) if n in made else "given")
+                on_host.setdefault(n, memory.get(where(views[n].pointer.buffer)) if n in views else "given")
             seen += [on_host[n] for n in region.inputs]
             continue
         section = next(events_of)
@@ -325,27 +325,27 @@ def together(case: Case, merged: LoweredProgram, found: Plan) -> list[Tag]:
                     memory.pop(where(i), None)
             written = hash(tuple(memory.get(where(i)) for i in touched))
             taken = {t.pointer.buffer for t in section.inputs}
-            own = {i: number for number, i in enumerate(touched) if traced.buffers[i].kind == TEMPORARY and i not in taken}
-            memory.update({where(i): (written, number) for i, number in own.items()})
-        made.update(zip(region.outputs, section.outputs, strict=True))
-    return [*seen, *["given" if name in case.given else memory.get(where(made[name].pointer.buffer)) for name in case.outputs]]
+            ordinals = {i: number for number, i in enumerate(touched) if traced.buffers[i].kind == TEMPORARY and i not in taken}
+            memory.update({where(i): (written, number) for i, number in ordinals.items()})
+        views.update(zip(region.outputs, section.outputs, strict=True))
+    return [*seen, *["given" if name in case.given else memory.get(where(views[name].pointer.buffer)) for name in case.outputs]]
 
 
 @given(cases())
 def test_the_merged_program_computes_what_the_regions_do(case: Case) -> None:
     merged = merge(KEY, case.regions, case.given, case.outputs)
-    found = plan(merged.lowered)
-    check_plan(merged.lowered, found)
-    assert together(case, merged, found) == apart(case)
+    layout = plan(merged.lowered)
+    check_plan(merged.lowered, layout)
+    assert together(case, merged, layout) == apart(case)
 
 
 @given(cases(), st.data())
 def test_an_overlap_of_any_two_lives_is_caught(case: Case, data: st.DataObject) -> None:
     merged = merge(KEY, case.regions, case.given, case.outputs)
-    found, lives = plan(merged.lowered), lifetimes(merged.lowered)
+    layout, lives = plan(merged.lowered), lifetimes(merged.lowered)
     pairs = [(a, b) for a in lives for b in lives if a.buffer != b.buffer and a.first <= b.last and b.first <= a.last]
     assume(pairs)
     a, b = data.draw(st.sampled_from(pairs))
-    offsets: Mapping[int, int] = {**found.offsets, a.buffer: found.offsets[b.buffer]}
+    offsets: Mapping[int, int] = {**layout.offsets, a.buffer: layout.offsets[b.buffer]}
     with raises("arena-overlap"):
-        check_plan(merged.lowered, replace(found, offsets=offsets, arena=1 << 20))
+        check_plan(merged.lowered, replace(layout, offsets=offsets, arena=1 << 20))

@@ -98,21 +98,21 @@ def program(
     return LoweredProgram(lowered=lowered, regions=tuple(regions))
 
 
-def parts(made: LoweredProgram) -> str:
+def parts(program: LoweredProgram) -> str:
     """Of every launch: "w" it waits, "b" it lets the next one begin, both as "x", neither as "."."""
-    found = ""
-    for event in made.lowered.events:
+    letters = ""
+    for event in program.lowered.events:
         if isinstance(event, Launch):
-            variant = made.lowered.variants[event.variant]
+            variant = program.lowered.variants[event.variant]
             assert (BEGIN_NEXT in variant.source) == variant.begins_next
-            found += ".wbx"[(WAIT in variant.source) + 2 * variant.begins_next]
-    return found
+            letters += ".wbx"[(WAIT in variant.source) + 2 * variant.begins_next]
+    return letters
 
 
-def lines(made: LoweredProgram, number: int) -> tuple[list[str], list[str]]:
+def lines(program: LoweredProgram, number: int) -> tuple[list[str], list[str]]:
     """Of the kernel of a launch: what stands before the wait, and behind it."""
-    launches = [event for event in made.lowered.events if isinstance(event, Launch)]
-    body = [line.strip() for line in made.lowered.variants[launches[number].variant].source.splitlines()[1:]]
+    launches = [event for event in program.lowered.events if isinstance(event, Launch)]
+    body = [line.strip() for line in program.lowered.variants[launches[number].variant].source.splitlines()[1:]]
     return body[: body.index(WAIT)], body[body.index(WAIT) + 1 :]
 
 
@@ -136,9 +136,9 @@ def test_weights_are_read_before_the_wait_and_all_else_behind_it() -> None:
     ]
 
 
-def early(made: LoweredProgram, number: int) -> str:
+def early(program: LoweredProgram, number: int) -> str:
     """The names of what the kernel of a launch reads before its wait."""
-    return " ".join(line.split(" ")[0] for line in lines(made, number)[0] if "tl.load" in line)
+    return " ".join(line.split(" ")[0] for line in lines(program, number)[0] if "tl.load" in line)
 
 
 READING = launch(X, W, BIAS, OUT)
@@ -230,17 +230,17 @@ def test_the_kernel_that_sets_a_condition_waits() -> None:
     ids=["cooperative", "cluster", "waits by itself", "one line", "two statements in a line"],
 )
 def test_a_kernel_that_has_to_stay_as_it_is_ends_a_chain(other: KernelVariant) -> None:
-    given = program([USUAL, USUAL, replace(USUAL, variant=1), USUAL, USUAL], kernel(), other)
-    made = begin_early(given)
-    assert parts(replace(made, lowered=replace(made.lowered, events=made.lowered.events[:2] + made.lowered.events[3:]))) == "bwbw"
-    assert made.lowered.variants[made.lowered.events[2].variant] == other  # type: ignore[union-attr]
+    original = program([USUAL, USUAL, replace(USUAL, variant=1), USUAL, USUAL], kernel(), other)
+    pdl = begin_early(original)
+    assert parts(replace(pdl, lowered=replace(pdl.lowered, events=pdl.lowered.events[:2] + pdl.lowered.events[3:]))) == "bwbw"
+    assert pdl.lowered.variants[pdl.lowered.events[2].variant] == other  # type: ignore[union-attr]
 
 
 def test_a_product_on_tensor_cores_lets_the_next_begin_and_does_not_begin_early() -> None:
     other = kernel(PRODUCT.replace("    total = ", "    c += tl.dot(a, b)\n    total = "))
     product = replace(USUAL, variant=1)
-    made = begin_early(program([USUAL, USUAL, product, USUAL, product, product, USUAL], kernel(), other))
-    assert parts(made) == "bwbw.bw"
+    pdl = begin_early(program([USUAL, USUAL, product, USUAL, product, product, USUAL], kernel(), other))
+    assert parts(pdl) == "bwbw.bw"
 
 
 def test_what_a_product_on_tensor_cores_writes_to_is_read_late() -> None:
@@ -250,13 +250,13 @@ def test_what_a_product_on_tensor_cores_writes_to_is_read_late() -> None:
 
 
 def test_everything_but_the_texts_and_their_numbers_stays() -> None:
-    given = program([Allocate(buffer=OUT), USUAL, USUAL, Release(buffer=OUT)], cuts=[1])
-    made = begin_early(given)
-    assert made.regions == given.regions
-    assert [replace(event, variant=0) if isinstance(event, Launch) else event for event in made.lowered.events] == list(
-        given.lowered.events
+    original = program([Allocate(buffer=OUT), USUAL, USUAL, Release(buffer=OUT)], cuts=[1])
+    pdl = begin_early(original)
+    assert pdl.regions == original.regions
+    assert [replace(event, variant=0) if isinstance(event, Launch) else event for event in pdl.lowered.events] == list(
+        original.lowered.events
     )
-    for variant in made.lowered.variants:
+    for variant in pdl.lowered.variants:
         plain = [line for line in variant.source.splitlines() if line.strip() not in (WAIT, BEGIN_NEXT)]
         assert sorted(plain) == sorted(kernel().source.splitlines())
 
@@ -267,7 +267,7 @@ NAMES = ["a", "b", "c", "n"]
 @st.composite
 def statements(draw: st.DrawFn) -> str:
     """A kernel's body of loads, sums and stores, with names that are given twice and read before."""
-    known, made = ["n", "p"], []
+    known, body = ["n", "p"], []
     for _ in range(draw(st.integers(1, 9))):
         index, target = draw(st.sampled_from(known)), draw(st.sampled_from(NAMES))
         text = draw(
@@ -281,10 +281,10 @@ def statements(draw: st.DrawFn) -> str:
                 f"if {index} > 3:\n        {target if target in known else 'n'} = 5",
             ])
         )  # fmt: skip
-        made.append(text)
+        body.append(text)
         if text.startswith(f"{target} ="):
             known.append(target)
-    return "\n".join(["def drawn(x, w, out, n, p):", *["    " + line for line in [*made, f"tl.store(out, {known[-1]})"]], ""])
+    return "\n".join(["def drawn(x, w, out, n, p):", *["    " + line for line in [*body, f"tl.store(out, {known[-1]})"]], ""])
 
 
 def ran(source: str, late: bool) -> list[int]:
@@ -321,7 +321,7 @@ def ran(source: str, late: bool) -> list[int]:
 def test_a_kernel_that_begins_early_writes_the_same(source: str) -> None:
     signature = (("x", "*i32"), ("w", "*i32"), ("out", "*i32"), ("n", "i32"), ("p", "i32"))
     events = [Launch(variant=0, grid=(1, 1, 1), arguments=(at(a), at(W), at(b), 6, 2)) for a, b in ((OUT, X), (X, OUT))]
-    made = begin_early(program(events, kernel(source, "drawn", signature), written=[X]))
-    assert parts(made) == "bw"
-    last = made.lowered.variants[made.lowered.events[1].variant]  # type: ignore[union-attr]
+    pdl = begin_early(program(events, kernel(source, "drawn", signature), written=[X]))
+    assert parts(pdl) == "bw"
+    last = pdl.lowered.variants[pdl.lowered.events[1].variant]  # type: ignore[union-attr]
     assert ran(last.source, late=True) == ran(source, late=False)

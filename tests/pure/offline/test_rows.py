@@ -146,7 +146,7 @@ def test_a_launch_becomes_a_node_with_every_pointer_relocated() -> None:
         Release(buffer=SECOND),
     )
     graph = rows(program)
-    found = plan(program).offsets
+    arena_offsets = plan(program).offsets
     first, second = graph.recording.nodes
     assert isinstance(first, KernelNode)
     assert isinstance(second, KernelNode)
@@ -155,11 +155,11 @@ def test_a_launch_becomes_a_node_with_every_pointer_relocated() -> None:
     assert (first.undefined, first.attributes) == ((), ())
     assert first.relocations == (
         Relocation(at=0, target=Address(memory=WEIGHTS_AT, offset=4096 + 64)),
-        Relocation(at=16, target=Address(memory=ARENA_AT, offset=found[FIRST])),
+        Relocation(at=16, target=Address(memory=ARENA_AT, offset=arena_offsets[FIRST])),
     )
     assert second.relocations == (
         Relocation(at=0, target=Address(memory=INPUTS_AT, offset=256)),
-        Relocation(at=16, target=Address(memory=ARENA_AT, offset=found[SECOND] + 512)),
+        Relocation(at=16, target=Address(memory=ARENA_AT, offset=arena_offsets[SECOND] + 512)),
     )
     assert graph.recording.edges == (Edge(source=0, target=1, from_port=0, to_port=0, type=0),)
     (function,) = graph.recording.functions
@@ -181,23 +181,23 @@ def test_every_region_of_a_program_is_a_recording_over_the_same_memory() -> None
         RegionEvents(name="graph-1", start=0, stop=1, inputs=program.inputs[1:], outputs=(tensor(place(FIRST, 64), 128),)),
         RegionEvents(name="graph-2", start=2, stop=4, inputs=(tensor(place(FIRST, 64), 128),), outputs=program.outputs),
     )
-    found = plan(program)
+    memory_plan = plan(program)
     first, second = assemble(
         LoweredProgram(lowered=program, regions=sections),
         [compiled()],
-        found,
+        memory_plan,
         {"layer.weight": Address(memory=WEIGHTS_AT, offset=4096)},
         (0, 256),
     )
     assert [len(graph.recording.nodes) for graph in (first, second)] == [1, 2]
     assert [len(graph.recording.edges) for graph in (first, second)] == [0, 1]
-    value = Value(dtype="float32", shape=(128,), strides=(1,), memory="arena", offset=found.offsets[FIRST] + 64)
+    value = Value(dtype="float32", shape=(128,), strides=(1,), memory="arena", offset=memory_plan.offsets[FIRST] + 64)
     assert first.outputs == second.inputs == (value,)
-    (made,), (taken, _) = first.recording.nodes, second.recording.nodes
-    assert isinstance(made, KernelNode) and isinstance(taken, KernelNode)
-    assert made.relocations[1].target == Address(memory=ARENA_AT, offset=found.offsets[FIRST])
-    assert taken.relocations[0].target == Address(memory=ARENA_AT, offset=found.offsets[FIRST] + 64)
-    assert first.arena == second.arena == found.arena
+    (producer,), (taken, _) = first.recording.nodes, second.recording.nodes
+    assert isinstance(producer, KernelNode) and isinstance(taken, KernelNode)
+    assert producer.relocations[1].target == Address(memory=ARENA_AT, offset=memory_plan.offsets[FIRST])
+    assert taken.relocations[0].target == Address(memory=ARENA_AT, offset=memory_plan.offsets[FIRST] + 64)
+    assert first.arena == second.arena == memory_plan.arena
     for graph in (first, second):
         assert len(graph.recording.functions) == 1
         verify(graph, [compiled()])
@@ -211,15 +211,15 @@ def test_copies_and_fills_become_nodes() -> None:
         launch(place(SECOND), place(FIRST)),
     )
     graph = rows(program)
-    found = plan(program).offsets
+    arena_offsets = plan(program).offsets
     fill, copy, narrow, kernel = graph.recording.nodes
-    target = Address(memory=ARENA_AT, offset=found[FIRST] + 8)
+    target = Address(memory=ARENA_AT, offset=arena_offsets[FIRST] + 8)
     assert fill == MemsetNode(target=target, value=0xFFFE, element=2, width=10, height=1, pitch=0)
     assert isinstance(narrow, MemsetNode)
     assert (narrow.value, narrow.width) == (0x34, 3)
     assert isinstance(copy, MemcpyNode)
     assert copy.source == Address(memory=WEIGHTS_AT, offset=4100)
-    assert copy.target == Address(memory=ARENA_AT, offset=found[SECOND] + 16)
+    assert copy.target == Address(memory=ARENA_AT, offset=arena_offsets[SECOND] + 16)
     assert (copy.width, copy.height, copy.depth) == (100, 1, 1)
     assert isinstance(kernel, KernelNode)
     assert [(edge.source, edge.target) for edge in graph.recording.edges] == [(0, 1), (1, 2), (2, 3)]
@@ -296,10 +296,10 @@ def test_clusters_and_cooperative_launches_carry_their_attributes() -> None:
 def test_the_calls_tensors_lie_where_their_buffers_do() -> None:
     program = traced(launch(place(INPUT_BUFFER), place(FIRST)), output=place(FIRST, 400))
     graph = rows(program)
-    found = plan(program)
-    assert graph.arena == found.arena
+    slots = plan(program)
+    assert graph.arena == slots.arena
     assert graph.inputs[1] == Value(dtype="float32", shape=(128,), strides=(1,), memory="inputs", offset=256)
-    assert graph.outputs == (Value(dtype="float32", shape=(100,), strides=(1,), memory="arena", offset=found.offsets[FIRST] + 400),)
+    assert graph.outputs == (Value(dtype="float32", shape=(100,), strides=(1,), memory="arena", offset=slots.offsets[FIRST] + 400),)
     alias = rows(traced(output=place(INPUT_BUFFER, 4)))
     assert (alias.outputs[0].memory, alias.outputs[0].offset) == ("inputs", 260)
 
@@ -359,19 +359,19 @@ def test_bytes_outside_a_buffer_are_refused(event: Event) -> None:
 
 def test_only_state_and_inputs_that_calls_change_may_be_written_to() -> None:
     copied = traced(Copy(source=place(FIRST), target=place(WEIGHT_BUFFER), nbytes=1000))
-    given = traced(Copy(source=place(FIRST), target=place(INPUT_BUFFER), nbytes=512))
+    input_write = traced(Copy(source=place(FIRST), target=place(INPUT_BUFFER), nbytes=512))
 
-    def made(program: Lowered, changed: int, **options: Any) -> RecordedGraph:
+    def record(program: Lowered, changed: int, **options: Any) -> RecordedGraph:
         program = replace(program, written=(changed,))
         return assembled(program, (compiled(),), plan(program), {"layer.weight": 256}, (0, 256), **options)
 
     with raises("place-invalid", match=r"changes buffer 0 \(weight layer.weight\)"):
-        made(copied, WEIGHT_BUFFER)
-    (node,) = made(copied, WEIGHT_BUFFER, memory="state").recording.nodes
+        record(copied, WEIGHT_BUFFER)
+    (node,) = record(copied, WEIGHT_BUFFER, memory="state").recording.nodes
     assert isinstance(node, MemcpyNode) and node.target == Address(memory=MEMORIES.index("state"), offset=256)
     with raises("place-invalid", match=r"changes buffer 1 \(input 1\)"):
-        made(given, INPUT_BUFFER, written=(0,))
-    made(given, INPUT_BUFFER, written=(1,))
+        record(input_write, INPUT_BUFFER, written=(0,))
+    record(input_write, INPUT_BUFFER, written=(1,))
 
 
 def test_fills_that_no_driver_takes_and_buffers_without_a_place_are_refused() -> None:

@@ -112,8 +112,8 @@ def test_measurements_of_the_problem_decide(times: dict[int, float]) -> None:
     if len(times) == 1:
         assert cut == split_factor(whole, H200), "nothing to compare with: the model of cost"
         return
-    total = {each: time + reading(whole, each) for each, time in times.items()}
-    best = min(total, key=lambda each: total[each])
+    total = {factor: time + reading(whole, factor) for factor, time in times.items()}
+    best = min(total, key=lambda factor: total[factor])
     assert total[cut] <= total[1]
     assert cut in ((1, best) if total[best] < WORTH * total[1] else (1,))
     if total[best] < WORTH * total[1]:
@@ -175,6 +175,6 @@ def test_the_neighbours_cut_must_divide_this_problem_too() -> None:
 @pytest.mark.parametrize("cut", SPLIT_FACTORS)
 def test_the_pieces_are_a_batched_product_of_the_same_work(cut: int) -> None:
     whole = problem(32, 768, 3072, kind="addmm")
-    made = split_problem(whole, cut)
-    assert (made.kind, made.batch, made.m, made.n, made.batch * made.k) == ("bmm", cut, 32, 768, 3072)
+    batched = split_problem(whole, cut)
+    assert (batched.kind, batched.batch, batched.m, batched.n, batched.batch * batched.k) == ("bmm", cut, 32, 768, 3072)
     assert split_problem(whole, 1) is whole

@@ -17,16 +17,16 @@ def pointers(memory: Memory, row: int, column: int, start: int = 0) -> Sum:
     """Addresses of a block of every instance: so many bytes from a row or a column to the next."""
     instance = np.arange(INSTANCES).reshape(-1, 1, 1) * (row * ROWS if row > column else column * COLUMNS)
     rows, columns = np.arange(ROWS).reshape(1, -1, 1) * row, np.arange(COLUMNS).reshape(1, 1, -1) * column
-    made = summed([instance + memory.address(3, start), rows, columns, np.full((1, 1, 1), 0)], SHAPE, None)
-    assert made is not None
-    return made
+    addresses = summed([instance + memory.address(3, start), rows, columns, np.full((1, 1, 1), 0)], SHAPE, None)
+    assert addresses is not None
+    return addresses
 
 
 @pytest.fixture
 def memory() -> Memory:
-    made = Memory([("weights", 64), ("arena", 4 * INSTANCES * ROWS * COLUMNS + 64)])
-    made.span(3, 0, 4 * INSTANCES * ROWS * COLUMNS, "writes").view(np.float32)[:] = np.arange(INSTANCES * ROWS * COLUMNS)
-    return made
+    filled_memory = Memory([("weights", 64), ("arena", 4 * INSTANCES * ROWS * COLUMNS + 64)])
+    filled_memory.span(3, 0, 4 * INSTANCES * ROWS * COLUMNS, "writes").view(np.float32)[:] = np.arange(INSTANCES * ROWS * COLUMNS)
+    return filled_memory
 
 
 def of_load(memory: Memory, block: Sum) -> Array:
@@ -36,10 +36,10 @@ def of_load(memory: Memory, block: Sum) -> Array:
 @pytest.mark.parametrize(("row", "column"), [(4 * COLUMNS, 4), (4, 4 * ROWS)])
 def test_lines_are_what_elements_are(memory: Memory, row: int, column: int) -> None:
     block = pointers(memory, row, column)
-    found = memory.load_lines(block, np.dtype(np.float32))
-    assert found is not None
-    assert found.shape == SHAPE
-    assert (found == of_load(memory, block)).all()
+    lines = memory.load_lines(block, np.dtype(np.float32))
+    assert lines is not None
+    assert lines.shape == SHAPE
+    assert (lines == of_load(memory, block)).all()
 
 
 @pytest.mark.parametrize(
@@ -53,11 +53,11 @@ def test_no_lines_where_a_load_has_to_look(memory: Memory, row: int, column: int
 
 def test_terms_that_others_include_are_added_to_them() -> None:
     column, row = np.arange(64).reshape(1, 64, 1), np.arange(64).reshape(1, 1, 64)
-    made = summed([np.full((1, 1, 1), 7), column, row, column], (1, 64, 64), None)
-    assert made is not None
-    assert len(made.terms) == 2
-    assert (made.data == 7 + 2 * column + row).all()
-    assert made.bounds() == (7, 7 + 63 * 3)
+    total = summed([np.full((1, 1, 1), 7), column, row, column], (1, 64, 64), None)
+    assert total is not None
+    assert len(total.terms) == 2
+    assert (total.data == 7 + 2 * column + row).all()
+    assert total.bounds() == (7, 7 + 63 * 3)
 
 
 def test_a_small_block_is_computed_at_once() -> None:
@@ -66,10 +66,10 @@ def test_a_small_block_is_computed_at_once() -> None:
 
 def test_elements_that_wrap_are_not_known_by_the_terms() -> None:
     large = np.full((1, 64, 1), 2**31 - 1, np.int32)
-    made = summed([large, np.ones((1, 1, 64), np.int32)], (1, 64, 64), None)
-    assert made is not None
-    assert made.scaled(4) is None
-    assert (made.data == -(2**31)).all()
+    total = summed([large, np.ones((1, 1, 64), np.int32)], (1, 64, 64), None)
+    assert total is not None
+    assert total.scaled(4) is None
+    assert (total.data == -(2**31)).all()
 
 
 def test_an_axis_that_two_terms_share_has_no_lines() -> None:

@@ -52,7 +52,7 @@ def closed_sets(
     """Every non-empty set of operations of the allowed kinds whose dependencies are done or in it."""
     usable = sorted(position for position in rest if kinds[position] in allowed)
     sets = [frozenset(usable[bit] for bit in range(len(usable)) if mask >> bit & 1) for mask in range(1, 1 << len(usable))]
-    return [each for each in sets if all(before[position] <= done | each for position in each)]
+    return [candidate for candidate in sets if all(before[position] <= done | candidate for position in candidate)]
 
 
 def by_filling(kinds: Sequence[Kind], edges: Edges) -> int:
@@ -66,7 +66,7 @@ def by_filling(kinds: Sequence[Kind], edges: Edges) -> int:
             took = 0
             while ready:
                 waiting = {b for a, b in edges if a in left}
-                ready = {each for each in left - waiting if kinds[each] in (side, "either")}
+                ready = {position for position in left - waiting if kinds[position] in (side, "either")}
                 left -= ready
                 took += len(ready)
             count += 1
@@ -99,12 +99,12 @@ def test_the_cuts_are_the_fewest_that_any_order_allows(graph: tuple[list[Kind], 
 
 def test_five_hundred_programs() -> None:
     """Of up to 80 operations in chains with skips, as models are; many have several layers."""
-    made = random.Random(0)
+    rng = random.Random(0)
     counts = []
     for _ in range(500):
-        size = made.randint(1, 80)
-        kinds: list[Kind] = made.choices(KINDS, weights=(8, made.choice((1, 3)), 3), k=size)
-        edges = sorted({(made.randint(max(0, b - made.choice((1, 3, 40))), b - 1), b) for b in range(1, size) for _ in range(2)})
+        size = rng.randint(1, 80)
+        kinds: list[Kind] = rng.choices(KINDS, weights=(8, rng.choice((1, 3)), 3), k=size)
+        edges = sorted({(rng.randint(max(0, b - rng.choice((1, 3, 40))), b - 1), b) for b in range(1, size) for _ in range(2)})
         layers = cut(kinds, edges)
         check(layers, kinds, edges)
         assert len(layers) == by_filling(kinds, edges)
@@ -121,7 +121,7 @@ def test_a_free_operation_is_on_the_host_only_where_no_graph_could_take_it(graph
         if kinds[position] == "either" and layers[number].kind == "host":
             low = max([home[a] for a, b in edges if b == position], default=0)
             high = min([home[b] for a, b in edges if a == position], default=len(layers) - 1)
-            assert all(layers[each].kind == "host" for each in range(low, high + 1))
+            assert all(layers[index].kind == "host" for index in range(low, high + 1))
 
 
 def chain(*kinds: Kind) -> tuple[list[Kind], Edges]:
@@ -215,16 +215,16 @@ def test_units_are_what_reaches_each_other_once_the_members_are_tied(count: int,
     numbers = st.integers(0, count - 1)
     edges = sorted({(min(pair), max(pair)) for pair in data.draw(st.lists(st.tuples(numbers, numbers))) if pair[0] != pair[1]})
     together = data.draw(st.lists(st.lists(numbers, min_size=1, max_size=3, unique=True), max_size=3))
-    found = components(count, edges, together)
-    assert sorted(member for unit in found for member in unit) == list(range(count))
+    units = components(count, edges, together)
+    assert sorted(member for unit in units for member in unit) == list(range(count))
     reach = [{position} for position in range(count)]
     steps = edges + [(a, b) for members in together for a in members for b in members]
     for _ in range(count):
         for a, b in steps:
-            for each in reach:
-                if a in each:
-                    each.add(b)
-    home = {member: number for number, unit in enumerate(found) for member in unit}
+            for reached in reach:
+                if a in reached:
+                    reached.add(b)
+    home = {member: number for number, unit in enumerate(units) for member in unit}
     for a in range(count):
         for b in range(count):
             assert (home[a] == home[b]) == (a in reach[b] and b in reach[a])

@@ -96,13 +96,13 @@ def test_a_finished_stage_is_a_line_and_the_running_one_is_written_over(monkeypa
 
 
 def test_what_a_stage_gave_is_told_once() -> None:
-    told: list[Event] = []
-    with Stages(told.append)("lower") as say:
+    events: list[Event] = []
+    with Stages(events.append)("lower") as say:
         say.result("0 kernels")
         say("3 of 4 kernels")
         say.result("4 kernels")
-    assert [(event.state, event.text) for event in told] == [("start", ""), ("detail", "3 of 4 kernels"), ("done", "4 kernels")]
-    assert 0.0 == told[0].seconds < told[1].seconds <= told[2].seconds
+    assert [(event.state, event.text) for event in events] == [("start", ""), ("detail", "3 of 4 kernels"), ("done", "4 kernels")]
+    assert 0.0 == events[0].seconds < events[1].seconds <= events[2].seconds
 
 
 def test_a_stage_that_fails_leaves_no_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,10 +115,10 @@ def test_a_stage_that_fails_leaves_no_line(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_function_is_told_and_nothing_else_is_known() -> None:
-    told: list[Event] = []
-    with watcher(told.append) as tell, Stages(tell)("export"):
+    events: list[Event] = []
+    with watcher(events.append) as tell, Stages(tell)("export"):
         pass
-    assert [(event.stage, event.state) for event in told] == [("export", "start"), ("export", "done")]
+    assert [(event.stage, event.state) for event in events] == [("export", "start"), ("export", "done")]
     with raises("progress-unknown", match="progress is 'loud', expected None, 'bar', 'silent'"), watcher("loud"):  # type: ignore[arg-type]
         pass
     with watcher("silent") as tell:
@@ -129,11 +129,11 @@ def test_a_function_is_told_and_nothing_else_is_known() -> None:
 
 
 def test_a_result_prints_as_three_lines() -> None:
-    made = manifest()
-    built = Built(path=Path("a<b.cgb"), manifest=made, seconds=(("export", 1.25), ("verify", 2.0)))
+    tiny = manifest()
+    built = Built(path=Path("a<b.cgb"), manifest=tiny, seconds=(("export", 1.25), ("verify", 2.0)))
     first, second, third = str(built).splitlines()
-    assert first.startswith("a<b.cgb, ") and first.endswith("built in 3.2 s") and made.target.kind in first
-    assert f"{len(made.entries[0].programs)} int_key" in second and "proved" in second
+    assert first.startswith("a<b.cgb, ") and first.endswith("built in 3.2 s") and tiny.target.kind in first
+    assert f"{len(tiny.entries[0].programs)} int_key" in second and "proved" in second
     assert third == "program = cgbundle.load('a<b.cgb')"
     assert "\n" not in repr(built) and "a<b.cgb" in repr(built) and len(repr(built)) < 100
     assert built._repr_html_() == f"<pre>{str(built).replace('<', '&lt;').replace(chr(39), '&#x27;')}</pre>"
@@ -184,9 +184,9 @@ def test_a_process_that_compiles_collects_seldom() -> None:
 
 
 def test_a_report_prints_a_line_per_finding() -> None:
-    def report(entry: str, *found: Finding, others: tuple[Report, ...] = ()) -> Report:
+    def report(entry: str, *entry_findings: Finding, others: tuple[Report, ...] = ()) -> Report:
         return Report(
-            name="gpt", entry=entry, target="cuda", sizes=(), axes=(), assumed=(), findings=found, regions=(), returned=(),
+            name="gpt", entry=entry, target="cuda", sizes=(), axes=(), assumed=(), findings=entry_findings, regions=(), returned=(),
             unpartitioned="", per_size="", others=others,
         )  # fmt: skip
 
@@ -197,10 +197,10 @@ def test_a_report_prints_a_line_per_finding() -> None:
         )  # fmt: skip
 
     assert str(report("forward")) == "gpt for cuda: can be built, 0 findings"
-    made = report("prefill", finding("host"), others=(report("decode", finding("refuse")),))
-    assert str(made).splitlines() == [
+    gpt_report = report("prefill", finding("host"), others=(report("decode", finding("refuse")),))
+    assert str(gpt_report).splitlines() == [
         "gpt for cuda: cannot be built, 1 of 2 findings",
         "  prefill: host cpu-sync: the host reads a number (gpt.py:3); leave it out",
         "  decode: refuse cpu-sync: the host reads a number (gpt.py:3); leave it out",
     ]
-    assert repr(made) == "<Report of gpt for cuda: cannot be built, 1 of 2 findings>"
+    assert repr(gpt_report) == "<Report of gpt for cuda: cannot be built, 1 of 2 findings>"

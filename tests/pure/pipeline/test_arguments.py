@@ -21,7 +21,7 @@ POINT = {"namedtuple": ["Point", ["x", "y"], [{"value": 1}, {"value": 2}]]}
 
 def bundle(*rows: Row) -> EntrySpec:
     call = {"call": [[name, tree] for name, tree, _, _ in rows]}
-    known = [Parameter(keyword=keyword, default=None if own is ... else {"value": own}) for _, _, keyword, own in rows]
+    known = [Parameter(keyword=keyword, default=None if preset is ... else {"value": preset}) for _, _, keyword, preset in rows]
     return replace(manifest().entries[0], call=call, parameters=tuple(known))
 
 
@@ -52,9 +52,9 @@ CALLS: list[tuple[str, list[Row]]] = [
 
 @pytest.mark.parametrize(("text", "rows"), CALLS)
 def test_what_is_spelled_is_a_call_that_the_guard_takes(text: str, rows: list[Row]) -> None:
-    made = bundle(*rows)
-    assert spelled(made) == text
-    flatten = flattener(made.call, made.parameters)
+    entry = bundle(*rows)
+    assert spelled(entry) == text
+    flatten = flattener(entry.call, entry.parameters)
     ids = object()
     assert list(
         eval(
@@ -62,7 +62,7 @@ def test_what_is_spelled_is_a_call_that_the_guard_takes(text: str, rows: list[Ro
             {**dict.fromkeys(("ids", "class_", "a_b", "_0"), ids), "flatten": flatten},
         )
     ) == [ids]
-    args, kwargs = arranged(made, [ids])
+    args, kwargs = arranged(entry, [ids])
     assert list(flatten(tuple(args), kwargs)) == [ids]
 
 
@@ -70,13 +70,13 @@ def test_an_argument_of_several_parts_is_spelled_with_them() -> None:
     """What is printed runs as it stands, with the tensors under the names of the signature."""
     layer = {"record": ["Layer", "object", ["keys", "size"], [{"tensor": 1}, {"value": None}]]}
     tree = {"dict": [["x", TENSOR], [7, {"tuple": [layer]}], ["more", {"list": [constant("a"), {"tuple": []}]}]]}
-    made = bundle(("batch", tree, False, ...), ("long", {"list": [{"tensor": 2}, *[constant("x" * 200)]]}, False, ...))
-    specs = [replace(made.inputs[0], name=name) for name in ("batch.x", "batch.7.0.keys", "long.0")]
-    made = replace(made, inputs=tuple(specs))
-    assert nested(made) == ["batch = {'x': batch_x, 7: ({'keys': batch_7_0_keys, 'size': None},), 'more': ['a', ()]}"]
+    entry = bundle(("batch", tree, False, ...), ("long", {"list": [{"tensor": 2}, *[constant("x" * 200)]]}, False, ...))
+    specs = [replace(entry.inputs[0], name=name) for name in ("batch.x", "batch.7.0.keys", "long.0")]
+    entry = replace(entry, inputs=tuple(specs))
+    assert nested(entry) == ["batch = {'x': batch_x, 7: ({'keys': batch_7_0_keys, 'size': None},), 'more': ['a', ()]}"]
     held: dict[str, Any] = {"batch_x": "x", "batch_7_0_keys": "k"}
-    exec("\n".join(nested(made)), held)
-    assert list(flattener({"call": made.call["call"][:1]}, made.parameters[:1])((held["batch"],), {})) == [
+    exec("\n".join(nested(entry)), held)
+    assert list(flattener({"call": entry.call["call"][:1]}, entry.parameters[:1])((held["batch"],), {})) == [
         "x",
         "k",
     ]
@@ -84,11 +84,11 @@ def test_an_argument_of_several_parts_is_spelled_with_them() -> None:
 
 def test_constants_are_told_with_their_defaults() -> None:
     cache = {"dict": [["key", {"tensor": 1}], ["size", constant(8)], ["more", {"list": [constant(None)]}]]}
-    made = bundle(
+    entry = bundle(
         ("ids", TENSOR, False, ...), ("cache", cache, False, ...), ("mode", constant("a"), False, "a"),
         ("temperature", constant(2.0), True, 1.0),
     )  # fmt: skip
-    assert [tuple(each) for each in constants(made)] == [
+    assert [tuple(row) for row in constants(entry)] == [
         ("cache.size", 8, (), False, True), ("cache.more.0", None, (), False, True), ("mode", "a", ("a",), False, False),
         ("temperature", 2.0, (1.0,), True, True),
     ]  # fmt: skip

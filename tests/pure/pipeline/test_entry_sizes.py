@@ -13,16 +13,16 @@ from tests.helpers.raising import raises
 DIMENSIONS = {"prefill": ("batch", "seq"), "decode": ("batch",), "reset": ()}
 
 
-def sizes(given: Any, dimensions: Any = DIMENSIONS) -> dict[str, dict[str, tuple[int, ...]]]:
-    each = sizes_of_entries(given, dimensions)
-    return {entry: declared_sizes(each[entry], own, (), entry) for entry, own in dimensions.items()}
+def sizes(options: Any, dimensions: Any = DIMENSIONS) -> dict[str, dict[str, tuple[int, ...]]]:
+    by_entry = sizes_of_entries(options, dimensions)
+    return {entry: declared_sizes(by_entry[entry], names, (), entry) for entry, names in dimensions.items()}
 
 
 WANTED = {"prefill": {"batch": (1, 2), "seq": (128, 512)}, "decode": {"batch": (1, 8)}, "reset": {}}
 
 
 @pytest.mark.parametrize(
-    "given",
+    "options",
     [
         ["prefill:batch=1,2", "prefill:seq=128,512", "decode:batch=8,1"],
         ["prefill:batch=1,2", "seq=128,512", "decode:1,8"],
@@ -32,15 +32,15 @@ WANTED = {"prefill": {"batch": (1, 2), "seq": (128, 512)}, "decode": {"batch": (
         {"batch": [1, 8], "seq": [128, 512], "prefill": {"batch": [1, 2]}},
     ],
 )
-def test_sizes_of_entries(given: Any) -> None:
-    assert sizes(given) == WANTED
+def test_sizes_of_entries(options: Any) -> None:
+    assert sizes(options) == WANTED
     assert count_keys(WANTED, 7) == 7
     with raises("too-many-keys", match="makes 7 int_keys, more than 6"):
         count_keys(WANTED, 6)
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("options", "message"),
     [
         (["encode:batch=1"], r"'encode' is no entry \(did you mean decode\?\) \(there are prefill, decode"),
         (["prefill:seq=1", "width=3"], "'width=3' is of no entry"),
@@ -50,14 +50,14 @@ def test_sizes_of_entries(given: Any) -> None:
         (["batch=1", "seq=0"], "entry 'prefill': sizes: seq=0 is not a positive whole number"),
     ],
 )
-def test_sizes_that_fit_no_entry(given: Any, message: str) -> None:
+def test_sizes_that_fit_no_entry(options: Any, message: str) -> None:
     with raises("sizes-invalid", match=message):
-        sizes(given)
+        sizes(options)
 
 
-@pytest.mark.parametrize("given", [[1, 8], "1,8", ["1,8"]])
-def test_a_dimension_that_all_entries_have_need_not_be_named(given: Any) -> None:
-    assert sizes(given, {"look": ("batch",), "add": ("batch",), "reset": ()}) == {
+@pytest.mark.parametrize("options", [[1, 8], "1,8", ["1,8"]])
+def test_a_dimension_that_all_entries_have_need_not_be_named(options: Any) -> None:
+    assert sizes(options, {"look": ("batch",), "add": ("batch",), "reset": ()}) == {
         "look": {"batch": (1, 8)}, "add": {"batch": (1, 8)}, "reset": {},
     }  # fmt: skip
 
@@ -78,9 +78,9 @@ def test_an_entry_without_dimensions_is_told_to_leave_sizes_out() -> None:
     assert caught.value.hint == "inputs() takes no parameter: leave --sizes out"
 
 
-@pytest.mark.parametrize("given", [[1, 8], "1,8", ["batch=1,8"], {"batch": [1, 8]}, ["forward:batch=1,8"], {"forward": [8, 1]}])
-def test_one_entry_is_given_as_ever(given: Any) -> None:
-    assert sizes(given, {"forward": ("batch",)}) == {"forward": {"batch": (1, 8)}}
+@pytest.mark.parametrize("options", [[1, 8], "1,8", ["batch=1,8"], {"batch": [1, 8]}, ["forward:batch=1,8"], {"forward": [8, 1]}])
+def test_one_entry_is_given_as_ever(options: Any) -> None:
+    assert sizes(options, {"forward": ("batch",)}) == {"forward": {"batch": (1, 8)}}
 
 
 SAVED = [SavedDimension("batch", ("x.0",), 2, 8), SavedDimension("seq", ("x.1",), 1, None)]
@@ -88,12 +88,12 @@ SAVED = [SavedDimension("batch", ("x.0",), 2, 8), SavedDimension("seq", ("x.1",)
 
 @pytest.mark.parametrize("saved", [SAVED, []], ids=["dynamic", "static"])
 @pytest.mark.parametrize(
-    "given",
+    "options",
     [[1, 8], "8,x", ["batch=0", "seq=4"], ["batch=4,4", "seq=4"], ["x.0=4", "batch=4"], ["bath=4"], ["batch=1", "seq=4"], ["seq="]],
 )
-def test_no_hint_for_a_saved_program_speaks_of_a_model_files_inputs(given: Any, saved: list[SavedDimension]) -> None:
+def test_no_hint_for_a_saved_program_speaks_of_a_model_files_inputs(options: Any, saved: list[SavedDimension]) -> None:
     with pytest.raises(BuildError) as caught:
-        declared_sizes(given, [each.name for each in saved], saved)
+        declared_sizes(options, [dimension.name for dimension in saved], saved)
     assert caught.value.hint and "inputs()" not in caught.value.hint
 
 

@@ -40,10 +40,10 @@ def turn_and_add(key: tuple[int, ...], inputs: list[Numbers]) -> list[Numbers]:
 
 
 def program(
-    made: Manifest, compute: Compute, on_miss: str = "pad", outputs: str = "copy", *, static: bool = False, cast: bool = False
+    manifest: Manifest, compute: Compute, on_miss: str = "pad", outputs: str = "copy", *, static: bool = False, cast: bool = False
 ) -> tuple[Program, FakeBackend]:
-    backend = FakeBackend(made, compute, static=static)
-    return Program(made, backend, on_miss, outputs, cast), backend
+    backend = FakeBackend(manifest, compute, static=static)
+    return Program(manifest, backend, on_miss, outputs, cast), backend
 
 
 def numbers(shape: Sequence[int], dtype: str = "float32", first: int = 1) -> Tensor:
@@ -82,9 +82,9 @@ def test_a_size_in_between_is_filled_up_with_zeros(size: int) -> None:
     run, backend = program(LINE, double)
     (y,) = run(numbers((size, 3)))
     assert y.tolist() == rows(0, size) and y.contiguous
-    ((key, (given,)),) = backend.calls
+    ((key, (padded,)),) = backend.calls
     assert key == ((2,) if size < 2 else (8,))
-    assert given == [float(number) for number in range(1, 3 * size + 1)] + [0.0] * (3 * (key[0] - size))
+    assert padded == [float(number) for number in range(1, 3 * size + 1)] + [0.0] * (3 * (key[0] - size))
 
 
 @pytest.mark.parametrize(("size", "keys"), [(9, [8, 2]), (13, [8, 8]), (16, [8, 8]), (41, [8] * 5 + [2])])
@@ -115,9 +115,9 @@ def test_error_refuses_before_anything_runs() -> None:
 def test_two_dimensions_are_filled_up_and_cut_together(library: str, on_miss: str, batch: int, seq: int) -> None:
     run, _ = program(GRID, turn_and_add, on_miss)
     x, bias = numbers((batch, seq)), numbers((), first=100)
-    made = run(convert(x, library), convert(bias, library))
-    assert list(made) == ["y", "more"] and made["more"][1] is None
-    y, total = made["y"], made["more"][0]
+    outputs = run(convert(x, library), convert(bias, library))
+    assert list(outputs) == ["y", "more"] and outputs["more"][1] is None
+    y, total = outputs["y"], outputs["more"][0]
     assert kind_of(y) == kind_of(total) == library
     assert y.tolist() == [[b * seq + s + 1 + 100.0 for b in range(batch)] for s in range(seq)]
     assert total.tolist() == [[b * seq + s + 1 for s in range(seq)] for b in range(batch)]
@@ -156,7 +156,7 @@ def test_an_input_without_the_dimension_goes_whole_into_every_piece() -> None:
     run, backend = program(model, lambda key, inputs: [[number + sum(inputs[1]) for number in inputs[0]]])
     (y,) = run(numbers((5,)), numbers((3,)))
     assert y.tolist() == [number + 6.0 for number in range(1, 6)]
-    assert [given[1] for _, given in backend.calls] == [[1.0, 2.0, 3.0]] * 3
+    assert [inputs[1] for _, inputs in backend.calls] == [[1.0, 2.0, 3.0]] * 3
 
 
 def test_a_model_without_dimensions_or_inputs_runs() -> None:
@@ -238,8 +238,8 @@ def test_inputs_go_by_name_and_nested() -> None:
         result={"namedtuple": ["Output", ["y", "loss"], [{"tensor": 0}, {"value": None}]]},
     )
     run, _ = program(model, lambda key, inputs: [[inputs[0][0] - inputs[1][0]]])
-    made = run(pair={"b": numbers((1,), first=1), "a": numbers((1,), first=5)})
-    assert made.y.tolist() == [4.0] and made.loss is None
+    outputs = run(pair={"b": numbers((1,), first=1), "a": numbers((1,), first=5)})
+    assert outputs.y.tolist() == [4.0] and outputs.loss is None
     assert run({"a": numbers((1,)), "b": numbers((1,))}, True).y.tolist() == [0.0]
     with raises("input-structure", match="input 'flag': the bundle was built for the constant True, got False"):
         run({"a": numbers((1,)), "b": numbers((1,))}, flag=False)
@@ -276,7 +276,7 @@ def test_a_call_that_does_not_fit_is_refused_in_one_line(
 
 
 @pytest.mark.parametrize(
-    ("given", "hint"),
+    ("argument", "hint"),
     [
         ((numbers((2, 3)),), "every input is an argument of its own: program(*inputs)"),
         ({"x": numbers((2, 3))}, "every input is an argument of its own: program(**inputs)"),
@@ -284,17 +284,17 @@ def test_a_call_that_does_not_fit_is_refused_in_one_line(
         (3, "make a tensor of it: numpy.asarray(value, dtype='float32')"),
     ],
 )
-def test_what_is_no_tensor_is_answered_with_how_to_pass_one(given: Any, hint: str) -> None:
+def test_what_is_no_tensor_is_answered_with_how_to_pass_one(argument: Any, hint: str) -> None:
     with raises("input-kind") as caught:
-        program(LINE, double)[0](given)
+        program(LINE, double)[0](argument)
     assert caught.value.hint == hint
 
 
-@pytest.mark.parametrize(("given", "stars"), [((numbers((1, 2)), numbers(())), "*"), ({"x": numbers((1, 2)), "bias": 1}, "**")])
-def test_inputs_in_one_tuple_or_dict_are_answered_with_how_to_unpack_them(given: Any, stars: str) -> None:
+@pytest.mark.parametrize(("argument", "stars"), [((numbers((1, 2)), numbers(())), "*"), ({"x": numbers((1, 2)), "bias": 1}, "**")])
+def test_inputs_in_one_tuple_or_dict_are_answered_with_how_to_unpack_them(argument: Any, stars: str) -> None:
     message = "input 'bias' is missing: the bundle takes x, bias, and was given a (tuple|dict)"
     with raises("input-structure", match=message) as caught:
-        program(GRID, turn_and_add)[0](given)
+        program(GRID, turn_and_add)[0](argument)
     assert caught.value.hint == f"every input is an argument of its own: program({stars}inputs)"
 
 
@@ -378,7 +378,7 @@ def test_a_view_is_stale_when_another_threads_replay_came_after_its_own() -> Non
         return double(key, inputs)
 
     run, backend = program(LINE, compute, outputs="view", static=True)
-    made: dict[str, Any] = {}
+    views: dict[str, Any] = {}
     lock = backend.running.inner
 
     class Announced:
@@ -397,16 +397,16 @@ def test_a_view_is_stale_when_another_threads_replay_came_after_its_own() -> Non
         close = backend.running.close
 
     backend.running = Announced()
-    one = threading.Thread(target=lambda: made.update(one=run(numbers((2, 3)))[0]))
-    two = threading.Thread(target=lambda: made.update(two=run(numbers((2, 3), first=7))[0]))
+    one = threading.Thread(target=lambda: views.update(one=run(numbers((2, 3)))[0]))
+    two = threading.Thread(target=lambda: views.update(two=run(numbers((2, 3), first=7))[0]))
     one.start()
     assert first_runs.wait(60)
     two.start()
     one.join(60)
     two.join(60)
     with raises("stale-view"):
-        _ = made["one"].tensor
-    assert made["two"].tensor.tolist() == rows(2, 4)
+        _ = views["one"].tensor
+    assert views["two"].tensor.tolist() == rows(2, 4)
 
 
 def test_a_copy_of_a_view_for_numpy_is_a_copy_when_asked_for() -> None:
@@ -469,8 +469,8 @@ def test_close_waits_for_the_running_call_and_refuses_new_ones() -> None:
         return double(key, inputs)
 
     run, backend = program(LINE, compute)
-    made: list[Any] = []
-    caller = threading.Thread(target=lambda: made.append(run(numbers((2, 3)))))
+    returned: list[Any] = []
+    caller = threading.Thread(target=lambda: returned.append(run(numbers((2, 3)))))
     caller.start()
     assert running.wait(60)
     closers = [threading.Thread(target=run.close) for _ in range(2)]
@@ -484,7 +484,7 @@ def test_close_waits_for_the_running_call_and_refuses_new_ones() -> None:
     for thread in (caller, *closers):
         thread.join(60)
         assert not thread.is_alive()
-    assert made[0][0].tolist() == rows(0, 2) and backend.closed == 1
+    assert returned[0][0].tolist() == rows(0, 2) and backend.closed == 1
 
 
 def test_a_view_that_a_running_call_gives_while_the_program_is_closed_is_stale() -> None:
@@ -498,8 +498,8 @@ def test_a_view_that_a_running_call_gives_while_the_program_is_closed_is_stale()
 
     run, backend = program(LINE, compute, outputs="view", static=True)
     backend.device = 0
-    made: list[Any] = []
-    caller = threading.Thread(target=lambda: made.append(run(numbers((2, 3)))))
+    views: list[Any] = []
+    caller = threading.Thread(target=lambda: views.append(run(numbers((2, 3)))))
     caller.start()
     assert running.wait(60)
     closer = threading.Thread(target=run.close)
@@ -508,7 +508,7 @@ def test_a_view_that_a_running_call_gives_while_the_program_is_closed_is_stale()
     go_on.set()
     for thread in (caller, closer):
         thread.join(60)
-    ((view,),) = made
+    ((view,),) = views
     with raises("stale-view", match="was read after the program was closed"):
         _ = view.tensor
 

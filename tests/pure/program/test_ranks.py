@@ -44,10 +44,10 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[RanksDriver]:
     yield from installed(monkeypatch, RanksDriver())
 
 
-def installed(monkeypatch: pytest.MonkeyPatch, made: RanksDriver) -> Iterator[RanksDriver]:
-    install(monkeypatch, made)
-    yield made
-    check_nothing_is_left(made)
+def installed(monkeypatch: pytest.MonkeyPatch, driver: RanksDriver) -> Iterator[RanksDriver]:
+    install(monkeypatch, driver)
+    yield driver
+    check_nothing_is_left(driver)
 
 
 def check_nothing_is_left(fake: RanksDriver) -> None:
@@ -56,14 +56,14 @@ def check_nothing_is_left(fake: RanksDriver) -> None:
     assert fake.retained == 0
 
 
-def given(key: int, seed: int = 0, device: int | None = None) -> Tensor:
+def batch(key: int, seed: int = 0, device: int | None = None) -> Tensor:
     """Numbers of the CPU, or the same memory taken for a GPU's."""
-    made = from_bytes(inputs(key, seed).tobytes(), "float32", (key, FLOATS))
-    return made if device is None else Tensor(made.address, made.dtype, made.shape, made.strides, made, device)
+    tensor = from_bytes(inputs(key, seed).tobytes(), "float32", (key, FLOATS))
+    return tensor if device is None else Tensor(tensor.address, tensor.dtype, tensor.shape, tensor.strides, tensor, device)
 
 
-def flat(made: Tensor) -> list[float]:
-    return array("f", ctypes.string_at(made.address, made.shape[0] * FLOATS * 4)).tolist()
+def flat(tensor: Tensor) -> list[float]:
+    return array("f", ctypes.string_at(tensor.address, tensor.shape[0] * FLOATS * 4)).tolist()
 
 
 def wanted(key: int, seed: int = 0, world: int = 2) -> list[float]:
@@ -74,16 +74,16 @@ def wanted(key: int, seed: int = 0, world: int = 2) -> list[float]:
 def test_it_is_called_like_any_program(fake: RanksDriver, path: Path, mode: str) -> None:
     with cgbundle.load(path, devices=[0, 1], mode=mode) as program:
         for seed, key in enumerate((4, 8, 4, 8, 8)):
-            assert flat(program(given(key, seed))) == wanted(key, seed)
+            assert flat(program(batch(key, seed))) == wanted(key, seed)
         assert program.int_keys == tuple((key,) for key in KEYS)
-        assert [each.passed("bits") for each in replay_self_test(program)] == [True, True]
+        assert [result.passed("bits") for result in replay_self_test(program)] == [True, True]
     with cgbundle.load(path) as program:  # the first devices
-        assert flat(program(given(4))) == wanted(4)
+        assert flat(program(batch(4))) == wanted(4)
 
 
 def test_two_ranks_may_be_on_one_gpu(fake: RanksDriver, path: Path) -> None:
     with cgbundle.load(path, devices=[1, 1]) as program:
-        assert flat(program(given(4))) == wanted(4)
+        assert flat(program(batch(4))) == wanted(4)
 
 
 @settings(max_examples=25, deadline=None)
@@ -101,11 +101,11 @@ def test_any_order_of_the_streams(
         for fake in installed(patch, RanksDriver(world, seed)):
             with cgbundle.load(folder, outputs="view") as program:
                 for number, (key, device) in zip(count(), calls):
-                    held = given(key, number, device)  # it lasts until the stream has read it, as a stream's allocator sees to
-                    made = program(held)
+                    held = batch(key, number, device)  # it lasts until the stream has read it, as a stream's allocator sees to
+                    output = program(held)
                     if device is not None:
                         fake.settle()
-                    assert flat(made.tensor) == wanted(key, number, world)
+                    assert flat(output.tensor) == wanted(key, number, world)
 
 
 BUNDLES: dict[int, Path] = {}
@@ -113,8 +113,8 @@ BUNDLES: dict[int, Path] = {}
 
 def test_calls_that_nobody_waits_for_do_not_write_over_each_others_inputs(fake: RanksDriver, path: Path) -> None:
     with cgbundle.load(path, outputs="copy") as program:
-        held = [given(8, seed, 0) for seed in range(6)]
-        last = [program(each) for each in held][-1]
+        held = [batch(8, seed, 0) for seed in range(6)]
+        last = [program(tensor) for tensor in held][-1]
         fake.settle()
         assert flat(last) == wanted(8, 5)
 
@@ -126,13 +126,13 @@ def test_a_rank_that_does_not_come_is_named(fake: RanksDriver, path: Path, monke
     with monkeypatch.context() as patch:
         patch.setattr(backend, "_follow", lambda *_: None)
         with raises("rank-timeout", match=r"rank 0 on device 0 has waited 0.5 s for rank 1 in vain"):
-            program(given(4))
+            program(batch(4))
     with raises("rank-timeout"):  # the flags of the two are no longer in step
-        program(given(4))
+        program(batch(4))
     program.close()
     check_nothing_is_left(fake)
     with cgbundle.load(path) as again:
-        assert flat(again(given(4))) == wanted(4)
+        assert flat(again(batch(4))) == wanted(4)
 
 
 def test_what_it_does_not_do(fake: RanksDriver, path: Path) -> None:

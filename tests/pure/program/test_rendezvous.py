@@ -27,47 +27,47 @@ from tests.pure.program.test_ranks import check_nothing_is_left, flat, path  # n
 
 def part(content: bytes) -> int:
     """A descriptor that stands for memory."""
-    made = os.memfd_create("part")
-    os.write(made, content)
-    return made
+    descriptor = os.memfd_create("part")
+    os.write(descriptor, content)
+    return descriptor
 
 
 def all_meet(where: Path, ranks: Sequence[tuple[int, str]], size: int, timeout: float = 60.0) -> list[Met | CgbundleError]:
     """`ranks`: (number, bundle) of each process; what came of it."""
 
     def one(rank: int, bundle: str) -> Met:
-        own = part(b"part of %d" % rank)
+        memory = part(b"part of %d" % rank)
         try:
-            return meet(str(where), rank, size, bundle, own, timeout)
+            return meet(str(where), rank, size, bundle, memory, timeout)
         finally:
-            os.close(own)
+            os.close(memory)
 
     with ThreadPoolExecutor(len(ranks)) as pool:
         waiting: list[Future[Met]] = [pool.submit(one, *rank) for rank in ranks]
-    found: list[Met | CgbundleError] = []
-    for each in waiting:
-        error = each.exception()
+    outcomes: list[Met | CgbundleError] = []
+    for future in waiting:
+        error = future.exception()
         assert error is None or isinstance(error, CgbundleError), error
-        found.append(error or each.result())
-    return found
+        outcomes.append(error or future.result())
+    return outcomes
 
 
 def done(met: Met) -> None:
     met.board.close()
-    for each in met.parts:
-        os.close(each)
+    for descriptor in met.parts:
+        os.close(descriptor)
 
 
 def test_every_rank_gets_the_memory_of_all(tmp_path: Path) -> None:
     gc.collect()  # what tests before left open in cycles
     descriptors = len(os.listdir("/proc/self/fd"))
-    found = all_meet(tmp_path / "meeting", [(2, "b"), (0, "b"), (1, "b")], 3)
-    for met in found:
+    outcomes = all_meet(tmp_path / "meeting", [(2, "b"), (0, "b"), (1, "b")], 3)
+    for met in outcomes:
         assert isinstance(met, Met)
-        assert [os.pread(each, 20, 0) for each in met.parts] == [b"part of 0", b"part of 1", b"part of 2"]
-    assert len({met.seed for met in found if isinstance(met, Met)}) == 1
+        assert [os.pread(descriptor, 20, 0) for descriptor in met.parts] == [b"part of 0", b"part of 1", b"part of 2"]
+    assert len({met.seed for met in outcomes if isinstance(met, Met)}) == 1
     assert not (tmp_path / "meeting").exists()
-    for met in found:
+    for met in outcomes:
         assert isinstance(met, Met)
         done(met)
     assert len(os.listdir("/proc/self/fd")) == descriptors, "every descriptor was closed"
@@ -91,10 +91,10 @@ def test_who_does_not_come_is_named(tmp_path: Path) -> None:
     ],
 )
 def test_processes_that_do_not_fit(tmp_path: Path, ranks: list[tuple[int, str]], reason: str) -> None:
-    found = all_meet(tmp_path / "meeting", ranks, 3)
-    told = [each for each in found if isinstance(each, CgbundleError) and each.code == "ranks-unlike"]
-    assert told and all(reason in str(each) for each in told)
-    assert isinstance(found[0], CgbundleError), "rank 0 gives up"
+    outcomes = all_meet(tmp_path / "meeting", ranks, 3)
+    errors = [outcome for outcome in outcomes if isinstance(outcome, CgbundleError) and outcome.code == "ranks-unlike"]
+    assert errors and all(reason in str(error) for error in errors)
+    assert isinstance(outcomes[0], CgbundleError), "rank 0 gives up"
 
 
 def test_a_socket_that_was_left_is_replaced_and_one_that_is_used_is_not(tmp_path: Path) -> None:
@@ -121,14 +121,14 @@ def test_calls_of_other_programs_are_found_and_no_others(calls: list[tuple[int, 
     os.truncate(page, board_bytes(3))
     boards = [Board(page, rank, 3) for rank in range(3)]
     os.close(page)
-    made: list[list[int]] = [[], [], []]
+    called: list[list[int]] = [[], [], []]
     for rank, program in calls:
         boards[rank].call(program)
-        made[rank].append(program)
-        common = [[each[at] for each in made if at < len(each)] for at in range(max(map(len, made)))]
+        called[rank].append(program)
+        common = [[programs[at] for programs in called if at < len(programs)] for at in range(max(map(len, called)))]
         for board in boards:
-            whole = min(map(len, made))
-            wrong = next((at for at, each in enumerate(common) if len(set(each)) > 1), None)
+            whole = min(map(len, called))
+            wrong = next((at for at, programs in enumerate(common) if len(set(programs)) > 1), None)
             try:
                 board.check()
             except CgbundleError as error:
@@ -149,13 +149,13 @@ def test_two_processes_call_alike(path: Path, tmp_path: Path, monkeypatch: pytes
         programs = list(pool.map(loaded, range(2)))
     held = []
     for seed, key in enumerate((4, 8, 4)):
-        made = []
+        views = []
         for rank, program in enumerate(programs):
             x = from_bytes(inputs(key, seed).tobytes(), "float32", (key, FLOATS))
             held.append(Tensor(x.address, x.dtype, x.shape, x.strides, x, rank))
-            made.append(program(held[-1]))
+            views.append(program(held[-1]))
         fake.settle()
-        assert [flat(each.tensor) for each in made] == [expected(inputs(key, seed)).tolist()] * 2
+        assert [flat(view.tensor) for view in views] == [expected(inputs(key, seed)).tolist()] * 2
     for rank, (program, key) in enumerate(zip(programs, (4, 8), strict=True)):
         x = from_bytes(inputs(key).tobytes(), "float32", (key, FLOATS))
         held.append(Tensor(x.address, x.dtype, x.shape, x.strides, x, rank))

@@ -37,11 +37,11 @@ IMAGE = next((GOLDEN / "v1/gpt_two.cgb/kernels").iterdir()).read_bytes()
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
-    made = FakeDriver(devices=3)
-    install(monkeypatch, made)
-    yield made
-    assert not made.live
-    assert made.retained == 0
+    driver = FakeDriver(devices=3)
+    install(monkeypatch, driver)
+    yield driver
+    assert not driver.live
+    assert driver.retained == 0
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def path(tmp_path: Path) -> Path:
 
 def write(folder: Path) -> Manifest:
     """The bundle of `cuda_bundles` with a signature to call it by and a self-test: whole, so that `load` takes it."""
-    made = cuda_bundles.write(folder, IMAGE)
+    manifest = cuda_bundles.write(folder, IMAGE)
     (folder / PROGRAM).write_bytes(b"PK, but not really\n")
     contents = {}
     for key in KEYS:
@@ -61,8 +61,8 @@ def write(folder: Path) -> Manifest:
     with open(folder / SELF_TEST, "wb") as file:
         safetensors_writer.write(file, contents)
     spec = TensorSpec(name="x", dtype="float32", shape=("batch", FLOATS), order=(0, 1))
-    made = edited(
-        made,
+    manifest = edited(
+        manifest,
         dimensions=(Dimension(name="batch", sizes=KEYS, pad="no", chunk=False, reason="not proved"),),
         inputs=(spec,),
         outputs=(replace(spec, name="y"),),
@@ -75,22 +75,22 @@ def write(folder: Path) -> Manifest:
         ),
         files=describe_files(str(folder)),
     )  # fmt: skip
-    seal(folder, made)
-    return made
+    seal(folder, manifest)
+    return manifest
 
 
-def given(key: int, seed: int = 0, device: int | None = None) -> Tensor:
+def batch(key: int, seed: int = 0, device: int | None = None) -> Tensor:
     """Numbers of the CPU, or the same memory taken for a GPU's."""
-    made = from_bytes(inputs(key, seed).tobytes(), "float32", (key, FLOATS))
-    return made if device is None else Tensor(made.address, made.dtype, made.shape, made.strides, made, device)
+    tensor = from_bytes(inputs(key, seed).tobytes(), "float32", (key, FLOATS))
+    return tensor if device is None else Tensor(tensor.address, tensor.dtype, tensor.shape, tensor.strides, tensor, device)
 
 
 def wanted(key: int, seed: int = 0) -> list[float]:
     return expected(inputs(key, seed)).tolist()
 
 
-def flat(made: Tensor) -> list[float]:
-    return array("f", ctypes.string_at(made.address, made.shape[0] * FLOATS * 4)).tolist()
+def flat(tensor: Tensor) -> list[float]:
+    return array("f", ctypes.string_at(tensor.address, tensor.shape[0] * FLOATS * 4)).tolist()
 
 
 def test_a_copy_on_every_device_and_calls_by_turns(fake: FakeDriver, path: Path) -> None:
@@ -98,20 +98,20 @@ def test_a_copy_on_every_device_and_calls_by_turns(fake: FakeDriver, path: Path)
         assert replicas.devices == (0, 1, 2) and "devices 0, 1, 2" in repr(replicas)
         assert [program._backend.device for program in replicas.programs] == [0, 1, 2]
         for seed, key in enumerate((4, 4, 8, 4, 8)):
-            assert flat(replicas(given(key, seed))) == wanted(key, seed)
-        assert flat(replicas.forward(given(4))) == flat(replicas["forward"](x=given(4))) == wanted(4)
-        assert [flat(each) for each in (*replicas.replay([given(8)]), *replicas["forward"].replay([given(8)]))] == [wanted(8)] * 2
+            assert flat(replicas(batch(key, seed))) == wanted(key, seed)
+        assert flat(replicas.forward(batch(4))) == flat(replicas["forward"](x=batch(4))) == wanted(4)
+        assert [flat(y) for y in (*replicas.replay([batch(8)]), *replicas["forward"].replay([batch(8)]))] == [wanted(8)] * 2
         assert (replicas.int_keys, replicas.memory) == (replicas.programs[0].int_keys, replicas.programs[0].memory)
 
 
 def test_inputs_of_a_gpu_are_served_there(fake: FakeDriver, path: Path) -> None:
     with cgbundle.load(path, devices=[2, 0], replicas=True, outputs="view") as replicas:
         for device in (0, 0, 2, 0):
-            made = replicas(given(4, device, device))
-            assert made.tensor.device == device and flat(made.tensor) == wanted(4, device)
-            assert replicas(made).tensor.device == device  # an output goes back to where it lies
+            output = replicas(batch(4, device, device))
+            assert output.tensor.device == device and flat(output.tensor) == wanted(4, device)
+            assert replicas(output).tensor.device == device  # an output goes back to where it lies
         with raises("input-device", match="lie on CUDA device 1, and the bundle is on 2, 0"):
-            replicas(given(4, 0, 1))
+            replicas(batch(4, 0, 1))
         with raises("input-kind"):
             replicas(3.5)
 
@@ -120,11 +120,11 @@ def test_a_call_goes_where_the_fewest_run(fake: FakeDriver, path: Path) -> None:
     with cgbundle.load(path, devices=[0, 1], replicas=True) as replicas:
         first, _ = replicas.programs
         with ThreadPoolExecutor(1) as pool, first._backend.locked(None):
-            held = pool.submit(replicas, given(4))
+            held = pool.submit(replicas, batch(4))
             while replicas._load._running == [0, 0]:  # it waits for the first device, whose turn it is
                 pass
             for seed in range(5):
-                assert flat(replicas(given(4, seed))) == wanted(4, seed)  # all on the second
+                assert flat(replicas(batch(4, seed))) == wanted(4, seed)  # all on the second
             assert replicas._load._running == [1, 0] and not held.done()
         assert flat(held.result()) == wanted(4)
         assert replicas._load._running == [0, 0]
@@ -132,8 +132,8 @@ def test_a_call_goes_where_the_fewest_run(fake: FakeDriver, path: Path) -> None:
 
 def test_many_threads(fake: FakeDriver, path: Path) -> None:
     with cgbundle.load(path, replicas=True) as replicas, ThreadPoolExecutor(6) as pool:
-        found = list(pool.map(lambda seed: flat(replicas(given(8, seed))), range(60)))
-    assert found == [wanted(8, seed) for seed in range(60)]
+        outputs = list(pool.map(lambda seed: flat(replicas(batch(8, seed))), range(60)))
+    assert outputs == [wanted(8, seed) for seed in range(60)]
 
 
 def test_state_stays_on_a_device(fake: FakeDriver, tmp_path: Path) -> None:
@@ -142,13 +142,13 @@ def test_state_stays_on_a_device(fake: FakeDriver, tmp_path: Path) -> None:
         Program(manifest, CudaBackend(ArchiveOf(tmp_path / "tiny.cgb", manifest), device), "pad", "copy") for device in (0, 1)
     ]
     with Replicas(opened) as replicas:
-        for call in (lambda: replicas(given(4)), lambda: replicas.replay([given(4)])):
+        for call in (lambda: replicas(batch(4)), lambda: replicas.replay([batch(4)])):
             with raises("replica-state", match="the model keeps 'total' from call to call"):
                 call()
         sessions = [replicas.session() for _ in range(4)]
         assert [session._backend.device for session in sessions] == [0, 1, 0, 1]
         for session in sessions:
-            assert session(given(4))["total"].tolist() == [a + b for a, b in zip(range(FLOATS), inputs(4), strict=False)]
+            assert session(batch(4))["total"].tolist() == [a + b for a, b in zip(range(FLOATS), inputs(4), strict=False)]
 
 
 def test_an_update_is_on_all_devices_or_on_none(fake: FakeDriver, path: Path) -> None:
@@ -159,9 +159,9 @@ def test_an_update_is_on_all_devices_or_on_none(fake: FakeDriver, path: Path) ->
     with cgbundle.load(path, devices=[0, 1], replicas=True, lazy=False) as replicas:
         # calls of the driver are counted: none may come from the background
         replicas.update(weights)
-        assert [flat(program(given(4))) for program in replicas.programs] == [after, after]
+        assert [flat(program(batch(4))) for program in replicas.programs] == [after, after]
         replicas.update(old, partial=True)
-        assert [flat(program(given(4))) for program in replicas.programs] == [before, before]
+        assert [flat(program(batch(4))) for program in replicas.programs] == [before, before]
         calls = len(fake.calls)
         replicas.update(weights, partial=True)
         second = [place for place, name in enumerate(fake.calls) if place >= calls and name == "cuStreamCreate"][1]
@@ -169,7 +169,7 @@ def test_an_update_is_on_all_devices_or_on_none(fake: FakeDriver, path: Path) ->
         fake.fail_at = len(fake.calls) + second - calls
         with raises("driver-failed", match="cuStreamCreate"):
             replicas.update(weights)  # the first device has taken its copy by now
-        assert [flat(program(given(4))) for program in replicas.programs] == [before, before]
+        assert [flat(program(batch(4))) for program in replicas.programs] == [before, before]
         with raises("update-invalid", match="device 0"):
             replicas.update({**weights, "small": Tensor(0, "uint8", (3,), (1,), None, 0)})
 
@@ -195,27 +195,27 @@ def test_what_cannot_be_loaded_so(fake: FakeDriver, path: Path) -> None:
             replicas.decode  # noqa: B018
         replicas.close()
         with raises("program-closed"):
-            replicas(given(4))
+            replicas(batch(4))
 
 
 def test_whichever_call_fails_nothing_is_left(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     counted = FakeDriver(devices=2)
     install(monkeypatch, counted)
-    made = cgbundle.load(path, replicas=True)
+    replica_set = cgbundle.load(path, replicas=True)
     count = len(counted.calls)
-    made.close()
+    replica_set.close()
     refused = 0
     for number in range(0, count, 3):
         fake = FakeDriver(devices=2)
         fake.fail_at = number
         install(monkeypatch, fake)
         try:
-            made = cgbundle.load(path, replicas=True)
+            replica_set = cgbundle.load(path, replicas=True)
         except CgbundleError:
             refused += 1
         else:  # the threads' calls mix, and how many there are differs a little
             fake.fail_at = -1  # a close in spite of errors is best effort
-            made.close()
+            replica_set.close()
         give_back = ("Destroy", "Free", "Unload", "Release", "PopCurrent")  # what this call should have given back stays
         if not any(word in fake.calls[number] for word in give_back):
             assert not fake.live and fake.retained == 0, fake.calls[number]

@@ -49,7 +49,7 @@ def opened(bundle: tuple[Manifest, Path], mode: str = "graph", **rows: int) -> P
     return Program(backend.manifest, backend, "pad", "copy")
 
 
-def given(key: int, seed: int = 0) -> Tensor:
+def batch(key: int, seed: int = 0) -> Tensor:
     return from_bytes(inputs(key, seed).tobytes(), "float32", (key, FLOATS))
 
 
@@ -69,7 +69,7 @@ def test_calls_find_the_state_where_it_lies(fake: FakeDriver, bundle: tuple[Mani
         assert program.state["total"].shape == (rows, 4) and program.state["lines"].shape == (rows, 8)
         total = [0.0] * 16
         for key, seed in ((4, 0), (8, 1), (4, 2)):
-            x = given(key, seed)
+            x = batch(key, seed)
             assert floats(program(x)["y"], key * FLOATS) == expected(inputs(key, seed)).tolist()
             total = [a + b for a, b in zip(total, floats(x, FLOATS), strict=True)]
         assert floats(program.state["total"], 16) == total and not any(program.state["total"].tobytes()[64:])
@@ -79,7 +79,7 @@ def test_calls_find_the_state_where_it_lies(fake: FakeDriver, bundle: tuple[Mani
         program.reset()
         assert not any(program.state["total"].tobytes()) and int.from_bytes(program.state_bytes(number), "little") == rows
         with program.session() as session:
-            session(given(4))
+            session(batch(4))
             assert session.state["total"].shape == (rows, 4) and not any(program.state["total"].tobytes())
 
 
@@ -118,9 +118,9 @@ def test_memory_is_shared_out(bundle: tuple[Manifest, Path]) -> None:
     room = Room(2 * (24000 + LINES), 0.5, "the machine")
 
     def rows(*dimensions: StateDimension, **asked: int) -> dict[str, int]:
-        made = resized(replace(bundle[0], state_dimensions=dimensions), asked, room)
-        assert dict(made.memories)["state"] <= room.free
-        return {each.name: made.weights[each.weights[0]].shape[0] for each in dimensions}
+        manifest = resized(replace(bundle[0], state_dimensions=dimensions), asked, room)
+        assert dict(manifest.memories)["state"] <= room.free
+        return {dimension.name: manifest.weights[dimension.weights[0]].shape[0] for dimension in dimensions}
 
     plain = rows(*two)
     assert 1400 < plain["a"] <= 1500 and 700 < plain["b"] <= 750
@@ -149,47 +149,47 @@ def dimension(manifest: Manifest, **changes: Any) -> Manifest:
 
 
 def row(name: str, **changes: Any) -> Callable[[Manifest], Manifest]:
-    return lambda made: replace(
-        made, weights=tuple([replace(weight, **changes) if weight.name == name else weight for weight in made.weights])
+    return lambda manifest: replace(
+        manifest, weights=tuple([replace(weight, **changes) if weight.name == name else weight for weight in manifest.weights])
     )
 
 
-def number(made: Manifest, name: str) -> int:
-    return [weight.name for weight in made.weights].index(name)
+def number(manifest: Manifest, name: str) -> int:
+    return [weight.name for weight in manifest.weights].index(name)
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda made: dimension(made, name=""), "state_dimensions: unnamed"),
-        (lambda made: replace(made, state_dimensions=made.state_dimensions * 2), "state_dimensions: unnamed, or one stands twice"),
-        (lambda made: dimension(made, weights=()), r"state_dimensions\[0\]: is of weights that are no state"),
-        (lambda made: dimension(made, weights=(0,)), r"state_dimensions\[0\]: is of weights that are no state"),
-        (lambda made: dimension(made, weights=(99,)), r"state_dimensions\[0\]: is of weights that are no state"),
-        (lambda made: dimension(made, count=99), r"state_dimensions\[0\]: is of weights that are no state"),
-        (lambda made: dimension(made, weights=made.state_dimensions[0].weights[::-1]), "weights: not ascending"),
-        (lambda made: dimension(made, weights=(number(made, "random"),)), "weights: one has a number of rows already, or is one"),
-        (lambda made: dimension(made, count=made.state_dimensions[0].weights[0]), "weights: one has a number of rows"),
-        (lambda made: dimension(made, count=number(made, "random")), "count: 'random' is no number of rows"),
-        (lambda made: dimension(made, most=LEAST - 1), r"state_dimensions\[0\].most: 3, and there are 4 rows at least"),
-        (lambda made: dimension(made, most=STATE_ROWS + 1), r"state_dimensions\[0\].most"),
+        (lambda base: dimension(base, name=""), "state_dimensions: unnamed"),
+        (lambda base: replace(base, state_dimensions=base.state_dimensions * 2), "state_dimensions: unnamed, or one stands twice"),
+        (lambda base: dimension(base, weights=()), r"state_dimensions\[0\]: is of weights that are no state"),
+        (lambda base: dimension(base, weights=(0,)), r"state_dimensions\[0\]: is of weights that are no state"),
+        (lambda base: dimension(base, weights=(99,)), r"state_dimensions\[0\]: is of weights that are no state"),
+        (lambda base: dimension(base, count=99), r"state_dimensions\[0\]: is of weights that are no state"),
+        (lambda base: dimension(base, weights=base.state_dimensions[0].weights[::-1]), "weights: not ascending"),
+        (lambda base: dimension(base, weights=(number(base, "random"),)), "weights: one has a number of rows already, or is one"),
+        (lambda base: dimension(base, count=base.state_dimensions[0].weights[0]), "weights: one has a number of rows"),
+        (lambda base: dimension(base, count=number(base, "random")), "count: 'random' is no number of rows"),
+        (lambda base: dimension(base, most=LEAST - 1), r"state_dimensions\[0\].most: 3, and there are 4 rows at least"),
+        (lambda base: dimension(base, most=STATE_ROWS + 1), r"state_dimensions\[0\].most"),
         (row("lines", shape=(5, 8)), r"weights: have \[4, 5\] rows, not all as many"),
         (row("lines", zeros=False), "weights: 'lines' is not zeros, row behind row"),
         (row("lines", strides=(1, 4)), "weights: 'lines' is not zeros, row behind row"),
         (row("number", shape=(2,)), "count: 'number' is no number of rows"),
         (row("number", offset=1920), r"weights\[\d\].offset: lies behind state that has any number of rows"),
-        (lambda made: edited(made, mutated_buffers=(number(made, "number"),)), "mutated_buffers: a number of rows"),
+        (lambda base: edited(base, mutated_buffers=(number(base, "number"),)), "mutated_buffers: a number of rows"),
         (
-            lambda made: edited(made, aliases=(Alias(output=0, memory="state", index=number(made, "total")),)),
+            lambda base: edited(base, aliases=(Alias(output=0, memory="state", index=number(base, "total")),)),
             "aliases: an output is a part of state that has any number of rows",
         ),
         (
-            lambda made: edited(made, programs=(replace(
-                made.entries[0].programs[0], values=(replace(made.entries[0].programs[0].values[0], memory="state", offset=TOTAL),)
+            lambda base: edited(base, programs=(replace(
+                base.entries[0].programs[0], values=(replace(base.entries[0].programs[0].values[0], memory="state", offset=TOTAL),)
             ),)),
             r"entries\[0\].programs\[0\].values: one lies in state that has any number of rows",
         ),
-        (lambda made: replace(made, world=World(rank=0, size=2, stride=2 << 20, status=0, limit=8)), "world: of a model whose"),
+        (lambda base: replace(base, world=World(rank=0, size=2, stride=2 << 20, status=0, limit=8)), "world: of a model whose"),
     ],
 )  # fmt: skip
 def test_what_a_manifest_may_not_say(bundle: tuple[Manifest, Path], change: Callable[[Manifest], Manifest], said: str) -> None:
@@ -212,7 +212,7 @@ def test_kernels_alone_touch_such_state(bundle: tuple[Manifest, Path]) -> None:
     filled = MemsetNode(target=address(STATE_AT, LINES), value=7, element=1, width=8, height=1, pitch=0)
     with raises("table-invalid", match="a memset or memcpy in state that has any number of rows"):
         checked(filled)
-    kernel = next(node for node in recording.nodes if any(each.target.offset == TOTAL for each in getattr(node, "relocations", ())))
+    kernel = next(node for node in recording.nodes if any(link.target.offset == TOTAL for link in getattr(node, "relocations", ())))
     for inside, past in ((TOTAL + 63, TOTAL + 64), (LINES + 31, LINES + 32)):
         moved = [
             replace(kernel, relocations=tuple([

@@ -34,7 +34,7 @@ class Odd:
         raise RuntimeError("no text of mine")
 
 
-def told(
+def refusal(
     call: Callable[[], object], known: type[Exception] | tuple[type[Exception], ...] = (CgbundleError, TypeError, ValueError)
 ) -> str:
     """What a call is refused with: one line."""
@@ -50,9 +50,9 @@ def told(
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
-    made = FakeDriver()
-    install(monkeypatch, made)
-    return made
+    driver = FakeDriver()
+    install(monkeypatch, driver)
+    return driver
 
 
 @pytest.fixture
@@ -62,10 +62,10 @@ def path(tmp_path: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    "given", [5, None, 2.5, True, [], {}, Odd(), object(), b"x\0y", "x\0y", "a" * 5000, ""], ids=lambda each: type(each).__name__
+    "path", [5, None, 2.5, True, [], {}, Odd(), object(), b"x\0y", "x\0y", "a" * 5000, ""], ids=lambda value: type(value).__name__
 )
-def test_a_path_that_is_none(given: Any) -> None:
-    told(lambda: cgbundle.load(given))
+def test_a_path_that_is_none(path: Any) -> None:
+    refusal(lambda: cgbundle.load(path))
 
 
 WRONG: dict[str, list[Any]] = {
@@ -90,7 +90,7 @@ WRONG: dict[str, list[Any]] = {
 @pytest.mark.parametrize("option", WRONG)
 def test_an_option_of_a_value_that_it_does_not_have(fake: FakeDriver, path: str, option: str) -> None:
     for value in WRONG[option]:
-        assert option in told(lambda value=value: cgbundle.load(path, **{option: value}))  # type: ignore[misc]
+        assert option in refusal(lambda value=value: cgbundle.load(path, **{option: value}))  # type: ignore[misc]
     assert not fake.live and fake.retained == 0
 
 
@@ -108,7 +108,7 @@ def test_an_option_of_a_value_that_it_does_not_have(fake: FakeDriver, path: str,
     ],
 )
 def test_options_that_contradict_each_other(fake: FakeDriver, path: str, options: dict[str, Any]) -> None:
-    told(lambda: cgbundle.load(path, **options), ValueError)
+    refusal(lambda: cgbundle.load(path, **options), ValueError)
     assert not fake.live and fake.retained == 0
 
 
@@ -157,7 +157,7 @@ def test_what_is_no_tensor() -> None:
         memoryview(b"12"),
         (good,),
     ):
-        told(lambda value=value: run(value), CgbundleError)  # type: ignore[misc]
+        refusal(lambda value=value: run(value), CgbundleError)  # type: ignore[misc]
     for call in (
         lambda: run(),
         lambda: run(good, good),
@@ -166,9 +166,9 @@ def test_what_is_no_tensor() -> None:
         lambda: run["none"],
         lambda: run[5],
     ):
-        told(call, CgbundleError)  # type: ignore[arg-type]
+        refusal(call, CgbundleError)  # type: ignore[arg-type]
     for key in (5, None, "x", (), (3,), [2]):
-        told(lambda key=key: run.warmup(key))  # type: ignore[misc]
+        refusal(lambda key=key: run.warmup(key))  # type: ignore[misc]
     assert run(good)[0].tolist()
 
 
@@ -183,19 +183,19 @@ def test_what_is_no_tensor() -> None:
 )  # fmt: skip
 def test_a_tensor_of_ours_that_is_none(parts: tuple[Any, ...]) -> None:
     run, _ = program(LINE, double)
-    told(lambda: run(Tensor(*parts, None)), CgbundleError)
+    refusal(lambda: run(Tensor(*parts, None)), CgbundleError)
 
 
 def test_a_broadcast_of_more_rows_than_a_plan_can_have() -> None:
     run, backend = program(LINE, double)
     row = numbers((1, 3))
-    told(lambda: run(Tensor(row.address, "float32", (BIG, 3), (0, 1), row)), CgbundleError)
+    refusal(lambda: run(Tensor(row.address, "float32", (BIG, 3), (0, 1), row)), CgbundleError)
     assert not backend.calls
     with raises("key-missing"):
         plan(LINE.entries[0], [(BIG, 3)], "chunk")
     casting, _ = program(LINE, double, cast=True)
     half = Tensor(row.address, "float16", (BIG, 3), (0, 1), row)
-    told(lambda: casting(half), CgbundleError)  # before it is cast
+    refusal(lambda: casting(half), CgbundleError)  # before it is cast
 
 
 # --- DLPack --------------------------------------------------------------------------------------------------------------
@@ -223,9 +223,9 @@ class Capsules:
     def __init__(self) -> None:
         self.kept: list[Any] = []
 
-    def made(self, name: bytes | None = b"dltensor", shape: Any = (2, 3), strides: Any = None, **fields: Any) -> Any:
+    def capsule(self, name: bytes | None = b"dltensor", shape: Any = (2, 3), strides: Any = None, **fields: Any) -> Any:
         memory, managed = (ctypes.c_float * 16)(), Managed()
-        axes = [None if each is None else (ctypes.c_int64 * len(each))(*each) for each in (shape, strides)]
+        axes = [None if sizes is None else (ctypes.c_int64 * len(sizes))(*sizes) for sizes in (shape, strides)]
         pointers = [ctypes.cast(axis, ctypes.POINTER(ctypes.c_int64)) if axis else None for axis in axes]
         plain = {
             "data": ctypes.addressof(memory), "device_type": 1, "ndim": 2, "code": 2, "bits": 32, "lanes": 1,
@@ -251,7 +251,7 @@ MALFORMED: dict[str, dict[str, Any]] = {
 def test_a_malformed_capsule(kind: str) -> None:
     run, backend = program(LINE, double)
     capsules = Capsules()
-    told(lambda: run(Shared(lambda: capsules.made(**MALFORMED[kind]))), CgbundleError)
+    refusal(lambda: run(Shared(lambda: capsules.capsule(**MALFORMED[kind]))), CgbundleError)
     assert not backend.calls
 
 
@@ -259,11 +259,11 @@ def test_what_is_no_capsule_and_no_device() -> None:
     run, _ = program(LINE, double)
     capsules = Capsules()
     for capsule in (None, 5, "x", object(), Odd(), lambda: 1 / 0):
-        told(lambda capsule=capsule: run(Shared(capsule)), CgbundleError)  # type: ignore[misc]
+        refusal(lambda capsule=capsule: run(Shared(capsule)), CgbundleError)  # type: ignore[misc]
     for device in (None, 5, (1, 0, 0), ("a", "b"), lambda: 1 / 0, (10**30, 0), (-1, 0), (1.0, 0), Odd()):
-        told(lambda device=device: run(Shared(capsules.made(), device)), CgbundleError)  # type: ignore[misc]
-    assert run(Shared(capsules.made(strides=(0, 1))))  # rows that are one row repeated
-    one = capsules.made()
+        refusal(lambda device=device: run(Shared(capsules.capsule(), device)), CgbundleError)  # type: ignore[misc]
+    assert run(Shared(capsules.capsule(strides=(0, 1))))  # rows that are one row repeated
+    one = capsules.capsule()
     assert run(Shared(one)) and run(Shared(one))  # it is looked at, not used up
 
 
@@ -276,13 +276,13 @@ def test_arrays_that_hold_no_numbers_or_say_what_is_not_so() -> None:
     casting, _ = program(LINE, double, cast=True)
     good = numpy.arange(1, 7, dtype=numpy.float32).reshape(2, 3)
     kinds = [object, "M8[s]", "m8[s]", "U3", "S3", "V4", [("a", "f4")], numpy.longdouble, numpy.clongdouble, ">f4"]
-    for each in (run, casting):
+    for runner in (run, casting):
         for kind in kinds:
-            told(lambda each=each, kind=kind: each(numpy.zeros((2, 3), kind)), CgbundleError)  # type: ignore[misc]
+            refusal(lambda runner=runner, kind=kind: runner(numpy.zeros((2, 3), kind)), CgbundleError)  # type: ignore[misc]
         for value in (numpy.float32(1), numpy.zeros((0, 3), numpy.float32), numpy.ma.zeros((2, 3), dtype=numpy.float32)):
-            told(lambda each=each, value=value: each(value), CgbundleError)  # type: ignore[misc]
+            refusal(lambda runner=runner, value=value: runner(value), CgbundleError)  # type: ignore[misc]
         for kind in (numpy.float32, numpy.float16):
-            told(lambda each=each, kind=kind: each(numpy.broadcast_to(kind(1), (BIG, 3))), CgbundleError)  # type: ignore[misc]
+            refusal(lambda runner=runner, kind=kind: runner(numpy.broadcast_to(kind(1), (BIG, 3))), CgbundleError)  # type: ignore[misc]
     for name, value in {
         "shape": [2, 3],
         "dtype": "x",

@@ -36,9 +36,9 @@ def bank() -> Bank:
     shapes = {
         f"model.layers.0-1.{name}": ((2, 4, inputs), (2, outputs, 4)) for name, (inputs, outputs) in WIDTHS.items()
     }  # fmt: skip
-    found = bank_of(manifest(**shapes))
-    assert found is not None
-    return found
+    adapter_bank = bank_of(manifest(**shapes))
+    assert adapter_bank is not None
+    return adapter_bank
 
 
 def test_the_bank_of_a_bundle(bank: Bank) -> None:
@@ -94,7 +94,7 @@ LAYER = "base_model.model.model.layers.1.self_attn.q_proj"
 
 
 @pytest.mark.parametrize(
-    ("config", "told"),
+    ("config", "message"),
     [
         ({"r": 8}, r"rank 8; the bundle takes 4 \(cgcompile build --adapter-rank 8\)"),
         ({"r": 0}, "r: expected a whole number of 1 or more"), ({"r": 1}, r"has the shape \[2, 3\], expected \[1, 3\]"),
@@ -108,16 +108,16 @@ LAYER = "base_model.model.model.layers.1.self_attn.q_proj"
         ({"init_lora_weights": "pissa_niter_4"}, "'pissa_niter_4' changes the base model, too; convert it with PEFT first"),
     ],
 )  # fmt: skip
-def test_configurations_that_are_refused(tmp_path: Path, bank: Bank, config: dict[str, Any], told: str) -> None:
+def test_configurations_that_are_refused(tmp_path: Path, bank: Bank, config: dict[str, Any], message: str) -> None:
     adapter = Written(tmp_path)
     adapter.config |= config
-    with pytest.raises(AdapterError, match=told) as caught:
+    with pytest.raises(AdapterError, match=message) as caught:
         read_adapter(adapter.write(), bank)
     assert "\n" not in str(caught.value) and str(tmp_path) in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("changed", "told"),
+    ("changed", "message"),
     [
         ({"base_model.model.lm_head.lora_A.weight": ("F32", (2, 3), [0.0] * 6)}, "the bundle has no adapters for lm_head"),
         ({f"{LAYER}.lora_magnitude_vector": ("F32", (2,), [0.0] * 2)}, "lora_magnitude_vector is no factor of a linear layer"),
@@ -125,10 +125,10 @@ def test_configurations_that_are_refused(tmp_path: Path, bank: Bank, config: dic
         ({f"{LAYER}.lora_B.weight": ("F32", (3, 2), [0.0] * 6)}, r"has the shape \[3, 2\], expected \[2, 2\]"),
     ],
 )
-def test_tensors_that_are_refused(tmp_path: Path, bank: Bank, changed: dict[str, Any], told: str) -> None:
+def test_tensors_that_are_refused(tmp_path: Path, bank: Bank, changed: dict[str, Any], message: str) -> None:
     adapter = Written(tmp_path)
-    adapter.tensors = {name: each for name, each in (adapter.tensors | changed).items() if each is not None}
-    with pytest.raises(AdapterError, match=told) as caught:
+    adapter.tensors = {name: tensor for name, tensor in (adapter.tensors | changed).items() if tensor is not None}
+    with pytest.raises(AdapterError, match=message) as caught:
         read_adapter(adapter.write(), bank)
     assert "\n" not in str(caught.value)
 

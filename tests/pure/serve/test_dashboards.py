@@ -21,7 +21,7 @@ def read(registry: Any) -> dict[tuple[str, ...], float]:
     shown = prometheus_client.CollectorRegistry()
     shown.register(Dashboards(registry))
     families = text_string_to_metric_families(prometheus_client.generate_latest(shown).decode())
-    return {(each.name, *each.labels.values()): each.value for family in families for each in family.samples}
+    return {(sample.name, *sample.labels.values()): sample.value for family in families for sample in family.samples}
 
 
 def test_a_language_model_is_shown_as_vllm_shows_it() -> None:
@@ -32,8 +32,8 @@ def test_a_language_model_is_shown_as_vllm_shows_it() -> None:
     metrics.first.observe(0.25)
     metrics.whole.observe(2.5)
     metrics.show(State(running=2, waiting=5, pages_used=30, pages_free=90, preempted=4, shared=16))
-    found = read(registry)
-    assert {name[0] for name in found if not name[0].endswith("_bucket")} == {
+    samples = read(registry)
+    assert {name[0] for name in samples if not name[0].endswith("_bucket")} == {
         "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:num_preemptions_total", "vllm:prefix_cache_hits_total",
         "vllm:prompt_tokens_total", "vllm:generation_tokens_total", "vllm:time_to_first_token_seconds_count",
         "vllm:time_to_first_token_seconds_sum", "vllm:e2e_request_latency_seconds_count", "vllm:e2e_request_latency_seconds_sum",
@@ -44,8 +44,8 @@ def test_a_language_model_is_shown_as_vllm_shows_it() -> None:
         "prompt_tokens_total": 7, "generation_tokens_total": 3, "time_to_first_token_seconds_sum": 0.25,
         "e2e_request_latency_seconds_count": 1, "kv_cache_usage_perc": 0.25,
     }.items():  # fmt: skip
-        assert found[f"vllm:{name}", "qwen"] == value
-    assert found["vllm:time_to_first_token_seconds_bucket", "0.5", "qwen"] == 1
+        assert samples[f"vllm:{name}", "qwen"] == value
+    assert samples["vllm:time_to_first_token_seconds_bucket", "0.5", "qwen"] == 1
 
 
 def test_a_model_of_tensors_is_shown_as_triton_shows_it() -> None:

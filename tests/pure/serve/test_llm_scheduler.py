@@ -168,14 +168,14 @@ class World:
         if lane.rules is not None:
             assert lane.most == 1, "rules are asked before every token"
             lane.rules.follow(len(text), text[-1])
-        made = []
+        tokens = []
         for _ in range(lane.most):
-            made.append(following(text))
-            if made[-1] in lane.stop or len(made) == lane.most:
+            tokens.append(following(text))
+            if tokens[-1] in lane.stop or len(tokens) == lane.most:
                 break
-            text.append(made[-1])
+            text.append(tokens[-1])
             self._write(lane, text)
-        return [self.scheduling.Token(token, 0.0) for token in made]
+        return [self.scheduling.Token(token, 0.0) for token in tokens]
 
     def _place(self, lane: Any, place: int) -> tuple[int, int]:
         return lane.pages[place // self.limits.page], place % self.limits.page
@@ -215,7 +215,7 @@ LIMITS = st.fixed_dictionaries(
         "readers": st.sampled_from([(1,), (2,), (3,), (1, 3), (2, 8)]), "chunk": st.integers(1, 6), "lanes": st.integers(1, 4),
         "loop_lanes": st.integers(0, 4), "turns": st.integers(1, 5), "ahead": st.booleans(),
     }
-).filter(lambda each: min(each["blocks"], each["pages"] - 1) * each["page"] >= 2)  # fmt: skip
+).filter(lambda limits: min(limits["blocks"], limits["pages"] - 1) * limits["page"] >= 2)  # fmt: skip
 SHARING = st.sampled_from([{}, {"several": True}, {"several": True, "shared": True}])
 EVENTS = st.lists(
     st.one_of(
@@ -257,14 +257,14 @@ def test_any_order_of_coming_and_going(
     while world.plan() or world.tell():
         steps += 1
         assert steps < 400 * (1 + len(events)), "it goes on for ever"
-    told = {key: world.made[key] for key in world.ended}
-    assert told == {key: wanted[key] for key in world.ended} and not world.requests
+    answers = {key: world.made[key] for key in world.ended}
+    assert answers == {key: wanted[key] for key in world.ended} and not world.requests
     stops = {key for key, request in world.every.items() if wanted[key][-1] in request.stop}
     assert world.ended == {key: "stop" if key in stops else "length" for key in world.ended}
     for key, request in world.every.items():
         if request.rules is not None:
-            made, taken = world.made[key], request.rules.tokens
-            assert taken[: len(made)] == made[: len(taken)] and (key not in world.ended or len(taken) >= len(made) - 1)
+            answer, taken = world.made[key], request.rules.tokens
+            assert taken[: len(answer)] == answer[: len(taken)] and (key not in world.ended or len(taken) >= len(answer) - 1)
     world.check_empty()
 
 
@@ -288,8 +288,8 @@ def test_twenty_thousand_requests_leak_no_page(scheduling: Any, shared: bool) ->
         if step is not None:
             under_way.append(step)
         elif under_way:
-            made = [[scheduling.Token(order.randrange(1000), 0.0)] for _ in under_way.popleft().lanes]
-            ended = {progress.key for progress in scheduler.finish(made) if progress.reason is not None}
+            tokens = [[scheduling.Token(order.randrange(1000), 0.0)] for _ in under_way.popleft().lanes]
+            ended = {progress.key for progress in scheduler.finish(tokens) if progress.reason is not None}
             open_ones = [key for key in open_ones if key not in ended]
         assert scheduler.pages.taken + scheduler.pages.free == limits.pages - 1
     assert scheduler.preempted > 0 and (scheduler.shared > 20_000) == shared
@@ -407,8 +407,8 @@ def test_a_cancelled_request_may_be_in_a_call(scheduling: Any) -> None:
     step = scheduler.next()
     scheduler.cancel("a")
     assert step is not None
-    found = scheduler.finish([[scheduling.Token(7, -1.0)]] * 2)
-    assert [(each.key, each.reason) for each in found] == [("b", "length")]
+    finished = scheduler.finish([[scheduling.Token(7, -1.0)]] * 2)
+    assert [(progress.key, progress.reason) for progress in finished] == [("b", "length")]
     assert scheduler.pages.taken == 0 and scheduler.next() is None
 
 
@@ -446,8 +446,8 @@ def test_an_equal_beginning_is_read_once(scheduling: Any) -> None:
         world.made[number] = []
     while world.step():
         pass
-    own = sum(1 + number % 6 for number in range(20))
-    assert sum(world.read.values()) == 24 + own and world.scheduler.shared == 19 * 24
+    unshared_tokens = sum(1 + number % 6 for number in range(20))
+    assert sum(world.read.values()) == 24 + unshared_tokens and world.scheduler.shared == 19 * 24
     world.add("later", 26, 2, family="all")
     while world.step():
         pass

@@ -37,15 +37,15 @@ def sentencepiece() -> Any:
     words = ["▁", "▁the", "▁cat", "s", "a", "▁a"]
     names = ["<unk>", *[f"<0x{byte:02X}>" for byte in range(256)], *words]
     vocabulary = {name: number for number, name in enumerate(names)}
-    made = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>", byte_fallback=True))
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>", byte_fallback=True))
     parts = tokenizers.decoders
-    made.decoder = parts.Sequence([parts.Replace("▁", " "), parts.ByteFallback(), parts.Fuse(), parts.Strip(" ", 1, 0)])
-    return made
+    tokenizer.decoder = parts.Sequence([parts.Replace("▁", " "), parts.ByteFallback(), parts.Fuse(), parts.Strip(" ", 1, 0)])
+    return tokenizer
 
 
 def pieces(modules: SimpleNamespace, tokenizer: Any, prompt: list[int], ids: list[int]) -> list[str]:
-    made = modules.text.Detokenizer(lambda tokens: tokenizer.decode(list(tokens)), prompt)
-    return [*[made.push(token) for token in ids], made.end()]
+    detokenizer = modules.text.Detokenizer(lambda tokens: tokenizer.decode(list(tokens)), prompt)
+    return [*[detokenizer.push(token) for token in ids], detokenizer.end()]
 
 
 # --- text as tokens come ----------------------------------------------------------------------------------------------
@@ -54,15 +54,15 @@ def pieces(modules: SimpleNamespace, tokenizer: Any, prompt: list[int], ids: lis
 @settings(max_examples=100, deadline=None)
 @given(text=st.text(max_size=30), prompt=st.text(max_size=8))
 def test_pieces_are_whole_characters(modules: SimpleNamespace, bytes_alone: Any, text: str, prompt: str) -> None:
-    found = pieces(modules, bytes_alone, bytes_alone.encode(prompt).ids, bytes_alone.encode(text).ids)
-    assert "".join(found) == text
-    assert "�" in text or not any("�" in piece for piece in found)
+    chunks = pieces(modules, bytes_alone, bytes_alone.encode(prompt).ids, bytes_alone.encode(text).ids)
+    assert "".join(chunks) == text
+    assert "�" in text or not any("�" in piece for piece in chunks)
 
 
 @settings(max_examples=100, deadline=None)
 @given(data=st.binary(max_size=40))
 def test_bytes_that_are_no_text_come_as_the_tokenizer_decodes_them(modules: SimpleNamespace, bytes_alone: Any, data: bytes) -> None:
-    ids = [bytes_alone.token_to_id(each) for each in spelled(data)]
+    ids = [bytes_alone.token_to_id(token) for token in spelled(data)]
     assert "".join(pieces(modules, bytes_alone, [], ids)) == data.decode(errors="replace")
 
 
@@ -70,7 +70,7 @@ def spelled(data: bytes) -> list[str]:
     """Bytes as a byte-level vocabulary writes them: GPT-2's table."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     table = {byte: chr(byte) for byte in plain}
-    table |= {byte: chr(256 + number) for number, byte in enumerate([each for each in range(256) if each not in plain])}
+    table |= {byte: chr(256 + number) for number, byte in enumerate([code for code in range(256) if code not in plain])}
     return [table[byte] for byte in data]
 
 
@@ -81,14 +81,14 @@ def test_a_character_of_four_tokens_comes_once_it_is_whole(modules: SimpleNamesp
 
 
 def test_a_space_that_belongs_to_the_first_word_is_kept(modules: SimpleNamespace, sentencepiece: Any) -> None:
-    the, cat, s = [sentencepiece.token_to_id(each) for each in ("▁the", "▁cat", "s")]
+    the, cat, s = [sentencepiece.token_to_id(token) for token in ("▁the", "▁cat", "s")]
     assert sentencepiece.decode([cat, s]) == "cats"
     assert pieces(modules, sentencepiece, [the], [cat, s]) == [" cat", "s", ""]
     assert pieces(modules, sentencepiece, [], [cat, s]) == ["cat", "s", ""], "the text begins here"
 
 
 def test_bytes_of_a_vocabulary_of_words(modules: SimpleNamespace, sentencepiece: Any) -> None:
-    the, s = [sentencepiece.token_to_id(each) for each in ("▁the", "s")]
+    the, s = [sentencepiece.token_to_id(token) for token in ("▁the", "s")]
     ids = [1 + byte for byte in "😀é".encode()]
     assert "".join(pieces(modules, sentencepiece, [the], [s, *ids, s])) == "s😀és"
 
@@ -102,23 +102,23 @@ def test_bytes_of_a_vocabulary_of_words(modules: SimpleNamespace, sentencepiece:
     stops=st.lists(st.text(alphabet="abc", min_size=1, max_size=4), max_size=3),
 )
 def test_stop_strings_wherever_the_text_is_cut(modules: SimpleNamespace, cut: list[str], stops: list[str]) -> None:
-    made, told, read = modules.text.StopStrings(stops), "", ""
+    stop_strings, output, read = modules.text.StopStrings(stops), "", ""
     for piece in cut:
         read += piece
-        told += made.push(piece)
-        places = [place for place in (read.find(each) for each in stops) if place >= 0]
-        assert made.found == bool(places)
+        output += stop_strings.push(piece)
+        places = [place for place in (read.find(stop) for stop in stops) if place >= 0]
+        assert stop_strings.found == bool(places)
         if places:
-            assert told == read[: min(places)]
+            assert output == read[: min(places)]
             return
-        assert read.startswith(told)
-        held = read[len(told) :]
-        assert not held or any(each.startswith(held) for each in stops), "held back for nothing"
-    assert told + made.end() == read
+        assert read.startswith(output)
+        held = read[len(output) :]
+        assert not held or any(stop.startswith(held) for stop in stops), "held back for nothing"
+    assert output + stop_strings.end() == read
 
 
 def progress(modules: SimpleNamespace, ids: list[int], reason: str | None = None) -> Any:
-    return modules.requests.Progress("a", tuple([modules.requests.Token(each, -1.0) for each in ids]), reason)
+    return modules.requests.Progress("a", tuple([modules.requests.Token(token, -1.0) for token in ids]), reason)
 
 
 def test_an_answer_ends_at_a_stop_string_and_counts_its_tokens(modules: SimpleNamespace, bytes_alone: Any) -> None:
@@ -144,7 +144,7 @@ def test_an_answer_that_ends_inside_a_character(modules: SimpleNamespace, bytes_
 
 def test_a_log_probability_has_json(modules: SimpleNamespace) -> None:
     completions = importlib.import_module("cgserve.language.completions")
-    assert [completions.finite(each) for each in (-1.5, float("-inf"), float("nan"))] == [-1.5, -9999.0, -9999.0]
+    assert [completions.finite(logprob) for logprob in (-1.5, float("-inf"), float("nan"))] == [-1.5, -9999.0, -9999.0]
 
 
 # --- a tokenizer's folder -------------------------------------------------------------------------------------------------

@@ -82,10 +82,10 @@ def test_a_client_that_leaves_is_not_read(receptions: ModuleType) -> None:
 
 
 def test_memory_is_given_back_after_large_messages(receptions: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    given = list[int]()
+    releases = list[int]()
 
     async def give_back() -> None:
-        given.append(1)
+        releases.append(1)
         await asyncio.sleep(0.01)
 
     monkeypatch.setattr(receptions, "give_back_memory", give_back)
@@ -100,13 +100,13 @@ def test_memory_is_given_back_after_large_messages(receptions: ModuleType, monke
             return b"small"
 
         await turns.receive(small)
-        assert not given
+        assert not releases
         for _ in range(3):
             await turns.receive(large)
         await asyncio.sleep(0.02)
-        assert given == [1], "one at a time"
+        assert releases == [1], "one at a time"
         await turns.receive(large)
         await asyncio.sleep(0)
-        assert given == [1, 1]
+        assert releases == [1, 1]
 
     asyncio.run(run())

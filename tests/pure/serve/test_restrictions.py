@@ -117,12 +117,12 @@ def test_calls_of_choose() -> None:
     seen: list[Any] = []
 
     def call(slot: Any, place: Any, sampling: Any, restriction: Any) -> Any:
-        mask, token, bias, fresh = [each.tolist() for each in restriction]
+        mask, token, bias, fresh = [tensor.tolist() for tensor in restriction]
         rows = [dict(zip(*pair, strict=True)) for pair in zip(token, bias, strict=True)]
         seen.append((slot.tolist(), place.tolist(), mask, rows, fresh, sampling[0].tolist()))
-        made = empty("int64", (2,))
-        made[(slice(0, 2),)] = place
-        return {"token": made, "logprob": empty("float32", (2,))}
+        tokens = empty("int64", (2,))
+        tokens[(slice(0, 2),)] = place
+        return {"token": tokens, "logprob": empty("float32", (2,))}
 
     call.inputs = [SimpleNamespace(shape=("batch", size)) for size in (2, 3, 3, 0)]  # type: ignore[attr-defined]
     chooser = Chooser(call, [2])  # type: ignore[arg-type]
@@ -146,7 +146,7 @@ def test_calls_of_choose() -> None:
 
 
 @pytest.mark.parametrize(
-    ("form", "text", "told", "calls"),
+    ("form", "text", "content", "calls"),
     [
         (HERMES, 'So:\n<tool_call>\n{"name": "get", "arguments": {"a": 1}}\n</tool_call>', "So:", [("get", '{"a": 1}')]),
         (
@@ -167,14 +167,14 @@ def test_calls_of_choose() -> None:
         (JSON, 'No: {"name": "get"}', 'No: {"name": "get"}', []),
     ],
 )  # fmt: skip
-def test_calls_in_a_text(form: Any, text: str, told: str, calls: list[tuple[str, str]]) -> None:
+def test_calls_in_a_text(form: Any, text: str, content: str, calls: list[tuple[str, str]]) -> None:
     """Wherever it is cut."""
     for size in (1, 7, 1000):
-        reader, said, found = CallReader(BOX.tools, form), "", []
+        reader, said, parsed_calls = CallReader(BOX.tools, form), "", []
         for piece in [*[reader.push(text[at : at + size]) for at in range(0, len(text), size)], reader.end()]:
-            said, found = said + piece[0], found + piece[1]
-        assert (said, [(call.name, call.arguments) for call in found]) == (told, calls)
-        assert [call.index for call in found] == list(range(len(found)))
+            said, parsed_calls = said + piece[0], parsed_calls + piece[1]
+        assert (said, [(call.name, call.arguments) for call in parsed_calls]) == (content, calls)
+        assert [call.index for call in parsed_calls] == list(range(len(parsed_calls)))
 
 
 def test_a_tagged_call_is_told_when_it_ends() -> None:
@@ -211,7 +211,7 @@ def test_messages_for_a_template() -> None:
 
 
 @pytest.mark.parametrize(
-    ("read", "given", "text"),
+    ("read", "body", "text"),
     [
         (schema_of, {"type": "json_schema"}, "response_format.json_schema.schema: expected an object"),
         (schema_of, "json", "response_format.type: expected text, json_object or json_schema"),
@@ -229,9 +229,9 @@ def test_messages_for_a_template() -> None:
         (biases_of, {str(token): 1 for token in range(1025)}, "logit_bias: expected an object of up to 1024 tokens"),
     ],
 )  # fmt: skip
-def test_what_is_refused(read: Any, given: Any, text: str) -> None:
+def test_what_is_refused(read: Any, body: Any, text: str) -> None:
     with pytest.raises(ValueError) as caught:
-        read(given)
+        read(body)
     assert str(caught.value).startswith(text)
 
 
@@ -293,9 +293,9 @@ def test_a_grammar_of_calls(grammars: Any, form: Any) -> None:
     ):  # fmt: skip
         assert tuple([taken(grammars, grammar, text) for text in (one, two, "12")]) == wanted
     reader = CallReader(BOX.tools, form)
-    told, calls = reader.push(two)
+    content, calls = reader.push(two)
     more, others = reader.end()
-    assert [call.name for call in calls + others] == ["get", "put"] and told + more == ""
+    assert [call.name for call in calls + others] == ["get", "put"] and content + more == ""
 
 
 def test_tags_that_are_tokens() -> None:

@@ -25,17 +25,17 @@ from tests.helpers.raising import raises
 
 def met(use: Callable[[], object]) -> list[type[Exception]]:
     """The errors that others get who use it, one after the other, until it is closed."""
-    found: list[type[Exception]] = []
+    errors: list[type[Exception]] = []
     until = time.monotonic() + 60
     while time.monotonic() < until:
         try:
             use()
         except (SessionBusy, ProgramClosed) as error:
-            found.append(type(error))
+            errors.append(type(error))
             if isinstance(error, ProgramClosed):
                 break
         time.sleep(0.001)
-    return found
+    return errors
 
 
 def enter(lock: Any) -> None:
@@ -45,17 +45,17 @@ def enter(lock: Any) -> None:
 
 def test_a_sessions_lock_that_is_waited_for_to_close_it() -> None:
     lock = ExclusiveLock("tiny", alone=True)
-    found: list[type[Exception]] = []
+    errors: list[type[Exception]] = []
     with lock.turn:
         closer = threading.Thread(target=lock.close)
-        other = threading.Thread(target=lambda: found.extend(met(lambda: enter(lock))))
+        other = threading.Thread(target=lambda: errors.extend(met(lambda: enter(lock))))
         closer.start()
         other.start()
         other.join(60)
         assert closer.is_alive(), "it waits for who holds the lock"
         enter(lock)  # who holds it goes on
     closer.join(60)
-    assert found[-1] is ProgramClosed and not closer.is_alive()
+    assert errors[-1] is ProgramClosed and not closer.is_alive()
     with raises(ProgramClosed, match="program 'tiny' was closed"):
         enter(lock)
 

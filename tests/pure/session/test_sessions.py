@@ -41,7 +41,7 @@ def opened(bundle: tuple[Manifest, Path], outputs: str = "copy", *, lazy: bool =
     return Program(manifest, CudaBackend(ArchiveOf(folder, manifest), 0, "graph", lazy=lazy), "pad", outputs)
 
 
-def given(key: int, seed: int = 0) -> Tensor:
+def batch(key: int, seed: int = 0) -> Tensor:
     return from_bytes(inputs(key, seed).tobytes(), "float32", (key, FLOATS))
 
 
@@ -74,7 +74,7 @@ def test_the_bundle_is_sound(bundle: tuple[Manifest, Path]) -> None:
 
 def test_sessions_share_weights_and_kernels_and_nothing_else(fake: FakeDriver, bundle: tuple[Manifest, Path]) -> None:
     with opened(bundle) as program:
-        program(given(4))
+        program(batch(4))
         before = {name: fake.calls.count(name) for name in ("cuModuleLoadData", "cuDevicePrimaryCtxRetain", "cuStreamCreate")}
         first = set(fake.live)
         with program.session() as session, program.session() as other:
@@ -83,28 +83,28 @@ def test_sessions_share_weights_and_kernels_and_nothing_else(fake: FakeDriver, b
             memories = {"state": 1024, "inputs": 1024, "arena": 4096}
             assert added == sorted([*memories.values()] * 2) and program.session_memory == session.session_memory
             assert program.session_memory == memories | {"code": len(b"an image")}, "the image with a variable, loaded once more"
-            for each, seeds in ((session, (1, 2)), (other, (3,))):
+            for handle, seeds in ((session, (1, 2)), (other, (3,))):
                 for seed in seeds:
-                    made = each(given(8, seed))
-                    assert numbers(made["y"]) == list(expected(inputs(8, seed)))
-            assert session.state["total"].tolist() == grown(FIRST, given(8, 1), given(8, 2))
-            assert other.state["total"].tolist() == grown(FIRST, given(8, 3))
-            assert program.state["total"].tolist() == grown(FIRST, given(4))
-            places = [each.state.view("total").address for each in (program, session, other)]
+                    outputs = handle(batch(8, seed))
+                    assert numbers(outputs["y"]) == list(expected(inputs(8, seed)))
+            assert session.state["total"].tolist() == grown(FIRST, batch(8, 1), batch(8, 2))
+            assert other.state["total"].tolist() == grown(FIRST, batch(8, 3))
+            assert program.state["total"].tolist() == grown(FIRST, batch(4))
+            places = [handle.state.view("total").address for handle in (program, session, other)]
             assert len(set(places)) == 3
             again = {name: fake.calls.count(name) for name in before}
             assert again == before | {"cuStreamCreate": before["cuStreamCreate"] + 2, "cuModuleLoadData": 3}
         assert set(fake.live) >= first
-        left = [each for each in fake.live.keys() - first if isinstance(fake.live[each], ctypes.Array)]
+        left = [address for address in fake.live.keys() - first if isinstance(fake.live[address], ctypes.Array)]
         assert left == [], "a session gives its memory back"
-        program(given(4))
+        program(batch(4))
 
 
 def test_a_streams_place_is_taken_by_the_next_session(fake: FakeDriver, bundle: tuple[Manifest, Path]) -> None:
     with opened(bundle) as program:
         for _ in range(5):
             with program.session() as session:
-                session(given(4))
+                session(batch(4))
         assert fake.calls.count("cuStreamCreate") == 3, "one of the program, one of the sessions, one that brought the weights"
 
 
@@ -114,11 +114,11 @@ def test_closing_what_was_loaded_closes_its_sessions(fake: FakeDriver, bundle: t
     sibling = session.session()
     sibling.close()
     program.close()
-    for each in (program, session, sibling):
+    for handle in (program, session, sibling):
         for use in (
-            lambda each=each: each(given(4)), lambda each=each: each.state["total"], lambda each=each: each.state.view("total"),
-            lambda each=each: each.reset(), lambda each=each: each.buffers((4,)), lambda each=each: each.session(),
-            lambda each=each: each.seed(1),
+            lambda p=handle: p(batch(4)), lambda p=handle: p.state["total"], lambda p=handle: p.state.view("total"),
+            lambda p=handle: p.reset(), lambda p=handle: p.buffers((4,)), lambda p=handle: p.session(),
+            lambda p=handle: p.seed(1),
         ):  # fmt: skip
             with raises("program-closed", match="program 'tiny' was closed"):
                 use()
@@ -139,7 +139,7 @@ def test_a_session_outlives_a_program_that_is_forgotten_and_is_collected_when_it
     assert alive() is None and len(fake.live) < before
     del program
     gc.collect()
-    assert numbers(session(given(4))["y"]) == list(expected(inputs(4)))
+    assert numbers(session(batch(4))["y"]) == list(expected(inputs(4)))
     session.close()
     assert fake.live, "the weights are the loaded program's, which the session kept"
     del session
@@ -157,26 +157,26 @@ def test_whichever_call_fails_a_session_leaves_nothing_and_disturbs_none(fake: F
         for number in range(count):
             place = fake.fail_at = len(fake.calls) + number
             try:
-                made = program.session()
+                new_session = program.session()
             except CgbundleError:
                 failures += 1
             else:
                 fake.fail_at = -1
-                made.close()
+                new_session.close()
             fake.fail_at = -1
             name = fake.calls[place]
             left = {at for at, thing in fake.live.items() if thing != "stream"} - live
             assert not left or "Destroy" in name, name
             for at in left:  # what the failed call should have given back
                 del fake.live[at]
-            assert numbers(program(given(4, number))["y"]) == list(expected(inputs(4, number)))
+            assert numbers(program(batch(4, number))["y"]) == list(expected(inputs(4, number)))
         assert failures > 10
 
 
 def test_two_threads_in_one_session_are_told_and_nothing_is_spoiled(fake: FakeDriver, bundle: tuple[Manifest, Path]) -> None:
     inside, go_on = threading.Event(), threading.Event()
     real = fake.do_cuMemcpyDtoHAsync
-    made: list[Any] = []
+    outputs: list[Any] = []
     with opened(bundle) as program, program.session() as session:
 
         def slow(*arguments: Any) -> None:
@@ -188,17 +188,17 @@ def test_two_threads_in_one_session_are_told_and_nothing_is_spoiled(fake: FakeDr
             real(*arguments)
 
         fake.do_cuMemcpyDtoHAsync = slow  # type: ignore[method-assign]
-        first = threading.Thread(target=lambda: made.append(session(given(4, 1))), name="first")
+        first = threading.Thread(target=lambda: outputs.append(session(batch(4, 1))), name="first")
         first.start()
         assert inside.wait(60)
-        uses = (lambda: session(given(4)), lambda: session.state["total"], session.reset, lambda: session.buffers((4,)))
+        uses = (lambda: session(batch(4)), lambda: session.state["total"], session.reset, lambda: session.buffers((4,)))
         for use in uses:
             with raises(
                 "session-busy", match="a session of program 'tiny' is in use by thread 'first', and thread 'Main"
             ) as caught:
                 use()
             assert "program.session()" in caught.value.hint
-        assert numbers(program(given(8))["y"]) == list(expected(inputs(8))), "other sessions go on"
+        assert numbers(program(batch(8))["y"]) == list(expected(inputs(8))), "other sessions go on"
         closer = threading.Thread(target=session.close)
         closer.start()
         closer.join(0.05)
@@ -206,7 +206,7 @@ def test_two_threads_in_one_session_are_told_and_nothing_is_spoiled(fake: FakeDr
         go_on.set()
         first.join(60)
         closer.join(60)
-        assert numbers(made[0]["y"]) == list(expected(inputs(4, 1)))
+        assert numbers(outputs[0]["y"]) == list(expected(inputs(4, 1)))
 
 
 def test_eight_sessions_in_eight_threads(fake: FakeDriver, bundle: tuple[Manifest, Path]) -> None:
@@ -216,15 +216,15 @@ def test_eight_sessions_in_eight_threads(fake: FakeDriver, bundle: tuple[Manifes
         calls = []
         for number in range(10):
             key = KEYS[(seed + number) % 2]
-            calls.append(given(key, seed + number))
+            calls.append(batch(key, seed + number))
             if numbers(session(calls[-1])["y"]) != list(expected(inputs(key, seed + number))):
                 wrong.append((seed, number))
         if session.state["total"].tolist() != grown(FIRST, *calls):
             wrong.append(seed)
 
     with opened(bundle, lazy=True) as program:
-        made = [program.session() for _ in range(8)]
-        threads = [threading.Thread(target=work, args=(session, 10 * seed)) for seed, session in enumerate(made)]
+        sessions = [program.session() for _ in range(8)]
+        threads = [threading.Thread(target=work, args=(session, 10 * seed)) for seed, session in enumerate(sessions)]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -246,7 +246,7 @@ def test_variables_of_kernels_that_point_into_a_sessions_memory_are_its_own(
     with opened(bundle) as program:
         for _ in range(2):
             with program.session() as session:
-                session(given(4, 5))
+                session(batch(4, 5))
         assert fake.calls.count("cuModuleLoadData") == 3 == fake.calls.count("cuModuleUnload") + 1
 
 
@@ -275,9 +275,9 @@ def test_kernels_of_two_sessions_never_write_to_the_same_variable(
 
     monkeypatch.setitem(fake_driver.KERNELS, "add", counting)
     with opened(bundle) as program, program.session() as session, program.session() as other:
-        made = [numbers(each(given(4))["y"]) for each in (program, session, other, session)]
-        assert made[0] == made[1] == made[2] == [value + 1 for value in expected(inputs(4))]
-        assert made[3] == [value + 2 for value in made[1]], "two launches of its own later"
+        outputs = [numbers(handle(batch(4))["y"]) for handle in (program, session, other, session)]
+        assert outputs[0] == outputs[1] == outputs[2] == [value + 1 for value in expected(inputs(4))]
+        assert outputs[3] == [value + 2 for value in outputs[1]], "two launches of its own later"
 
 
 def test_the_memory_of_a_session_is_known_beforehand(fake: FakeDriver, bundle: tuple[Manifest, Path]) -> None:
@@ -295,8 +295,8 @@ def test_state_is_read_written_and_reset_in_order_with_calls(fake: FakeDriver, b
         assert list(state) == ["total", "marks"] and len(state) == 2 and "total" in state and "random" not in state
         assert state["total"].tolist() == FIRST and state["marks"].tolist() == [0] * 8
         kept = state["total"]
-        program(given(4, 1))
-        assert state["total"].tolist() == grown(FIRST, given(4, 1)) and kept.tolist() == FIRST
+        program(batch(4, 1))
+        assert state["total"].tolist() == grown(FIRST, batch(4, 1)) and kept.tolist() == FIRST
         assert state["marks"].tolist() == [7] * 8
         fresh = [2.0 * number for number in range(FLOATS)]
         for value in (from_bytes(array("f", fresh).tobytes(), "float32", (FLOATS,)),):
@@ -306,8 +306,8 @@ def test_state_is_read_written_and_reset_in_order_with_calls(fake: FakeDriver, b
             assert state["total"].tolist() == fresh
         view = state.view("total")
         assert view.device == 0 and numbers(view) == fresh
-        program(given(8, 2))
-        assert numbers(view) == grown(fresh, given(8, 2)) == state["total"].tolist()
+        program(batch(8, 2))
+        assert numbers(view) == grown(fresh, batch(8, 2)) == state["total"].tolist()
         program.reset()
         assert state["total"].tolist() == FIRST and state["marks"].tolist() == [0] * 8
 
@@ -350,7 +350,7 @@ def test_a_state_that_is_not_there_is_named_with_those_that_are(fake: FakeDriver
             assert str(caught.value) == f"program 'tiny' has no state {name!r}: it has 'total', 'marks'"
             assert isinstance(caught.value, KeyError) and program.state.get(name) is None
         with raises("state-missing", match=r"no state 'totl' \(did you mean total\?\): it has 'total', 'marks'"):
-            program.state["totl"] = given(4)
+            program.state["totl"] = batch(4)
         assert "total float32 [16]" in repr(program.state)
     plain = edited(manifest, weights=manifest.weights[:3], aliases=(), random=None)
     program = Program(plain, CudaBackend(ArchiveOf(folder, plain), 0, "graph", lazy=False), "pad", "copy")
@@ -373,7 +373,7 @@ def test_state_of_zeros_costs_no_copy(fake: FakeDriver, bundle: tuple[Manifest, 
 
 def test_every_session_begins_with_the_bundles_state(fake: FakeDriver, bundle: tuple[Manifest, Path]) -> None:
     with opened(bundle) as program:
-        program(given(4))
+        program(batch(4))
         with program.session() as session:
             assert session.state["total"].tolist() == FIRST
             session.state["total"] = from_bytes(bytes(64), "float32", (16,))
@@ -387,7 +387,7 @@ def test_every_session_begins_with_the_bundles_state(fake: FakeDriver, bundle: t
 def test_seeds(fake: FakeDriver, bundle: tuple[Manifest, Path]) -> None:
     manifest, _ = bundle
     with opened(bundle) as program, program.session() as session:
-        drawn = [unpack("<qq", each.state_bytes(manifest.random)) for each in (program, session)]
+        drawn = [unpack("<qq", handle.state_bytes(manifest.random)) for handle in (program, session)]
         assert drawn[0] != drawn[1] and all(0 <= seed < 1 << 63 and calls == 0 for seed, calls in drawn)
         for seed in (0, 5, (1 << 63) - 1):
             program.seed(seed)
@@ -407,16 +407,16 @@ def test_seeds(fake: FakeDriver, bundle: tuple[Manifest, Path]) -> None:
 
 def test_a_call_with_the_static_buffers_copies_nothing_in(fake: FakeDriver, bundle: tuple[Manifest, Path]) -> None:
     with opened(bundle, "view") as program, program.session() as session:
-        for each in (program, session):
-            (x,) = each.buffers((8,))
+        for handle in (program, session):
+            (x,) = handle.buffers((8,))
             assert (x.shape, x.dtype, x.device, x.contiguous) == ((8, FLOATS), "float32", 0, True)
             ctypes.memmove(x.address, inputs(8, 3).tobytes(), 512)
-            each(on_gpu(x))
+            handle(on_gpu(x))
             before = len(fake.calls)
-            made = each(x)
+            outputs = handle(x)
             called = fake.calls[before:]
             assert called == ["cuCtxPushCurrent", "cuGraphLaunch", "cuMemcpyDtoDAsync", "cuCtxPopCurrent"], "the copy is a step"
-            assert numbers(made["y"].tensor) == list(expected(inputs(8, 3)))
+            assert numbers(outputs["y"].tensor) == list(expected(inputs(8, 3)))
         assert program.buffers((8,))[0].address != session.buffers((8,))[0].address
         assert program.buffers((8,))[0].address == program.buffers((4,))[0].address
         for key in ((5,), 8, (4, 4)):

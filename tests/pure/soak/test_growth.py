@@ -36,8 +36,8 @@ def test_what_grows_at_first_is_let_settle() -> None:
 
 
 def test_one_descriptor_a_minute_is_a_leak() -> None:
-    found = [{"memory": MIB, "descriptors": 12 + int(time / 60)} for time in TIMES]
-    (line,) = grown(TIMES, found)
+    samples = [{"memory": MIB, "descriptors": 12 + int(time / 60)} for time in TIMES]
+    (line,) = grown(TIMES, samples)
     assert line.startswith("descriptors grew by ")
 
 
@@ -47,5 +47,5 @@ def test_too_few_samples_say_nothing() -> None:
 
 
 def test_a_process_holds_something() -> None:
-    found = sample(gpu=False)
-    assert all(number > 0 for number in found.values()) and found.keys() == LIMITS.keys() - {"device"}
+    usage = sample(gpu=False)
+    assert all(number > 0 for number in usage.values()) and usage.keys() == LIMITS.keys() - {"device"}

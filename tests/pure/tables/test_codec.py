@@ -98,7 +98,7 @@ def recordings(draw: st.DrawFn) -> Recording:
     bodies: tuple[int, ...] = ()
     if branching := [place for place, item in enumerate(nodes) if isinstance(item, ConditionalNode)]:
         bodies = tuple(sorted(draw(st.lists(st.integers(0, len(nodes)), max_size=3))))
-        edges = [each for each in edges if bisect_right(bodies, each.source) == bisect_right(bodies, each.target)]
+        edges = [edge for edge in edges if bisect_right(bodies, edge.source) == bisect_right(bodies, edge.target)]
         ends = [
             0,
             *sorted(draw(st.lists(st.integers(0, len(bodies)), min_size=len(branching) - 1, max_size=len(branching) - 1))),
@@ -206,9 +206,9 @@ def test_only_columns_are_asked_of_a_table() -> None:
     for text in [path.read_text(encoding="utf-8") for path in modules().values()]:
         for function in ast.walk(ast.parse(text)) if "table import" in text else ():
             if isinstance(function, ast.FunctionDef):
-                given = {arg.arg for arg in function.args.args if arg.annotation and ast.unparse(arg.annotation) == "Table"}
+                parameters = {arg.arg for arg in function.args.args if arg.annotation and ast.unparse(arg.annotation) == "Table"}
                 for node in ast.walk(function):
-                    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in given:
+                    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in parameters:
                         asked.add(node.attr)
     assert len(asked) > 30
     assert asked <= known | {"graph", "spans"}
@@ -297,19 +297,19 @@ def test_what_has_no_place_in_the_format_is_not_written(recording: Recording, me
 def test_order_puts_every_edge_forward(names: list[int], arcs: set[tuple[int, int]]) -> None:
     edges = tuple(edge(names[a], names[b]) for a, b in arcs if a < b)  # acyclic by construction, in any numbering
     table = Table(tables.encode(Recording(key=(), functions=(), nodes=(EmptyNode(),) * 6, edges=edges)))
-    found = launch_order(table)
-    assert sorted(found) == list(range(6))
-    assert all(found.index(item.source) < found.index(item.target) for item in edges)
+    order = launch_order(table)
+    assert sorted(order) == list(range(6))
+    assert all(order.index(item.source) < order.index(item.target) for item in edges)
 
 
 def test_three_rows_of_every_kind_survive() -> None:
     fill, copy = RECORDING_8.nodes[0], RECORDING_8.nodes[2]
     nodes = (*RECORDING_8.nodes, *[replace(node, width=width) for width in (1, 2) for node in (fill, copy)], KERNEL)  # type: ignore[type-var]
-    made = replace(RECORDING_8, nodes=nodes)
-    assert tables.decode(tables.encode(made)) == made
+    recording = replace(RECORDING_8, nodes=nodes)
+    assert tables.decode(tables.encode(recording)) == recording
 
 
 def test_conditional_nodes_keep_their_own_bodies() -> None:
     nodes = (ConditionalNode(type="if", bodies=(0, 1)), ConditionalNode(type="while", bodies=(2,)))
-    made = Recording(key=(), functions=(), nodes=nodes, edges=(), bodies=(2, 2, 2))
-    assert tables.decode(tables.encode(made)) == made
+    recording = Recording(key=(), functions=(), nodes=nodes, edges=(), bodies=(2, 2, 2))
+    assert tables.decode(tables.encode(recording)) == recording

@@ -24,32 +24,32 @@ CONTENTS = {"number": [1, 2, 1 << 63], "name": b"names", "bound": [0, 1, 2, 5]}
 SIZE = 8 * 5 + 24 + 8 + 16
 
 
-def made() -> bytes:
+def packed() -> bytes:
     return pack(LAYOUT, COUNTS, CONTENTS)
 
 
 def test_bytes_up_to_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    data = made()
+    data = packed()
     assert len(data) == SIZE
     monkeypatch.setattr(column_file, "TABLE_BYTES", SIZE)
-    counts, views = unpack(LAYOUT, made(), "f")
+    counts, views = unpack(LAYOUT, packed(), "f")
     assert (counts, {name: view.tolist() for name, view in views.items()}) == (COUNTS, {**CONTENTS, "name": [*b"names"]})
     monkeypatch.setattr(column_file, "TABLE_BYTES", SIZE - 1)
     with raises("table-invalid", match=f"^table: {SIZE} bytes, more than the limit of {SIZE - 1}"):
-        made()
+        packed()
     with raises("table-invalid", match=f"^f: {SIZE} bytes, more than the limit of {SIZE - 1}"):
         unpack(LAYOUT, data, "f")
 
 
 @pytest.mark.parametrize(("limit", "words"), [("TABLE_ROWS", "3 rows"), ("TABLE_BYTES", "5 name_bytes")])
 def test_counts_up_to_the_limit(limit: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    data, count = made(), int(words[0])
+    data, count = packed(), int(words[0])
     for module in (column_file, recordings):
         monkeypatch.setattr(module, "check_length", lambda size, where: None)
     monkeypatch.setattr(column_file, limit, count)
-    assert unpack(LAYOUT, made(), "f")[0] == COUNTS
+    assert unpack(LAYOUT, packed(), "f")[0] == COUNTS
     monkeypatch.setattr(column_file, limit, count - 1)
-    for call in (made, lambda: unpack(LAYOUT, data, "f")):
+    for call in (packed, lambda: unpack(LAYOUT, data, "f")):
         with raises("table-invalid", match=f"{words}, more than the limit of {count - 1}"):
             call()
 
@@ -67,7 +67,7 @@ def test_counts_up_to_the_limit(limit: str, words: str, monkeypatch: pytest.Monk
     ],
 )
 def test_a_header_that_lies(place: int, count: int, message: str) -> None:
-    words = array("Q", made())
+    words = array("Q", packed())
     words[place] = count
     with raises("table-invalid", match=f"^f: ({message})"):
         unpack(LAYOUT, words.tobytes(), "f")

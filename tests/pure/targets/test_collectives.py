@@ -62,26 +62,26 @@ def drawn(random: Random, combine: Combine, words: int) -> Words:
     return [random.getrandbits(32) for _ in range(words)]
 
 
-def summed(combine: Combine, each: Sequence[Words]) -> Words:
+def summed(combine: Combine, parts: Sequence[Words]) -> Words:
     """The sums of numbers of a dtype, in float32 and the order that is given, rounded at the end."""
-    made = []
-    for column in zip(*each, strict=True):
+    totals = []
+    for column in zip(*parts, strict=True):
         if combine == "float32":
-            made.append(added(column))
+            totals.append(added(column))
         elif combine == "bfloat16":
             low, high = added([word << 16 & 0xFFFFFFFF for word in column]), added([word & 0xFFFF0000 for word in column])
-            made.append(bfloat16(high) << 16 | bfloat16(low))
+            totals.append(bfloat16(high) << 16 | bfloat16(low))
         else:
             halves = [struct.unpack("<2e", struct.pack("<I", word)) for word in column]
             sums = [float_of(added([bits_of(pair[place]) for pair in halves])) for place in range(2)]
-            made.append(struct.unpack("<I", struct.pack("<2e", *sums))[0])
-    return made
+            totals.append(struct.unpack("<I", struct.pack("<2e", *sums))[0])
+    return totals
 
 
 def added(column: Sequence[int]) -> int:
     total = column[0]
-    for each in column[1:]:
-        total = bits_of(float_of(total) + float_of(each))
+    for word in column[1:]:
+        total = bits_of(float_of(total) + float_of(word))
     return total
 
 
@@ -89,7 +89,7 @@ def wanted(collective: Collective, inputs: Sequence[Words], rank: int) -> Words:
     """What a rank gets of the inputs of all."""
     words = collective.count * PIECE[collective.way] // 4
     first = words * rank if collective.scattered else 0
-    parts = [each[first : first + words] for each in inputs]
+    parts = [rank_input[first : first + words] for rank_input in inputs]
     if collective.combine != "side by side":
         return summed(collective.combine, parts)
     return [word for rank, part in enumerate(parts) if collective.sender in (-1, rank) for word in part]
@@ -112,28 +112,28 @@ def exchanged(
     for collective in listed:
         piece = PIECE[collective.way]
         size = collective.count * piece
-        own = [drawn(random, collective.combine, size // 4 * (world if collective.scattered else 1)) for _ in range(world)]
+        inputs = [drawn(random, collective.combine, size // 4 * (world if collective.scattered else 1)) for _ in range(world)]
         places = []
         for rank in range(world):
-            given, made = (
-                memory.allocate(4 * len(own[rank])),
+            input_address, output_address = (
+                memory.allocate(4 * len(inputs[rank])),
                 memory.allocate(size * (world if collective.combine == "side by side" else 1)),
             )
-            memory.write(given, packed(own[rank]))
+            memory.write(input_address, packed(inputs[rank]))
             senders = 1 << collective.sender if collective.sender >= 0 else (1 << world) - 1
             stride = size if collective.scattered else 0
-            values = (given, made, *bases, stride, collective.count, rank, senders)
+            values = (input_address, output_address, *bases, stride, collective.count, rank, senders)
             program = programs[symbol(collective.way, collective.combine)]
             launches[rank].append(Launch(program, collective.blocks, collective.threads, values))
-            places.append(made)
+            places.append(output_address)
         outputs.append(places)
-        right.append([packed(wanted(collective, own, rank)) for rank in range(world)])
+        right.append([packed(wanted(collective, inputs, rank)) for rank in range(world)])
     if absent >= 0:
         launches[absent] = []
         for base in bases:
             memory.write(base + LIMIT, struct.pack("<Q", 5000))
     run(memory, launches, random, clock=count(1, 1000).__next__)
-    came = [[memory.read(at, len(data)) for at, data in zip(*each, strict=True)] for each in zip(outputs, right, strict=True)]
+    came = [[memory.read(at, len(data)) for at, data in zip(*pair, strict=True)] for pair in zip(outputs, right, strict=True)]
     return came, right, memory, bases
 
 
@@ -152,7 +152,7 @@ def test_any_collectives_in_any_order(data: st.DataObject, world: int, seed: int
 def test_every_kernel_has_the_parameters_that_are_said(world: int) -> None:
     text = source(ExchangeMemory(world=world, packets=64, buffers=64))
     heads = re.findall(r"\.visible \.entry (\w+)\((.*?)\)", text)
-    assert sorted(name for name, _ in heads) == sorted(symbol(way, each) for way in PIECE for each in (*SUMS, "side by side"))
+    assert sorted(name for name, _ in heads) == sorted(symbol(way, combine) for way in PIECE for combine in (*SUMS, "side by side"))
     for _, head in heads:
         sizes = [int(bits) // 8 for bits in re.findall(r"\.param \.u(\d+)", head)]
         assert [size for _, size in params(world)] == sizes
@@ -161,10 +161,10 @@ def test_every_kernel_has_the_parameters_that_are_said(world: int) -> None:
 
 @given(st.integers(1, 1 << 23))
 def test_launches_have_room_for_every_piece(pieces: int) -> None:
-    found = collective_launch(16 * pieces)
-    assert found.count * PIECE[found.way] == 16 * pieces
-    assert 1 <= found.blocks <= BLOCKS and max(WORLDS) <= found.threads <= 1024
-    assert found.way == "buffers" or found.blocks * found.threads >= found.count  # a piece a thread: all wait for one way
+    launch = collective_launch(16 * pieces)
+    assert launch.count * PIECE[launch.way] == 16 * pieces
+    assert 1 <= launch.blocks <= BLOCKS and max(WORLDS) <= launch.threads <= 1024
+    assert launch.way == "buffers" or launch.blocks * launch.threads >= launch.count  # a piece a thread: all wait for one way
 
 
 def test_sizes_that_are_no_multiple_are_refused() -> None:

@@ -40,9 +40,9 @@ def cubin() -> bytes:
 
 
 def test_variables_and_kernels_are_read() -> None:
-    found = read_cubin(cubin())
-    assert found.functions == {"kernel"}
-    assert [(s.name, s.section, s.value, s.local, s.initial) for s in found.data] == [
+    image = read_cubin(cubin())
+    assert image.functions == {"kernel"}
+    assert [(s.name, s.section, s.value, s.local, s.initial) for s in image.data] == [
         ("table", ".nv.global.init", 4, False, INITIAL[4:]),
         ("counter", ".nv.global", 8, True, bytes(8)),
     ]

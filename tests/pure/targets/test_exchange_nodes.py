@@ -51,27 +51,27 @@ def kernels(memory: ExchangeMemory, rank: int) -> ExchangeKernels:
 
 
 def nodes(memory: ExchangeMemory, sent: Sequence[Transfer], rank: int) -> Recording:
-    own = kernels(memory, rank)
-    functions = tuple(dict.fromkeys([own.function(each) for each in sent]))
+    module = kernels(memory, rank)
+    functions = tuple(dict.fromkeys([module.function(transfer) for transfer in sent]))
     places = Address(memory=ARENA, offset=SOURCE), Address(memory=ARENA, offset=TARGET)
-    made = tuple([exchange_node(functions.index(own.function(each)), each, memory, rank, *places) for each in sent])
-    edges = tuple([Edge(source=at, target=at + 1, from_port=0, to_port=0, type=0) for at in range(len(made) - 1)])
-    return Recording(key=(1,), functions=functions, nodes=made, edges=edges)
+    chain = tuple([exchange_node(functions.index(module.function(transfer)), transfer, memory, rank, *places) for transfer in sent])
+    edges = tuple([Edge(source=at, target=at + 1, from_port=0, to_port=0, type=0) for at in range(len(chain) - 1)])
+    return Recording(key=(1,), functions=functions, nodes=chain, edges=edges)
 
 
 @given(data=st.data(), world=st.sampled_from(WORLDS))
 def test_what_is_read_back_is_what_was_launched(data: st.DataObject, world: int) -> None:
-    sent = [each for _, _, _, each in data.draw(st.lists(transfers(world), min_size=1, max_size=4))]
+    sent = [transfer for _, _, _, transfer in data.draw(st.lists(transfers(world), min_size=1, max_size=4))]
     memory = needed_memory(world, sent)
-    found = []
+    read_back = []
     for rank in range(world):
-        made = nodes(memory, sent, rank)
-        for node, each in zip(made.nodes, sent, strict=True):
+        recording = nodes(memory, sent, rank)
+        for node, sent_one in zip(recording.nodes, sent, strict=True):
             assert isinstance(node, KernelNode)
-            assert transfer_of(made.functions[node.function], node) == each
-            assert each.size <= (memory.packets if "packets" in made.functions[node.function].symbol else memory.buffers)
-        found.append(exchanges(Table(codec.encode(made)), kernels(memory, rank).world))
-    assert found == [found[0]] * world and len(found[0]) == len(sent), "the same on all ranks"
+            assert transfer_of(recording.functions[node.function], node) == sent_one
+            assert transfer.size <= (memory.packets if "packets" in recording.functions[node.function].symbol else memory.buffers)
+        read_back.append(exchanges(Table(codec.encode(recording)), kernels(memory, rank).world))
+    assert read_back == [read_back[0]] * world and len(read_back[0]) == len(sent), "the same on all ranks"
 
 
 @given(data=st.data(), world=st.sampled_from((2, 3, 4)))
@@ -81,7 +81,7 @@ def test_ranks_side_by_side(data: st.DataObject, world: int) -> None:
     random = np.random.default_rng(data.draw(st.integers(0, 1 << 30)))
     kinds = {"float32": np.float32, "float16": np.float16}
     inputs = [random.standard_normal(nbytes // DTYPES[dtype]).astype(kinds.get(dtype, np.float32)) for _ in range(world)]
-    raw = [each.tobytes()[:nbytes] if dtype in kinds else random.bytes(nbytes) for each in inputs]
+    raw = [array.tobytes()[:nbytes] if dtype in kinds else random.bytes(nbytes) for array in inputs]
     memory, memories, steps = needed_memory(world, [sent]), [], []
     for rank in range(world):
         memories.append(Memory([("arena", SPACE)]))
@@ -92,14 +92,14 @@ def test_ranks_side_by_side(data: st.DataObject, world: int) -> None:
     together(steps, (1,))
     for rank in range(world):
         part = nbytes // world if sent.scattered else nbytes
-        own = [each[rank * part : (rank + 1) * part] if sent.scattered else each for each in raw]
+        parts = [payload[rank * part : (rank + 1) * part] if sent.scattered else payload for payload in raw]
         got = memories[rank].span(ARENA, TARGET, sent.output(world)).tobytes()
         if kind == "broadcast":
             assert got[:nbytes] == raw[sent.sender]
         elif sent.combine == "side by side":
-            assert [got[at * sent.size :][:part] for at in range(world)] == own
+            assert [got[at * sent.size :][:part] for at in range(world)] == parts
         elif dtype in kinds:
-            numbers = [np.frombuffer(each, kinds[dtype]).astype(np.float32) for each in own]
+            numbers = [np.frombuffer(piece, kinds[dtype]).astype(np.float32) for piece in parts]
             total = numbers[0]
             for number in numbers[1:]:
                 total = total + number
@@ -131,26 +131,26 @@ def test_what_the_kernels_do_not_do(kind: str, dtype: str, nbytes: int, reason: 
 def test_other_launches_are_none() -> None:
     sent = transfer("all_gather", "int64", 64, 2)
     memory = needed_memory(2, [sent])
-    made = nodes(memory, [sent], 0)
-    (node,) = made.nodes
+    recording = nodes(memory, [sent], 0)
+    (node,) = recording.nodes
     assert isinstance(node, KernelNode)
-    assert transfer_of(replace(made.functions[0], symbol="triton_mm"), node) is None
+    assert transfer_of(replace(recording.functions[0], symbol="triton_mm"), node) is None
 
 
 def test_tables_that_are_refused() -> None:
     """Wrong in one thing each."""
     sent = transfer("all_reduce", "float32", 64, 2)
     memory = needed_memory(2, [sent])
-    made, world = nodes(memory, [sent], 1), kernels(memory, 1).world
-    (node,) = made.nodes
+    base, world = nodes(memory, [sent], 1), kernels(memory, 1).world
+    (node,) = base.nodes
     assert isinstance(node, KernelNode)
 
-    def refused(recording: Recording, match: str, given: object = world) -> None:
+    def refused(recording: Recording, match: str, bundle_world: object = world) -> None:
         with raises("table-invalid", match=match):
-            exchanges(Table(codec.encode(recording)), given)  # type: ignore[arg-type]
+            exchanges(Table(codec.encode(recording)), bundle_world)  # type: ignore[arg-type]
 
-    refused(made, "for one device", None)
-    refused(made, "of rank 1, the bundle is rank 0's", replace(world, rank=0))
+    refused(base, "for one device", None)
+    refused(base, "of rank 1, the bundle is rank 0's", replace(world, rank=0))
     swapped = (
         *node.relocations[:2],
         *[replace(relocation, at=48 - relocation.at) for relocation in reversed(node.relocations[2:])],
@@ -161,5 +161,5 @@ def test_tables_that_are_refused() -> None:
         moved,
         (replace(node.relocations[0], target=Address(memory=5, offset=0)), *swapped[1:]),
     ):
-        refused(replace(made, nodes=(replace(node, relocations=relocations),)), "not those of an exchange")
-    refused(replace(made, nodes=(node, EmptyNode())), "one after the other")
+        refused(replace(base, nodes=(replace(node, relocations=relocations),)), "not those of an exchange")
+    refused(replace(base, nodes=(node, EmptyNode())), "one after the other")

@@ -31,8 +31,8 @@ def recording(*nodes: object) -> Recording:
 
 
 def run_memset(node: MemsetNode, memory: bytearray) -> None:
-    own = (node.value % (1 << 8 * node.element)).to_bytes(node.element, "little")
-    memory[node.target.offset : node.target.offset + node.width * node.element] = own * node.width
+    pattern = (node.value % (1 << 8 * node.element)).to_bytes(node.element, "little")
+    memory[node.target.offset : node.target.offset + node.width * node.element] = pattern * node.width
 
 
 def run_launch(function: Function, node: KernelNode, memory: bytearray) -> None:
@@ -49,21 +49,21 @@ def run_launch(function: Function, node: KernelNode, memory: bytearray) -> None:
 
 @given(memsets())
 def test_a_launch_writes_what_the_memset_wrote(node: MemsetNode) -> None:
-    made = without_memsets(recording(node), IMAGE)
-    (launch,) = made.nodes
+    kernel_recording = without_memsets(recording(node), IMAGE)
+    (launch,) = kernel_recording.nodes
     assert isinstance(launch, KernelNode)
     wanted, got = bytearray(b"\xa5" * 9000), bytearray(b"\xa5" * 9000)
     run_memset(node, wanted)
-    run_launch(made.functions[launch.function], launch, got)
+    run_launch(kernel_recording.functions[launch.function], launch, got)
     assert wanted == got
 
 
 @given(memsets())
 def test_and_can_be_read_as_a_memset_again(node: MemsetNode) -> None:
-    made = without_memsets(recording(node), IMAGE)
-    (launch,) = made.nodes
+    kernel_recording = without_memsets(recording(node), IMAGE)
+    (launch,) = kernel_recording.nodes
     assert isinstance(launch, KernelNode)
-    again = memset_of(made.functions[launch.function], launch)
+    again = memset_of(kernel_recording.functions[launch.function], launch)
     assert again is not None
     wanted, got = bytearray(9000), bytearray(9000)
     run_memset(node, wanted)

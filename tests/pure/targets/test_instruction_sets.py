@@ -40,10 +40,10 @@ def compiler(defines: dict[str, str]) -> Callable[..., dict[str, str]]:
 def test_code_for_an_epyc_needs_what_compilers_use_and_nothing_else() -> None:
     defines = dict.fromkeys(ZEN4.split(), "1")
     defines.pop("__SSE4A__")  # switched off: compiler.py
-    found = needed(compiler(defines), [("-march=native",)], "x86_64", ZEN4_FLAGS.split())
-    assert {"avx512_vbmi2", "avx512_vnni", "avx512_bf16", "avx512_vpopcntdq", "bmi1", "abm", "pni", "gfni", "fma"} <= set(found)
-    assert not {"clzero", "sse4a", "adx", "aes", "sha_ni", "rdpid", "rdrand", "rdseed", "clwb", "xsaveopt", "fsgsbase"} & set(found)
-    assert list(found) == sorted(found) and set(found) <= set(ZEN4_FLAGS.split())
+    flags = needed(compiler(defines), [("-march=native",)], "x86_64", ZEN4_FLAGS.split())
+    assert {"avx512_vbmi2", "avx512_vnni", "avx512_bf16", "avx512_vpopcntdq", "bmi1", "abm", "pni", "gfni", "fma"} <= set(flags)
+    assert not {"clzero", "sse4a", "adx", "aes", "sha_ni", "rdpid", "rdrand", "rdseed", "clwb", "xsaveopt", "fsgsbase"} & set(flags)
+    assert list(flags) == sorted(flags) and set(flags) <= set(ZEN4_FLAGS.split())
 
 
 def test_a_set_that_nobody_knew_is_needed_by_its_name() -> None:
@@ -51,8 +51,8 @@ def test_a_set_that_nobody_knew_is_needed_by_its_name() -> None:
 
 
 def test_code_for_arm_names_its_sets_and_the_length_of_vectors() -> None:
-    found = needed(compiler(GRAVITON3), [("-mcpu=native",)], "aarch64", GRAVITON3_FLAGS.split())
-    assert found == ("asimd", "asimdhp", "atomics", "bf16", "i8mm", "sve", "sve256")
+    flags = needed(compiler(GRAVITON3), [("-mcpu=native",)], "aarch64", GRAVITON3_FLAGS.split())
+    assert flags == ("asimd", "asimdhp", "atomics", "bf16", "i8mm", "sve", "sve256")
     others = GRAVITON3 | {"__ARM_FEATURE_SVE_BITS": "0"}
     assert "sve256" not in needed(compiler(others), [("-mcpu=native",)], "aarch64", GRAVITON3_FLAGS.split())
 
@@ -109,7 +109,7 @@ def test_code_beside_a_gpu_elsewhere_is_for_the_best_level_that_such_machines_ha
     levels = {row.name: row for row in LEVELS}
     best = levels["x86-64-v4"].features
     for flags, wanted in ((best, "x86-64-v3"), (levels["x86-64-v3"].features, "x86-64-v3"), (best[:8], "x86-64-v2")):
-        found = common_level("x86_64", flags)
-        assert found is not None and found.name == wanted
+        level = common_level("x86_64", flags)
+        assert level is not None and level.name == wanted
     assert common_level("x86_64", ["fpu"]) is None
     assert common_level("aarch64", [*levels["armv8.2-a"].features, "sve"]) == levels["armv8.2-a"]

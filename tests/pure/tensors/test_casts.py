@@ -37,9 +37,9 @@ def test_a_safe_cast_keeps_every_number(pair: tuple[str, str], data: bytes) -> N
     source, target = pair
     data = bytes([byte & 1 for byte in data]) if source == "bool" else data
     value = from_bytes(data, source, (16 // DTYPES[source],))
-    made = cast(value, target)
-    assert (made.dtype, made.shape) == (target, value.shape)
-    assert str(made.tolist()) == str(as_kind(value.tolist(), target))
+    converted = cast(value, target)
+    assert (converted.dtype, converted.shape) == (target, value.shape)
+    assert str(converted.tolist()) == str(as_kind(value.tolist(), target))
 
 
 def as_kind(numbers: list[Any], dtype: str) -> list[Any]:
@@ -61,8 +61,8 @@ def test_what_is_refused_of_a_narrow_float_has_a_number_that_it_lacks(source: st
 def numbers(dtype: str) -> set[float]:
     """All numbers of a dtype of one or two bytes."""
     width = DTYPES[dtype]
-    raw = bytes([0, 1]) if dtype == "bool" else b"".join(each.to_bytes(width, "little") for each in range(1 << 8 * width))
-    return {float(each) for each in decode(dtype, raw) if each == each and abs(each) != float("inf")}
+    raw = bytes([0, 1]) if dtype == "bool" else b"".join(bits.to_bytes(width, "little") for bits in range(1 << 8 * width))
+    return {float(number) for number in decode(dtype, raw) if number == number and abs(number) != float("inf")}
 
 
 def test_nothing_of_a_gpu_is_cast_without_a_library() -> None:
@@ -130,6 +130,6 @@ def test_an_output_that_is_an_input_is_the_one_that_was_cast() -> None:
     numpy = pytest.importorskip("numpy")
     same = signature([dimension("n", 2)], [spec("x", "n")], [spec("y", "n")])
     run, _ = program(edited(same, aliases=(Alias(output=0, memory="inputs", index=0),)), lambda key, inputs: inputs, cast=True)
-    given = numpy.ones(2, "float16")
-    (y,) = run(given)
-    assert y.dtype == "float32" and not numpy.shares_memory(y, given)
+    array = numpy.ones(2, "float16")
+    (y,) = run(array)
+    assert y.dtype == "float32" and not numpy.shares_memory(y, array)

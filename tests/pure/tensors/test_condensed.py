@@ -21,12 +21,12 @@ EQUAL, NEAR = 0, 1
 
 def kept(dtype: str, data: bytes, how: int) -> dict[str, bytes]:
     """What takes the place of a tensor, by ending."""
-    found = {condensed.HASHES: condensed.block_hashes(data)}
+    parts = {condensed.HASHES: condensed.block_hashes(data)}
     if how == NEAR:
         blocks = [data[begin : begin + condensed.BLOCK] for begin in range(0, len(data), condensed.BLOCK)]
-        found[condensed.SAMPLES] = condensed.taken(dtype, data)
-        found[condensed.STATISTICS] = b"".join([array("d", condensed.statistics(dtype, block)).tobytes() for block in blocks])
-    return found
+        parts[condensed.SAMPLES] = condensed.taken(dtype, data)
+        parts[condensed.STATISTICS] = b"".join([array("d", condensed.statistics(dtype, block)).tobytes() for block in blocks])
+    return parts
 
 
 def tensor(seed: float = 0.0) -> array[float]:
@@ -42,9 +42,9 @@ def test_an_error_is_never_larger_than_the_whole_tensors(size: float, salt: int)
     expected = tensor()
     got = array("f", [x + size * ((place * 31 + salt) % 17 - 8) / 8 for place, x in enumerate(expected)])
     whole = difference("float32", expected.tobytes(), got.tobytes())
-    found = error_of(expected, got)
-    assert found <= whole * (1 + 1e-9)
-    assert found >= whole / 4  # every seventeenth is off by that much, and a sixteenth of them are samples
+    error = error_of(expected, got)
+    assert error <= whole * (1 + 1e-9)
+    assert error >= whole / 4  # every seventeenth is off by that much, and a sixteenth of them are samples
 
 
 def test_what_a_wrong_program_gives_is_noticed() -> None:
@@ -83,15 +83,15 @@ def test_equal_values_with_other_bits_are_no_error_and_not_exact() -> None:
 def test_shapes_are_those_of_what_is_kept(dtype: str, elements: int) -> None:
     data = bytes(elements * DTYPES[dtype])
     for how, shapes in enumerate(condensed.expected_shapes("x", dtype, elements)):
-        found = kept(dtype, data, how)
-        assert {"x" + ending for ending in found} == set(shapes)
-        for ending, contents in found.items():
+        parts = kept(dtype, data, how)
+        assert {"x" + ending for ending in parts} == set(shapes)
+        for ending, contents in parts.items():
             kind, shape = shapes["x" + ending]
             size = DTYPES[kind]
             for axis in shape:
                 size *= axis
             assert len(contents) == size, (ending, shape)
-        assert condensed.compare(dtype, found, data) == (0.0, "")
+        assert condensed.compare(dtype, parts, data) == (0.0, "")
 
 
 @given(st.integers(1, 1 << 20))

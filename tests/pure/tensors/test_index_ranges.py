@@ -18,8 +18,8 @@ CODES = {"int64": "q", "int32": "i", "uint8": "B"}
 
 
 def ids(low: int = 0, high: int = 100, dtype: str = "int64") -> TensorSpec:
-    made = spec("ids", "batch", 3, dtype=dtype)
-    return TensorSpec(name="ids", dtype=dtype, shape=made.shape, order=made.order, range=(low, high))
+    base = spec("ids", "batch", 3, dtype=dtype)
+    return TensorSpec(name="ids", dtype=dtype, shape=base.shape, order=base.order, range=(low, high))
 
 
 def asked(
@@ -29,8 +29,8 @@ def asked(
     row = of or ids()
     memory = array(CODES[row.dtype], values)
     address = memory.buffer_info()[0] + first * memory.itemsize
-    found = [(0, (1,), "float32", None, None), (address, shape, row.dtype, strides, device)]
-    return explained(error, [spec("mask", "batch"), row], found, writes=writes)
+    descriptors = [(0, (1,), "float32", None, None), (address, shape, row.dtype, strides, device)]
+    return explained(error, [spec("mask", "batch"), row], descriptors, writes=writes)
 
 
 @pytest.mark.parametrize(

@@ -44,5 +44,5 @@ def test_what_is_held_at_the_end_says_nothing(library: str) -> None:
         pytest.importorskip(library)
     bundle = ROOT / "tests/golden/v1/mlp.cgb"
     environment = {**os.environ, "PYTHONPATH": str(Path(ROOT, "bundles"))}
-    found = subprocess.run([sys.executable, "-c", HOLDING, str(bundle), library], capture_output=True, text=True, env=environment)
-    assert (found.returncode, found.stdout, found.stderr) == (0, "", "")
+    process = subprocess.run([sys.executable, "-c", HOLDING, str(bundle), library], capture_output=True, text=True, env=environment)
+    assert (process.returncode, process.stdout, process.stderr) == (0, "", "")

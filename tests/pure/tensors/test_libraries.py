@@ -19,9 +19,9 @@ numpy = pytest.importorskip("numpy")
 
 
 def library() -> Numpy:
-    found = library_of(numpy.zeros(1))
-    assert isinstance(found, Numpy)
-    return found
+    numpy_library = library_of(numpy.zeros(1))
+    assert isinstance(numpy_library, Numpy)
+    return numpy_library
 
 
 def elements(place: Descriptor) -> list[Any]:
@@ -79,9 +79,9 @@ def test_a_row_major_array_says_so_and_is_not_copied() -> None:
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (1, 2, 0), (0, 2, 1)])
 def test_ordered_lays_the_axes_out_in_memory_as_asked(order: tuple[int, ...]) -> None:
-    made = library().ordered(BASE[:, :, ::-1], order)
-    assert made.tolist() == BASE[:, :, ::-1].tolist()
-    assert spans.is_dense(made.shape, library().strides(made), order)
+    reordered = library().ordered(BASE[:, :, ::-1], order)
+    assert reordered.tolist() == BASE[:, :, ::-1].tolist()
+    assert spans.is_dense(reordered.shape, library().strides(reordered), order)
 
 
 def test_a_readonly_array_is_read() -> None:
@@ -132,23 +132,23 @@ def test_a_masked_array_is_refused_since_its_mask_would_be_lost() -> None:
 @pytest.mark.parametrize("shape", [(2, 3), (), (0, 3), (1,)])
 @pytest.mark.parametrize("dtype", ["float32", "bool", "int64", "complex64"])
 def test_an_alias_is_the_memory_and_keeps_its_owner(shape: tuple[int, ...], dtype: str) -> None:
-    made = tensor.empty(dtype, shape)
-    alias = library().wrap(made.address, dtype, shape, made.strides, made)
+    owner = tensor.empty(dtype, shape)
+    alias = library().wrap(owner.address, dtype, shape, owner.strides, owner)
     assert (alias.shape, str(alias.dtype)) == (shape, dtype)
     if alias.size:
-        ctypes.memset(made.address, 1, 1)
+        ctypes.memset(owner.address, 1, 1)
         assert alias.reshape(-1)[0] != 0
     copy = library().copy(alias)
-    address = made.address
-    del made
+    address = owner.address
+    del owner
     ctypes.memset(address, 0, 1)  # the owner keeps the memory
     assert type(copy) is numpy.ndarray and copy.flags.owndata and copy.flags.c_contiguous
 
 
 def test_an_alias_follows_strides() -> None:
-    made = tensor.from_bytes(bytes(range(6)), "uint8", (6,))
-    assert library().wrap(made.address, "uint8", (3, 2), (1, 3), made).tolist() == [[0, 3], [1, 4], [2, 5]]
-    assert library().copy(library().wrap(made.address, "uint8", (3, 2), (1, 3), made)).flags.c_contiguous
+    owner = tensor.from_bytes(bytes(range(6)), "uint8", (6,))
+    assert library().wrap(owner.address, "uint8", (3, 2), (1, 3), owner).tolist() == [[0, 3], [1, 4], [2, 5]]
+    assert library().copy(library().wrap(owner.address, "uint8", (3, 2), (1, 3), owner)).flags.c_contiguous
 
 
 # --- which library ---------------------------------------------------------------------------------------------------
@@ -194,10 +194,10 @@ class Foreign:
 
 def test_a_foreign_tensor_comes_back_as_its_own_kind() -> None:
     lib = DLPack()
-    given = Foreign(tensor.empty("float32", (2,)))
-    accepted, _ = lib.take(given, "x")
-    assert accepted.address == given.inner.address
-    assert isinstance(lib.converted(tensor.empty("float32", (2,)), given), Foreign)
+    foreign = Foreign(tensor.empty("float32", (2,)))
+    accepted, _ = lib.take(foreign, "x")
+    assert accepted.address == foreign.inner.address
+    assert isinstance(lib.converted(tensor.empty("float32", (2,)), foreign), Foreign)
     assert isinstance(lib.converted(tensor.empty("float32", (2,)), accepted), Tensor)
 
 
@@ -255,19 +255,19 @@ def test_a_torch_tensor_elsewhere_has_a_device_that_no_program_has() -> None:
 def test_torch_lays_the_axes_out_as_asked(order: tuple[int, ...]) -> None:
     torch, lib = torch_library()
     value = torch.arange(24.0).reshape(1, 2, 3, 4)
-    made = lib.ordered(value, order)
-    assert torch.equal(made, value) and spans.is_dense(made.shape, made.stride(), order)
+    reordered = lib.ordered(value, order)
+    assert torch.equal(reordered, value) and spans.is_dense(reordered.shape, reordered.stride(), order)
 
 
 @pytest.mark.parametrize("shape", [(2, 3), (), (0, 3)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "bool", "int64"])
 def test_a_torch_alias_is_the_memory_and_keeps_its_owner(shape: tuple[int, ...], dtype: str) -> None:
     torch, lib = torch_library()
-    made = tensor.empty(dtype, shape)
-    alias = lib.wrap(made.address, dtype, shape, made.strides, made)
+    owner = tensor.empty(dtype, shape)
+    alias = lib.wrap(owner.address, dtype, shape, owner.strides, owner)
     assert (tuple(alias.shape), alias.dtype) == (shape, getattr(torch, dtype))
     if alias.numel():
-        assert alias.data_ptr() == made.address
+        assert alias.data_ptr() == owner.address
     copy = lib.copy(alias)
-    del made
+    del owner
     assert copy.is_contiguous() and torch.equal(copy, alias) and (not copy.numel() or copy.data_ptr() != alias.data_ptr())

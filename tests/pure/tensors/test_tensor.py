@@ -32,8 +32,8 @@ class Owner:
 
 def owned(shape: tuple[int, ...], dtype: str = "float32") -> tuple[Tensor, weakref.ref[Owner]]:
     owner = Owner(prod(shape) * DTYPES[dtype])
-    made = Tensor(ctypes.addressof(owner.memory), dtype, shape, None, owner)
-    return made, weakref.ref(owner)
+    source = Tensor(ctypes.addressof(owner.memory), dtype, shape, None, owner)
+    return source, weakref.ref(owner)
 
 
 def read(value: Any, name: str) -> Tensor:
@@ -71,9 +71,9 @@ def test_bytes_of_another_length_make_no_tensor(length: int) -> None:
 
 def test_bytes_are_copied() -> None:
     data = bytearray(b"abcd")
-    made = tensor.from_bytes(data, "uint8", (4,))
+    copied = tensor.from_bytes(data, "uint8", (4,))
     data[0] = 0
-    assert made.tobytes() == b"abcd"
+    assert copied.tobytes() == b"abcd"
 
 
 @pytest.mark.parametrize(
@@ -234,10 +234,10 @@ NUMPY_DTYPES = sorted(set(DTYPES) - {"bfloat16", "float8_e4m3fn", "float8_e5m2"}
 @pytest.mark.parametrize("dtype", NUMPY_DTYPES)
 def test_numpy_reads_a_tensor_without_copying(dtype: str) -> None:
     numpy = pytest.importorskip("numpy")
-    made = tensor.from_bytes(bytes(range(6 * DTYPES[dtype])) if dtype != "bool" else b"\0\1\1\0\0\1", dtype, (2, 3))
-    for seen in (numpy.asarray(made), numpy.from_dlpack(made)):
-        assert (str(seen.dtype), seen.shape, seen.tobytes()) == (dtype, (2, 3), made.tobytes())
-        assert seen.__array_interface__["data"][0] == made.address
+    source = tensor.from_bytes(bytes(range(6 * DTYPES[dtype])) if dtype != "bool" else b"\0\1\1\0\0\1", dtype, (2, 3))
+    for seen in (numpy.asarray(source), numpy.from_dlpack(source)):
+        assert (str(seen.dtype), seen.shape, seen.tobytes()) == (dtype, (2, 3), source.tobytes())
+        assert seen.__array_interface__["data"][0] == source.address
 
 
 @pytest.mark.parametrize("dtype", NUMPY_DTYPES)
@@ -246,28 +246,28 @@ def test_a_numpy_array_is_read_without_copying(dtype: str) -> None:
     array = numpy.arange(12).reshape(3, 4).astype(dtype)
     for given_array in (array, array.T, array[:, 1:3], array[0, 0], array[:0]):
         given_array = numpy.asarray(given_array)
-        found = read(given_array, "x")
-        assert (found.dtype, found.shape, found.device) == (dtype, given_array.shape, None)
-        assert found.tobytes() == given_array.tobytes()
+        imported = read(given_array, "x")
+        assert (imported.dtype, imported.shape, imported.device) == (dtype, given_array.shape, None)
+        assert imported.tobytes() == given_array.tobytes()
         if given_array.size:
-            assert found.address == given_array.__array_interface__["data"][0]
+            assert imported.address == given_array.__array_interface__["data"][0]
 
 
 def test_what_dlpack_gives_is_strided_as_numpy_had_it() -> None:
     numpy = pytest.importorskip("numpy")
-    found = read(numpy.zeros((2, 3, 4), "int16").transpose(2, 0, 1), "x")
-    assert (found.shape, found.strides) == ((4, 2, 3), (1, 12, 4))
+    imported = read(numpy.zeros((2, 3, 4), "int16").transpose(2, 0, 1), "x")
+    assert (imported.shape, imported.strides) == ((4, 2, 3), (1, 12, 4))
 
 
 def test_numpy_without_a_dtype_for_it_refuses_and_nothing_leaks() -> None:
     numpy = pytest.importorskip("numpy")
-    made, owner = owned((2,), "bfloat16")
+    source, owner = owned((2,), "bfloat16")
     for _ in range(3):
         with pytest.raises((BufferError, RuntimeError)):
-            numpy.from_dlpack(made)
+            numpy.from_dlpack(source)
     with pytest.raises(AttributeError):
-        _ = made.__array_interface__
-    del made
+        _ = source.__array_interface__
+    del source
     assert owner() is None
 
 
@@ -279,10 +279,10 @@ def test_a_read_array_lives_as_long_as_the_tensor() -> None:
 
     array = numpy.arange(4.0).view(Array)
     alive = weakref.ref(array)
-    found = read(array, "x")
+    imported = read(array, "x")
     del array
-    assert alive() is not None and found.tolist() == [0.0, 1.0, 2.0, 3.0]
-    del found
+    assert alive() is not None and imported.tolist() == [0.0, 1.0, 2.0, 3.0]
+    del imported
     assert alive() is None
 
 
@@ -301,19 +301,19 @@ def test_an_array_that_its_library_will_not_export_is_an_input_error() -> None:
 def test_torch_reads_a_tensor_and_is_read(dtype: str) -> None:
     torch = pytest.importorskip("torch")
     data = bytes(range(6 * DTYPES[dtype])) if dtype != "bool" else b"\0\1\1\0\0\1"
-    made = tensor.from_bytes(data, dtype, (2, 3))
-    seen = torch.from_dlpack(made)
-    assert (seen.dtype, tuple(seen.shape), seen.data_ptr()) == (getattr(torch, dtype), (2, 3), made.address)
-    found = read(seen.T, "x")
-    assert (found.dtype, found.shape, found.strides, found.address) == (dtype, (3, 2), (1, 3), made.address)
-    assert found.clone().tobytes() == bytes(seen.T.contiguous().view(torch.uint8).flatten().tolist())
+    source = tensor.from_bytes(data, dtype, (2, 3))
+    seen = torch.from_dlpack(source)
+    assert (seen.dtype, tuple(seen.shape), seen.data_ptr()) == (getattr(torch, dtype), (2, 3), source.address)
+    imported = read(seen.T, "x")
+    assert (imported.dtype, imported.shape, imported.strides, imported.address) == (dtype, (3, 2), (1, 3), source.address)
+    assert imported.clone().tobytes() == bytes(seen.T.contiguous().view(torch.uint8).flatten().tolist())
 
 
 def test_torch_keeps_the_memory_until_it_lets_go() -> None:
     torch = pytest.importorskip("torch")
-    made, owner = owned((2, 3))
-    seen = torch.from_dlpack(made)
-    del made
+    source, owner = owned((2, 3))
+    seen = torch.from_dlpack(source)
+    del source
     assert owner() is not None and seen.sum().item() == 0
     part = seen[1]
     del seen
@@ -349,9 +349,9 @@ unused = [empty(dtype, (2, 3)).__dlpack__() for dtype in ("float32", "bfloat16")
 def test_numpy_keeps_the_memory_until_it_lets_go() -> None:
     numpy = pytest.importorskip("numpy")
     for read in (numpy.from_dlpack, numpy.asarray):
-        made, owner = owned((2, 3))
-        seen = read(made)
-        del made
+        source, owner = owned((2, 3))
+        seen = read(source)
+        del source
         assert owner() is not None and seen.sum() == 0
         del seen
         assert owner() is None
@@ -360,9 +360,9 @@ def test_numpy_keeps_the_memory_until_it_lets_go() -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_capsule_that_nobody_takes_lets_go_of_the_memory(dtype: str) -> None:
     """NumPy exports for us what it has a dtype for; bfloat16 it has not."""
-    made, owner = owned((2, 3), dtype)
-    capsules = [made.__dlpack__() for _ in range(3)]
-    del made
+    source, owner = owned((2, 3), dtype)
+    capsules = [source.__dlpack__() for _ in range(3)]
+    del source
     assert owner() is not None
     del capsules
     assert owner() is None
@@ -372,20 +372,20 @@ def test_a_capsule_that_nobody_takes_lets_go_of_the_memory(dtype: str) -> None:
 def test_a_consumer_that_refuses_keeps_its_exception_and_nothing_leaks(dtype: str) -> None:
     """A consumer written in C drops its arguments, tensor and capsule, with the exception already set."""
 
-    made, owner = owned((2, 3), dtype)
+    source, owner = owned((2, 3), dtype)
     for _ in range(3):
         with pytest.raises(TypeError, match="ord"):
-            ord(made.__dlpack__())  # type: ignore[arg-type]
-    del made
+            ord(source.__dlpack__())  # type: ignore[arg-type]
+    del source
     assert owner() is None
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_tensor_that_goes_with_its_capsule_keeps_the_exception(dtype: str) -> None:
-    made, owner = owned((2, 3), dtype)
-    made.__dlpack__()
-    reference = [made]
-    del made
+    source, owner = owned((2, 3), dtype)
+    source.__dlpack__()
+    reference = [source]
+    del source
     with pytest.raises(TypeError, match="ord"):
         ord(reference.pop())  # type: ignore[arg-type]
     assert owner() is None
@@ -394,10 +394,10 @@ def test_a_tensor_that_goes_with_its_capsule_keeps_the_exception(dtype: str) -> 
 def test_a_consumers_tensor_that_dies_with_an_exception_keeps_it() -> None:
     numpy, torch = pytest.importorskip("numpy"), pytest.importorskip("torch")
     for consume in (numpy.from_dlpack, torch.from_dlpack):
-        made, owner = owned((2, 3))
+        source, owner = owned((2, 3))
         with pytest.raises(TypeError, match="ord"):
-            ord(consume(made))
-        del made
+            ord(consume(source))
+        del source
         assert owner() is None
 
 
@@ -431,30 +431,30 @@ assert "numpy" not in sys.modules
 
 
 def test_our_own_capsules_are_read_back() -> None:
-    made = tensor.from_bytes(bytes(range(24)), "float32", (2, 3))
-    found = read(made, "x")
-    assert (found.address, found.dtype, found.shape, found.strides) == (made.address, "float32", (2, 3), (3, 1))
+    source = tensor.from_bytes(bytes(range(24)), "float32", (2, 3))
+    imported = read(source, "x")
+    assert (imported.address, imported.dtype, imported.shape, imported.strides) == (source.address, "float32", (2, 3), (3, 1))
 
 
 def test_reading_keeps_the_producers_memory() -> None:
-    made, owner = owned((2, 3))
-    found = read(made, "x")
-    del made
+    source, owner = owned((2, 3))
+    imported = read(source, "x")
+    del source
     assert owner() is not None
-    del found
+    del imported
     assert owner() is None
 
 
 def test_a_copy_that_is_asked_for_is_one() -> None:
     """The standard's `copy=True`: the consumer may write to what it gets."""
     numpy = pytest.importorskip("numpy")
-    made = tensor.from_bytes(b"abcd", "uint8", (4,))
-    place = numpy.from_dlpack(made, copy=True).__array_interface__["data"][0]
-    assert place != made.address
-    kept = numpy.from_dlpack(made, copy=True)
-    ctypes.memset(made.address, 0, 4)
+    source = tensor.from_bytes(b"abcd", "uint8", (4,))
+    place = numpy.from_dlpack(source, copy=True).__array_interface__["data"][0]
+    assert place != source.address
+    kept = numpy.from_dlpack(source, copy=True)
+    ctypes.memset(source.address, 0, 4)
     assert kept.tobytes() == b"abcd"
-    assert numpy.from_dlpack(made, copy=False).__array_interface__["data"][0] == made.address
+    assert numpy.from_dlpack(source, copy=False).__array_interface__["data"][0] == source.address
 
 
 def test_a_gpu_cannot_be_asked_of_a_tensor_on_the_cpu() -> None:
@@ -483,8 +483,8 @@ def test_a_device_that_is_neither_cpu_nor_cuda_is_refused() -> None:
 
 @pytest.mark.parametrize("field", ["lanes", "bits", "code"])
 def test_an_unknown_dlpack_dtype_is_refused(field: str) -> None:
-    made = tensor.empty("float32", (2,))
-    capsule = capsules.export(made.address, made.dtype, made.shape, made.strides, made.owner, (library.CPU, 0))
+    source = tensor.empty("float32", (2,))
+    capsule = capsules.export(source.address, source.dtype, source.shape, source.strides, source.owner, (library.CPU, 0))
     managed = capsules.Managed.from_address(capsules._capsule_pointer(capsule, b"dltensor"))
     setattr(managed.tensor, field, 9)
     with raises("input-kind", match=r"^input 'x': DLPack dtype \(code \d+, \d+ bits, \d+ lanes\) is not supported"):
@@ -493,9 +493,9 @@ def test_an_unknown_dlpack_dtype_is_refused(field: str) -> None:
 
 @given(shapes, st.sampled_from(sorted(DTYPES)))
 def test_any_tensor_survives_a_capsule(shape: tuple[int, ...], dtype: str) -> None:
-    made = tensor.from_bytes(bytes(prod(shape) * DTYPES[dtype]), dtype, shape)
-    found = read(made, "x")
-    assert (found.dtype, found.shape, found.strides, found.tobytes()) == (dtype, shape, made.strides, made.tobytes())
+    source = tensor.from_bytes(bytes(prod(shape) * DTYPES[dtype]), dtype, shape)
+    view = read(source, "x")
+    assert (view.dtype, view.shape, view.strides, view.tobytes()) == (dtype, shape, source.strides, source.tobytes())
 
 
 @pytest.mark.parametrize(("field", "value"), [("address", -8), ("shape", (2, -3)), ("strides", (1,)), ("dtype", "float31")])

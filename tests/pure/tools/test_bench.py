@@ -104,19 +104,19 @@ def test_a_wrong_output_is_told_with_way_int_key_and_error() -> None:
 
 def test_json_holds_phases_ratios_and_no_infinity() -> None:
     lost = replace(REPORT.ways[1], errors=(Error(key=(8,), error=float("inf"), allowed=1e-4, exact=False),))
-    found = json.loads(json.dumps(replace(REPORT, ways=(REPORT.bundle, lost)).plain(), allow_nan=False))
-    eager = found["ways"][1]
+    report = json.loads(json.dumps(replace(REPORT, ways=(REPORT.bundle, lost)).plain(), allow_nan=False))
+    eager = report["ways"][1]
     assert list(eager["starts"][0]) == list(PHASES) and eager["ratio"] == pytest.approx(4.0)
     assert eager["timings"][1]["ratio"] == pytest.approx(4.0) and eager["errors"][0]["error"] == "inf"
-    assert found["wrong"] == ["eager: outputs at batch=8 differ by inf, allowed 1.0e-04"]
+    assert report["wrong"] == ["eager: outputs at batch=8 differ by inf, allowed 1.0e-04"]
 
 
 @given(st.lists(st.integers(1, 9999), min_size=1, max_size=40, unique=True), st.integers(2, 6))
 def test_some_int_keys_are_the_smallest_the_largest_and_others_in_order(sizes: list[int], limit: int) -> None:
     keys = [(size,) for size in sizes]
-    found = some(keys, limit)
-    assert len(found) == min(limit, len(keys)) == len(set(found))
-    assert [key for key in keys if key in found] == found and {keys[0], keys[-1]} <= set(found)
+    sample = some(keys, limit)
+    assert len(sample) == min(limit, len(keys)) == len(set(sample))
+    assert [key for key in keys if key in sample] == sample and {keys[0], keys[-1]} <= set(sample)
 
 
 def test_laps_count_what_is_not_skipped() -> None:
@@ -269,9 +269,9 @@ def test_a_report_in_full_fits_80_columns(call: Any) -> None:
 
 
 def gpu(scale: float, name: str) -> Way:
-    made = way(name, scale)
-    timings = [replace(timing, what=what) for timing in made.timings for what in ("device", "dispatch")]
-    return replace(made, timings=tuple(timings), memory=Memory(resident=2**20, own=2**19, device=int(scale * 2**20)))
+    cpu_way = way(name, scale)
+    timings = [replace(timing, what=what) for timing in cpu_way.timings for what in ("device", "dispatch")]
+    return replace(cpu_way, timings=tuple(timings), memory=Memory(resident=2**20, own=2**19, device=int(scale * 2**20)))
 
 
 GPU = replace(
@@ -303,18 +303,18 @@ def test_wrong_outputs_fail_and_the_tables_stand(call: Any) -> None:
 
 
 def test_an_interrupt_leaves_what_was_measured(call: Any) -> None:
-    unfinished = tuple([replace(each, timings=(), memory=None) for each in REPORT.ways])
+    unfinished = tuple([replace(way, timings=(), memory=None) for way in REPORT.ways])
     result = call(replace(REPORT, ways=unfinished, interrupted=True), "--quiet")
     assert result.exit_code == 130 and "eager    4.00" in result.stdout and "call: time" not in result.stdout
     assert result.stderr == "error: interrupted: what was measured by then is above\n"
-    nothing = tuple([replace(each, starts=()) for each in unfinished])
+    nothing = tuple([replace(way, starts=()) for way in unfinished])
     result = call(replace(REPORT, ways=nothing, interrupted=True), "--quiet")
     assert (result.exit_code, result.stdout, result.stderr) == (130, "", "error: interrupted\n")
 
 
 def test_json_goes_to_stdout_in_the_place_of_the_tables(call: Any) -> None:
-    found = json.loads(call(REPORT, "--quiet", "--json").stdout)
-    assert (found["name"], found["ways"][1]["name"]) == ("tiny", "eager")
+    report = json.loads(call(REPORT, "--quiet", "--json").stdout)
+    assert (report["name"], report["ways"][1]["name"]) == ("tiny", "eager")
 
 
 def test_a_file_that_cannot_be_written_is_found_before_measuring(call: Any, tmp_path: Path) -> None:
@@ -341,12 +341,12 @@ def test_times_have_three_digits_and_a_unit(seconds: float, text: str) -> None:
 
 def test_the_picture_is_xml_whose_bars_are_as_long_as_their_medians() -> None:
     root = ElementTree.fromstring(svg(REPORT))
-    bars = [float(each.get("width", "")) for each in root.iter(f"{SVG}rect") if each.get("class") == "load"]
+    bars = [float(rect.get("width", "")) for rect in root.iter(f"{SVG}rect") if rect.get("class") == "load"]
     legend, ours, theirs = bars
     assert theirs / ours == pytest.approx(4.0, rel=0.02) and legend == 10
-    right = [float(each.get("x", "")) + float(each.get("width", "")) for each in root.iter(f"{SVG}rect")]
+    right = [float(rect.get("x", "")) + float(rect.get("width", "")) for rect in root.iter(f"{SVG}rect")]
     assert max(right) <= float(root.get("width", ""))
-    assert {"bundle", "eager", "time of a call, batch=8: microseconds"} <= {each.text for each in root.iter(f"{SVG}text")}
+    assert {"bundle", "eager", "time of a call, batch=8: microseconds"} <= {label.text for label in root.iter(f"{SVG}text")}
 
 
 def test_the_picture_loads_nothing_and_no_name_can_drive_it() -> None:
@@ -358,7 +358,7 @@ def test_the_picture_loads_nothing_and_no_name_can_drive_it() -> None:
 
 
 def test_the_picture_of_a_gpus_report_has_all_panels() -> None:
-    titles = {each.text for each in ElementTree.fromstring(svg(GPU)).iter(f"{SVG}text") if each.get("class") == "title"}
+    titles = {label.text for label in ElementTree.fromstring(svg(GPU)).iter(f"{SVG}text") if label.get("class") == "title"}
     assert {"GPU time of a call, batch=1: microseconds", "CPU time of a call, batch=8: microseconds"} <= titles
     assert "memory on the GPU beside the context: MiB" in titles
 
@@ -402,8 +402,8 @@ def gpu_bundle(folder: Path) -> Manifest:
     bare = cuda_bundles.write(folder, b"an image")
     self_test: dict[str, safetensors_writer.Tensor] = {}
     for size in cuda_bundles.KEYS:
-        given = cuda_bundles.inputs(size)
-        for kind, values in (("input", given), ("output", cuda_bundles.expected(given))):
+        input_data = cuda_bundles.inputs(size)
+        for kind, values in (("input", input_data), ("output", cuda_bundles.expected(input_data))):
             self_test[file_names.self_test_entry((size,), kind, 0)] = ("float32", (size, cuda_bundles.FLOATS), values.tobytes)
     with open(folder / file_names.SELF_TEST, "wb") as file:
         safetensors_writer.write(file, self_test)
@@ -447,8 +447,8 @@ def test_the_bundles_process_on_a_gpu(tmp_path: Path, monkeypatch: pytest.Monkey
         run = served.prepare(1)
         before = len(fake.calls)
         result = run()
-        made = fake.calls[before:]
-        assert "cuGraphLaunch" in made and not [name for name in made if "DtoH" in name]
+        driver_calls = fake.calls[before:]
+        assert "cuGraphLaunch" in driver_calls and not [name for name in driver_calls if "DtoH" in name]
         assert result.tensor.device == 0 and result.shape == (cuda_bundles.KEYS[1], cuda_bundles.FLOATS)
         assert served.elapsed(run, 4) == 0.002
         assert time_device(served, run) > 0 and time_dispatch(served, run) > 0

@@ -22,16 +22,16 @@ from tests.helpers.raising import raises
 CSV = 'time,user,tokens\n1.5,"a,\n""b""",8\n2.5,c,3\n\n3.5,d, 8\n'
 
 
-def call(*arguments: object, given: str | bytes = "") -> Result:
-    """A command as the shell would run it, `given` on its standard input."""
+def call(*arguments: object, stdin: str | bytes = "") -> Result:
+    """A command as the shell would run it, `stdin` on its standard input."""
     return CliRunner().invoke(
-        main.app, [str(argument) for argument in arguments], input=given, prog_name="cgcompile", env={"COLUMNS": "80"}
+        main.app, [str(argument) for argument in arguments], input=stdin, prog_name="cgcompile", env={"COLUMNS": "80"}
     )
 
 
 def padding(counts: Counter[int], sizes: tuple[int, ...]) -> int:
     """Rows that are padded where each request takes the smallest of `sizes` that holds it: by the definition."""
-    return sum(often * (min(each for each in sizes if each >= size) - size) for size, often in counts.items())
+    return sum(often * (min(bucket for bucket in sizes if bucket >= size) - size) for size, often in counts.items())
 
 
 def fewest(counts: Counter[int], number: int, multiple: int) -> int:
@@ -94,10 +94,10 @@ def test_waste_is_the_share_of_computed_rows() -> None:
 
 @pytest.mark.parametrize(("padded", "number"), [((50, 20, 10), 3), ((50, 0.5, 0.2), 2), ((0.5, 0.2, 0), 1), ((9, 2, 2), 2)])
 def test_the_fewest_sizes_near_the_best_are_chosen(padded: tuple[float, ...], number: int) -> None:
-    made = [Proposal(sizes=tuple(range(1, n + 2)), served=100_000, padded=int(each * 1000)) for n, each in enumerate(padded)]
-    chosen = choose(made)
+    proposals = [Proposal(sizes=tuple(range(1, n + 2)), served=100_000, padded=int(share * 1000)) for n, share in enumerate(padded)]
+    chosen = choose(proposals)
     assert len(chosen.sizes) == number
-    assert chosen.wasted <= made[-1].wasted + MARGIN
+    assert chosen.wasted <= proposals[-1].wasted + MARGIN
 
 
 @pytest.mark.parametrize(("most", "multiple"), [(0, 1), (-3, 1), (8, 0)])
@@ -223,44 +223,44 @@ def test_the_command_shows_a_table_and_ends_with_the_line_to_use(tmp_path: Path)
 
 
 def test_the_command_reads_standard_input() -> None:
-    assert call("sizes", "-", given="4\n").stdout.endswith("1 size: no request is padded\ncgcompile build MODEL --sizes 4\n")
-    result = call("sizes", "-", "--column", "n", given="n\nx\n")
+    assert call("sizes", "-", stdin="4\n").stdout.endswith("1 size: no request is padded\ncgcompile build MODEL --sizes 4\n")
+    result = call("sizes", "-", "--column", "n", stdin="n\nx\n")
     assert result.exit_code == 2 and "error: standard input: line 2: column 'n': 'x' is not" in result.stderr
 
 
 def test_the_command_as_json(tmp_path: Path) -> None:
-    told = json.loads(call("sizes", written(tmp_path, CSV), "--column", "tokens", "--multiple", "4", "--json").stdout)
-    assert (told["requests"], told["distinct"], told["rows"], told["smallest"], told["largest"]) == (3, 2, 19, 3, 8)
-    assert told["proposals"][1] == {"sizes": [4, 8], "padded": 1, "wasted_percent": 5.0}
-    assert told["proposed"] == 2 and told["command"] == "cgcompile build MODEL --sizes tokens=4,8"
-    assert told["reason"] == "2 sizes: more would save nothing"
+    report = json.loads(call("sizes", written(tmp_path, CSV), "--column", "tokens", "--multiple", "4", "--json").stdout)
+    assert (report["requests"], report["distinct"], report["rows"], report["smallest"], report["largest"]) == (3, 2, 19, 3, 8)
+    assert report["proposals"][1] == {"sizes": [4, 8], "padded": 1, "wasted_percent": 5.0}
+    assert report["proposed"] == 2 and report["command"] == "cgcompile build MODEL --sizes tokens=4,8"
+    assert report["reason"] == "2 sizes: more would save nothing"
 
 
 SEVERAL = "batch,seq\n1,12\n1,30\n8,30\n"
 
 
 def test_several_columns_are_several_dimensions() -> None:
-    lines = call("sizes", "-", "--column", "seq", "--column", "batch", given=SEVERAL).stdout.splitlines()
+    lines = call("sizes", "-", "--column", "seq", "--column", "batch", stdin=SEVERAL).stdout.splitlines()
     assert lines[-1] == "cgcompile build MODEL --sizes seq=12,30 --sizes batch=1,8"
     assert [line for line in lines if "column" in line] == [
         "3 requests, column 'seq' adds up to 72, 2 distinct sizes from 12 to 30",
         "3 requests, column 'batch' adds up to 10, 2 distinct sizes from 1 to 8",
     ]
-    told = json.loads(call("sizes", "-", "--column", "seq", "--column", "batch", "--json", given=SEVERAL).stdout)
-    assert [(name, column["rows"], column["proposals"][-1]["sizes"]) for name, column in told["columns"].items()] == [
+    report = json.loads(call("sizes", "-", "--column", "seq", "--column", "batch", "--json", stdin=SEVERAL).stdout)
+    assert [(name, column["rows"], column["proposals"][-1]["sizes"]) for name, column in report["columns"].items()] == [
         ("seq", 72, [12, 30]),
         ("batch", 10, [1, 8]),
     ]
-    assert told["command"] == lines[-1] and told["multiple"] == 1
+    assert report["command"] == lines[-1] and report["multiple"] == 1
 
 
 def test_a_column_named_twice_is_one() -> None:
-    once, twice = [call("sizes", "-", *["--column", "seq"] * times, given=SEVERAL).stdout for times in (1, 2)]
+    once, twice = [call("sizes", "-", *["--column", "seq"] * times, stdin=SEVERAL).stdout for times in (1, 2)]
     assert once == twice and once.endswith("--sizes seq=12,30\n")
 
 
 def test_one_of_several_columns_is_none() -> None:
-    result = call("sizes", "-", "--column", "seq", "--column", "rows", given=SEVERAL)
+    result = call("sizes", "-", "--column", "seq", "--column", "rows", stdin=SEVERAL)
     assert result.exit_code == 2 and "no column 'rows' (columns: batch, seq)" in result.stderr
 
 
@@ -276,11 +276,11 @@ def test_one_of_several_columns_is_none() -> None:
     ],
 )
 def test_the_reason_says_when_more_may_help(most: int, text: str, reason: str) -> None:
-    assert call("sizes", "-", "--max", most, given=text).stdout.splitlines()[-2] == reason
+    assert call("sizes", "-", "--max", most, stdin=text).stdout.splitlines()[-2] == reason
 
 
 @pytest.mark.parametrize(
-    ("arguments", "given", "expected"),
+    ("arguments", "stdin", "expected"),
     [
         (("missing",), "", "missing: no such file"), (("-",), "", "standard input: no sizes"),
         (("-", "--max", "0"), "4", "the number of sizes is 0"), (("-", "--multiple", "0"), "4", "the multiple is 0"),
@@ -288,8 +288,8 @@ def test_the_reason_says_when_more_may_help(most: int, text: str, reason: str) -
         (("-",), "\x1b]0;owned\x07", r"'\x1b]0;owned\x07' is not"),
     ],
 )  # fmt: skip
-def test_errors_are_one_line(arguments: tuple[str, ...], given: str, expected: str) -> None:
-    result = call("sizes", *arguments, given=given)
+def test_errors_are_one_line(arguments: tuple[str, ...], stdin: str, expected: str) -> None:
+    result = call("sizes", *arguments, stdin=stdin)
     assert result.exit_code == 2 and result.stdout == ""
     first, *rest = result.stderr.splitlines()
     assert first.startswith("error: ") and expected.replace("\\", "") in first.replace("\\", "")
@@ -297,7 +297,7 @@ def test_errors_are_one_line(arguments: tuple[str, ...], given: str, expected: s
 
 
 def test_a_header_without_column_names_the_option() -> None:
-    assert "--column tokens" in call("sizes", "-", given="time,tokens\n1,2\n").stderr
+    assert "--column tokens" in call("sizes", "-", stdin="time,tokens\n1,2\n").stderr
 
 
 def test_help_fits_80_columns() -> None:

@@ -43,7 +43,7 @@ def call(*arguments: object) -> Result:
     return CliRunner().invoke(main.app, ["diff", *map(str, arguments)], prog_name="cgcompile", env={"COLUMNS": "80"})
 
 
-def found(a: Path, b: Path) -> tuple[Difference, ...]:
+def differences(a: Path, b: Path) -> tuple[Difference, ...]:
     return compare(open_bundle(str(a)), open_bundle(str(b)))
 
 
@@ -108,18 +108,18 @@ def test_where_and_when_a_bundle_was_built_is_no_difference(tiny: Path, changed:
     elsewhere = {name: "2031-01-01" for name in UNCOUNTED}
     other = changed(lambda manifest: replace(manifest, provenance=replace(manifest.provenance, **elsewhere)))
     assert (tiny / file_names.MANIFEST).read_bytes() != (other / file_names.MANIFEST).read_bytes()
-    assert found(tiny, other) == ()
+    assert differences(tiny, other) == ()
 
 
 def test_bytes_that_no_kernel_reads_are_no_difference(gpu: Path) -> None:
     record(gpu, lambda recording: relaunch(0, undefined=((8, 4),), block=_byte(recording, 0, 8, 0))(recording))
     other = Path(shutil.copytree(gpu, gpu.parent / "other.cgb"))
     record(other, lambda recording: relaunch(0, undefined=(), block=_byte(recording, 0, 9, 77), relocations=())(recording))
-    assert [row.note for row in found(gpu, other)] != [], "the relocations are gone"
+    assert [row.note for row in differences(gpu, other)] != [], "the relocations are gone"
     record(gpu, lambda recording: relaunch(0, relocations=())(recording))
-    assert found(gpu, other) == ()
+    assert differences(gpu, other) == ()
     record(other, lambda recording: relaunch(0, block=_byte(recording, 0, 12, 77))(recording))
-    assert len(found(gpu, other)) == 1, "the byte behind them is read"
+    assert len(differences(gpu, other)) == 1, "the byte behind them is read"
 
 
 def _byte(recording: Recording, number: int, at: int, value: int) -> bytes:
@@ -168,7 +168,7 @@ def _others(value: Any) -> list[Any]:
 
 def _uncounted(path: tuple[Any, ...]) -> bool:
     """What of a manifest is compared in the files themselves, or does not count, or follows from its dimensions (the int_keys)."""
-    names = [each for each in path if isinstance(each, str)]
+    names = [part for part in path if isinstance(part, str)]
     return (
         names[0] in ("sha256", "files", "module_state")
         or names[-1] in UNCOUNTED
@@ -196,10 +196,10 @@ def test_everything_else_in_a_manifest_counts(golden: Path | None) -> None:
             inner[last] = value
             try:
                 other = decoded(changed)
-                told = list(manifests.compare(manifest, other))
+                differences = list(manifests.compare(manifest, other))
             except (CgbundleError, IndexError, KeyError, ValueError):
                 continue  # such a manifest is refused when it is opened
-            assert told, path
+            assert differences, path
             tried += 1
             break
     assert tried > 0.75 * len(paths) > 100
@@ -214,23 +214,23 @@ def decoded(plain: dict[str, Any]) -> Manifest:
 
 def full() -> Manifest:
     """A manifest of the newest format with something in every field."""
-    made = tiny_bundle.manifest()
+    base = tiny_bundle.manifest()
     state = Weight(name="cache", tensor="cache", dtype="int64", shape=(2,), strides=(1,), memory="state", offset=256)
     return edited(
-        made,
-        weights=(*made.weights, state),
+        base,
+        weights=(*base.weights, state),
         random=3,
         mutated_inputs=(0,),
         aliases=(Alias(output=0, memory="state", index=3),),
-        memories=(*made.memories, ("state", 512)),
+        memories=(*base.memories, ("state", 512)),
         findings=(finding("item"),),
         allowed=("other-rule",),
     )
 
 
-def better(made: Manifest) -> tuple[Proof, ...]:
+def better(manifest: Manifest) -> tuple[Proof, ...]:
     """The proofs, the first without an error."""
-    first, *others = made.entries[0].self_test.proofs
+    first, *others = manifest.entries[0].self_test.proofs
     return (replace(first, error=0.0), *others)
 
 
@@ -370,14 +370,14 @@ def test_elements_of_weights_are_counted(tiny: Path, tmp_path: Path) -> None:
         "first.bias": ("float32", (2,), tiny_bundle.floats(range(1, 3))),
     }
     weigh(other, values)
-    rows = found(tiny, other)
+    rows = differences(tiny, other)
     assert lines(rows) == ["weights: first.bias: 2 of 2 elements differ (float32)"], "the tied name is not told again"
     assert rows[0].facts == {"elements": 2, "differ": 2} and rows[0].change == "changed"
     data = bytearray((tiny / file_names.WEIGHTS).read_bytes())
     data[-1] ^= 1
     (other / file_names.WEIGHTS).write_bytes(data)
     reseal(other)
-    assert lines(found(tiny, other)) == ["weights: first.weight: 1 of 6 elements differ (float32)"]
+    assert lines(differences(tiny, other)) == ["weights: first.weight: 1 of 6 elements differ (float32)"]
 
 
 def test_a_weights_file_with_the_same_tensors_in_other_bytes_is_told(tiny: Path, tmp_path: Path) -> None:
@@ -387,7 +387,7 @@ def test_a_weights_file_with_the_same_tensors_in_other_bytes_is_told(tiny: Path,
     assert len(spaced) == len(data) and spaced != data
     (other / file_names.WEIGHTS).write_bytes(spaced)
     reseal(other)
-    assert lines(found(tiny, other)) == ["files: weights.safetensors: other contents, 288 bytes"]
+    assert lines(differences(tiny, other)) == ["files: weights.safetensors: other contents, 288 bytes"]
 
 
 def test_the_self_test_is_compared_tensor_by_tensor(tiny: Path, tmp_path: Path) -> None:
@@ -397,7 +397,7 @@ def test_the_self_test_is_compared_tensor_by_tensor(tiny: Path, tmp_path: Path) 
     with open(other / file_names.SELF_TEST, "wb") as file:
         safetensors_writer.write(file, tensors)
     reseal(other)
-    assert lines(found(tiny, other)) == ["self-test: 4/output/0: 8 of 8 elements differ (float32)"]
+    assert lines(differences(tiny, other)) == ["self-test: 4/output/0: 8 of 8 elements differ (float32)"]
 
 
 @pytest.mark.parametrize("name", [file_names.PROGRAM, tiny_bundle.HOST_FILE])
@@ -406,10 +406,10 @@ def test_other_files_by_their_contents(name: str, tiny: Path, tmp_path: Path) ->
     size = (tiny / name).stat().st_size
     (other / name).write_bytes(bytes(size))
     reseal(other)
-    assert lines(found(tiny, other)) == [f"files: {name}: other contents, {size} bytes"]
+    assert lines(differences(tiny, other)) == [f"files: {name}: other contents, {size} bytes"]
     (other / name).write_bytes(bytes(size + 1))
     reseal(other)
-    assert lines(found(tiny, other)) == [f"files: {name}: {size} bytes -> {size + 1} bytes"]
+    assert lines(differences(tiny, other)) == [f"files: {name}: {size} bytes -> {size + 1} bytes"]
 
 
 @given(
@@ -459,7 +459,7 @@ def test_a_kernel_from_another_image(gpu: Path) -> None:
     image.unlink()
     reseal(gpu)
     (symbol,) = symbols
-    rows = found(MLP, gpu)
+    rows = differences(MLP, gpu)
     assert [row.part for row in rows] == ["kernels", "nodes"]
     assert (rows[0].name, rows[0].field) == (symbol, "image")
     assert rows[0].a == f"{image.name[:12]} (1 launch)" and rows[0].b == f"{name[:12]} (1 launch)"
@@ -479,13 +479,13 @@ def test_kernels_added_removed_and_launched_more_often() -> None:
 
 
 def test_two_images_of_one_symbol_that_change_places() -> None:
-    def made(*images: str) -> Recording:
+    def recording_of(*images: str) -> Recording:
         node = cuda_bundles.launch(0, bytes(8), ())
         functions = [Function(image=image, symbol="add", params=((0, 8),), attributes=()) for image in images]
         return Recording(key=(1,), functions=tuple(functions), nodes=(node, replace(node, function=1)), edges=())
 
     one, two = "1" * 64, "2" * 64
-    (row,) = recordings.compare_recordings("g", made(one, two), made(two, one))
+    (row,) = recordings.compare_recordings("g", recording_of(one, two), recording_of(two, one))
     assert row.note == f"2 of 2 nodes differ, 2 in the kernel's image alone; node 0 (kernel add): image {one[:12]} -> {two[:12]}"
 
 
@@ -564,7 +564,7 @@ def test_nodes_by_kind_where_their_number_differs() -> None:
 
 
 def test_the_order_of_functions_and_edges_is_no_difference() -> None:
-    kernels = [replace(each, function=1 - each.function) if isinstance(each, KernelNode) else each for each in BEFORE.nodes]
+    kernels = [replace(node, function=1 - node.function) if isinstance(node, KernelNode) else node for node in BEFORE.nodes]
     other = replace(BEFORE, nodes=tuple(kernels), functions=BEFORE.functions[::-1], edges=BEFORE.edges[::-1])
     assert list(recordings.compare_recordings("g", BEFORE, other)) == []
     assert isinstance(other.edges[0], Edge)
@@ -572,7 +572,7 @@ def test_the_order_of_functions_and_edges_is_no_difference() -> None:
 
 def test_a_recording_of_a_bundle(gpu: Path) -> None:
     record(gpu, relaunch(1, grid=(7, 1, 1)))
-    (row,) = found(MLP, gpu)
+    (row,) = differences(MLP, gpu)
     assert (row.part, row.name, row.facts["first"], row.facts["differ"]) == ("nodes", "batch=4, model", 1, 1)
     assert "grid" in row.note and "-> 7x1x1" in row.note
 
@@ -592,15 +592,15 @@ def test_module_states_of_a_bundle(gpu: Path) -> None:
     image = sorted((gpu / "kernels").iterdir())[0].name
     (gpu / "graphs" / "modules.bin").write_bytes(encode_states(cuda_bundles.module_states(image)))
     reseal(gpu, lambda manifest: replace(manifest, module_state="graphs/modules.bin"))
-    assert [(row.part, row.name, row.change) for row in found(MLP, gpu)] == [
+    assert [(row.part, row.name, row.change) for row in differences(MLP, gpu)] == [
         ("module state", "bias", "added"),
         ("module state", "table", "added"),
     ]
     other = Path(shutil.copytree(gpu, gpu.parent / "other.cgb"))
-    assert found(gpu, other) == ()
+    assert differences(gpu, other) == ()
     (other / "graphs" / "modules.bin").write_bytes(encode_states(cuda_bundles.module_states(image)[:1]))
     reseal(other)
-    assert lines(found(gpu, other)) == [
+    assert lines(differences(gpu, other)) == [
         "module state: table: bytes 8, contents 0000000000000000, addresses [0: weights+256] -> None"
     ]
 
@@ -616,7 +616,7 @@ def test_another_number_of_sizes_says_so_and_compares_the_common_ones(gpu: Path)
         )
 
     reseal(gpu, change)
-    rows = found(MLP, gpu)
+    rows = differences(MLP, gpu)
     assert {row.part for row in rows} == {"sizes", "kernels"}
     assert lines(rows)[0] == "sizes: batch: sizes [1, 4] -> [1]"
     assert all(row.change == "removed" for row in rows[1:])
@@ -650,7 +650,7 @@ def proofs(**other: Any) -> tiny_bundle.Change:
 
 
 @pytest.mark.parametrize(
-    ("other", "told"),
+    ("other", "expected"),
     [
         ({"error": 2e-07, "errors": (2e-07,)}, ["proofs  2 proofs measured other errors, all within their bounds"]),
         (
@@ -668,12 +668,12 @@ def proofs(**other: Any) -> tiny_bundle.Change:
     ids=["measured", "method", "bound", "beyond"],
 )  # fmt: skip
 def test_errors_that_were_measured_are_told_once(
-    other: dict[str, Any], told: list[str], tiny: Path, changed: Callable[[tiny_bundle.Change], Path]
+    other: dict[str, Any], expected: list[str], tiny: Path, changed: Callable[[tiny_bundle.Change], Path]
 ) -> None:
     a, b = open_bundle(str(tiny)), open_bundle(str(changed(proofs(**other))))
     rows = compare(a, b)
     assert {row.part for row in rows} == {"self-test"}
-    assert [f"{each.name}  {diff._text(each)}" for each in diff._once(rows)] == told
+    assert [f"{row.name}  {diff._text(row)}" for row in diff._once(rows)] == expected
 
 
 def test_json_has_every_error_that_was_measured(tiny: Path, changed: Callable[[tiny_bundle.Change], Path]) -> None:
@@ -687,9 +687,9 @@ def test_json_has_every_error_that_was_measured(tiny: Path, changed: Callable[[t
 def test_the_command_as_json(gpu: Path) -> None:
     reseal(gpu, lambda m: replace(m, memories=tuple([(name, size + 32 * (name == "weights")) for name, size in m.memories])))
     result = call(MLP, gpu, "--json")
-    told = json.loads(result.stdout)
-    assert result.exit_code == 1 and told["different"] and told["a"]["path"] == str(MLP) and told["b"]["name"] == "sequential"
-    assert told["differences"] == [
+    report = json.loads(result.stdout)
+    assert result.exit_code == 1 and report["different"] and report["a"]["path"] == str(MLP) and report["b"]["name"] == "sequential"
+    assert report["differences"] == [
         {
             "part": "memory", "name": "weights", "field": "", "change": "changed", "a": "2048", "b": "2080 bytes (+32)",
             "note": "", "measured": False, "facts": {"a": 2048, "b": 2080},
@@ -765,7 +765,7 @@ def test_neither_torch_nor_a_gpu_is_asked_for() -> None:
 
 def _paths() -> dict[str, str]:
     root = ROOT
-    return {"PYTHONPATH": ":".join([str(root / each) for each in (".", "cli", "bundles")])}
+    return {"PYTHONPATH": ":".join([str(root / folder) for folder in (".", "cli", "bundles")])}
 
 
 def test_help_fits_80_columns() -> None:

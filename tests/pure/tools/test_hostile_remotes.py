@@ -42,20 +42,20 @@ def bundle(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def other(tmp_path: Path) -> Path:
-    def change(made: Manifest) -> Manifest:
+    def change(manifest: Manifest) -> Manifest:
         (tmp_path / "other.cgb" / file_names.PROGRAM).write_bytes(b"another one")
-        return made
+        return manifest
 
     return write_bundle(tmp_path / "other.cgb", change)
 
 
 @pytest.fixture
 def memory() -> Iterator[Any]:
-    found = fsspec.filesystem("memory")
-    found.store.clear()
-    found.pseudo_dirs[:] = [""]
-    yield found
-    found.store.clear()
+    remote = fsspec.filesystem("memory")
+    remote.store.clear()
+    remote.pseudo_dirs[:] = [""]
+    yield remote
+    remote.store.clear()
 
 
 def same(a: Path, b: Path) -> bool:
@@ -64,7 +64,7 @@ def same(a: Path, b: Path) -> bool:
 
 
 def listing(path: str) -> Callable[[Manifest], Manifest]:
-    return lambda made: replace(made, files=(*made.files, File(path=path, bytes=3, sha256=SHA)))
+    return lambda manifest: replace(manifest, files=(*manifest.files, File(path=path, bytes=3, sha256=SHA)))
 
 
 # --- paths ------------------------------------------------------------------------------------------------------------
@@ -124,11 +124,11 @@ def test_a_link_in_the_target_leads_nowhere(link: str, bundle: Path, other: Path
 def test_equal_files_with_like_names_both_arrive(tmp_path: Path) -> None:
     """`a/b` and `a-b` lay at one place while they travelled."""
 
-    def change(made: Manifest) -> Manifest:
+    def change(manifest: Manifest) -> Manifest:
         for name in ("a/b", "a-b"):
             (tmp_path / "tiny.cgb" / name).parent.mkdir(exist_ok=True)
             (tmp_path / "tiny.cgb" / name).write_bytes(b"equal")
-        return made
+        return manifest
 
     bundle = write_bundle(tmp_path / "tiny.cgb", change)
     push(bundle, str(tmp_path / "far"))
@@ -140,16 +140,16 @@ def test_equal_files_with_like_names_both_arrive(tmp_path: Path) -> None:
 
 
 class Endless(io.RawIOBase):
-    """A file whose reads never end; `given` are the bytes that were taken."""
+    """A file whose reads never end; `bytes_read` are the bytes that were taken."""
 
-    given = 0
+    bytes_read = 0
 
     def seek(self, offset: int, whence: int = 0) -> int:
         return offset
 
     def read(self, size: int = -1) -> bytes:
         assert 0 <= size < 1 << 30, "all of it"
-        Endless.given += size
+        Endless.bytes_read += size
         return bytes(size)
 
 
@@ -166,11 +166,11 @@ def test_no_more_is_read_than_is_declared(
 
     monkeypatch.setattr(type(memory), "open", opened)
     monkeypatch.setattr(limits, "JSON_BYTES", 1 << 20)
-    Endless.given = 0
+    Endless.bytes_read = 0
     with raises("file-damaged", match=f"{name}: "):
         pull("memory://far/m.cgb", tmp_path / "back.cgb")
     most = {file_names.MANIFEST: limits.JSON_BYTES, file_names.SIGNATURE: file_names.SIGNATURE_BYTES}
-    assert Endless.given <= 1 + most.get(name, (bundle / name).stat().st_size)
+    assert Endless.bytes_read <= 1 + most.get(name, (bundle / name).stat().st_size)
     assert not (tmp_path / "back.cgb").exists()
 
 
@@ -194,9 +194,9 @@ def left(bundle: Path, tmp_path: Path, memory: Any, monkeypatch: pytest.MonkeyPa
         patch.setattr(type(memory), "open", broken)
         with raises("remote-failed", match="the network is gone"):
             pull("memory://far/m.cgb", tmp_path / "back.cgb")
-    [found] = tmp_path.glob(".back.cgb.*.pull")
-    assert len(list(found.iterdir())) >= 3
-    return found
+    [leftover] = tmp_path.glob(".back.cgb.*.pull")
+    assert len(list(leftover.iterdir())) >= 3
+    return leftover
 
 
 def pulled(bundle: Path, tmp_path: Path) -> bool:

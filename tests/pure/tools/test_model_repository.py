@@ -58,12 +58,12 @@ def test_each_machine_has_a_folder(repository: Path) -> None:
 
 def test_the_card_is_one_that_the_hub_reads(repository: Path) -> None:
     hub = pytest.importorskip("huggingface_hub", reason="a package of transformers'")
-    found = hub.ModelCard.load(repository / "README.md")
-    told = found.data.to_dict()
-    assert told["library_name"] == "cgbundle" and told["base_model"] == "me/base" and told["license"] == "apache-2.0"
-    assert {"cgbundle", "sm_90"} <= set(told["tags"])
-    assert "| input | x | float32 | ['batch', '8'] |" in found.content
-    assert 'build/cgbundle1-cu120-sm_90-linux/*"' in found.content
+    card = hub.ModelCard.load(repository / "README.md")
+    metadata = card.data.to_dict()
+    assert metadata["library_name"] == "cgbundle" and metadata["base_model"] == "me/base" and metadata["license"] == "apache-2.0"
+    assert {"cgbundle", "sm_90"} <= set(metadata["tags"])
+    assert "| input | x | float32 | ['batch', '8'] |" in card.content
+    assert 'build/cgbundle1-cu120-sm_90-linux/*"' in card.content
 
 
 def test_a_bundle_is_loaded_from_the_hubs_cache(repository: Path, tmp_path: Path) -> None:
@@ -120,7 +120,7 @@ def test_what_cannot_be_one_repository_is_refused_and_leaves_nothing(repository:
 
 
 def test_names_of_variants() -> None:
-    made = manifest()
-    assert variant(made) == f"cgbundle1-cpu-{os.uname().machine}-linux"
-    gpu = replace(made.target, kind="cuda", arch="sm_100", driver=12080)
-    assert variant(replace(made, target=gpu)) == "cgbundle1-cu128-sm_100-linux"
+    tiny = manifest()
+    assert variant(tiny) == f"cgbundle1-cpu-{os.uname().machine}-linux"
+    gpu = replace(tiny.target, kind="cuda", arch="sm_100", driver=12080)
+    assert variant(replace(tiny, target=gpu)) == "cgbundle1-cu128-sm_100-linux"

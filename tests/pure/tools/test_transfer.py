@@ -37,18 +37,18 @@ def same(a: Path, b: Path) -> bool:
 
 @pytest.fixture
 def bundle(tmp_path: Path) -> Path:
-    made = write_bundle(tmp_path / "tiny.cgb")
-    (made / file_names.SIGNATURE).write_bytes(bytes(96))
-    return made
+    folder = write_bundle(tmp_path / "tiny.cgb")
+    (folder / file_names.SIGNATURE).write_bytes(bytes(96))
+    return folder
 
 
 @pytest.fixture
 def other(tmp_path: Path) -> Path:
     """The same model with another exported program."""
 
-    def change(made: Manifest) -> Manifest:
+    def change(manifest: Manifest) -> Manifest:
         (tmp_path / "other.cgb" / file_names.PROGRAM).write_bytes(b"another one")
-        return made
+        return manifest
 
     return write_bundle(tmp_path / "other.cgb", change)
 
@@ -167,9 +167,9 @@ def test_what_arrives_otherwise_is_refused_and_fetched_again(bundle: Path, url: 
 
 
 def test_a_hostile_manifest_names_no_path_outside(bundle: Path, url: str, tmp_path: Path) -> None:
-    def change(made: Manifest) -> Manifest:
-        first, *rest = made.files
-        return replace(made, files=(replace(first, path="../../../outside"), *rest))
+    def change(manifest: Manifest) -> Manifest:
+        first, *rest = manifest.files
+        return replace(manifest, files=(replace(first, path="../../../outside"), *rest))
 
     push(bundle, url)
     system, root = fsspec.core.url_to_fs(url)

@@ -27,8 +27,8 @@ def file(tmp_path: Path) -> Path:
 
 def test_one_key_in_all_its_forms(file: Path) -> None:
     file.write_bytes(pem(KEY))
-    for given in (RAW, RAW.hex(), RAW.hex().upper(), file, str(file)):
-        assert public_keys(given) == (RAW,)
+    for key in (RAW, RAW.hex(), RAW.hex().upper(), file, str(file)):
+        assert public_keys(key) == (RAW,)
     assert public_keys([RAW, file, RAW.hex()]) == (RAW, RAW, RAW)
 
 
@@ -57,7 +57,7 @@ def test_a_private_key_is_refused_kindly(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         (b"", "no PEM file with one public key"),
         (RAW, "no PEM file with one public key"),
@@ -74,14 +74,14 @@ def test_a_private_key_is_refused_kindly(tmp_path: Path) -> None:
     # names of their own: some of these keys are drawn, and every process of a run has to collect the same tests
     ids=["empty", "raw", "hex", "two", "cut off", "too long", "damaged", "no padding", "x25519", "ed448", "p-256"],
 )
-def test_files_that_are_no_key(file: Path, text: bytes, told: str) -> None:
+def test_files_that_are_no_key(file: Path, text: bytes, message: str) -> None:
     file.write_bytes(text)
-    with raises("key-invalid", match=f"key.pem: {told}"):
+    with raises("key-invalid", match=f"key.pem: {message}"):
         public_keys(str(file))
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("key", "message"),
     [
         ([], "an empty list of keys"),
         ((), "an empty list of keys"),
@@ -99,9 +99,9 @@ def test_files_that_are_no_key(file: Path, text: bytes, told: str) -> None:
         ([RAW, 5], "expected a path, 64 hexadecimal digits or 32 bytes, got int"),
     ],
 )
-def test_what_is_no_key(given: object, told: str) -> None:
-    with raises("key-invalid", match=told):
-        public_keys(given)  # type: ignore[arg-type]
+def test_what_is_no_key(key: object, message: str) -> None:
+    with raises("key-invalid", match=message):
+        public_keys(key)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -93,10 +93,10 @@ def replace_by_folder(path: Path) -> None:
 @pytest.mark.parametrize("damage", [grow, shrink, empty, replace_by_pipe, replace_by_folder])
 def test_a_file_that_is_no_signature(signed: Path, pairs: tuple[Pair, Pair], damage: Callable[[Path], None]) -> None:
     damage(signed / file_names.SIGNATURE)
-    told = "manifest.json.sig: " + ("not a file" if "replace" in damage.__name__ else "longer or shorter than 96 bytes")
-    with raises("signature-wrong", match=told):
+    message = "manifest.json.sig: " + ("not a file" if "replace" in damage.__name__ else "longer or shorter than 96 bytes")
+    with raises("signature-wrong", match=message):
         cgbundle.load(signed, key=pairs[0].public)
-    with raises("signature-wrong", match=told):  # also where nobody asks for a key
+    with raises("signature-wrong", match=message):  # also where nobody asks for a key
         signatures.read(archive.Archive(str(signed)))
 
 
@@ -152,9 +152,9 @@ def test_the_bytes_that_were_checked_are_those_that_are_used(
     check = signatures.check
 
     def checked(*arguments: Any) -> object:
-        found = check(*arguments)
+        signature = check(*arguments)
         (signed / file_names.MANIFEST).write_bytes(b"another")
-        return found
+        return signature
 
     monkeypatch.setattr(signatures, "check", checked)
     with passes():

@@ -60,7 +60,7 @@ for command in {[[str(word) for word in command] for command in LOOKS]!r}:
     assert made.output and not isinstance(made.exception, Exception), (command, made.exception)
 """
     seen = watched(code)
-    assert [each for each in seen if each[0] != "open"] == []
+    assert [event for event in seen if event[0] != "open"] == []
     opened = {what for _, what in seen}
     assert {file_names.MANIFEST, file_names.WEIGHTS, "model.so"} <= opened, "files are seen"
 
@@ -93,7 +93,7 @@ else: raise AssertionError("loaded")
 """
     seen = watched(code, bundle, key)
     assert {what for event, what in seen if event == "open"} <= {str(bundle), file_names.MANIFEST, file_names.SIGNATURE}
-    assert [each for each in seen if each[0] != "open"] == []
+    assert [event for event in seen if event[0] != "open"] == []
 
 
 UNPICKLES = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "zipfile", "runpy", "code", "importlib.util"}

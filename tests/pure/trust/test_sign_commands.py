@@ -73,13 +73,13 @@ def test_keys_that_do_not_sign(unsigned: Path, tmp_path: Path, pairs: tuple[Pair
     locked = Pair.make(tmp_path, "locked", encryption=BestAvailableEncryption(b"secret"))
     other = Pair.make(tmp_path, "rsa", rsa.generate_private_key(public_exponent=65537, key_size=1024))
     (tmp_path / "text").write_text("no key")
-    for key, told in (
+    for key, message in (
         (pairs[0].public, "a public key: only the private one signs"),
         (locked.private, "the key is encrypted"),
         (other.private, "a private key, but none of ed25519"),
         (tmp_path / "text", "no PEM file with a private key"),
     ):
-        with raises("key-invalid", match=told):
+        with raises("key-invalid", match=message):
             sign(unsigned, key)
     assert call("sign", unsigned, "--key", tmp_path / "none").stderr == f"error: {tmp_path / 'none'}: No such file or directory\n"
     assert not (unsigned / file_names.SIGNATURE).exists()
@@ -148,21 +148,21 @@ def test_verify_says_who_signed(signed: Path, unsigned: Path, pairs: tuple[Pair,
 
 def test_verify_refuses(signed: Path, unsigned: Path, pairs: tuple[Pair, Pair]) -> None:
     ours, theirs = pairs
-    for path, key, told in (
+    for path, key, output in (
         (signed, theirs.public, "manifest.json.sig: by key"),
         (unsigned, ours.public, "the bundle is not signed"),
     ):
         result = call("verify", path, "--key", key, "--run")
-        assert result.exit_code == 1 and "1 defect" in result.stderr and told in result.stdout
+        assert result.exit_code == 1 and "1 defect" in result.stderr and output in result.stdout
     result = call("verify", signed, "--key", ours.private)
     assert result.exit_code == 2 and "a private key" in result.stderr and result.stdout == ""
     flip(signed / file_names.WEIGHTS)
     flip(signed / file_names.SIGNATURE)
-    told = json.loads(call("verify", signed, "--key", ours.public, "--json").stdout)
-    assert [each["code"] for each in told["damage"]] == ["signature-wrong", "file-damaged"] and told["signature"] is None
+    output = json.loads(call("verify", signed, "--key", ours.public, "--json").stdout)
+    assert [defect["code"] for defect in output["damage"]] == ["signature-wrong", "file-damaged"] and output["signature"] is None
     (signed / file_names.SIGNATURE).write_bytes(b"")
-    told = json.loads(call("verify", signed, "--json").stdout)
-    assert [each["code"] for each in told["damage"]] == ["signature-wrong", "file-damaged"] and told["signature"] is None
+    output = json.loads(call("verify", signed, "--json").stdout)
+    assert [defect["code"] for defect in output["damage"]] == ["signature-wrong", "file-damaged"] and output["signature"] is None
 
 
 def test_the_process_that_replays_the_self_test_checks_the_signature_again(signed: Path, pairs: tuple[Pair, Pair]) -> None:
@@ -183,7 +183,7 @@ def test_inspect_says_who_signed(signed: Path, unsigned: Path, pairs: tuple[Pair
 def test_who_signed_is_no_difference_but_is_told(signed: Path, unsigned: Path, pairs: tuple[Pair, Pair]) -> None:
     result = call("diff", signed, unsigned)
     assert (result.exit_code, result.stdout) == (0, f"no difference\nsigned  A by key {pairs[0].digits} (not checked); B no\n")
-    told = json.loads(call("diff", signed, unsigned, "--json").stdout)
-    assert (told["a"]["signature"], told["b"]["signature"]) == ({"key": pairs[0].digits}, None)
+    report = json.loads(call("diff", signed, unsigned, "--json").stdout)
+    assert (report["a"]["signature"], report["b"]["signature"]) == ({"key": pairs[0].digits}, None)
     tiny_bundle.seal(unsigned, replace(tiny_bundle.manifest(), name="other", files=manifest_text.describe_files(str(unsigned))))
     assert f", signed by key {pairs[0].digits} (not checked)\n" in call("diff", signed, unsigned).stdout

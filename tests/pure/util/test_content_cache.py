@@ -221,5 +221,5 @@ def test_all_that_changes_results_is_part_of_every_name(tmp_path: Path, monkeypa
 
 
 def test_where_others_keep_their_files_is_no_part_of_a_name() -> None:
-    given = {"TORCHINDUCTOR_CACHE_DIR": "/a", "TRITON_CACHE_DIR": "/b", "CUDA_CACHE_PATH": "/c", "HOME": "/d", "TRITON_DEBUG": "1"}
-    assert settings(given) == [("TRITON_DEBUG", "1")]
+    env = {"TORCHINDUCTOR_CACHE_DIR": "/a", "TRITON_CACHE_DIR": "/b", "CUDA_CACHE_PATH": "/c", "HOME": "/d", "TRITON_DEBUG": "1"}
+    assert settings(env) == [("TRITON_DEBUG", "1")]

@@ -30,7 +30,7 @@ def no_space(*names: object) -> OSError:
     return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), first, None, second)
 
 
-def told(folder: Path, error: Exception) -> Exception:
+def outcome(folder: Path, error: Exception) -> Exception:
     """What becomes of an error in a block over a folder."""
     with pytest.raises(Exception) as caught, space_told(folder, OUTPUT):
         raise error
@@ -46,9 +46,9 @@ def told(folder: Path, error: Exception) -> Exception:
     lambda folder: BuildError("compiler-failed", "Inductor failed"),
 ], ids=["a write", "a file", "a copy", "torch", "a compiler"])  # fmt: skip
 def test_the_folder_that_is_full_is_named(tmp_path: Path, make) -> None:
-    made = told(tmp_path / "stage", make(tmp_path / "stage"))
-    assert isinstance(made, BuildError) and made.code == "disk-full"
-    assert str(made) == f"{tmp_path}: no space left for the bundle: 0 B free" and made.hint.endswith("-o")
+    error = outcome(tmp_path / "stage", make(tmp_path / "stage"))
+    assert isinstance(error, BuildError) and error.code == "disk-full"
+    assert str(error) == f"{tmp_path}: no space left for the bundle: 0 B free" and error.hint.endswith("-o")
 
 
 @pytest.mark.usefixtures("full")
@@ -60,12 +60,12 @@ def test_the_folder_that_is_full_is_named(tmp_path: Path, make) -> None:
     BuildError("disk-full", "another folder"),
 ], ids=["another folder", "a copy", "permission", "the model", "told already"])  # fmt: skip
 def test_other_errors_stay_as_they_are(tmp_path: Path, error: Exception) -> None:
-    assert told(tmp_path, error) is error
+    assert outcome(tmp_path, error) is error
 
 
 def test_with_space_left_an_error_is_what_it_says(tmp_path: Path) -> None:
     for error in (RuntimeError("failed"), no_space("/elsewhere"), no_space()):
-        assert told(tmp_path, error) is error
+        assert outcome(tmp_path, error) is error
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
@@ -73,7 +73,7 @@ def test_a_compiler_that_says_so_is_believed(tmp_path: Path, code: int) -> None:
     """It has removed what it could not write, so that there is space again."""
     error = BuildError("compiler-failed", "Inductor failed")
     error.__cause__ = RuntimeError(f"as: cannot write: {os.strerror(code)}")
-    assert "too little, or a quota" in str(told(tmp_path, error))
+    assert "too little, or a quota" in str(outcome(tmp_path, error))
 
 
 def test_the_folder_of_temporary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,6 +102,6 @@ def test_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_free_space_is_that_of_the_disk(tmp_path: Path) -> None:
-    found = disk_space._free(tmp_path / "not" / "there")
-    assert abs(found - shutil.disk_usage(tmp_path).free) < 1 << 34 and found > 0
+    space = disk_space._free(tmp_path / "not" / "there")
+    assert abs(space - shutil.disk_usage(tmp_path).free) < 1 << 34 and space > 0
     assert SCRATCH.other != OUTPUT.other

@@ -6,14 +6,14 @@ from cgcompile.util.progress import each_named
 
 
 def test_of_several_entries_each_line_names_its_own_and_how_many_there_are() -> None:
-    told: list[str] = []
-    for tell in each_named(told.append, ["prefill", "decode"]):
+    lines: list[str] = []
+    for tell in each_named(lines.append, ["prefill", "decode"]):
         tell("compiling C++, 1 of 2 files")
-    assert told == ["prefill, 1 of 2: compiling C++, 1 of 2 files", "decode, 2 of 2: compiling C++, 1 of 2 files"]
+    assert lines == ["prefill, 1 of 2: compiling C++, 1 of 2 files", "decode, 2 of 2: compiling C++, 1 of 2 files"]
 
 
 def test_of_one_entry_no_line_does() -> None:
-    told: list[str] = []
-    (tell,) = each_named(told.append, ["forward"])
+    lines: list[str] = []
+    (tell,) = each_named(lines.append, ["forward"])
     tell("compiling")
-    assert told == ["compiling"]
+    assert lines == ["compiling"]

@@ -85,8 +85,8 @@ def test_what_a_killed_process_left_goes_with_the_next_build(parent: Path) -> No
         with scratch.scratch_folder():
             assert left.exists()  # it runs
         process.send_signal(signal.SIGKILL)
-    with scratch.scratch_folder() as own:
-        assert list(parent.iterdir()) == [own]
+    with scratch.scratch_folder() as folder:
+        assert list(parent.iterdir()) == [folder]
 
 
 def test_a_young_folder_may_not_have_its_lock_yet(parent: Path) -> None:

@@ -102,16 +102,16 @@ def parameter(keyword: bool, default: dict[str, Any] | None = None) -> Parameter
 
 def put(**changes: Any) -> Change:
     """Replaces fields of the manifest."""
-    return lambda made: edited(made, **changes)
+    return lambda manifest: edited(manifest, **changes)
 
 
 def put_row(field: str, index: int, **changes: Any) -> Change:
     """Replaces fields of one row of a table of the manifest."""
 
-    def change(made: Manifest) -> Manifest:
-        rows = list(getattr(made.entries[0] if field in OF_ENTRY else made, field))
+    def change(manifest: Manifest) -> Manifest:
+        rows = list(getattr(manifest.entries[0] if field in OF_ENTRY else manifest, field))
         rows[index] = replace(rows[index], **changes)
-        return edited(made, **{field: tuple(rows)})
+        return edited(manifest, **{field: tuple(rows)})
 
     return change
 
@@ -119,10 +119,10 @@ def put_row(field: str, index: int, **changes: Any) -> Change:
 def put_value(index: int, **changes: Any) -> Change:
     """Of the second program."""
 
-    def change(made: Manifest) -> Manifest:
-        values = list(made.entries[0].programs[1].values)
+    def change(manifest: Manifest) -> Manifest:
+        values = list(manifest.entries[0].programs[1].values)
         values[index] = replace(values[index], **changes)
-        return put_row("programs", 1, values=tuple(values))(made)
+        return put_row("programs", 1, values=tuple(values))(manifest)
 
     return change
 
@@ -130,10 +130,10 @@ def put_value(index: int, **changes: Any) -> Change:
 def put_step(index: int, **changes: Any) -> Change:
     """Of the second program."""
 
-    def change(made: Manifest) -> Manifest:
-        steps = list(made.entries[0].programs[1].steps)
+    def change(manifest: Manifest) -> Manifest:
+        steps = list(manifest.entries[0].programs[1].steps)
         steps[index] = replace(steps[index], **changes)
-        return put_row("programs", 1, steps=tuple(steps))(made)
+        return put_row("programs", 1, steps=tuple(steps))(manifest)
 
     return change
 
@@ -227,7 +227,7 @@ BROKEN: list[tuple[str, Change, str, str]] = [
     ("a tied weight as an owner", put_row("weights", 0, tensor="tied.bias"), "weights[0].tensor", "is the name of no weight"),
     (
         "weights with each other's tensors",
-        lambda made: put_row("weights", 0, tensor="first.bias")(put_row("weights", 1, tensor="first.weight")(made)),
+        lambda base: put_row("weights", 0, tensor="first.bias")(put_row("weights", 1, tensor="first.weight")(base)),
         "weights[0].tensor",
         "'first.bias' is the name of no weight that lies there",
     ),
@@ -244,13 +244,13 @@ BROKEN: list[tuple[str, Change, str, str]] = [
     # programs
     (
         "a program missing",
-        lambda made: edited(made, programs=made.entries[0].programs[:1]),
+        lambda base: edited(base, programs=base.entries[0].programs[:1]),
         "programs",
         "1, the dimensions' sizes make 2",
     ),
     (
         "programs turned round",
-        lambda made: edited(made, programs=made.entries[0].programs[::-1]),
+        lambda base: edited(base, programs=base.entries[0].programs[::-1]),
         "programs",
         "are not the product",
     ),
@@ -275,8 +275,8 @@ BROKEN: list[tuple[str, Change, str, str]] = [
     ),
     (
         "a cpu value that the call does not have",
-        lambda made: put_row("programs", 1, values=(*made.entries[0].programs[1].values, made.entries[0].programs[1].values[0]))(
-            made
+        lambda base: put_row("programs", 1, values=(*base.entries[0].programs[1].values, base.entries[0].programs[1].values[0]))(
+            base
         ),
         "programs[1].values",
         "each is one input or one output of the call",
@@ -314,7 +314,7 @@ BROKEN: list[tuple[str, Change, str, str]] = [
     ("a cpu program over other values", put_step(0, inputs=()), "programs[1].steps", "one host step over the call's values"),
     (
         "a cpu program of two steps",
-        lambda made: put_row("programs", 1, steps=made.entries[0].programs[1].steps * 2)(made),
+        lambda base: put_row("programs", 1, steps=base.entries[0].programs[1].steps * 2)(base),
         "programs[1].steps",
         "one host step over the call's values",
     ),
@@ -385,14 +385,14 @@ def test_refused(change: Change, path: str, message: str) -> None:
 
 def two_inputs(offset: int, inputs: tuple[int, int] = (0, 6)) -> Manifest:
     """The CUDA manifest with a second input at `offset` of memory inputs."""
-    made = cuda()
+    manifest = cuda()
     programs = [
         replace(program, values=(*program.values, replace(program.values[0], offset=offset)), inputs=inputs, static=256)
-        for program in made.entries[0].programs
+        for program in manifest.entries[0].programs
     ]
-    specs = (*made.entries[0].inputs, replace(made.entries[0].inputs[0], name="z"))
+    specs = (*manifest.entries[0].inputs, replace(manifest.entries[0].inputs[0], name="z"))
     call = {"call": [["x", {"tensor": 0}], ["z", {"tensor": 1}]]}
-    return edited(made, inputs=specs, call=call, parameters=made.entries[0].parameters * 2, programs=tuple(programs))
+    return edited(manifest, inputs=specs, call=call, parameters=manifest.entries[0].parameters * 2, programs=tuple(programs))
 
 
 def test_the_inputs_of_a_call_lie_beside_each_other() -> None:
@@ -403,20 +403,20 @@ def test_the_inputs_of_a_call_lie_beside_each_other() -> None:
 
 
 def test_an_input_without_elements_may_lie_anywhere_and_others_in_memory_inputs() -> None:
-    made = two_inputs(48)
+    base = two_inputs(48)
 
     def second(spec: Any, **changes: Any) -> Manifest:
         programs = [
             replace(program, values=(*program.values[:6], replace(program.values[6], **changes)))
-            for program in made.entries[0].programs
+            for program in base.entries[0].programs
         ]
-        return edited(made, inputs=(made.entries[0].inputs[0], spec), programs=tuple(programs))
+        return edited(base, inputs=(base.entries[0].inputs[0], spec), programs=tuple(programs))
 
-    empty = replace(made.entries[0].inputs[1], shape=(0,), order=(0,))
+    empty = replace(base.entries[0].inputs[1], shape=(0,), order=(0,))
     for memory in ("arena", "state"):  # there is no memory state
         check_manifest(second(empty, shape=(0,), strides=(1,), memory=memory, offset=0))
     reject(
-        second(made.entries[0].inputs[1], memory="arena", offset=0), "programs[0].inputs[1]", "lies in memory arena, not in inputs"
+        second(base.entries[0].inputs[1], memory="arena", offset=0), "programs[0].inputs[1]", "lies in memory arena, not in inputs"
     )
     with_empty = second(empty, shape=(0,), strides=(1,))
     turned = [replace(program, inputs=(6, 0)) for program in with_empty.entries[0].programs]
@@ -426,10 +426,10 @@ def test_an_input_without_elements_may_lie_anywhere_and_others_in_memory_inputs(
 
 
 def test_a_weight_for_the_host_may_be_one_tensor_with_one_on_the_gpu() -> None:
-    made = cuda()
-    tied = replace(made.weights[1], name="tied", memory="host", offset=0)
-    host = replace(made.regions[1], constants=(("c0", 2),))
-    check_manifest(replace(made, weights=(*made.weights, tied), regions=(made.regions[0], host, made.regions[2])))
+    manifest = cuda()
+    tied = replace(manifest.weights[1], name="tied", memory="host", offset=0)
+    host = replace(manifest.regions[1], constants=(("c0", 2),))
+    check_manifest(replace(manifest, weights=(*manifest.weights, tied), regions=(manifest.regions[0], host, manifest.regions[2])))
 
 
 def tried(**changes: Any) -> Change:
@@ -470,11 +470,11 @@ BROKEN_CUDA: list[tuple[str, Change, str, str]] = [
     ("a weight in another's place", put_row("weights", 1, offset=0), "weights[0].offset", "overlaps another weight"),
     (
         "a tied weight elsewhere",
-        lambda made: replace(made, weights=(*made.weights, replace(made.weights[1], name="tied", offset=0))),
+        lambda base: replace(base, weights=(*base.weights, replace(base.weights[1], name="tied", offset=0))),
         "weights[2].offset",
         "lies elsewhere than 'first.bias'",
     ),
-    ("regions of one file", lambda made: replace(made, regions=(*made.regions, made.regions[1])), "regions", "one shared object"),
+    ("regions of one file", lambda base: replace(base, regions=(*base.regions, base.regions[1])), "regions", "one shared object"),
     (
         "a value behind its arena",
         put_row("programs", 1, arena=95),
@@ -561,9 +561,9 @@ def test_a_level_is_one_of_processors() -> None:
     [("method", "guess"), ("tolerance", -1.0), ("error", -1.0), ("errors", (-1.0,)), ("errors", (0.0, 0.0)), ("distance", 0.1)],
 )
 def test_every_proof_is_a_proof(field: str, value: object) -> None:
-    made = cpu()
-    proofs = (made.entries[0].self_test.proofs[0], replace(made.entries[0].self_test.proofs[1], **{field: value}))
-    reject(edited(made, self_test=replace(made.entries[0].self_test, proofs=proofs)), f"self_test.proofs[1].{field}")
+    manifest = cpu()
+    proofs = (manifest.entries[0].self_test.proofs[0], replace(manifest.entries[0].self_test.proofs[1], **{field: value}))
+    reject(edited(manifest, self_test=replace(manifest.entries[0].self_test, proofs=proofs)), f"self_test.proofs[1].{field}")
 
 
 @pytest.mark.parametrize(
@@ -580,24 +580,24 @@ def test_a_file_lies_inside_the_bundle_under_a_plain_name(path: str) -> None:
 
 @pytest.mark.parametrize("path", [file_names.WEIGHTS, file_names.SELF_TEST, file_names.PROGRAM, HOST_FILE])
 def test_a_file_that_is_needed_is_listed(path: str) -> None:
-    made = cpu()
+    manifest = cpu()
     with raises("file-damaged", match=f"^{path}: the manifest needs it and does not list it"):
-        check_manifest(replace(made, files=tuple(file for file in made.files if file.path != path)))
+        check_manifest(replace(manifest, files=tuple(file for file in manifest.files if file.path != path)))
 
 
 def test_programs_of_their_own_are_needed_for_every_int_key() -> None:
-    made = cpu()
-    rest = tuple([file for file in made.files if file.path != file_names.PROGRAM])
-    own = tuple([File(path=file_names.program_file(program.key), bytes=1, sha256=SHA) for program in made.entries[0].programs])
-    whole = replace(made, files=tuple(sorted((*rest, *own), key=lambda file: file.path)))
+    manifest = cpu()
+    rest = tuple([file for file in manifest.files if file.path != file_names.PROGRAM])
+    rows = tuple([File(path=file_names.program_file(program.key), bytes=1, sha256=SHA) for program in manifest.entries[0].programs])
+    whole = replace(manifest, files=tuple(sorted((*rest, *rows), key=lambda file: file.path)))
     check_manifest(whole)
     assert (
         file_names.per_size(whole, whole.entries[0])
-        and not file_names.per_size(made, made.entries[0])
-        and file_names.program_files(made) == (file_names.PROGRAM,)
+        and not file_names.per_size(manifest, manifest.entries[0])
+        and file_names.program_files(manifest) == (file_names.PROGRAM,)
     )
-    with raises("file-damaged", match=f"^{own[0].path}: the manifest needs it and does not list it"):
-        check_manifest(replace(whole, files=tuple([file for file in whole.files if file.path != own[0].path])))
+    with raises("file-damaged", match=f"^{rows[0].path}: the manifest needs it and does not list it"):
+        check_manifest(replace(whole, files=tuple([file for file in whole.files if file.path != rows[0].path])))
 
 
 def test_tables_and_module_states_are_listed() -> None:
@@ -625,26 +625,26 @@ def test_an_axis_of_size_one_may_have_any_stride() -> None:
 
 
 def test_a_shape_that_divides_by_zero_is_refused() -> None:
-    made = put_row("dimensions", 0, chunk=False)(cpu())
-    broken = put_row("outputs", 0, shape=(("//", "batch", ("-", "batch", 1)), 2))(made)
+    manifest = put_row("dimensions", 0, chunk=False)(cpu())
+    broken = put_row("outputs", 0, shape=(("//", "batch", ("-", "batch", 1)), 2))(manifest)
     reject(broken, "programs[0].outputs[0]", "divides by zero at {'batch': 1}")
 
 
 def test_a_product_of_sizes_that_nobody_could_list_is_refused_at_once() -> None:
     dimensions = [dimension(f"d{index}", *range(1, 100)) for index in range(12)]
-    inputs = [spec("x", *[each.name for each in dimensions])]
-    small = signature([replace(each, sizes=(1,)) for each in dimensions], inputs, [spec("y", *[each.name for each in dimensions])])
+    inputs = [spec("x", *[axis.name for axis in dimensions])]
+    small = signature([replace(axis, sizes=(1,)) for axis in dimensions], inputs, [spec("y", *[axis.name for axis in dimensions])])
     check_manifest(replace(small, files=FILES))
     reject(edited(small, files=FILES, dimensions=tuple(dimensions)), "programs", "1, the dimensions' sizes make")
 
 
 def test_sizes_that_are_multiples_of_a_dimension_are_cut() -> None:
-    made = signature(
+    manifest = signature(
         [dimension("batch", 2, 4)],
         [spec("x", ("*", "batch", 2), 3), TensorSpec(name="table", dtype="float32", shape=(7,), order=(0,))],
         [spec("y", 3, ("*", 4, "batch"))],
     )
-    check_manifest(replace(made, files=FILES))
+    check_manifest(replace(manifest, files=FILES))
 
 
 # --- tables ----------------------------------------------------------------------------------------------------------
@@ -660,74 +660,74 @@ def test_tables_and_module_states_are_checked(tmp_path: Path) -> None:
 
 
 def test_a_table_of_another_key_is_refused(tmp_path: Path) -> None:
-    made = recorded(tmp_path)
-    first, second = made.entries[0].programs
-    swapped = edited(made, programs=(replace(first, steps=second.steps), replace(second, steps=first.steps)))
+    manifest = recorded(tmp_path)
+    first, second = manifest.entries[0].programs
+    swapped = edited(manifest, programs=(replace(first, steps=second.steps), replace(second, steps=first.steps)))
     with raises("table-invalid", match=r"^graphs/g0-8\.bin: key: \(8,\), the manifest uses it for \(4,\)"):
         check_tables(ArchiveOf(tmp_path, swapped))
 
 
 def test_a_table_that_reaches_outside_its_memory_is_refused(tmp_path: Path) -> None:
-    made = recorded(tmp_path)
-    memories = tuple((name, 16 if name == "arena" else size) for name, size in made.memories)
+    manifest = recorded(tmp_path)
+    memories = tuple((name, 16 if name == "arena" else size) for name, size in manifest.memories)
     with raises("relocation-invalid", match=r"^graphs/g0-4\.bin: nodes\[\d\].*memory arena, which has 16"):
-        check_tables(ArchiveOf(tmp_path, replace(made, memories=memories)))
+        check_tables(ArchiveOf(tmp_path, replace(manifest, memories=memories)))
 
 
 def test_a_table_of_an_image_that_the_bundle_has_not_is_refused(tmp_path: Path) -> None:
-    made = recorded(tmp_path)
-    without = tuple(file for file in made.files if not file.path.startswith("kernels/"))
+    manifest = recorded(tmp_path)
+    without = tuple(file for file in manifest.files if not file.path.startswith("kernels/"))
     with raises("table-invalid", match="is not among the bundle's images"):
-        check_tables(ArchiveOf(tmp_path, replace(made, files=without)))
+        check_tables(ArchiveOf(tmp_path, replace(manifest, files=without)))
 
 
 def test_recordings_and_module_states_refer_to_nothing_of_the_hosts(tmp_path: Path) -> None:
-    made = recorded(tmp_path)
-    made = replace(made, memories=(*made.memories, ("host", 4096)))
-    check_tables(ArchiveOf(tmp_path, made))
-    host, image = MEMORIES.index("host"), next(file.sha256 for file in made.files if file.path.startswith("kernels/"))
-    name = made.entries[0].programs[0].steps[0].file
+    manifest = recorded(tmp_path)
+    manifest = replace(manifest, memories=(*manifest.memories, ("host", 4096)))
+    check_tables(ArchiveOf(tmp_path, manifest))
+    host, image = MEMORIES.index("host"), next(file.sha256 for file in manifest.files if file.path.startswith("kernels/"))
+    name = manifest.entries[0].programs[0].steps[0].file
     good = (tmp_path / name).read_bytes()
-    found = tables.decode(good)
-    fill = next(node for node in found.nodes if isinstance(node, MemsetNode))
-    nodes = tuple([replace(fill, target=cuda_bundles.address(host, 0)) if node is fill else node for node in found.nodes])
-    (tmp_path / name).write_bytes(tables.encode(replace(found, nodes=nodes)))
+    recording = tables.decode(good)
+    fill = next(node for node in recording.nodes if isinstance(node, MemsetNode))
+    nodes = tuple([replace(fill, target=cuda_bundles.address(host, 0)) if node is fill else node for node in recording.nodes])
+    (tmp_path / name).write_bytes(tables.encode(replace(recording, nodes=nodes)))
     with raises("table-invalid", match=r"^graphs/g0-4\.bin: nodes\[3\].*memory host, which the bundle does not have"):
-        check_tables(ArchiveOf(tmp_path, made))
+        check_tables(ArchiveOf(tmp_path, manifest))
     (tmp_path / name).write_bytes(good)
     state = ModuleState(image=image, symbol="table", contents=bytes(8), relocations=cuda_bundles.relocations((0, host, 0)))
-    (tmp_path / made.module_state).write_bytes(encode_states([state]))
+    (tmp_path / manifest.module_state).write_bytes(encode_states([state]))
     with raises("table-invalid", match=r"^graphs/modules\.bin: .*memory host, which the bundle does not have"):
-        check_tables(ArchiveOf(tmp_path, made))
+        check_tables(ArchiveOf(tmp_path, manifest))
 
 
 def test_module_states_that_reach_outside_their_memory_are_refused(tmp_path: Path) -> None:
-    made = recorded(tmp_path)
-    memories = tuple((name, 16 if name == "weights" else size) for name, size in made.memories)
+    manifest = recorded(tmp_path)
+    memories = tuple((name, 16 if name == "weights" else size) for name, size in manifest.memories)
     with raises("table-invalid", match=r"^graphs/modules\.bin: "):
-        check_tables(ArchiveOf(tmp_path, edited(made, programs=(), memories=memories)))
+        check_tables(ArchiveOf(tmp_path, edited(manifest, programs=(), memories=memories)))
 
 
 def test_only_an_allowed_rule_or_near_ties_let_integers_differ() -> None:
-    made = cpu()
-    mask = replace(made.entries[0].outputs[0], dtype="bool")
+    manifest = cpu()
+    mask = replace(manifest.entries[0].outputs[0], dtype="bool")
     values = [
         tuple([replace(value, dtype="bool") if index else value for index, value in enumerate(p.values)])
-        for p in made.entries[0].programs
+        for p in manifest.entries[0].programs
     ]
-    programs = tuple([replace(program, values=value) for program, value in zip(made.entries[0].programs, values, strict=True)])
-    whole = edited(made, outputs=(mask,), programs=programs)
-    equal = edited(whole, self_test=replace(made.entries[0].self_test, bounds=(0.0,)))
+    programs = tuple([replace(program, values=value) for program, value in zip(manifest.entries[0].programs, values, strict=True)])
+    whole = edited(manifest, outputs=(mask,), programs=programs)
+    equal = edited(whole, self_test=replace(manifest.entries[0].self_test, bounds=(0.0,)))
     reject(whole, "self_test.bounds[0]", "output y (bool) has to be equal, got 1e-05")
     check_manifest(equal)
     check_manifest(edited(whole, allowed=("mismatched-integers",)))
     check_manifest(
-        edited(whole, allowed=("mismatched-integers",), self_test=replace(made.entries[0].self_test, bounds=(1.0,)))
+        edited(whole, allowed=("mismatched-integers",), self_test=replace(manifest.entries[0].self_test, bounds=(1.0,)))
     )  # all may differ
-    more = edited(whole, allowed=("mismatched-integers",), self_test=replace(made.entries[0].self_test, bounds=(1.5,)))
+    more = edited(whole, allowed=("mismatched-integers",), self_test=replace(manifest.entries[0].self_test, bounds=(1.5,)))
     reject(more, "self_test.bounds[0]", "output y (bool) has to be equal, got 1.5")
     note = Finding(rule="near-ties", severity="note", message="")
-    check_manifest(tied := edited(whole, findings=(note,), self_test=replace(made.entries[0].self_test, bounds=(1.0,))))
+    check_manifest(tied := edited(whole, findings=(note,), self_test=replace(manifest.entries[0].self_test, bounds=(1.0,))))
     reject(
         edited(tied, self_test=replace(tied.entries[0].self_test, bounds=(1.5,))),
         "self_test.bounds[0]",
@@ -741,22 +741,22 @@ def test_only_an_allowed_rule_or_near_ties_let_integers_differ() -> None:
 
 
 def test_shapes_may_cost_as_much_as_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = cuda().entries[0]
-    cost = 2 * len(made.programs) * sum(operands(size) for spec in (*made.inputs, *made.outputs) for size in spec.shape)
+    entry = cuda().entries[0]
+    cost = 2 * len(entry.programs) * sum(operands(size) for spec in (*entry.inputs, *entry.outputs) for size in spec.shape)
     monkeypatch.setattr(limits, "SIZE_EVALUATIONS", cost)
-    check_size_evaluations([made, made])
+    check_size_evaluations([entry, entry])
     monkeypatch.setattr(limits, "SIZE_EVALUATIONS", cost - 1)
     with raises("manifest-invalid", match="more than the limit"):
-        check_size_evaluations([made, made])
+        check_size_evaluations([entry, entry])
 
 
 def test_a_lowering_behind_one_that_was_left_out_is_looked_at() -> None:
-    made = tried()(cuda())
-    *others, last = made.entries[0].programs
+    base = tried()(cuda())
+    *others, last = base.entries[0].programs
     left_out = Lowering(name="left", chosen=False, microseconds=(), reason="no")
-    check_manifest(edited(made, programs=(*others, replace(last, lowerings=(left_out, *last.lowerings)))))
+    check_manifest(edited(base, programs=(*others, replace(last, lowerings=(left_out, *last.lowerings)))))
     short = tuple([replace(row, microseconds=()) for row in last.lowerings])
-    reject(edited(made, programs=(*others, replace(last, lowerings=(left_out, *short)))), "programs[1].lowerings[1].microseconds")
+    reject(edited(base, programs=(*others, replace(last, lowerings=(left_out, *short)))), "programs[1].lowerings[1].microseconds")
 
 
 @pytest.mark.parametrize(("expected", "distance", "fits"), [
@@ -764,9 +764,9 @@ def test_a_lowering_behind_one_that_was_left_out_is_looked_at() -> None:
     ("eager", 0.5, False), ("eager", 0.0, True),
 ])  # fmt: skip
 def test_a_distance_is_that_of_a_recording(expected: str, distance: float, fits: bool) -> None:
-    made = cuda()
-    proofs = tuple([replace(proof, distance=distance) for proof in made.entries[0].self_test.proofs])
-    changed = edited(made, self_test=replace(made.entries[0].self_test, expected=expected, proofs=proofs))
+    manifest = cuda()
+    proofs = tuple([replace(proof, distance=distance) for proof in manifest.entries[0].self_test.proofs])
+    changed = edited(manifest, self_test=replace(manifest.entries[0].self_test, expected=expected, proofs=proofs))
     if fits:
         check_manifest(changed)
     else:
@@ -774,10 +774,10 @@ def test_a_distance_is_that_of_a_recording(expected: str, distance: float, fits:
 
 
 def test_forward_is_the_first_entry(tmp_path: Path) -> None:
-    made = donation_bundles.write(tmp_path / "chained.cgb")
-    first, second, *others = made.entries
+    manifest = donation_bundles.write(tmp_path / "chained.cgb")
+    first, second, *others = manifest.entries
     with raises("manifest-invalid", match=r"^entries\[1\]\.name: 'forward' is not the first entry"):
-        check_manifest(replace(made, entries=(first, replace(second, name="forward"), *others)))
+        check_manifest(replace(manifest, entries=(first, replace(second, name="forward"), *others)))
 
 
 @pytest.mark.parametrize("level", ["load", "full"])
@@ -798,7 +798,7 @@ def test_what_is_checked_at_each_level(golden: str, level: str, monkeypatch: pyt
 
 
 def test_no_two_entries_have_one_name(tmp_path: Path) -> None:
-    made = donation_bundles.write(tmp_path / "chained.cgb")
-    first, second, *others = made.entries
+    manifest = donation_bundles.write(tmp_path / "chained.cgb")
+    first, second, *others = manifest.entries
     with raises("manifest-invalid", match=rf"^entries\[1\]\.name: '{first.name}' stands twice"):
-        check_manifest(replace(made, entries=(first, replace(second, name=first.name), *others)))
+        check_manifest(replace(manifest, entries=(first, replace(second, name=first.name), *others)))

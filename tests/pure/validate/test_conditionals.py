@@ -23,8 +23,8 @@ LOOP, BEFORE_BRANCH, BRANCH, CHOICE = 2, 3, 4, 8
 """Positions of the loop, of what sets the branch's condition, of the branch, and of the branch in the loop."""
 
 
-def check(made: Recording) -> None:
-    check_recording(Table(tables.encode(made), WHERE), MEMORIES, {IMAGE})
+def check(recording: Recording) -> None:
+    check_recording(Table(tables.encode(recording), WHERE), MEMORIES, {IMAGE})
 
 
 def with_node(position: int, node: Node) -> Recording:
@@ -51,12 +51,12 @@ def test_a_body_may_be_empty() -> None:
 
 def test_a_switch_has_as_many_bodies_as_a_byte_tells_apart() -> None:
     rows = switching(IMAGE)
-    for made in (rows, several(IMAGE, 8, nested=False), several(IMAGE, 8, nested=True)):
-        check(made)
+    for nodes in (rows, several(IMAGE, 8, nested=False), several(IMAGE, 8, nested=True)):
+        check(nodes)
     assert tables.decode(tables.encode(rows)) == rows
-    own = [setter(0, FLAG), ConditionalNode(type="switch", bodies=tuple(range(257)))]
+    nodes = [setter(0, FLAG), ConditionalNode(type="switch", bodies=tuple(range(257)))]
     with raises("table-invalid", match=r"nodes\[1\].bodies: 257, expected 1 to 256"):
-        check(chained(IMAGE, [own, *[[] for _ in range(257)]]))
+        check(chained(IMAGE, [nodes, *[[] for _ in range(257)]]))
 
 
 DEFECTS: dict[str, tuple[Callable[[], Recording], str]] = {
@@ -158,8 +158,8 @@ def test_every_byte_may_be_damaged() -> None:
             damaged = bytearray(data)
             damaged[position] ^= flip
             try:
-                found = tables.decode(bytes(damaged))
+                recording = tables.decode(bytes(damaged))
                 check_recording(Table(bytes(damaged)), MEMORIES, {IMAGE})
             except BundleError:
                 continue
-            assert tables.encode(found) == bytes(damaged)
+            assert tables.encode(recording) == bytes(damaged)

@@ -37,9 +37,9 @@ def bad(manifest: Manifest, match: str) -> None:
 
 
 def entry(manifest: Manifest, number: int, **changes: Any) -> Manifest:
-    each = list(manifest.entries)
-    each[number] = replace(each[number], **changes)
-    return replace(manifest, entries=tuple(each))
+    specs = list(manifest.entries)
+    specs[number] = replace(specs[number], **changes)
+    return replace(manifest, entries=tuple(specs))
 
 
 def donation(manifest: Manifest, **changes: Any) -> Manifest:
@@ -159,7 +159,7 @@ def test_a_recording_that_uses_what_is_another_entrys(
     folder = tmp_path / "chained.cgb"
     check_tables(ArchiveOf(folder, manifest))
     first, last = ADDS["take"]
-    broken = tuple([(ARENA_AT, place) if index == argument else each for index, each in enumerate(first)])
+    broken = tuple([(ARENA_AT, place) if index == argument else operand for index, operand in enumerate(first)])
     rewritten(monkeypatch, manifest, folder, "take", [broken, last])
     with raises("table-invalid", match=f"a node uses byte {place} of memory arena, which is reserved for another entry"):
         check_tables(ArchiveOf(folder, manifest))
@@ -177,10 +177,10 @@ def test_a_variable_that_points_at_the_inputs(manifest: Manifest, tmp_path: Path
     image = next(file.sha256 for file in manifest.files if file.path.startswith("kernels/"))
     state = ModuleState(image=image, symbol="table", contents=bytes(8), relocations=relocations((0, INPUTS_AT, 0)))
     (folder / "graphs/modules.bin").write_bytes(encode_states([state]))
-    made = replace(manifest, module_state="graphs/modules.bin")
+    changed = replace(manifest, module_state="graphs/modules.bin")
     with raises("table-invalid", match="a variable points at memory inputs, and donations give calls inputs that lie elsewhere"):
-        check_tables(ArchiveOf(folder, made))
-    check_tables(ArchiveOf(folder, edited(made, donations=(), donated=())))
+        check_tables(ArchiveOf(folder, changed))
+    check_tables(ArchiveOf(folder, edited(changed, donations=(), donated=())))
 
 
 def test_donations_are_lines_of_the_manifest_where_there_are_any(manifest: Manifest) -> None:

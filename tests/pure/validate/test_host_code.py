@@ -28,19 +28,19 @@ def bundle(tmp_path: Path) -> Path:
 
 
 def put_value(index: int, **changes: Any) -> Change:
-    def change(made: Manifest) -> Manifest:
-        last = made.entries[0].programs[-1]
+    def change(manifest: Manifest) -> Manifest:
+        last = manifest.entries[0].programs[-1]
         values = list(last.values)
         values[index] = replace(values[index], **changes)
-        return edited(made, programs=(*made.entries[0].programs[:-1], replace(last, values=tuple(values))))
+        return edited(manifest, programs=(*manifest.entries[0].programs[:-1], replace(last, values=tuple(values))))
 
     return change
 
 
 def test_what_is_attached_is_read_again(bundle: Path) -> None:
-    made = archive.read_manifest(str(bundle))
+    manifest = archive.read_manifest(str(bundle))
     data = (bundle / tiny_bundle.HOST_FILE).read_bytes()
-    assert host_code.read(data) == host_code.described(made, 0) and data.startswith(b"\x7fELF")
+    assert host_code.read(data) == host_code.described(manifest, 0) and data.startswith(b"\x7fELF")
     validate.check_bundle(Archive(str(bundle)), "full")
     assert validate.examine(Archive(str(bundle))) == []
 
@@ -50,7 +50,7 @@ WHOLE = b"object" + TEXT + len(TEXT).to_bytes(8, "little") + host_code.MAGIC
 
 
 @pytest.mark.parametrize(
-    ("data", "found"),
+    ("data", "expected"),
     [
         (WHOLE, TEXT),
         (WHOLE[6:], TEXT),
@@ -63,8 +63,8 @@ WHOLE = b"object" + TEXT + len(TEXT).to_bytes(8, "little") + host_code.MAGIC
         (b"\xff" * 8 + host_code.MAGIC, None),
     ],
 )
-def test_read(data: bytes, found: bytes | None) -> None:
-    assert host_code.read(data) == found
+def test_read(data: bytes, expected: bytes | None) -> None:
+    assert host_code.read(data) == expected
 
 
 CHANGES: list[tuple[str, Change]] = [
@@ -72,33 +72,33 @@ CHANGES: list[tuple[str, Change]] = [
     ("calls", put_value(0, strides=(1, 4))),
     ("calls", put_value(1, dtype="int32")),
     ("calls", put_value(1, offset=4)),
-    ("calls", lambda made: edited(made, programs=made.entries[0].programs[::-1])),
-    ("constants", lambda made: replace(made, weights=(replace(made.weights[0], shape=(1, 6)), *made.weights[1:]))),
-    ("constants", lambda made: replace(made, weights=(replace(made.weights[0], tensor="first.bias"), *made.weights[1:]))),
-    ("constants", lambda made: replace(made, regions=(replace(made.regions[0], constants=(("c0", 1), ("c1", 0))),))),
-    ("constants", lambda made: replace(made, regions=(replace(made.regions[0], constants=(("c0", 0),)),))),
-    ("dimensions", lambda made: edited(made, dimensions=(replace(made.entries[0].dimensions[0], chunk=False),))),
-    ("inputs", lambda made: edited(made, inputs=(replace(made.entries[0].inputs[0], order=(1, 0)),))),
-    ("outputs", lambda made: edited(made, outputs=(replace(made.entries[0].outputs[0], dtype="int32"),))),
-    ("mutated_inputs", lambda made: edited(made, mutated_inputs=(0,))),
-    ("random", lambda made: replace(made, random=0)),
-    ("result", lambda made: edited(made, result={"tuple": [{"tensor": 0}]})),
-    ("call", lambda made: edited(made, call={"call": [["y", {"tensor": 0}]]})),
+    ("calls", lambda base: edited(base, programs=base.entries[0].programs[::-1])),
+    ("constants", lambda base: replace(base, weights=(replace(base.weights[0], shape=(1, 6)), *base.weights[1:]))),
+    ("constants", lambda base: replace(base, weights=(replace(base.weights[0], tensor="first.bias"), *base.weights[1:]))),
+    ("constants", lambda base: replace(base, regions=(replace(base.regions[0], constants=(("c0", 1), ("c1", 0))),))),
+    ("constants", lambda base: replace(base, regions=(replace(base.regions[0], constants=(("c0", 0),)),))),
+    ("dimensions", lambda base: edited(base, dimensions=(replace(base.entries[0].dimensions[0], chunk=False),))),
+    ("inputs", lambda base: edited(base, inputs=(replace(base.entries[0].inputs[0], order=(1, 0)),))),
+    ("outputs", lambda base: edited(base, outputs=(replace(base.entries[0].outputs[0], dtype="int32"),))),
+    ("mutated_inputs", lambda base: edited(base, mutated_inputs=(0,))),
+    ("random", lambda base: replace(base, random=0)),
+    ("result", lambda base: edited(base, result={"tuple": [{"tensor": 0}]})),
+    ("call", lambda base: edited(base, call={"call": [["y", {"tensor": 0}]]})),
 ]
 
 
 @pytest.mark.parametrize(("field", "change"), CHANGES, ids=[f"{number}-{row[0]}" for number, row in enumerate(CHANGES)])
 def test_other_rows_are_refused_by_name(bundle: Path, field: str, change: Change) -> None:
-    made = archive.read_manifest(str(bundle))
+    manifest = archive.read_manifest(str(bundle))
     with raises(
         "manifest-invalid", match=rf"^regions\[0\]\.file: host/model\.so was built for other {field} than the manifest has$"
     ):
-        contents.check_host_code(ArchiveOf(bundle, change(made)))
+        contents.check_host_code(ArchiveOf(bundle, change(manifest)))
 
 
 def test_rows_of_a_gpus_host_region_are_those_of_its_steps(bundle: Path) -> None:
-    made = archive.read_manifest(str(bundle))
-    cuda = replace(made, target=replace(made.target, kind="cuda"))
+    manifest = archive.read_manifest(str(bundle))
+    cuda = replace(manifest, target=replace(manifest.target, kind="cuda"))
     text = host_code.described(cuda, 0)
     assert b'"dimensions"' not in text and text.count(b'"float32"') == 2 * 2 + 2
     assert host_code.described(edited(cuda, mutated_inputs=(0,)), 0) == text
@@ -106,23 +106,23 @@ def test_rows_of_a_gpus_host_region_are_those_of_its_steps(bundle: Path) -> None
 
 
 def test_a_shared_object_without_rows_is_refused(bundle: Path) -> None:
-    made = archive.read_manifest(str(bundle))
+    manifest = archive.read_manifest(str(bundle))
     (bundle / tiny_bundle.HOST_FILE).write_bytes(b"\x7fELF")
     with raises("manifest-invalid", match=r"host/model\.so does not say what it was built for"):
-        contents.check_host_code(ArchiveOf(bundle, made))
+        contents.check_host_code(ArchiveOf(bundle, manifest))
 
 
 @pytest.mark.parametrize("text", [b"", b"x", b"[]", b"{", b"[" * 100_000, b'"\xff"'])
 def test_rows_that_are_none(bundle: Path, text: bytes) -> None:
-    made = archive.read_manifest(str(bundle))
+    manifest = archive.read_manifest(str(bundle))
     (bundle / tiny_bundle.HOST_FILE).write_bytes(text + len(text).to_bytes(8, "little") + host_code.MAGIC)
     with raises("manifest-invalid", match="was built for other rows than the manifest has"):
-        contents.check_host_code(ArchiveOf(bundle, made))
+        contents.check_host_code(ArchiveOf(bundle, manifest))
 
 
 def test_load_and_verify_compare(bundle: Path) -> None:
-    made = archive.read_manifest(str(bundle))
-    other = edited(made, dimensions=(replace(made.entries[0].dimensions[0], pad="no", chunk=False),))
+    manifest = archive.read_manifest(str(bundle))
+    other = edited(manifest, dimensions=(replace(manifest.entries[0].dimensions[0], pad="no", chunk=False),))
     for level in contents.LEVELS:
         with raises("manifest-invalid", match="built for other dimensions"):
             validate.check_bundle(ArchiveOf(bundle, other), level)

@@ -55,9 +55,9 @@ def is_sound(program: Program) -> bool:
     last |= dict.fromkeys(program.outputs, len(program.steps))
     for number, step in enumerate(program.steps):
         earlier = [index for step in program.steps[:number] for index in step.outputs if last.get(index, -1) > number]
-        own = [] if step.kind == "graph" else [*step.inputs, *step.outputs]
+        operands = [] if step.kind == "graph" else [*step.inputs, *step.outputs]
         for index in step.outputs:
-            if any(other != index and overlap(values[index], values[other]) for other in (*earlier, *own)):
+            if any(other != index and overlap(values[index], values[other]) for other in (*earlier, *operands)):
                 return False
     return True
 
@@ -67,11 +67,11 @@ def is_sound(program: Program) -> bool:
 def test_it_finds_what_comparing_all_pairs_does(program: Program) -> None:
     try:
         check_lifetimes(program, "p")
-        found = True
+        accepted = True
     except BundleError as error:
         assert error.code == "manifest-invalid"
-        found = False
-    assert found == is_sound(program)
+        accepted = False
+    assert accepted == is_sound(program)
 
 
 @pytest.mark.parametrize("begin", [0, 2], ids=["before", "behind"])
@@ -97,9 +97,9 @@ def test_the_message_names_the_two_values_of_a_step() -> None:
 def test_a_piece_is_found_among_others(rows: list[tuple[str, int, int]], asked: tuple[str, int, int]) -> None:
     spans = Spans((memory, begin, begin + size, number) for number, (memory, begin, size) in enumerate(rows))
     memory, begin, size = asked
-    found = spans.over(memory, begin, begin + size)
+    piece_number = spans.over(memory, begin, begin + size)
     over = [number for number, row in enumerate(rows) if overlap(value(*row), value(*asked))]
-    assert (found in over) if over else found is None
+    assert (piece_number in over) if over else piece_number is None
 
 
 def test_many_values_that_all_live_to_the_end_are_checked_in_little_time() -> None:
@@ -113,5 +113,5 @@ def test_many_values_that_all_live_to_the_end_are_checked_in_little_time() -> No
         check_lifetimes(program, "p")
         return "sound"
 
-    found, seconds, _ = cost(work)
-    assert found == "sound" and seconds < 2, (found, seconds)
+    verdict, seconds, _ = cost(work)
+    assert verdict == "sound" and seconds < 2, (verdict, seconds)

@@ -57,28 +57,28 @@ def test_a_program_uses_as_much_as_there_is(field: str, memory: str, least: int,
 
 def test_a_value_without_elements_is_a_value() -> None:
     for rows in (0, 3):
-        made = signature([], [spec("x", 0, rows)], [spec("y", rows)])
-        check_manifest(replace(made, files=FILES))
+        manifest = signature([], [spec("x", 0, rows)], [spec("y", rows)])
+        check_manifest(replace(manifest, files=FILES))
 
 
 def test_a_value_without_axes_is_a_value() -> None:
-    made = signature([], [spec("x")], [spec("y")])
-    check_manifest(replace(made, files=FILES))
+    manifest = signature([], [spec("x")], [spec("y")])
+    check_manifest(replace(manifest, files=FILES))
 
 
 @pytest.mark.parametrize(("offset", "fits"), [(256, True), (512 - 8, False), (512, False), (255, False), (-512, False)])
 def test_weights_lie_aligned_in_their_memory(offset: int, fits: bool) -> None:
-    made = put_row("weights", 1, offset=offset)(cuda())
+    manifest = put_row("weights", 1, offset=offset)(cuda())
     if fits:
-        return check_manifest(made)
-    reject(made, "weights[1].offset")
+        return check_manifest(manifest)
+    reject(manifest, "weights[1].offset")
 
 
 def test_a_weight_ends_where_its_memory_ends() -> None:
     """The bias has two floats."""
     for size, fits in ((264, True), (263, False)):
-        made = put(memories=tuple([(name, size if name == "weights" else each) for name, each in cuda().memories]))(cuda())
-        check_manifest(made) if fits else reject(made, "weights[1].offset", "outside memory weights")
+        manifest = put(memories=tuple([(name, size if name == "weights" else length) for name, length in cuda().memories]))(cuda())
+        check_manifest(manifest) if fits else reject(manifest, "weights[1].offset", "outside memory weights")
 
 
 def test_a_weight_lies_in_memory_weights_or_state_or_on_the_host_beside_a_gpu() -> None:
@@ -105,13 +105,13 @@ def test_constants_are_weights_that_there_are() -> None:
 
 
 def test_a_target_without_host_regions_needs_no_torch() -> None:
-    made = cuda()
-    steps = [replace(program.steps[0], outputs=program.outputs) for program in made.entries[0].programs]
+    base = cuda()
+    steps = [replace(program.steps[0], outputs=program.outputs) for program in base.entries[0].programs]
     plain = edited(
-        made,
-        target=replace(made.target, torch=""),
-        regions=tuple([region for region in made.regions if region.kind == "graph"]),
-        programs=tuple([replace(program, steps=(step,)) for program, step in zip(made.entries[0].programs, steps, strict=True)]),
+        base,
+        target=replace(base.target, torch=""),
+        regions=tuple([region for region in base.regions if region.kind == "graph"]),
+        programs=tuple([replace(program, steps=(step,)) for program, step in zip(base.entries[0].programs, steps, strict=True)]),
     )
     check_manifest(plain)
     hosted = Region(name="h", kind="host", reason="", file="host/model.so", constants=())
@@ -154,27 +154,27 @@ def test_a_path_on_another_system_is_no_path() -> None:
 
 @pytest.mark.parametrize("pad", ["rows", "zeros", "no"])
 def test_dimensions(pad: str) -> None:
-    made = signature([dimension("n", 1, pad=pad), dimension("m", 2, 3, 900)], [spec("x", "n", "m")], [spec("y", "n", "m")])
-    check_manifest(replace(made, files=FILES))
+    manifest = signature([dimension("n", 1, pad=pad), dimension("m", 2, 3, 900)], [spec("x", "n", "m")], [spec("y", "n", "m")])
+    check_manifest(replace(manifest, files=FILES))
 
 
 def test_dimensions_are_limited() -> None:
     names = [f"n{number}" for number in range(limits.DIMENSIONS + 1)]
     for chosen in (names, names[1:]):
-        made = signature([dimension(name, 1) for name in chosen], [spec(f"x{name}", name) for name in chosen], [spec("y", *chosen)])
-        made = replace(made, files=FILES)
+        base = signature([dimension(name, 1) for name in chosen], [spec(f"x{name}", name) for name in chosen], [spec("y", *chosen)])
+        base = replace(base, files=FILES)
         if chosen is names:
             with raises("manifest-invalid", f"dimensions: {len(names)}, more than the limit of {limits.DIMENSIONS}"):
-                check_manifest(made)
+                check_manifest(base)
         else:
-            check_manifest(made)
+            check_manifest(base)
 
 
 def test_two_dimensions_of_one_axis_each() -> None:
-    made = signature([dimension("n", 1), dimension("m", 2)], [spec("x", "n"), spec("z", "m")], [spec("y", "n", "m")])
-    check_manifest(replace(made, files=FILES))
+    base = signature([dimension("n", 1), dimension("m", 2)], [spec("x", "n"), spec("z", "m")], [spec("y", "n", "m")])
+    check_manifest(replace(base, files=FILES))
     for index in (0, 1):
-        gone = edited(made, files=FILES, inputs=tuple([replace(made.entries[0].inputs[index], name=name) for name in ("x", "z")]))
+        gone = edited(base, files=FILES, inputs=tuple([replace(base.entries[0].inputs[index], name=name) for name in ("x", "z")]))
         reject(gone, "dimensions", f"{'mn'[index]} is the size of no input's axis")
 
 
@@ -187,12 +187,12 @@ def test_two_dimensions_of_one_axis_each() -> None:
 )  # fmt: skip
 def test_an_output_can_be_joined(shape: Any, fits: bool) -> None:
     for chunk in (True, False):
-        made = signature([dimension("n", 2, 4, chunk=chunk)], [spec("x", "n")], [spec("w", "n"), spec("y", *shape)])
-        made = replace(made, files=FILES)
+        manifest = signature([dimension("n", 2, 4, chunk=chunk)], [spec("x", "n")], [spec("w", "n"), spec("y", *shape)])
+        manifest = replace(manifest, files=FILES)
         if fits or not chunk:
-            check_manifest(made)
+            check_manifest(manifest)
         else:
-            reject(made, "dimensions[0].chunk", "outputs[1] cannot be chunked along n")
+            reject(manifest, "dimensions[0].chunk", "outputs[1] cannot be chunked along n")
 
 
 @pytest.mark.parametrize(
@@ -200,32 +200,32 @@ def test_an_output_can_be_joined(shape: Any, fits: bool) -> None:
 )
 def test_an_input_can_be_cut(shape: Any, fits: bool) -> None:
     for chunk in (True, False):
-        made = signature([dimension("n", 2, 4, chunk=chunk)], [spec("w", "n"), spec("x", *shape)], [spec("y", "n")])
-        made = replace(made, files=FILES)
+        manifest = signature([dimension("n", 2, 4, chunk=chunk)], [spec("w", "n"), spec("x", *shape)], [spec("y", "n")])
+        manifest = replace(manifest, files=FILES)
         if fits or not chunk:
-            check_manifest(made)
+            check_manifest(manifest)
         else:
-            reject(made, "dimensions[0].chunk", "inputs[1] cannot be chunked along n")
+            reject(manifest, "dimensions[0].chunk", "inputs[1] cannot be chunked along n")
 
 
 def test_only_the_dimension_that_is_cut_has_to_be_told_apart() -> None:
-    made = signature(
+    manifest = signature(
         [dimension("n", 2), dimension("m", 3, chunk=False)], [spec("x", "n", ("+", "m", 1))], [spec("y", "n", ("//", "m", 2), "m")]
     )
-    check_manifest(replace(made, files=FILES))
+    check_manifest(replace(manifest, files=FILES))
 
 
 def written(*places: int, pad: str = "no", chunk: bool = False) -> Manifest:
     names = ("x", "cache", "place")
-    made = signature([dimension("n", 2, pad=pad, chunk=chunk)], [spec(name, "n") for name in names], [spec("y", "n")])
-    bounds = (*made.entries[0].self_test.bounds, *[made.entries[0].self_test.bounds[0] for _ in places])
-    return edited(made, files=FILES, mutated_inputs=places, self_test=replace(made.entries[0].self_test, bounds=bounds))
+    manifest = signature([dimension("n", 2, pad=pad, chunk=chunk)], [spec(name, "n") for name in names], [spec("y", "n")])
+    bounds = (*manifest.entries[0].self_test.bounds, *[manifest.entries[0].self_test.bounds[0] for _ in places])
+    return edited(manifest, files=FILES, mutated_inputs=places, self_test=replace(manifest.entries[0].self_test, bounds=bounds))
 
 
 def test_on_the_cpu_an_output_that_shares_memory_has_an_offset() -> None:
-    made = put(aliases=(Alias(output=0, memory="inputs", index=0),))(put_value(1, offset=4)(cpu()))
-    check_manifest(made)
-    reject(edited(made, aliases=()), "programs[1].values[1].offset", "a value in host memory has none")
+    manifest = put(aliases=(Alias(output=0, memory="inputs", index=0),))(put_value(1, offset=4)(cpu()))
+    check_manifest(manifest)
+    reject(edited(manifest, aliases=()), "programs[1].values[1].offset", "a value in host memory has none")
 
 
 def test_inputs_that_a_call_changes() -> None:
@@ -243,23 +243,23 @@ def test_inputs_that_a_call_changes() -> None:
 
 def test_an_order_of_the_axes_is_one_of_them_all() -> None:
     for order in ((1, 0, 2), (2, 1, 0)):
-        made = signature([], [spec("x", 2, 3, 4, order=order)], [TensorSpec(name="y", dtype="float32", shape=(), order=())])
-        check_manifest(replace(made, files=FILES))
-        reject(put_row("inputs", 0, order=(*order[:2], 3))(replace(made, files=FILES)), "inputs[0].order")
-        reject(put_row("inputs", 0, order=(*order[:2], order[0]))(replace(made, files=FILES)), "inputs[0].order")
+        manifest = signature([], [spec("x", 2, 3, 4, order=order)], [TensorSpec(name="y", dtype="float32", shape=(), order=())])
+        check_manifest(replace(manifest, files=FILES))
+        reject(put_row("inputs", 0, order=(*order[:2], 3))(replace(manifest, files=FILES)), "inputs[0].order")
+        reject(put_row("inputs", 0, order=(*order[:2], order[0]))(replace(manifest, files=FILES)), "inputs[0].order")
 
 
 # --- steps -----------------------------------------------------------------------------------------------------------
 
 
 def test_steps_over_the_last_value_and_region() -> None:
-    made = cuda()
-    count, regions = len(made.entries[0].programs[1].values), len(made.regions)
+    manifest = cuda()
+    count, regions = len(manifest.entries[0].programs[1].values), len(manifest.regions)
     for place in (-1, count):
-        reject(put_step(4, inputs=(1, place))(made), "programs[1].steps[4]", "no such value")
-        reject(put_step(4, outputs=(5, place))(made), "programs[1].steps[4]", "no such value")
+        reject(put_step(4, inputs=(1, place))(manifest), "programs[1].steps[4]", "no such value")
+        reject(put_step(4, outputs=(5, place))(manifest), "programs[1].steps[4]", "no such value")
     for place in (-1, regions):
-        reject(put_step(4, region=place)(made), "programs[1].steps[4].region", f"no region {place}")
+        reject(put_step(4, region=place)(manifest), "programs[1].steps[4].region", f"no region {place}")
 
 
 @pytest.mark.parametrize("field", ["inputs", "outputs"])
@@ -269,12 +269,12 @@ def test_a_copy_is_of_one_value_to_one(field: str) -> None:
 
 
 def test_a_copy_on_the_gpu_is_a_copy() -> None:
-    made = cuda()
+    manifest = cuda()
     for program in (0, 1):
-        steps = list(made.entries[0].programs[program].steps)
+        steps = list(manifest.entries[0].programs[program].steps)
         steps[3] = replace(steps[3], inputs=(1,))
-        made = put_row("programs", program, steps=tuple(steps))(made)
-    check_manifest(made)
+        manifest = put_row("programs", program, steps=tuple(steps))(manifest)
+    check_manifest(manifest)
 
 
 def test_a_cpu_program_is_one_step_over_all_values() -> None:
@@ -284,24 +284,24 @@ def test_a_cpu_program_is_one_step_over_all_values() -> None:
 
 def test_what_an_alias_lies_in_is_written() -> None:
     """An output that shares memory with another needs no step that writes it, and the other one does."""
-    made = cuda()
-    outputs = (*made.entries[0].outputs, replace(made.entries[0].outputs[0], name="again"))
+    manifest = cuda()
+    outputs = (*manifest.entries[0].outputs, replace(manifest.entries[0].outputs[0], name="again"))
     result = {"tuple": [{"tensor": 0}, {"tensor": 1}]}
     grown = []
-    for program in made.entries[0].programs:
+    for program in manifest.entries[0].programs:
         values = (*program.values, program.values[5])
         grown.append(replace(program, values=values, outputs=(5, 6)))
-    proofs = tuple([replace(proof, errors=proof.errors * 2) for proof in made.entries[0].self_test.proofs])
-    self_test = replace(made.entries[0].self_test, bounds=made.entries[0].self_test.bounds * 2, proofs=proofs)
-    base = edited(made, outputs=outputs, result=result, programs=tuple(grown), self_test=self_test)
+    proofs = tuple([replace(proof, errors=proof.errors * 2) for proof in manifest.entries[0].self_test.proofs])
+    self_test = replace(manifest.entries[0].self_test, bounds=manifest.entries[0].self_test.bounds * 2, proofs=proofs)
+    base = edited(manifest, outputs=outputs, result=result, programs=tuple(grown), self_test=self_test)
     reject(base, "programs[0].outputs[1]", "value 6, which nothing has written")
     again = edited(base, aliases=(Alias(output=1, memory="outputs", index=0),))
     check_manifest(again)
     reject(put_value(6, offset=32)(again), "programs[1].outputs[1]", "lies outside of what it shares memory with")
     short = replace(grown[0], outputs=(5,))
     for aliases in ((), (Alias(output=1, memory="outputs", index=0),)):
-        made = edited(base, aliases=aliases, programs=(short, grown[1]))
-        reject(made, "programs[0].outputs", "1 values, the signature has 2")
+        manifest = edited(base, aliases=aliases, programs=(short, grown[1]))
+        reject(manifest, "programs[0].outputs", "1 values, the signature has 2")
     turned = edited(base, programs=tuple([replace(program, outputs=(6, 5)) for program in grown]))
     check_manifest(edited(turned, aliases=(Alias(output=0, memory="outputs", index=1),)))
     reject(edited(turned, aliases=(Alias(output=1, memory="outputs", index=0),)), "programs[0].outputs[0]", "nothing has written")
@@ -318,9 +318,9 @@ def damage(path: Path, name: str) -> None:
 
 def test_a_manifest_that_is_read_is_checked(tmp_path: Path) -> None:
     path = write_bundle(tmp_path / "tiny.cgb")
-    made = checked_manifest(str(path))
-    assert made == Archive(str(path)).manifest
-    (path / file_names.MANIFEST).write_bytes(encode(replace(made, memories=(("heap", 1),))))
+    checked = checked_manifest(str(path))
+    assert checked == Archive(str(path)).manifest
+    (path / file_names.MANIFEST).write_bytes(encode(replace(checked, memories=(("heap", 1),))))
     with raises("manifest-invalid", match="^memories: "):
         checked_manifest(str(path))
 
@@ -353,10 +353,10 @@ def test_a_file_that_is_not_listed_is_found_by_a_full_check(tmp_path: Path) -> N
 
 def test_all_that_is_wrong_is_found_file_by_file(tmp_path: Path) -> None:
     path = write_bundle(tmp_path / "tiny.cgb")
-    made = Archive(str(path)).manifest
-    broken = ArchiveOf(path, put_row("weights", 0, name="nothing", tensor="nothing")(made))
+    sound = Archive(str(path)).manifest
+    broken = ArchiveOf(path, put_row("weights", 0, name="nothing", tensor="nothing")(sound))
     assert [error.code for error in examine(broken)] == ["weights-invalid", "manifest-invalid"]
-    assert [error.code for error in examine(ArchiveOf(path, put(memories=(("heap", 1),))(made)))] == ["manifest-invalid"]
+    assert [error.code for error in examine(ArchiveOf(path, put(memories=(("heap", 1),))(sound)))] == ["manifest-invalid"]
     for name in (file_names.WEIGHTS, file_names.PROGRAM):
         damage(path, name)
     assert [str(error).partition(":")[0] for error in examine(Archive(str(path)))] == [file_names.PROGRAM, file_names.WEIGHTS]
@@ -380,10 +380,10 @@ def test_weights_are_those_of_the_file(tmp_path: Path, changes: dict[str, Any], 
 
 
 def test_weights_behind_a_row_of_state_are_checked() -> None:
-    made = cuda()
-    state = replace(made.weights[0], name="kept", tensor="kept", memory="state", offset=0)
-    made = replace(made, weights=(*made.weights, state, replace(made.weights[1], name="last", offset=128)))
-    reject(replace(made, memories=(*made.memories, ("state", 256))), "weights[3].offset", "is not aligned")
+    manifest = cuda()
+    state = replace(manifest.weights[0], name="kept", tensor="kept", memory="state", offset=0)
+    manifest = replace(manifest, weights=(*manifest.weights, state, replace(manifest.weights[1], name="last", offset=128)))
+    reject(replace(manifest, memories=(*manifest.memories, ("state", 256))), "weights[3].offset", "is not aligned")
 
 
 # --- what stands in a signature --------------------------------------------------------------------------------------
@@ -391,8 +391,8 @@ def test_weights_behind_a_row_of_state_are_checked() -> None:
 
 def test_a_range_is_of_whole_numbers_alone() -> None:
     def ranged(dtype: str, *bounds: int) -> Manifest:
-        made = signature([dimension("n", 2)], [spec("ids", "n", dtype=dtype)], [spec("y", "n")])
-        return put_row("inputs", 0, range=bounds or None)(replace(made, files=FILES))
+        manifest = signature([dimension("n", 2)], [spec("ids", "n", dtype=dtype)], [spec("y", "n")])
+        return put_row("inputs", 0, range=bounds or None)(replace(manifest, files=FILES))
 
     check_manifest(ranged("int64", 0, 100))
     reject(put_row("outputs", 0, dtype="int64", range=(0, 100))(ranged("int64")), "outputs[0].range", "is no range of indices")
@@ -405,15 +405,15 @@ def test_a_range_is_of_whole_numbers_alone() -> None:
 
 
 def test_the_rows_of_state_are_looked_at() -> None:
-    made = cuda()
-    row = replace(made.weights[0], name="cache", tensor="cache", memory="state", offset=256)
-    memories = (*made.memories, ("state", 256 + 4096))
-    reject(replace(made, weights=(*made.weights, replace(row, offset=128)), memories=memories), "weights[2].offset")
+    manifest = cuda()
+    row = replace(manifest.weights[0], name="cache", tensor="cache", memory="state", offset=256)
+    memories = (*manifest.memories, ("state", 256 + 4096))
+    reject(replace(manifest, weights=(*manifest.weights, replace(row, offset=128)), memories=memories), "weights[2].offset")
 
 
 def test_parameters_by_name_come_last() -> None:
-    made = signature([], [spec("x", 2), spec("y", 2)], [spec("z", 2)])
-    first, last = made.entries[0].parameters[0], replace(made.entries[0].parameters[0], keyword=True)
-    check_manifest(edited(made, files=FILES, parameters=(first, last)))
-    check_manifest(edited(made, files=FILES, parameters=(last, last)))
-    reject(edited(made, files=FILES, parameters=(last, first)), "parameters[1].keyword", "follows one by name")
+    manifest = signature([], [spec("x", 2), spec("y", 2)], [spec("z", 2)])
+    first, last = manifest.entries[0].parameters[0], replace(manifest.entries[0].parameters[0], keyword=True)
+    check_manifest(edited(manifest, files=FILES, parameters=(first, last)))
+    check_manifest(edited(manifest, files=FILES, parameters=(last, last)))
+    reject(edited(manifest, files=FILES, parameters=(last, first)), "parameters[1].keyword", "follows one by name")

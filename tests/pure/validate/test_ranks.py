@@ -33,10 +33,10 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "two.cgb"
 
 
-def renamed(made: Manifest) -> Manifest:
+def renamed(manifest: Manifest) -> Manifest:
     """With an entry of another name."""
-    files = [replace(file, path="programs/other.pt2") if file.path == file_names.PROGRAM else file for file in made.files]
-    return replace(made, entries=(replace(made.entries[0], name="other"),), files=tuple(files))
+    files = [replace(file, path="programs/other.pt2") if file.path == file_names.PROGRAM else file for file in manifest.files]
+    return replace(manifest, entries=(replace(manifest.entries[0], name="other"),), files=tuple(files))
 
 
 def changed(path: Path, change: Callable[[Manifest], Manifest]) -> Archive:
@@ -48,8 +48,8 @@ def changed(path: Path, change: Callable[[Manifest], Manifest]) -> Archive:
 
 
 def test_ranks_that_are_alike_hold(path: Path) -> None:
-    bundle = changed(path, lambda made: made)
-    assert [each.manifest.world.rank for each in check_ranks(bundle, "full")] == [1] and examine(bundle) == []
+    bundle = changed(path, lambda base: base)
+    assert [rank_archive.manifest.world.rank for rank_archive in check_ranks(bundle, "full")] == [1] and examine(bundle) == []
 
 
 def test_damage_of_a_rank_is_named_with_its_folder(path: Path) -> None:
@@ -59,35 +59,35 @@ def test_damage_of_a_rank_is_named_with_its_folder(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
-        (lambda made: replace(made, world=replace(made.world, limit=made.world.limit + 8)), "world: .*, rank 0 has "),
-        (lambda made: replace(made, target=replace(made.target, driver=13010)), "target: is not rank 0's"),
+        (lambda base: replace(base, world=replace(base.world, limit=base.world.limit + 8)), "world: .*, rank 0 has "),
+        (lambda base: replace(base, target=replace(base.target, driver=13010)), "target: is not rank 0's"),
         (
-            lambda made: edited(made, inputs=(replace(made.entries[0].inputs[0], name="z"),)),
+            lambda base: edited(base, inputs=(replace(base.entries[0].inputs[0], name="z"),)),
             "inputs: of forward differ from rank 0's",
         ),
         (
-            lambda made: edited(made, outputs=(replace(made.entries[0].outputs[0], name="z"),)),
+            lambda base: edited(base, outputs=(replace(base.entries[0].outputs[0], name="z"),)),
             "outputs: of forward differ from rank 0's",
         ),
     ],
 )
-def test_a_rank_that_is_called_otherwise_is_refused(path: Path, change: Callable[[Manifest], Manifest], told: str) -> None:
+def test_a_rank_that_is_called_otherwise_is_refused(path: Path, change: Callable[[Manifest], Manifest], message: str) -> None:
     bundle = changed(path, change)
-    with raises("manifest-invalid", match=f"^{RANK}/: {told}"):
+    with raises("manifest-invalid", match=f"^{RANK}/: {message}"):
         check_rank(bundle, 1)
     check_bundle(bundle)
-    with raises("manifest-invalid", match=f"^{RANK}/: {told}"):
+    with raises("manifest-invalid", match=f"^{RANK}/: {message}"):
         check_bundle(bundle, "full")
 
 
 def test_no_value_lies_in_the_memory_of_the_ranks(path: Path) -> None:
-    made = archive.read_manifest(str(path))
-    (first, *values), (program, *programs) = made.entries[0].programs[0].values, made.entries[0].programs
+    manifest = archive.read_manifest(str(path))
+    (first, *values), (program, *programs) = manifest.entries[0].programs[0].values, manifest.entries[0].programs
     moved = replace(program, values=(replace(first, memory="peer"), *values))
     with raises("manifest-invalid", match=r"^entries\[0\].programs\[0\].values\[0\].memory: a value in memory peer"):
-        check_manifest(edited(made, programs=(moved, *programs)))
+        check_manifest(edited(manifest, programs=(moved, *programs)))
 
 
 def test_a_rank_of_other_entries_is_refused(path: Path) -> None:
@@ -98,17 +98,17 @@ def test_a_rank_of_other_entries_is_refused(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "expected"),
     [
-        (lambda made: replace(made, nodes=(*made.nodes, made.nodes[1]), edges=(*made.edges, edge(1, 2))), (2, 1)),
-        (lambda made: replace(made, nodes=(made.nodes[0], replace(made.nodes[1], grid=(99, 1, 1)))), (1, 0)),
-        (lambda made: replace(made, nodes=made.nodes[:1], edges=()), (0, 0)),
+        (lambda graph: replace(graph, nodes=(*graph.nodes, graph.nodes[1]), edges=(*graph.edges, edge(1, 2))), (2, 1)),
+        (lambda graph: replace(graph, nodes=(graph.nodes[0], replace(graph.nodes[1], grid=(99, 1, 1)))), (1, 0)),
+        (lambda graph: replace(graph, nodes=graph.nodes[:1], edges=()), (0, 0)),
     ],
 )
 def test_a_rank_that_exchanges_other_data_is_refused(
-    path: Path, change: Callable[[Recording], Recording], told: tuple[int, int]
+    path: Path, change: Callable[[Recording], Recording], expected: tuple[int, int]
 ) -> None:
-    """It would wait for the others, or they for it.  `told`: its exchanges, and where they part."""
+    """It would wait for the others, or they for it.  `expected`: its exchanges, and where they part."""
     image = hashlib.sha256(IMAGE).hexdigest()
     once = rank_bundles.recording(image, KEYS[0], rank_bundles.kernels(2, 1, IMAGE))
     name = f"graphs/g0-{KEYS[0]}.bin"
@@ -116,9 +116,9 @@ def test_a_rank_that_exchanges_other_data_is_refused(
     (path / RANK / name).write_bytes(data)
     row = File(path=name, bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
 
-    def listed(made: Manifest) -> Manifest:
-        return replace(made, files=tuple([row if file.path == name else file for file in made.files]))
+    def listed(manifest: Manifest) -> Manifest:
+        return replace(manifest, files=tuple([row if file.path == name else file for file in manifest.files]))
 
-    text = rf"^{RANK}/: int_key \({KEYS[0]},\): {told[0]} exchanges, rank 0 has 1; they part at number {told[1]}"
+    text = rf"^{RANK}/: int_key \({KEYS[0]},\): {expected[0]} exchanges, rank 0 has 1; they part at number {expected[1]}"
     with raises("table-invalid", match=text):
         check_rank(changed(path, listed), 1)

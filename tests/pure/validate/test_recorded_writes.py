@@ -55,7 +55,7 @@ def beside(memory: int, offset: int, size: int, *, named: bool = False) -> Progr
     kept = Value(dtype="uint8", shape=(size,), strides=(1,), memory=MEMORIES[memory], offset=offset)
     other = Value(dtype="uint8", shape=(1,), strides=(1,), memory="arena", offset=0xF000)
     rows = (((), (0,)), ((0,) if named else (), (1,)), ((0,), (2,)))
-    steps = [Step(kind="graph", region=0, file="g", inputs=given, outputs=made) for given, made in rows]
+    steps = [Step(kind="graph", region=0, file="g", inputs=reads, outputs=writes) for reads, writes in rows]
     return Program(key=(), values=(kept, other, other), inputs=(), outputs=(2,), steps=tuple(steps), arena=0, static=0)
 
 
@@ -87,15 +87,15 @@ def test_reads(memory: int, begin: int) -> None:
 
 
 def test_what_nobody_reads_later_may_be_written_over() -> None:
-    made = beside(ARENA, 0x100, 4)
-    first, second, last = made.steps
+    program = beside(ARENA, 0x100, 4)
+    first, second, last = program.steps
     for steps in ((first, second), (first, second, Step(kind="graph", region=0, file="g", inputs=(), outputs=(2,)))):
-        dead = Program(key=(), values=made.values, inputs=(), outputs=(1,), steps=steps, arena=0, static=0)
+        dead = Program(key=(), values=program.values, inputs=(), outputs=(1,), steps=steps, arena=0, static=0)
         assert not refused(dead)
-    given_out = Program(key=(), values=made.values, inputs=(), outputs=(0,), steps=(first, second), arena=0, static=0)
+    given_out = Program(key=(), values=program.values, inputs=(), outputs=(0,), steps=(first, second), arena=0, static=0)
     assert "a node writes over value 0, which the call gives out" in refused(given_out)
-    own = Step(kind="graph", region=0, file="g", inputs=(0,), outputs=(1,))
-    used_up = Program(key=(), values=made.values, inputs=(), outputs=(1,), steps=(first, own), arena=0, static=0)
+    consumer = Step(kind="graph", region=0, file="g", inputs=(0,), outputs=(1,))
+    used_up = Program(key=(), values=program.values, inputs=(), outputs=(1,), steps=(first, consumer), arena=0, static=0)
     assert not refused(used_up), "the recording may write over what it is the last to read"
-    not_yet = Program(key=(), values=made.values, inputs=(), outputs=(0,), steps=(last, second, first), arena=0, static=0)
+    not_yet = Program(key=(), values=program.values, inputs=(), outputs=(0,), steps=(last, second, first), arena=0, static=0)
     assert not refused(not_yet), "what a later step makes is not there yet"

@@ -183,22 +183,22 @@ def test_a_block_has_1024_threads_in_all() -> None:
 def test_launch_attributes_are_those_that_can_be_set() -> None:
     known = (2, 4, 5, 8, 9, 10, 11, 14, 16)
     for number in range(20):
-        made = with_kernel(attributes=((number, (0, 0, 0)),))
+        recording = with_kernel(attributes=((number, (0, 0, 0)),))
         if number in known:
-            passes(made)
+            passes(recording)
         else:
-            fails(made, f"attributes: {number} is none of")
+            fails(recording, f"attributes: {number} is none of")
     passes(with_kernel(attributes=tuple((number, (0, 0, 0)) for number in known)))
     fails(with_kernel(attributes=((4, (0, 0, 0)), (4, (0, 0, 0)))), "4 after 4")
 
 
 def test_function_attributes_are_those_that_can_be_set() -> None:
     for number in range(18):
-        made = replace(RECORDING_8, functions=(replace(FUNCTION, attributes=((number, 0),)),))
+        recording = replace(RECORDING_8, functions=(replace(FUNCTION, attributes=((number, 0),)),))
         if number in (8, 9, 11, 12, 13, 14, 15):
-            passes(made)
+            passes(recording)
         else:
-            fails(made, f"attributes: {number} is none of")
+            fails(recording, f"attributes: {number} is none of")
 
 
 def test_the_values_of_attributes_are_words_with_or_without_a_sign() -> None:
@@ -206,8 +206,8 @@ def test_the_values_of_attributes_are_words_with_or_without_a_sign() -> None:
         for value, fits in ((-(2**31), True), (2**32 - 1, True), (-(2**31) - 1, False), (2**32, False)):
             values = [0, 0, 0]
             values[place] = value
-            made = with_kernel(attributes=((8, tuple(values)), (14, (5, 0, 0))))
-            passes(made) if fits else fails(made, "more than 32 bits")
+            recording = with_kernel(attributes=((8, tuple(values)), (14, (5, 0, 0))))
+            passes(recording) if fits else fails(recording, "more than 32 bits")
 
 
 def test_parameters_lie_behind_each_other_and_inside_of_the_block() -> None:
@@ -286,8 +286,8 @@ def test_an_empty_memory_has_a_beginning_only() -> None:
 
 def test_a_memset_writes_elements_of_1_2_or_4_bytes() -> None:
     for element in range(10):
-        made = with_node(0, element=element)
-        passes(made) if element in (1, 2, 4) else fails(made, "expected 1, 2 or 4")
+        recording = with_node(0, element=element)
+        passes(recording) if element in (1, 2, 4) else fails(recording, "expected 1, 2 or 4")
 
 
 @pytest.mark.parametrize(
@@ -360,13 +360,13 @@ def test_a_memcpy_of_nothing_is_refused(field: str) -> None:
 
 
 def test_edges_that_are_known() -> None:
-    for each in (edge(1, 4, 1, 0, 1), edge(1, 4, 2, 0, 1), edge(1, 2, 1), edge(1, 3, 2), edge(0, 1), edge(2, 0), edge(3, 4)):
-        passes(replace(RECORDING_8, edges=(each,)))
+    for arc in (edge(1, 4, 1, 0, 1), edge(1, 4, 2, 0, 1), edge(1, 2, 1), edge(1, 3, 2), edge(0, 1), edge(2, 0), edge(3, 4)):
+        passes(replace(RECORDING_8, edges=(arc,)))
     passes(replace(RECORDING_8, edges=(edge(1, 4, 1, 0, 1), edge(1, 4, 2, 0, 1), edge(1, 4))))
 
 
 @pytest.mark.parametrize(
-    ("each", "message"),
+    ("arc", "message"),
     [
         (edge(0, 1, 0, 1, 0), "to port 1"),
         (edge(1, 4, 1, 1, 1), "to port 1"),
@@ -379,9 +379,9 @@ def test_edges_that_are_known() -> None:
         (edge(1, 4, 0, 0, 3), "type 3"),
     ],
 )
-def test_edges_that_are_not(each: object, message: str) -> None:
-    fails(replace(RECORDING_8, edges=(each,)), message)  # type: ignore[arg-type]
-    fails(replace(RECORDING_8, edges=(edge(0, 3), each)), r"edges\[1\].*" + message)  # type: ignore[arg-type]
+def test_edges_that_are_not(arc: object, message: str) -> None:
+    fails(replace(RECORDING_8, edges=(arc,)), message)  # type: ignore[arg-type]
+    fails(replace(RECORDING_8, edges=(edge(0, 3), arc)), r"edges\[1\].*" + message)  # type: ignore[arg-type]
 
 
 def test_module_states_are_told_apart_by_image_and_symbol() -> None:

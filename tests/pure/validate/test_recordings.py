@@ -166,9 +166,9 @@ def test_places_beyond_4_gib_are_told_apart() -> None:
     """Memories are larger than 32 bits count."""
     memories = {**MEMORIES, "arena": (1 << 40) + 1, "weights": 1 << 36}
     for offset in ((1 << 32) + 8, 1 << 40):
-        made = relocated((0, ARENA, offset))
-        check_recording(Table(tables.encode(made), WHERE), memories, IMAGES)
-        assert tables.decode(tables.encode(made)) == made
+        recording = relocated((0, ARENA, offset))
+        check_recording(Table(tables.encode(recording), WHERE), memories, IMAGES)
+        assert tables.decode(tables.encode(recording)) == recording
     for memory, offset in ((ARENA, (1 << 40) + 1), (ARENA, 1 << 41), (INPUTS, (1 << 32) + 8), (INPUTS, 1 << 63)):
         with raises("relocation-invalid", match=f"points at byte {offset} of memory"):
             check_recording(Table(tables.encode(relocated((0, memory, offset))), WHERE), memories, IMAGES)
@@ -235,6 +235,6 @@ def test_module_states_are_checked(rows: list[ModuleState], message: str) -> Non
 
 @pytest.mark.parametrize("position", [0, 2])
 def test_kernels_alone_write_to_what_ranks_share(position: int) -> None:
-    made = with_node(position, target=Address(memory=5, offset=0))
+    recording = with_node(position, target=Address(memory=5, offset=0))
     with raises("table-invalid", match="a memset or memcpy in memory peer"):
-        check_recording(Table(tables.encode(made), WHERE), {**MEMORIES, "peer": 1 << 21}, IMAGES)
+        check_recording(Table(tables.encode(recording), WHERE), {**MEMORIES, "peer": 1 << 21}, IMAGES)

@@ -23,25 +23,25 @@ Shapes = dict[str, tuple[str, tuple[int, ...]]]
 
 def stateful() -> Manifest:
     """The tiny manifest, which also writes to its input and keeps two buffers."""
-    made = manifest()
+    tiny = manifest()
     rows = [
         Weight(name=name, tensor=name, dtype=dtype, shape=shape, strides=(1,), memory="state", offset=offset)
         for name, dtype, shape, offset in (("cache", "float32", (9,), 0), ("place", "int64", (1,), 256))
     ]
-    return edited(made, mutated_inputs=(0,), weights=(*made.weights, *rows))
+    return edited(tiny, mutated_inputs=(0,), weights=(*tiny.weights, *rows))
 
 
 def sound() -> Shapes:
     """dtype and shape of every tensor of its self-test."""
-    found: Shapes = {}
+    shapes: Shapes = {}
     for size in (1, 4):
-        found[self_test_entry((size,), "input", 0)] = ("float32", (size, 3))
-        found[self_test_entry((size,), "output", 0)] = ("float32", (size, 2))
-        found[self_test_entry((size,), "mutated", 0)] = ("float32", (size, 3))
+        shapes[self_test_entry((size,), "input", 0)] = ("float32", (size, 3))
+        shapes[self_test_entry((size,), "output", 0)] = ("float32", (size, 2))
+        shapes[self_test_entry((size,), "mutated", 0)] = ("float32", (size, 3))
         for place, dtype in ((3, "float32"), (4, "int64")):
-            found[self_test_entry((size,), "state", place)] = (dtype, (size,))
-            found[self_test_entry((size,), "state-at", place)] = ("int64", (size, 2))
-    return found
+            shapes[self_test_entry((size,), "state", place)] = (dtype, (size,))
+            shapes[self_test_entry((size,), "state-at", place)] = ("int64", (size, 2))
+    return shapes
 
 
 def check(folder: Path, shapes: Shapes) -> None:
@@ -88,42 +88,42 @@ def test_a_tensor_of_no_key_is_refused(tmp_path: Path) -> None:
             check(tmp_path, {**sound(), name: ("float32", (1,))})
 
 
-def checked(made: Manifest) -> None:
+def checked(manifest: Manifest) -> None:
     """As a reader of the file checks it."""
-    read = manifest_json.decode(manifest_text.encode(made))
+    read = manifest_json.decode(manifest_text.encode(manifest))
     check_self_test_rows(read, read.entries[0])
 
 
 @pytest.mark.parametrize(("calls", "fits"), [(0, False), (1, True), (2, True), (16, True), (17, False)])
 def test_a_self_test_has_1_to_16_calls(calls: int, fits: bool) -> None:
-    made = manifest()
-    made = edited(made, self_test=replace(made.entries[0].self_test, calls=calls))
+    tiny = manifest()
+    tiny = edited(tiny, self_test=replace(tiny.entries[0].self_test, calls=calls))
     if fits:
-        return check_self_test_rows(made, made.entries[0])
+        return check_self_test_rows(tiny, tiny.entries[0])
     with raises("manifest-invalid", match=f"self_test.calls: {calls} calls"):
-        check_self_test_rows(made, made.entries[0])
+        check_self_test_rows(tiny, tiny.entries[0])
 
 
 @pytest.mark.parametrize("method", ["replay", "interpret", "none"])
 @pytest.mark.parametrize("compare", ["bits", "tolerance"])
 def test_what_a_self_test_may_be(method: str, compare: str) -> None:
-    made = manifest()
-    proofs = tuple([replace(proof, method=method, error=0.0, tolerance=0.0) for proof in made.entries[0].self_test.proofs])
-    checked(edited(made, self_test=replace(made.entries[0].self_test, proofs=proofs, compare=compare)))
+    tiny = manifest()
+    proofs = tuple([replace(proof, method=method, error=0.0, tolerance=0.0) for proof in tiny.entries[0].self_test.proofs])
+    checked(edited(tiny, self_test=replace(tiny.entries[0].self_test, proofs=proofs, compare=compare)))
 
 
 @pytest.mark.parametrize("place", [0, 1])
 def test_every_key_has_its_proof(place: int) -> None:
-    made = manifest()
+    tiny = manifest()
     for field, value in (("method", "looks"), ("error", -1e-9), ("tolerance", -1e-9)):
-        proofs = list(made.entries[0].self_test.proofs)
+        proofs = list(tiny.entries[0].self_test.proofs)
         proofs[place] = replace(proofs[place], **{field: value})
         with raises("manifest-invalid", match=rf"self_test\.proofs\[{place}\]\.{field}"):
-            checked(edited(made, self_test=replace(made.entries[0].self_test, proofs=tuple(proofs))))
+            checked(edited(tiny, self_test=replace(tiny.entries[0].self_test, proofs=tuple(proofs))))
     for proofs in (
-        made.entries[0].self_test.proofs[:1],
-        made.entries[0].self_test.proofs[::-1],
-        (*made.entries[0].self_test.proofs, made.entries[0].self_test.proofs[0]),
+        tiny.entries[0].self_test.proofs[:1],
+        tiny.entries[0].self_test.proofs[::-1],
+        (*tiny.entries[0].self_test.proofs, tiny.entries[0].self_test.proofs[0]),
     ):
         with raises("manifest-invalid", match=r"self_test\.proofs: do not match the programs"):
-            checked(edited(made, self_test=replace(made.entries[0].self_test, proofs=tuple(proofs))))
+            checked(edited(tiny, self_test=replace(tiny.entries[0].self_test, proofs=tuple(proofs))))

@@ -21,7 +21,7 @@ from tests.helpers.raising import raises
 
 def of_entry(check: Callable[[Manifest, EntrySpec], None]) -> Callable[[Manifest], None]:
     """A check of the first entry."""
-    return lambda made: check(made, made.entries[0])
+    return lambda manifest: check(manifest, manifest.entries[0])
 
 
 check_aliases, check_alias_spans, check_changes, check_programs = map(
@@ -36,18 +36,18 @@ def manifest(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
     return state_bundles.write(tmp_path_factory.mktemp("state"))
 
 
-def row(made: Manifest, name: str, **changes: Any) -> Manifest:
-    weights = [replace(weight, **changes) if weight.name == name else weight for weight in made.weights]
-    return replace(made, weights=tuple(weights))
+def row(manifest: Manifest, name: str, **changes: Any) -> Manifest:
+    weights = [replace(weight, **changes) if weight.name == name else weight for weight in manifest.weights]
+    return replace(manifest, weights=tuple(weights))
 
 
-def number(made: Manifest, name: str) -> int:
-    return [weight.name for weight in made.weights].index(name)
+def number(manifest: Manifest, name: str) -> int:
+    return [weight.name for weight in manifest.weights].index(name)
 
 
-def bad(check: Callable[[Manifest], None], made: Manifest, words: str) -> None:
+def bad(check: Callable[[Manifest], None], manifest: Manifest, words: str) -> None:
     with raises("manifest-invalid", match=words):
-        check(manifest_json.decode(manifest_text.encode(made)))
+        check(manifest_json.decode(manifest_text.encode(manifest)))
 
 
 # --- state -----------------------------------------------------------------------------------------------------------
@@ -62,8 +62,8 @@ def test_rows_of_state_fill_it_to_its_end(manifest: Manifest) -> None:
     alone = replace(without, regions=(), random=None)
     for size, fit in ((0, True), (1, False)):
         weight = replace(manifest.weights[number(manifest, "total")], dtype="uint8", shape=(size,), strides=(1,), offset=0)
-        made = replace(alone, weights=(weight,))
-        check_state(made) if fit else bad(check_state, made, "outside memory state")
+        changed = replace(alone, weights=(weight,))
+        check_state(changed) if fit else bad(check_state, changed, "outside memory state")
 
 
 @pytest.mark.parametrize("offset", [1, 128, 255, 257])
@@ -142,18 +142,18 @@ def test_the_random_numbers_state_is_two_integers(manifest: Manifest) -> None:
 def test_calls_of_a_model_with_state_are_not_cut_nor_padded(manifest: Manifest) -> None:
     (dimension,) = manifest.entries[0].dimensions
     for changes in ({"pad": "rows"}, {"pad": "zeros"}, {"chunk": True}):
-        made = edited(manifest, dimensions=(replace(dimension, **changes),))  # type: ignore[arg-type]
-        bad(check_changes, made, "batch is padded or chunked, and calls change state")
-        check_changes(edited(made, mutated_buffers=()))  # of an entry that only reads the state
-        only = tuple([weight for weight in made.weights if weight.name not in ("total", "marks")])
-        check_state(replace(made, weights=only, random=[weight.name for weight in only].index("random")))
+        changed = edited(manifest, dimensions=(replace(dimension, **changes),))  # type: ignore[arg-type]
+        bad(check_changes, changed, "batch is padded or chunked, and calls change state")
+        check_changes(edited(changed, mutated_buffers=()))  # of an entry that only reads the state
+        only = tuple([weight for weight in changed.weights if weight.name not in ("total", "marks")])
+        check_state(replace(changed, weights=only, random=[weight.name for weight in only].index("random")))
 
 
 # --- aliases ---------------------------------------------------------------------------------------------------------
 
 
-def aliased(made: Manifest, *aliases: tuple[int, str, int]) -> Manifest:
-    return edited(made, aliases=tuple([Alias(output=output, memory=memory, index=index) for output, memory, index in aliases]))
+def aliased(manifest: Manifest, *aliases: tuple[int, str, int]) -> Manifest:
+    return edited(manifest, aliases=tuple([Alias(output=output, memory=memory, index=index) for output, memory, index in aliases]))
 
 
 def test_aliases_that_are_sound(manifest: Manifest) -> None:
@@ -189,12 +189,12 @@ def test_aliases_that_are_not(manifest: Manifest) -> None:
         bad(check_aliases, aliased(manifest, *aliases), words)
 
 
-def output(made: Manifest, place: int, **changes: Any) -> Manifest:
+def output(manifest: Manifest, place: int, **changes: Any) -> Manifest:
     """The value of an output, changed in the last program."""
-    program = made.entries[0].programs[-1]
+    program = manifest.entries[0].programs[-1]
     values = list(program.values)
     values[program.outputs[place]] = replace(values[program.outputs[place]], **changes)
-    return edited(made, programs=(*made.entries[0].programs[:-1], replace(program, values=tuple(values))))
+    return edited(manifest, programs=(*manifest.entries[0].programs[:-1], replace(program, values=tuple(values))))
 
 
 @pytest.mark.parametrize("place", [1, 2, 3, 4, 5])
@@ -226,27 +226,27 @@ def _floats(value: Value | Weight) -> int:
     return 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.strides, strict=True))
 
 
-def on_cpu(made: Manifest) -> Manifest:
+def on_cpu(manifest: Manifest) -> Manifest:
     """For the cpu target, where every alias begins at what it shares memory with."""
     programs = []
-    for program in made.entries[0].programs:
+    for program in manifest.entries[0].programs:
         values = list(program.values)
         for index in program.outputs[1:]:
             values[index] = replace(values[index], offset=0, memory="host")
         programs.append(replace(program, values=tuple(values)))
-    return edited(made, programs=tuple(programs), target=replace(made.target, kind="cpu"))
+    return edited(manifest, programs=tuple(programs), target=replace(manifest.target, kind="cpu"))
 
 
 @pytest.mark.parametrize("place", [1, 2, 3, 4, 5])
 def test_on_the_cpu_an_alias_counts_from_what_it_shares_memory_with(manifest: Manifest, place: int) -> None:
-    made = on_cpu(manifest)
-    check_alias_spans(made)
-    program = made.entries[0].programs[-1]
-    (alias,) = [alias for alias in made.entries[0].aliases if alias.output == place]
-    most = 4 * (_floats(base_of(made, program, alias)) - _floats(program.values[program.outputs[place]]))
-    check_alias_spans(output(made, place, offset=most))
+    cpu_manifest = on_cpu(manifest)
+    check_alias_spans(cpu_manifest)
+    program = cpu_manifest.entries[0].programs[-1]
+    (alias,) = [alias for alias in cpu_manifest.entries[0].aliases if alias.output == place]
+    most = 4 * (_floats(base_of(cpu_manifest, program, alias)) - _floats(program.values[program.outputs[place]]))
+    check_alias_spans(output(cpu_manifest, place, offset=most))
     for offset in (-4, most + 4):
-        bad(check_alias_spans, output(made, place, offset=offset), r"lies outside of what")
+        bad(check_alias_spans, output(cpu_manifest, place, offset=offset), r"lies outside of what")
 
 
 def test_an_output_does_not_share_memory_with_a_weight_of_the_host(manifest: Manifest) -> None:
@@ -270,7 +270,7 @@ def test_what_an_alias_shares_memory_with(manifest: Manifest) -> None:
     assert [base("outputs", place) for place in range(6)] == [program.values[place] for place in program.outputs]
     for name in ("total", "marks"):
         weight = manifest.weights[number(manifest, name)]
-        found = base("state", number(manifest, name))
-        assert (found.dtype, found.shape, found.strides, found.memory, found.offset) == (
+        value = base("state", number(manifest, name))
+        assert (value.dtype, value.shape, value.strides, value.memory, value.offset) == (
             weight.dtype, weight.shape, weight.strides, "state", weight.offset,
         )  # fmt: skip

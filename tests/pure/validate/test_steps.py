@@ -46,10 +46,10 @@ def chain() -> Program:
     )  # fmt: skip
 
 
-def moved(made: Program, index: int, **changes: object) -> Program:
-    values = list(made.values)
+def moved(program: Program, index: int, **changes: object) -> Program:
+    values = list(program.values)
     values[index] = replace(values[index], **changes)  # type: ignore[arg-type]
-    return replace(made, values=tuple(values))
+    return replace(program, values=tuple(values))
 
 
 def test_a_chain_is_sound() -> None:
@@ -77,25 +77,25 @@ def test_what_is_dead_may_be_written_over() -> None:
 
 
 def test_a_gap_between_rows_belongs_to_the_value() -> None:
-    made = moved(chain(), 2, shape=(2, 1), strides=(16, 1))
+    program = moved(chain(), 2, shape=(2, 1), strides=(16, 1))
     with raises("manifest-invalid", match="writes value 5 over value 2"):
-        check_lifetimes(made, "p")
+        check_lifetimes(program, "p")
 
 
 def test_an_output_of_the_call_lives_to_the_end() -> None:
-    made = replace(chain(), outputs=(1, 6))
-    check_lifetimes(made, "p")
+    program = replace(chain(), outputs=(1, 6))
+    check_lifetimes(program, "p")
     with raises("manifest-invalid", match=r"p\.steps\[4\]: writes value 6 over value 1, which the call gives out"):
-        check_lifetimes(moved(made, 6, offset=16), "p")
+        check_lifetimes(moved(program, 6, offset=16), "p")
 
 
 def test_what_nobody_reads_still_writes() -> None:
-    made = chain()
-    made = replace(made, values=(*made.values, value("arena", 32)), steps=(*made.steps[:4], replace(made.steps[4], outputs=(6,))))
+    base = chain()
+    base = replace(base, values=(*base.values, value("arena", 32)), steps=(*base.steps[:4], replace(base.steps[4], outputs=(6,))))
     unread = step("copy", (4,), (7,))
-    made = replace(made, steps=(*made.steps[:4], unread, made.steps[4]))
+    base = replace(base, steps=(*base.steps[:4], unread, base.steps[4]))
     with raises("manifest-invalid", match=r"p\.steps\[4\]: writes value 7 over value 2, which steps\[5\] reads"):
-        check_lifetimes(made, "p")
+        check_lifetimes(base, "p")
 
 
 def test_views_of_one_tensor_among_the_outputs_of_a_graph() -> None:
@@ -103,20 +103,20 @@ def test_views_of_one_tensor_among_the_outputs_of_a_graph() -> None:
 
 
 def test_outputs_of_a_host_step_lie_apart() -> None:
-    made = program(
+    plan = program(
         [value("inputs", 0), value("host", 0), value("host", 32), value("host", 48), value("arena", 0), value("arena", 32)],
         [step("copy", (0,), (1,)), step("host", (1,), (2, 3)), step("copy", (2,), (4,)), step("copy", (3,), (5,))],
         (4, 5),
     )
     with raises("manifest-invalid", match=r"p\.steps\[1\]: value 3, an output, lies over value 2 of this step"):
-        check_lifetimes(made, "p")
-    check_lifetimes(moved(made, 3, offset=64), "p")
+        check_lifetimes(plan, "p")
+    check_lifetimes(moved(plan, 3, offset=64), "p")
 
 
 def test_a_tensor_without_elements_lies_nowhere() -> None:
-    made = moved(chain(), 5, offset=32, shape=(0,))
-    assert span(made.values[5]) == 0
-    check_lifetimes(made, "p")
+    program = moved(chain(), 5, offset=32, shape=(0,))
+    assert span(program.values[5]) == 0
+    check_lifetimes(program, "p")
 
 
 def test_the_same_place_of_another_memory_is_another_place() -> None:
@@ -170,8 +170,8 @@ def test_a_recording_over_a_value_that_lives_on(table: Table, offset: int, messa
 
 
 def test_a_recording_may_read_what_its_step_names(table: Table) -> None:
-    made = kept_beside(cuda_bundles.SUM)
-    named = replace(made, steps=(made.steps[0], step("graph", (0, 1), (2,)), made.steps[2]))
+    program = kept_beside(cuda_bundles.SUM)
+    named = replace(program, steps=(program.steps[0], step("graph", (0, 1), (2,)), program.steps[2]))
     check_overwrites(named, 1, table)
     filled = moved(named, 1, offset=cuda_bundles.ONE)
     with raises("table-invalid", match="a node writes over value 1"):
@@ -179,18 +179,18 @@ def test_a_recording_may_read_what_its_step_names(table: Table) -> None:
 
 
 def test_a_bundle_with_such_a_recording_is_refused(tmp_path: Path) -> None:
-    made = cuda_bundles.write(tmp_path, b"an image")
-    row = made.entries[0].programs[0]
+    manifest = cuda_bundles.write(tmp_path, b"an image")
+    row = manifest.entries[0].programs[0]
     kept = kept_beside(cuda_bundles.SUM)
     steps = (kept.steps[0], replace(kept.steps[1], file=row.steps[0].file), kept.steps[2])
-    broken = edited(made, programs=(replace(kept, key=row.key, steps=steps),))
+    broken = edited(manifest, programs=(replace(kept, key=row.key, steps=steps),))
     with raises("table-invalid", match=r"^graphs/g0-4\.bin: a node uses value 1"):
         check_tables(ArchiveOf(tmp_path, broken))
 
 
 def test_state_and_weights_need_no_writer() -> None:
-    made = program([value("state", 0), value("weights", 0), value("arena", 0)], [step("graph", (0, 1), (2,))], (2, 1), inputs=())
-    check_order(made, "p")
+    plan = program([value("state", 0), value("weights", 0), value("arena", 0)], [step("graph", (0, 1), (2,))], (2, 1), inputs=())
+    check_order(plan, "p")
 
 
 @given(st.data())
@@ -203,26 +203,26 @@ def test_caught_exactly_where_a_later_read_finds_other_data(data: st.DataObject)
         Value(dtype="uint8", shape=(size,), strides=(1,), memory="arena", offset=at) for at, size in zip(places, words, strict=True)
     ]
     reads = [
-        data.draw(st.lists(st.integers(0, made - 1), unique=True, max_size=made) if made else st.just([])) for made in range(count)
+        data.draw(st.lists(st.integers(0, stop - 1), unique=True, max_size=stop) if stop else st.just([])) for stop in range(count)
     ]
     steps = [step("host", tuple(reads[index]), (index,)) for index in range(count)]
     outputs = tuple(data.draw(st.lists(st.integers(0, count - 1), unique=True)))
-    made = program(values, steps, outputs, inputs=())
-    check_order(made, "p")
+    plan = program(values, steps, outputs, inputs=())
+    check_order(plan, "p")
 
     memory: list[int | None] = [None] * 16
     sound = True
-    for index, each in enumerate(steps):
+    for index, host_step in enumerate(steps):
         here = range(places[index], places[index] + words[index])
-        for read in each.inputs:
-            found = range(places[read], places[read] + words[read])
-            sound &= all(memory[at] == read for at in found) and not set(found) & set(here)
+        for read in host_step.inputs:
+            span = range(places[read], places[read] + words[read])
+            sound &= all(memory[at] == read for at in span) and not set(span) & set(here)
         for at in here:
             memory[at] = index
     for read in outputs:
         sound &= all(memory[at] == read for at in range(places[read], places[read] + words[read]))
     try:
-        check_lifetimes(made, "p")
+        check_lifetimes(plan, "p")
     except BundleError:
         assert not sound
     else:
@@ -233,13 +233,13 @@ def test_a_copy_gives_a_changed_input_its_new_value() -> None:
     """x (0) -> copy -> 1 -> host -> 2 -> copy -> 3, which lies where x does."""
     values = [value("inputs", 0), value("host", 0), value("host", 32), value("inputs", 0), value("arena", 0)]
     steps = [step("copy", (0,), (1,)), step("host", (1,), (2,)), step("copy", (2,), (3,))]
-    made = program(values, steps, (3,))
-    check_order(made, "p", changed=(0,))
-    check_lifetimes(made, "p")
+    plan = program(values, steps, (3,))
+    check_order(plan, "p", changed=(0,))
+    check_lifetimes(plan, "p")
     with raises("manifest-invalid", match="copies over value 0, an input of the call"):
-        check_order(made, "p")
+        check_order(plan, "p")
     with raises("manifest-invalid", match="copies over value 0, an input of the call"):
-        check_order(moved(made, 3, shape=(4,)), "p", changed=(0,))
-    late = replace(made, steps=(*steps, step("graph", (0,), (4,))))
+        check_order(moved(plan, 3, shape=(4,)), "p", changed=(0,))
+    late = replace(plan, steps=(*steps, step("graph", (0,), (4,))))
     with raises("manifest-invalid", match=r"steps\[3\]: reads value 0, which an earlier step has written over"):
         check_order(late, "p", changed=(0,))

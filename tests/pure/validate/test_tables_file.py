@@ -38,8 +38,8 @@ def write(folder: Path, tables: dict[str, bytes]) -> None:
     """The bundle with such tables, sealed again."""
     with open(folder / TABLES, "wb") as file:
         safetensors_writer.write(file, {name: ("uint8", (len(data),), lambda data=data: data) for name, data in tables.items()})
-    made = replace(archive.read_manifest(str(folder)), files=manifest_text.describe_files(str(folder)))
-    (folder / file_names.MANIFEST).write_bytes(manifest_text.encode(made))
+    manifest = replace(archive.read_manifest(str(folder)), files=manifest_text.describe_files(str(folder)))
+    (folder / file_names.MANIFEST).write_bytes(manifest_text.encode(manifest))
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -50,10 +50,10 @@ def contents(folder: Path) -> dict[str, bytes]:
 def test_weights_hold_the_models_own_and_tables_the_rest() -> None:
     opened = Archive(str(BUNDLE))
     check_bundle(opened, "full")
-    made = opened.manifest
-    tables = {weight.tensor for weight in made.weights if weight.computed}
+    bundle_manifest = opened.manifest
+    tables = {weight.tensor for weight in bundle_manifest.weights if weight.computed}
     assert tables == opened.tensors(TABLES).keys() == {"cgcompile.table.0", "cgcompile.table.1"}
-    assert opened.tensors(WEIGHTS).keys() == {weight.tensor for weight in made.weights} - tables
+    assert opened.tensors(WEIGHTS).keys() == {weight.tensor for weight in bundle_manifest.weights} - tables
     pieces = listed(opened)
     assert sum(piece.size for piece in pieces[TABLES]) == sum(len(data) for data in contents(BUNDLE).values())
     ends = [(piece.target, piece.target + piece.size) for parts in pieces.values() for piece in parts]
@@ -61,23 +61,23 @@ def test_weights_hold_the_models_own_and_tables_the_rest() -> None:
 
 
 def test_tables_are_weights_that_nothing_shares() -> None:
-    made = manifest()
-    rows = list(made.weights)
-    rows[4] = replace(rows[4], tensor=rows[0].tensor, **_layout(made, 0))
+    base = manifest()
+    rows = list(base.weights)
+    rows[4] = replace(rows[4], tensor=rows[0].tensor, **_layout(base, 0))
     rows[0] = replace(rows[0], computed=True)
     with raises("manifest-invalid", match=r"^weights\[0\]\.computed: 'places' is another weight's, too"):
-        check_manifest(edited(made, weights=tuple(rows), frozen=()))
+        check_manifest(edited(base, weights=tuple(rows), frozen=()))
 
 
-def _layout(made: Manifest, index: int) -> dict[str, object]:
-    row = made.weights[index]
+def _layout(manifest: Manifest, index: int) -> dict[str, object]:
+    row = manifest.weights[index]
     return {"dtype": row.dtype, "shape": row.shape, "strides": row.strides, "offset": row.offset}
 
 
 def test_the_file_has_to_be_listed() -> None:
-    made = manifest()
+    base = manifest()
     with raises("file-damaged", f"{TABLES}: the manifest needs it"):
-        check_manifest(replace(made, files=tuple([file for file in made.files if file.path != TABLES])))
+        check_manifest(replace(base, files=tuple([file for file in base.files if file.path != TABLES])))
 
 
 def test_what_is_wrong_with_the_file_is_told_by_its_name(copy: Path) -> None:

@@ -36,7 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def made(folder: Path) -> Manifest:
+def base(folder: Path) -> Manifest:
     return state_bundles.write(folder)
 
 
@@ -57,10 +57,10 @@ def table_of(nodes: Sequence[Node]) -> Table:
     return Table(codec.encode(Recording(key=(4,), functions=(), nodes=tuple(nodes), edges=())), "g.bin")
 
 
-def refused(made: Manifest, node: Node) -> str:
+def refused(base: Manifest, node: Node) -> str:
     try:
         check_targets(
-            table_of([fill(ARENA, 0), copy(ARENA, 0), node]), writable(made, made.entries[0], made.entries[0].programs[0])
+            table_of([fill(ARENA, 0), copy(ARENA, 0), node]), writable(base, base.entries[0], base.entries[0].programs[0])
         )
     except BundleError as error:
         return str(error)
@@ -78,9 +78,9 @@ def refused(made: Manifest, node: Node) -> str:
         (STATE, 256, 8, True), (STATE, 255, 2, False), (STATE, 264, 1, False), (STATE, 512, 16, True), (STATE, 1023, 1, False),
     ],
 )  # fmt: skip
-def test_a_write_lies_in_what_calls_change(made: Manifest, node: type, memory: int, offset: int, width: int, fits: bool) -> None:
+def test_a_write_lies_in_what_calls_change(base: Manifest, node: type, memory: int, offset: int, width: int, fits: bool) -> None:
     changing = edited(
-        made, mutated_inputs=(0,), mutated_buffers=tuple(i for i, row in enumerate(made.weights) if row.memory == "state")
+        base, mutated_inputs=(0,), mutated_buffers=tuple(i for i, row in enumerate(base.weights) if row.memory == "state")
     )
     assert (not refused(changing, node(memory, offset, width))) == fits
 
@@ -93,11 +93,11 @@ def test_a_write_lies_in_what_calls_change(made: Manifest, node: type, memory: i
         (copy(WEIGHTS, 8, 8), r"nodes\[2\]: writes bytes 8 to 16 of memory weights, which no call changes"),
     ],
 )  # fmt: skip
-def test_what_no_call_changes_is_left_alone(made: Manifest, node: Node, words: str) -> None:
+def test_what_no_call_changes_is_left_alone(base: Manifest, node: Node, words: str) -> None:
     with raises("table-invalid", match=words):
         check_targets(
             table_of([fill(ARENA, 0), copy(ARENA, 0), node]),
-            writable(edited(made, mutated_buffers=()), edited(made, mutated_buffers=()).entries[0], made.entries[0].programs[0]),
+            writable(edited(base, mutated_buffers=()), edited(base, mutated_buffers=()).entries[0], base.entries[0].programs[0]),
         )
 
 
@@ -111,17 +111,17 @@ def test_what_no_call_changes_is_left_alone(made: Manifest, node: Node, words: s
         (copy(STATE, 0, width=4, height=1, depth=2, pitch=16, rows=4), 68),
     ],
 )  # fmt: skip
-def test_rows_and_slices_count_to_the_last_byte(made: Manifest, node: Node, last: int) -> None:
-    assert (not refused(made, node)) == (last <= 64), "state `total` has 64 bytes"
+def test_rows_and_slices_count_to_the_last_byte(base: Manifest, node: Node, last: int) -> None:
+    assert (not refused(base, node)) == (last <= 64), "state `total` has 64 bytes"
 
 
-def test_inputs_beside_each_other_and_not_declared(made: Manifest) -> None:
+def test_inputs_beside_each_other_and_not_declared(base: Manifest) -> None:
     """The program has three inputs; calls change the second one."""
-    program = made.entries[0].programs[0]
+    program = base.entries[0].programs[0]
     more = [replace(program.values[0], offset=INPUT * place) for place in (1, 2)]
     count = len(program.values)
     several = replace(program, values=(*program.values, *more), inputs=(0, count, count + 1))
-    changing = edited(made, mutated_inputs=(1,), programs=(several,))
+    changing = edited(base, mutated_inputs=(1,), programs=(several,))
     assert not refused(changing, fill(INPUTS, INPUT, INPUT))
     for offset, size in ((INPUT - 1, 1), (INPUT - 1, 2), (2 * INPUT - 1, 2), (2 * INPUT, 1), (0, 3 * INPUT)):
         assert "`mutated_inputs` names" in refused(changing, fill(INPUTS, offset, size))
@@ -129,17 +129,17 @@ def test_inputs_beside_each_other_and_not_declared(made: Manifest) -> None:
     assert not refused(edited(changing, mutated_inputs=(1, 2)), fill(INPUTS, INPUT, 2 * INPUT)), "both are written, without a gap"
 
 
-def test_what_a_copy_step_puts_among_the_inputs_is_the_programs_own(made: Manifest) -> None:
-    program = made.entries[0].programs[0]
+def test_what_a_copy_step_puts_among_the_inputs_is_the_programs_own(base: Manifest) -> None:
+    program = base.entries[0].programs[0]
     upload = replace(program.values[0], offset=512)
     copied = Step(kind="copy", region=0, file="", inputs=(1,), outputs=(len(program.values),))
     grown = replace(program, values=(*program.values, upload), steps=(copied, *program.steps))
-    assert refused(made, fill(INPUTS, 512)) and not refused(edited(made, programs=(grown,)), fill(INPUTS, 512, INPUT))
+    assert refused(base, fill(INPUTS, 512)) and not refused(edited(base, programs=(grown,)), fill(INPUTS, 512, INPUT))
     viewed = replace(grown, steps=(replace(copied, kind="graph"), *program.steps))
-    assert refused(edited(made, programs=(viewed,)), fill(INPUTS, 512)), "what a graph gives may be a view of an input"
+    assert refused(edited(base, programs=(viewed,)), fill(INPUTS, 512)), "what a graph gives may be a view of an input"
 
 
-def test_every_body_of_a_conditional_node_is_looked_into(made: Manifest) -> None:
+def test_every_body_of_a_conditional_node_is_looked_into(base: Manifest) -> None:
     recording = conditional_rows.recording("ab" * 32)
     begins = [*recording.bodies, len(recording.nodes)]
     targets = [i for i, node in enumerate(recording.nodes) if isinstance(node, (MemsetNode, MemcpyNode))]
@@ -156,27 +156,27 @@ def test_every_body_of_a_conditional_node_is_looked_into(made: Manifest) -> None
 @pytest.mark.parametrize("memory", [WEIGHTS, STATE, INPUTS, HOST, PEER])
 @pytest.mark.parametrize("node", [fill, copy])
 def test_a_bundle_whose_table_was_appended_to_is_refused(tmp_path: Path, node: type, memory: int) -> None:
-    made = edited(cuda_bundles.write(tmp_path, b"an image"), mutated_buffers=())
-    made = replace(made, memories=tuple([(name, size or 256) for name, size in made.memories]))
-    check_tables(ArchiveOf(tmp_path, made))
+    manifest = edited(cuda_bundles.write(tmp_path, b"an image"), mutated_buffers=())
+    manifest = replace(manifest, memories=tuple([(name, size or 256) for name, size in manifest.memories]))
+    check_tables(ArchiveOf(tmp_path, manifest))
     file = tmp_path / "graphs" / "g0-4.bin"
     recording = codec.decode(file.read_bytes())
     file.write_bytes(codec.encode(replace(recording, nodes=(*recording.nodes, node(memory, 0)))))
     with raises("table-invalid", match=r"^graphs/g0-4\.bin: (nodes\[5\]|memory)"):
-        check_tables(ArchiveOf(tmp_path, made))
+        check_tables(ArchiveOf(tmp_path, manifest))
 
 
 @pytest.mark.parametrize(("names", "holds"), [((), False), ((3,), True), ((4,), False)])
-def test_a_copy_step_writes_to_state_that_calls_change(made: Manifest, names: tuple[int, ...], holds: bool) -> None:
+def test_a_copy_step_writes_to_state_that_calls_change(base: Manifest, names: tuple[int, ...], holds: bool) -> None:
     """Weight 3 is `total`: the host gives back what it changes."""
-    program = made.entries[0].programs[0]
+    program = base.entries[0].programs[0]
     total = replace(program.values[0], shape=(16,), strides=(1,), memory="state", offset=0)
     source = replace(total, memory="arena", offset=0)
     at = len(program.values)
     back = Step(kind="copy", region=0, file="", inputs=(at,), outputs=(at + 1,))
     steps = (replace(program.steps[0], outputs=(1, at)), *program.steps[1:], back)
     grown = replace(program, values=(*program.values, source, total), steps=steps)
-    changing = edited(made, mutated_buffers=names)
+    changing = edited(base, mutated_buffers=names)
     if holds:
         check_steps(changing, changing.entries[0], grown, "p")
         return

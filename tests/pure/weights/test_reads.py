@@ -114,7 +114,7 @@ def test_what_is_announced_is_cut(file: int, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(reads, "STEP", 100)
     WeightReader(file, aligned=True).announce([(50, 250), (1000, 30)])
     wanted = [(50, 100), (150, 100), (250, 50), (1000, 30)]
-    assert calls.advice == [(*each, os.POSIX_FADV_WILLNEED) for each in wanted]
+    assert calls.advice == [(*span, os.POSIX_FADV_WILLNEED) for span in wanted]
 
 
 def test_a_large_file_is_read_around_the_cache(file: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,18 +44,18 @@ def serving(command: list[str]) -> Iterator[Server]:
     began = time.monotonic()
     process = subprocess.Popen([*command, "--port", "0", "--grpc-port", "0"], stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
-    found, said = dict[str, str](), list[str]()
+    addresses, said = dict[str, str](), list[str]()
     try:
         for line in process.stderr:
             said.append(line)
             if line.startswith("listening "):
                 url = line.split()[-1]
-                found[url.partition(":")[0]] = url.removeprefix("grpc://")
-            if len(found) == 2 and any(each.startswith("serving ") for each in said):
+                addresses[url.partition(":")[0]] = url.removeprefix("grpc://")
+            if len(addresses) == 2 and any(text.startswith("serving ") for text in said):
                 break
         else:
             raise SystemExit("".join(said))
-        yield Server(found["http"], found["grpc"], time.monotonic() - began)
+        yield Server(addresses["http"], addresses["grpc"], time.monotonic() - began)
     finally:
         process.terminate()
         process.wait(60)
@@ -80,12 +80,12 @@ class Asked(NamedTuple):
     right: bool
 
 
-def numbers(client: str, model: str, found: float, count: int) -> Asked:
-    return Asked(client, model, f"{count} rows, largest difference from PyTorch {found:.1e}", found < TOLERANCE)
+def numbers(client: str, model: str, error: float, count: int) -> Asked:
+    return Asked(client, model, f"{count} rows, largest difference from PyTorch {error:.1e}", error < TOLERANCE)
 
 
 def answers(client: str, model: str, got: list[str], expected: Any) -> Asked:
-    same = sum(text == each["answer"] for text, each in zip(got, expected["answers"], strict=True))
+    same = sum(text == answer["answer"] for text, answer in zip(got, expected["answers"], strict=True))
     said = f"{same} of {len(got)} answers of {expected['tokens']} tokens equal those of transformers"
     return Asked(client, model, said, same == len(got))
 
@@ -97,26 +97,26 @@ def openai_embeddings(server: Server, expected: Any) -> Iterator[Asked]:
     import openai
 
     client = openai.OpenAI(base_url=f"{server.http}/v1", api_key="none")
-    made = client.embeddings.create(model="minilm", input=expected["texts"])
-    yield numbers("openai", "minilm", difference([each.embedding for each in made.data], expected["embeddings"]), len(made.data))
+    reply = client.embeddings.create(model="minilm", input=expected["texts"])
+    yield numbers("openai", "minilm", difference([row.embedding for row in reply.data], expected["embeddings"]), len(reply.data))
 
 
 def openai_chat(server: Server, expected: Any) -> Iterator[Asked]:
     import openai
 
     client = openai.OpenAI(base_url=f"{server.http}/v1", api_key="none")
-    told = expected["language"]
+    language = expected["language"]
     got, streamed = [], []
-    for each in told["answers"]:
+    for answer in language["answers"]:
         asked: Any = {
-            "model": "smol", "max_tokens": told["tokens"], "temperature": 0,
-            "messages": [{"role": "user", "content": each["question"]}],
+            "model": "smol", "max_tokens": language["tokens"], "temperature": 0,
+            "messages": [{"role": "user", "content": answer["question"]}],
         }  # fmt: skip
         got.append(client.chat.completions.create(**asked).choices[0].message.content)
         pieces = client.chat.completions.create(**asked, stream=True)
         streamed.append("".join(piece.choices[0].delta.content or "" for piece in pieces))
-    yield answers("openai", "smol", got, told)
-    yield answers("openai, streamed", "smol", streamed, told)
+    yield answers("openai", "smol", got, language)
+    yield answers("openai, streamed", "smol", streamed, language)
 
 
 def langchain_embeddings(server: Server, expected: Any) -> Iterator[Asked]:
@@ -131,21 +131,21 @@ def langchain_embeddings(server: Server, expected: Any) -> Iterator[Asked]:
 def langchain_chat(server: Server, expected: Any) -> Iterator[Asked]:
     from langchain_openai import ChatOpenAI
 
-    told = expected["language"]
-    client = ChatOpenAI(model="smol", base_url=f"{server.http}/v1", api_key="none", temperature=0, max_tokens=told["tokens"])
-    questions = [each["question"] for each in told["answers"]]
-    yield answers("langchain-openai, batch", "smol", [made.content for made in client.batch(questions)], told)
+    language = expected["language"]
+    client = ChatOpenAI(model="smol", base_url=f"{server.http}/v1", api_key="none", temperature=0, max_tokens=language["tokens"])
+    questions = [answer["question"] for answer in language["answers"]]
+    yield answers("langchain-openai, batch", "smol", [message.content for message in client.batch(questions)], language)
     streamed = ["".join(piece.content for piece in client.stream(question)) for question in questions]
-    yield answers("langchain-openai, stream", "smol", streamed, told)
+    yield answers("langchain-openai, stream", "smol", streamed, language)
 
     schema = {
         "title": "City", "description": "A city.", "type": "object", "additionalProperties": False, "required": ["name", "people"],
         "properties": {"name": {"type": "string", "maxLength": 20}, "people": {"type": "integer", "minimum": 0, "maximum": 99}},
     }  # fmt: skip
     for method in ("json_schema", "function_calling"):
-        made: Any = client.with_structured_output(schema, method=method).invoke("Name a city.")
-        right = isinstance(made, dict) and set(made) == {"name", "people"} and 0 <= made["people"] <= 99
-        yield Asked("langchain-openai", "smol", f"with_structured_output, {method}: {made}", right)
+        city: Any = client.with_structured_output(schema, method=method).invoke("Name a city.")
+        right = isinstance(city, dict) and set(city) == {"name", "people"} and 0 <= city["people"] <= 99
+        yield Asked("langchain-openai", "smol", f"with_structured_output, {method}: {city}", right)
 
 
 def rerank(server: Server, expected: Any) -> Iterator[Asked]:
@@ -154,7 +154,7 @@ def rerank(server: Server, expected: Any) -> Iterator[Asked]:
     request = urllib.request.Request(f"{server.http}/v1/rerank", json.dumps(body).encode(), {"Content-Type": "application/json"})
     with urllib.request.urlopen(request) as answer:
         results = json.loads(answer.read())["results"]
-    got = [each["relevance_score"] for each in sorted(results, key=lambda each: each["index"])]
+    got = [result["relevance_score"] for result in sorted(results, key=lambda result: result["index"])]
     yield numbers("HTTP", "reranker", difference(got, expected["scores"]), len(got))
 
 
@@ -166,14 +166,14 @@ def triton_rows(kind: str) -> Callable[[Server, Any], Iterator[Asked]]:
 
         triton = importlib.import_module(f"tritonclient.{kind}")
         client = triton.InferenceServerClient(server.address if kind == "http" else server.grpc)
-        for name, told in expected["towers"].items():
-            rows = numpy.asarray(told["rows"], numpy.int64 if name == "item" else numpy.float32)
+        for name, tower in expected["towers"].items():
+            rows = numpy.asarray(tower["rows"], numpy.int64 if name == "item" else numpy.float32)
             metadata = client.get_model_metadata(f"towers.{name}")
             output = metadata["outputs"][0]["name"] if kind == "http" else metadata.outputs[0].name
-            tensor = triton.InferInput(told["input"], rows.shape, "INT64" if name == "item" else "FP32")
+            tensor = triton.InferInput(tower["input"], rows.shape, "INT64" if name == "item" else "FP32")
             tensor.set_data_from_numpy(rows)
             got = client.infer(f"towers.{name}", [tensor]).as_numpy(output).tolist()
-            yield numbers(f"tritonclient, {kind}", f"towers.{name}", difference(got, told["output"]), len(rows))
+            yield numbers(f"tritonclient, {kind}", f"towers.{name}", difference(got, tower["output"]), len(rows))
         client.close()
 
     return ask
@@ -192,9 +192,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--serve", required=True, metavar="CGCOMPILE", help="the command of the environment that serves")
-    given = parser.parse_args()
-    expected = json.loads((given.folder / "expected.json").read_text())
-    torch = subprocess.run([Path(given.serve).with_name("python"), "-c", "import torch"], capture_output=True, check=False)
+    options = parser.parse_args()
+    expected = json.loads((options.folder / "expected.json").read_text())
+    torch = subprocess.run([Path(options.serve).with_name("python"), "-c", "import torch"], capture_output=True, check=False)
     print(f"torch in the server's environment: {'no' if torch.returncode else 'yes'}")
     packages = {package for asks in ASKS.values() for package, _ in asks} - {"json"}
     for package in sorted(packages):
@@ -205,10 +205,10 @@ def main() -> int:
         there = [ask for package, ask in asks if find_spec(package)]
         if not there or (model == "smol" and "language" not in expected):
             continue
-        command = [given.serve, "serve", str(given.folder / f"{model}.cgb")]
+        command = [options.serve, "serve", str(options.folder / f"{model}.cgb")]
         if model == "smol":
-            told = expected["language"]
-            command = [given.serve, "serve", told["bundle"], "--tokenizer", told["tokenizer"], "--name", "smol"]
+            language = expected["language"]
+            command = [options.serve, "serve", language["bundle"], "--tokenizer", language["tokenizer"], "--name", "smol"]
         with serving(command) as server:
             print(f"{model}: serves after {server.seconds:.2f} s", flush=True)
             for ask in there:

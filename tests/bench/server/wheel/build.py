@@ -43,9 +43,9 @@ def build(name: str, folder: Path) -> None:
 def module(name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, MODELS[name])
     assert spec is not None and spec.loader is not None
-    made = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(made)
-    return made
+    model_module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(model_module)
+    return model_module
 
 
 def expected() -> dict[str, Any]:
@@ -79,34 +79,34 @@ def expected_texts(folder: Path) -> list[dict[str, str]]:
     transformers.utils.logging.set_verbosity_error()
     tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
     network = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    made = []
+    answers = []
     for question in QUESTIONS:
         messages = [{"role": "user", "content": question}]
         prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
         options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "pad_token_id": 0, "max_new_tokens": TOKENS}
         answer = network.generate(ids, **options)[0, ids.shape[1] :]
-        made.append({"question": question, "answer": tokenizer.decode(answer, skip_special_tokens=True)})
-    return made
+        answers.append({"question": question, "answer": tokenizer.decode(answer, skip_special_tokens=True)})
+    return answers
 
 
 def main() -> None:
     parser = argparse.ArgumentParser("tests.bench.server.wheel.build", description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--llm", nargs=2, type=Path, metavar=("BUNDLE", "TOKENIZER"))
-    given = parser.parse_args()
-    given.folder.mkdir(parents=True, exist_ok=True)
+    options = parser.parse_args()
+    options.folder.mkdir(parents=True, exist_ok=True)
     for name in MODELS:
-        build(name, given.folder)
+        build(name, options.folder)
     for name in ("minilm", "reranker"):  # the server looks for a tokenizer in the folder with the bundle's name
-        (given.folder / name).mkdir(exist_ok=True)
-        shutil.copy(MODEL_DIR / "tokenizer.json", given.folder / name)
-    told = expected()
-    if given.llm:
-        bundle, tokenizer = given.llm
+        (options.folder / name).mkdir(exist_ok=True)
+        shutil.copy(MODEL_DIR / "tokenizer.json", options.folder / name)
+    reference = expected()
+    if options.llm:
+        bundle, tokenizer = options.llm
         answers = expected_texts(tokenizer)
-        told["language"] = {"bundle": str(bundle), "tokenizer": str(tokenizer), "tokens": TOKENS, "answers": answers}
-    (given.folder / "expected.json").write_text(json.dumps(told))
+        reference["language"] = {"bundle": str(bundle), "tokenizer": str(tokenizer), "tokens": TOKENS, "answers": answers}
+    (options.folder / "expected.json").write_text(json.dumps(reference))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from torch import nn
 
 from ...case import Made
 from ..shared import noise
-from .stranger import made, stranger
+from .stranger import model_case, stranger
 
 ASTEROID = {"kernel_size": 8, "n_filters": 16, "stride": 4, "bn_chan": 8}
 
@@ -76,13 +76,13 @@ def filterbank() -> Made:
 
 
 CASES = [
-    made("speech", "whisper.Whisper", lambda: (whisper(), both)),
-    made("speech", "whisper.AudioEncoder", lambda: (whisper().encoder, lambda batch: (torch.randn(batch, 16, 24),))),
-    made("speech", "whisper.TextDecoder", lambda: (whisper().decoder, lambda batch: (
+    model_case("speech", "whisper.Whisper", lambda: (whisper(), both)),
+    model_case("speech", "whisper.AudioEncoder", lambda: (whisper().encoder, lambda batch: (torch.randn(batch, 16, 24),))),
+    model_case("speech", "whisper.TextDecoder", lambda: (whisper().decoder, lambda batch: (
         torch.randint(0, 50, (batch, 6)), torch.randn(batch, 12, 32)))),
     stranger("speech", "conformer:Conformer", noise(10, 16), dim=16, depth=1, dim_head=8, heads=2, conv_kernel_size=5),
-    made("speech", "hifi_gan.Generator", hifi_gan),
-    made("speech", "bigvgan.BigVGAN", big_vgan),
+    model_case("speech", "hifi_gan.Generator", hifi_gan),
+    model_case("speech", "bigvgan.BigVGAN", big_vgan),
     stranger("codecs", "snac:SNAC", noise(1, 256), wrapped=Waveform, encoder_dim=8, encoder_rates=[2, 4], decoder_dim=32,
         decoder_rates=[4, 2], attn_window_size=None, codebook_size=16, vq_strides=[4, 2, 1], noise=False),
     stranger("codecs", "vector_quantize_pytorch:ResidualVQ", noise(12, 16), dim=16, num_quantizers=2, codebook_size=16),
@@ -94,7 +94,7 @@ CASES = [
     stranger("separation", "asteroid.models:SuDORMRFNet", noise(128), n_src=2, num_blocks=1, upsampling_depth=2, kernel_size=9,
         n_filters=16, bn_chan=8),
     stranger("separation", "asteroid.models:DeMask", noise(256), hidden_dims=(16,), n_filters=64, stride=16, kernel_size=64),
-    made("separation", "asteroid_filterbanks.FreeFB", filterbank),
+    model_case("separation", "asteroid_filterbanks.FreeFB", filterbank),
     stranger("separation", "demucs.demucs:Demucs", noise(2, 1024), sources=["voice", "rest"], channels=8, depth=2, dconv_comp=4,
         norm_starts=1, resample=False, dconv_mode=0),
     stranger("separation", "demucs.demucs:Demucs", noise(2, 512), variant="Demucs_resampled", sources=["voice"], channels=8,

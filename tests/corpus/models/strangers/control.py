@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ...case import Case, Made
-from .stranger import made
+from .stranger import model_case
 
 STATE = 6
 
@@ -48,7 +48,7 @@ def baseline(module: str, discrete: bool) -> Case:
         kind = importlib.import_module(f"stable_baselines3.{module}.policies").MlpPolicy
         return Chosen(kind(*spaces(discrete), lambda _: 1e-3, net_arch=[16])), states
 
-    return made("control", f"stable_baselines3.{module}_{'choice' if discrete else 'numbers'}", make)
+    return model_case("control", f"stable_baselines3.{module}_{'choice' if discrete else 'numbers'}", make)
 
 
 def tianshou_net(kind: str) -> Made:
@@ -164,10 +164,10 @@ CASES = [
     baseline("dqn", discrete=True),
     baseline("sac", discrete=False),
     baseline("td3", discrete=False),
-    *[made("control", f"tianshou.{kind}", lambda kind=kind: tianshou_net(kind)) for kind in ("softmax", "actor", "dueling")],
-    *[made("control", f"torchrl.{kind}", lambda kind=kind: torchrl(kind)) for kind in ("MLP", "DTActor")],
-    made("control", "rsl_rl.MLPModel", rsl_rl),
-    made("control", "skrl.DeterministicMixin", skrl),
-    made("control", "pfrl.MLP", lambda: pfrl("MLP")),
-    made("control", "pfrl.DuelingDQN", lambda: pfrl("DuelingDQN")),
+    *[model_case("control", f"tianshou.{kind}", lambda kind=kind: tianshou_net(kind)) for kind in ("softmax", "actor", "dueling")],
+    *[model_case("control", f"torchrl.{kind}", lambda kind=kind: torchrl(kind)) for kind in ("MLP", "DTActor")],
+    model_case("control", "rsl_rl.MLPModel", rsl_rl),
+    model_case("control", "skrl.DeterministicMixin", skrl),
+    model_case("control", "pfrl.MLP", lambda: pfrl("MLP")),
+    model_case("control", "pfrl.DuelingDQN", lambda: pfrl("DuelingDQN")),
 ]  # fmt: skip

@@ -7,7 +7,7 @@ from torch import nn
 
 from ...case import Case, Made
 from ..shared import ids, noise
-from .stranger import Draw, made, stranger
+from .stranger import Draw, model_case, stranger
 
 WORDS = 50
 LENGTH = 16
@@ -100,10 +100,10 @@ CASES = [
     stranger("experts", "recurrent_memory_transformer_pytorch:RecurrentMemoryTransformer", TEXT, num_memory_tokens=2,
         seq_len=LENGTH, **ONE_LAYER, **HEADS),
     stranger("experts", "gated_state_spaces_pytorch:GatedStateSpacesLM", TEXT, dss_kernel_N=8, dss_kernel_H=8, **ONE_LAYER),
-    made("experts", "routing_transformer.RoutingTransformerLM", routed),
-    made("experts", "minGRU_pytorch.hybridLM", hybrid),
-    made("experts", "minGRU_pytorch.minLM", min_lm),
-    made("experts", "titans_pytorch.NeuralMemory", memory),
-    made("experts", "minimamba.MambaForCausalLM", mamba),
+    model_case("experts", "routing_transformer.RoutingTransformerLM", routed),
+    model_case("experts", "minGRU_pytorch.hybridLM", hybrid),
+    model_case("experts", "minGRU_pytorch.minLM", min_lm),
+    model_case("experts", "titans_pytorch.NeuralMemory", memory),
+    model_case("experts", "minimamba.MambaForCausalLM", mamba),
 ]  # fmt: skip
 """The models by package."""

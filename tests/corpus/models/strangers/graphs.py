@@ -9,7 +9,7 @@ from torch import nn
 
 from ...case import Case, Made
 from ..shared import noise
-from .stranger import made, stranger
+from .stranger import model_case, stranger
 
 NODES = {"nodes": (6, 15)}
 FEATURES = 8
@@ -47,7 +47,7 @@ def layers(name: str, **options: Any) -> Case:
         kind = getattr(torch_geometric.nn, name)
         return Layers(kind(FEATURES, 16, **options), kind(16, 4, **options)), graph
 
-    return made("graphs", f"torch_geometric.{name}", make, sizes=NODES)
+    return model_case("graphs", f"torch_geometric.{name}", make, sizes=NODES)
 
 
 class Pooled(nn.Module):
@@ -212,10 +212,10 @@ CASES = [
     layers("TransformerConv"),
     layers("GATv2Conv", edge_dim=None),
     layers("ARMAConv"),
-    made("graphs", "torch_geometric.global_mean_pool", lambda: pooled(None), sizes=NODES),
-    made("graphs", "torch_geometric.global_mean_pool_size", lambda: pooled(3), sizes=NODES),
-    made("graphs", "torch_geometric.LightGCN", light_gcn, sizes={"edges": (5, 12)}),
-    made("molecules", "torch_geometric.SchNet", schnet, sizes={"nodes": (4, 7)}),
+    model_case("graphs", "torch_geometric.global_mean_pool", lambda: pooled(None), sizes=NODES),
+    model_case("graphs", "torch_geometric.global_mean_pool_size", lambda: pooled(3), sizes=NODES),
+    model_case("graphs", "torch_geometric.LightGCN", light_gcn, sizes={"edges": (5, 12)}),
+    model_case("molecules", "torch_geometric.SchNet", schnet, sizes={"nodes": (4, 7)}),
     stranger("molecules", "egnn_pytorch:EGNN_Network", inputs=egnn_network, num_tokens=9, num_positions=7, dim=16, depth=2,
         num_nearest_neighbors=3),
     stranger("molecules", "egnn_pytorch:EGNN", noise(7, 16), noise(7, 3), dim=16),
@@ -223,13 +223,13 @@ CASES = [
         num_degrees=2, valid_radius=10),
     stranger("molecules", "equiformer_pytorch:Equiformer", inputs=equiformer, num_tokens=9, dim=(8, 4), dim_head=(4, 4),
         heads=(2, 2), num_degrees=2, depth=1, attend_self=True, reduce_dim_out=True, num_neighbors=3),
-    made("molecules", "torchani.ANI", ani),
-    made("molecules", "torchani.Forces", forces),
-    made("equivariant", "e3nn.FullyConnectedTensorProduct", tensor_product),
-    made("equivariant", "e3nn.Gate", gate),
+    model_case("molecules", "torchani.ANI", ani),
+    model_case("molecules", "torchani.Forces", forces),
+    model_case("equivariant", "e3nn.FullyConnectedTensorProduct", tensor_product),
+    model_case("equivariant", "e3nn.Gate", gate),
     stranger("points", "point_transformer_pytorch:PointTransformerLayer", noise(9, 16), noise(9, 3), dim=16,
         pos_mlp_hidden_dim=16, attn_mlp_hidden_mult=2),
-    made("points", "pointnet.PointNetCls", point_net),
-    made("points", "pointnet.PointNet2ClsSSG", point_net_2),
+    model_case("points", "pointnet.PointNetCls", point_net),
+    model_case("points", "pointnet.PointNet2ClsSSG", point_net_2),
     stranger("points", "egnn_pytorch:EGNN", noise(9, 8), noise(9, 3), variant="EGNN_edges", dim=8, m_dim=8, soft_edges=True),
 ]  # fmt: skip

@@ -7,7 +7,7 @@ from torch import nn
 
 from ...case import Made
 from ..shared import noise
-from .stranger import made, stranger
+from .stranger import model_case, stranger
 
 
 def circuit() -> Made:
@@ -169,18 +169,18 @@ def arm() -> Made:
 
 
 CASES = [
-    made("quantum", "pyqtorch.QuantumCircuit", circuit),
-    made("physics", "torch_harmonics.RealSHT", harmonics),
-    made("geometry", "geoopt.PoincareBall", poincare),
-    made("geometry", "e2cnn.R2Conv", steerable),
-    made("geometry", "pytorch_kinematics.Chain", arm),
+    model_case("quantum", "pyqtorch.QuantumCircuit", circuit),
+    model_case("physics", "torch_harmonics.RealSHT", harmonics),
+    model_case("geometry", "geoopt.PoincareBall", poincare),
+    model_case("geometry", "e2cnn.R2Conv", steerable),
+    model_case("geometry", "pytorch_kinematics.Chain", arm),
     stranger("geometry", "invariant_point_attention:InvariantPointAttention", inputs=points, dim=16, heads=2, scalar_key_dim=4,
         scalar_value_dim=4),
-    made("spiking", "spikingjelly.LIFNode", spiking_jelly),
-    made("spiking", "norse.LIFCell", norse),
-    made("flows", "torchflows.RealNVP", lambda: coupling("RealNVP")),
-    made("flows", "torchflows.CouplingRQNSF", lambda: coupling("CouplingRQNSF")),
-    made("flows", "pyro.AutoRegressiveNN", autoregressive),
+    model_case("spiking", "spikingjelly.LIFNode", spiking_jelly),
+    model_case("spiking", "norse.LIFCell", norse),
+    model_case("flows", "torchflows.RealNVP", lambda: coupling("RealNVP")),
+    model_case("flows", "torchflows.CouplingRQNSF", lambda: coupling("CouplingRQNSF")),
+    model_case("flows", "pyro.AutoRegressiveNN", autoregressive),
     stranger("physics", "pina.model:FeedForward", noise(2), input_dimensions=2, output_dimensions=1, layers=[16, 16]),
     stranger("physics", "neurodiffeq.networks:FCNN", noise(2), n_input_units=2, n_output_units=1, hidden_units=(16, 16)),
     stranger("physics", "neurodiffeq.networks:Resnet", noise(2), n_input_units=2, n_output_units=1, hidden_units=(16, 16)),

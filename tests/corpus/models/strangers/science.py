@@ -9,7 +9,7 @@ from torch import nn
 
 from ...case import Case, Made
 from ..shared import fractions, noise
-from .stranger import made, stranger
+from .stranger import model_case, stranger
 
 POINTS = {"points": (4, 9)}
 
@@ -123,7 +123,7 @@ class Solved(nn.Module):
 
 def ode(method: str) -> Case:
     """A neural differential equation with one of torchdiffeq's methods."""
-    return made("ode", f"torchdiffeq.{method}", lambda: (Solved(method), lambda batch: (torch.randn(batch, 2),)))
+    return model_case("ode", f"torchdiffeq.{method}", lambda: (Solved(method), lambda batch: (torch.randn(batch, 2),)))
 
 
 class ControlledField(nn.Module):
@@ -267,24 +267,24 @@ def liquid(cell: str) -> Made:
 
 
 CASES = [
-    made("gp", "gpytorch.ExactGP", exact_gp, sizes=POINTS),
-    made("gp", "gpytorch.ApproximateGP", variational_gp, sizes=POINTS),
-    made("gp", "botorch.SingleTaskGP", botorch_gp, sizes=POINTS),
+    model_case("gp", "gpytorch.ExactGP", exact_gp, sizes=POINTS),
+    model_case("gp", "gpytorch.ApproximateGP", variational_gp, sizes=POINTS),
+    model_case("gp", "botorch.SingleTaskGP", botorch_gp, sizes=POINTS),
     *[ode(method) for method in ("euler", "midpoint", "rk4", "dopri5")],
-    made("ode", "torchcde.NeuralCDE", cde),
+    model_case("ode", "torchcde.NeuralCDE", cde),
     stranger("flows", "zuko.flows:NSF", noise(3), wrapped=Density, features=3, transforms=2, hidden_features=(16, 16)),
     stranger("flows", "zuko.flows:MAF", noise(3), wrapped=Density, features=3, transforms=2, hidden_features=(16, 16)),
     stranger("flows", "zuko.flows:NICE", noise(4), wrapped=Density, features=4, transforms=2, hidden_features=(16, 16)),
     stranger("flows", "zuko.flows:GMM", noise(3), wrapped=Density, features=3, components=4),
     stranger("flows", "zuko.flows:NAF", noise(3), wrapped=Density, features=3, transforms=1, hidden_features=(16,)),
-    made("flows", "normflows.RealNVP", real_nvp),
-    made("flows", "nflows.MAF", lambda: nflows_model("MaskedAffineAutoregressiveTransform")),
-    made("flows", "nflows.NSF", lambda: nflows_model("MaskedPiecewiseRationalQuadraticAutoregressiveTransform")),
-    made("flows", "FrEIA.AllInOneBlock", lambda: freia("AllInOneBlock")),
-    made("flows", "FrEIA.RNVPCouplingBlock", lambda: freia("RNVPCouplingBlock")),
-    made("quantum", "pennylane.TorchLayer", quantum_layer),
-    made("physics", "deepxde.DeepONet", deep_o_net),
-    made("physics", "deepxde.FNN", pinn),
+    model_case("flows", "normflows.RealNVP", real_nvp),
+    model_case("flows", "nflows.MAF", lambda: nflows_model("MaskedAffineAutoregressiveTransform")),
+    model_case("flows", "nflows.NSF", lambda: nflows_model("MaskedPiecewiseRationalQuadraticAutoregressiveTransform")),
+    model_case("flows", "FrEIA.AllInOneBlock", lambda: freia("AllInOneBlock")),
+    model_case("flows", "FrEIA.RNVPCouplingBlock", lambda: freia("RNVPCouplingBlock")),
+    model_case("quantum", "pennylane.TorchLayer", quantum_layer),
+    model_case("physics", "deepxde.DeepONet", deep_o_net),
+    model_case("physics", "deepxde.FNN", pinn),
     stranger("physics", "neuralop.models:FNO", noise(3, 16, 16), n_modes=(6, 6), in_channels=3, out_channels=1,
         hidden_channels=8, n_layers=2),
     stranger("physics", "neuralop.models:TFNO", noise(3, 16, 16), n_modes=(6, 6), in_channels=3, out_channels=1,
@@ -293,7 +293,7 @@ CASES = [
         uno_out_channels=[8, 8, 8], uno_n_modes=[[4, 4], [4, 4], [4, 4]], n_layers=3,
         uno_scalings=[[1.0, 1.0], [0.5, 0.5], [2.0, 2.0]], channel_mlp_skip="linear"),
     stranger("physics", "kan:KAN", fractions(2), width=[2, 4, 1], grid=3, k=3, auto_save=False, symbolic_enabled=False),
-    made("spiking", "snntorch.Leaky", spiking),
-    made("spiking", "ncps.CfC", lambda: liquid("CfC")),
-    made("spiking", "ncps.LTC", lambda: liquid("LTC")),
+    model_case("spiking", "snntorch.Leaky", spiking),
+    model_case("spiking", "ncps.CfC", lambda: liquid("CfC")),
+    model_case("spiking", "ncps.LTC", lambda: liquid("LTC")),
 ]  # fmt: skip

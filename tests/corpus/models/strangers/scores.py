@@ -10,7 +10,7 @@ from torch import nn
 
 from ...case import Case, Made
 from ..shared import noise
-from .stranger import integers, made, stranger
+from .stranger import integers, model_case, stranger
 
 ENTITIES, RELATIONS = 20, 5
 FIELDS = [5, 6, 7]
@@ -39,7 +39,7 @@ def triples(name: str, *sizes: int) -> Case:
             torch.randint(0, ENTITIES, (batch,)), torch.randint(0, ENTITIES, (batch,)), torch.randint(0, RELATIONS, (batch,)),
         )  # fmt: skip
 
-    return made("triples", f"torchkge.{name}", make)
+    return model_case("triples", f"torchkge.{name}", make)
 
 
 def chain() -> Made:
@@ -49,8 +49,8 @@ def chain() -> Made:
     transitions = torch.randn(6, 6)
 
     def best(scores: torch.Tensor, lengths: torch.Tensor) -> Any:
-        found = LinearChainCRF(scores, transitions, lengths)
-        return found.log_partition, found.argmax
+        distribution = LinearChainCRF(scores, transitions, lengths)
+        return distribution.log_partition, distribution.argmax
 
     return Called(best), lambda batch: (torch.randn(batch, 6, 5), torch.full((batch,), 6))
 
@@ -60,8 +60,8 @@ def trees() -> Made:
     from supar.structs import MatrixTree
 
     def marginals(scores: torch.Tensor, lengths: torch.Tensor) -> Any:
-        found = MatrixTree(scores, lengths)
-        return found.log_partition, found.marginals
+        distribution = MatrixTree(scores, lengths)
+        return distribution.log_partition, distribution.marginals
 
     return Called(marginals), lambda batch: (torch.randn(batch, 6, 6), torch.full((batch,), 5))
 
@@ -110,9 +110,9 @@ CASES = [
     triples("TransHModel", 8),
     triples("HolEModel", 8),
     triples("ConvKBModel", 8, 3),
-    made("taggers", "supar.LinearChainCRF", chain),
-    made("taggers", "supar.MatrixTree", trees),
-    made("taggers", "supar.Biaffine", biaffine),
+    model_case("taggers", "supar.LinearChainCRF", chain),
+    model_case("taggers", "supar.MatrixTree", trees),
+    model_case("taggers", "supar.Biaffine", biaffine),
     stranger("recommenders", "torch_recommenders.models.xDeepFM:ExtremeDeepFactorizationMachineModel", integers(5, 3),
         field_dims=FIELDS, embed_dim=4, mlp_dims=(8,), dropout=0.1, cross_layer_sizes=(6, 6)),
     stranger("tabular", "lassonet.model:LassoNet", noise(6), arguments=(6, 8, 3)),
@@ -122,8 +122,8 @@ CASES = [
         hid_blocks=(1, 1), mod_features=8, groups=4),
     stranger("diffusion", "azula.nn.vit:ViT", noise(3, 8, 8), noise(8), arguments=(3, 3), hid_channels=16, hid_blocks=1,
         mod_features=8, patch_size=2, attention_heads=2),
-    made("molecules", "cgcnn2.CrystalGraphConvNet", crystal, sizes={"atoms": (6, 12)}),
-    made("quantum", "tensorkrowch.MPSLayer", matrix_product),
-    made("proteins", "protein_bert_pytorch.ProteinBERT", protein),
+    model_case("molecules", "cgcnn2.CrystalGraphConvNet", crystal, sizes={"atoms": (6, 12)}),
+    model_case("quantum", "tensorkrowch.MPSLayer", matrix_product),
+    model_case("proteins", "protein_bert_pytorch.ProteinBERT", protein),
 ]  # fmt: skip
 """The models by package."""

@@ -42,10 +42,10 @@ def stranger(
         model = maker(*arguments, **options)
         return wrapped(model) if wrapped else model, inputs or (lambda batch: tuple([draw(batch) for draw in draws]))
 
-    return made(field, f"{package}.{variant or path}", make, (package, *needs), sizes)
+    return model_case(field, f"{package}.{variant or path}", make, (package, *needs), sizes)
 
 
-def made(
+def model_case(
     field: str, name: str, make: Callable[[], Made], needs: Sequence[str] = (), sizes: Mapping[str, tuple[int, ...]] = BATCH
 ) -> Case:
     """A case whose model takes more than one call to make.  `name` is `package.model`."""

@@ -9,7 +9,7 @@ from torch import nn
 
 from ...case import Case, Made
 from ..shared import noise
-from .stranger import made, stranger
+from .stranger import model_case, stranger
 
 COLUMNS = (4, 5, 6)
 """How many categories each of three columns has."""
@@ -48,7 +48,7 @@ def deepctr(name: str, **options: Any) -> Case:
 
         return model, lambda batch: (inputs(batch),)
 
-    return made("recommenders", f"deepctr_torch.{name}", make)
+    return model_case("recommenders", f"deepctr_torch.{name}", make)
 
 
 def frame(name: str, **options: Any) -> Case:
@@ -80,7 +80,7 @@ def frame(name: str, **options: Any) -> Case:
 
         return Numbers(), lambda batch: (torch.randn(batch, 2),)
 
-    return made("tabular", f"torch_frame.{name}", make)
+    return model_case("tabular", f"torch_frame.{name}", make)
 
 
 def tabm() -> Made:
@@ -165,9 +165,9 @@ def tiny_time_mixer() -> Made:
 GLUON = {"prediction_length": 4, "context_length": 16}
 
 CASES = [
-    made("tabular", "tabm.TabM", tabm),
-    made("tabular", "rtdl_revisiting_models.FTTransformer", ft_transformer),
-    made("tabular", "rtdl_num_embeddings.PiecewiseLinearEmbeddings", piecewise),
+    model_case("tabular", "tabm.TabM", tabm),
+    model_case("tabular", "rtdl_revisiting_models.FTTransformer", ft_transformer),
+    model_case("tabular", "rtdl_num_embeddings.PiecewiseLinearEmbeddings", piecewise),
     stranger("tabular", "rtdl_num_embeddings:PeriodicEmbeddings", noise(3), n_features=3, d_embedding=8, n_frequencies=6,
         lite=True),
     stranger("tabular", "pytorch_tabnet.tab_network:TabNet", lambda batch: torch.cat([torch.randn(batch, 3), categories(batch)], 1),
@@ -187,14 +187,14 @@ CASES = [
     clicks("xdfm", "ExtremeDeepFactorizationMachineModel", dropout=0.1, cross_layer_sizes=(8, 8), **DEEP),
     clicks("pnn", "ProductNeuralNetworkModel", dropout=0.1, method="outer", **DEEP),
     *[deepctr(name) for name in ("DeepFM", "DCN", "AutoInt", "FiBiNET")],
-    made("series", "gluonts.DeepAR", deep_ar),
+    model_case("series", "gluonts.DeepAR", deep_ar),
     stranger("series", "gluonts.torch.model.d_linear.module:DLinearModel", noise(16), lambda batch: torch.ones(batch, 16),
         hidden_dimension=8, kernel_size=5, **GLUON),
     stranger("series", "gluonts.torch.model.patch_tst.module:PatchTSTModel", noise(16), lambda batch: torch.ones(batch, 16),
         patch_len=4, stride=4, padding_patch="end", d_model=16, nhead=2, dim_feedforward=16, num_feat_dynamic_real=0, dropout=0.1,
         activation="relu", norm_first=False, num_encoder_layers=1, scaling="mean", **GLUON),
-    made("series", "chronos.ChronosBolt", chronos_bolt),
-    made("series", "tsfm_public.TinyTimeMixer", tiny_time_mixer),
+    model_case("series", "chronos.ChronosBolt", chronos_bolt),
+    model_case("series", "tsfm_public.TinyTimeMixer", tiny_time_mixer),
     stranger("series", "nbeats_pytorch.model:NBeatsNet", noise(10), nb_blocks_per_stack=1, hidden_layer_units=16),
     stranger("series", "pytorch_tcn:TCN", noise(4, 20), num_inputs=4, num_channels=[8, 8], kernel_size=3),
     stranger("series", "iTransformer:iTransformer", noise(12, 3), num_variates=3, lookback_len=12, depth=1, dim=16, dim_head=8,

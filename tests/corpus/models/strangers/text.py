@@ -7,7 +7,7 @@ from torch import nn
 
 from ...case import Made
 from ..shared import ids, noise
-from .stranger import made, stranger
+from .stranger import model_case, stranger
 
 WORDS, LENGTH = 50, 12
 TEXT = ids(LENGTH, WORDS)
@@ -189,20 +189,20 @@ def msa() -> Made:
 
 
 CASES = [
-    made("taggers", "torchcrf.CRF", crf),
-    made("taggers", "TorchCRF.CRF", torch_crf),
-    made("taggers", "allencrf.CRF", allen_crf),
-    made("taggers", "pytorch_partial_crf.CRF", partial_crf),
-    made("taggers", "bi_lstm_crf.CRF", viterbi),
+    model_case("taggers", "torchcrf.CRF", crf),
+    model_case("taggers", "TorchCRF.CRF", torch_crf),
+    model_case("taggers", "allencrf.CRF", allen_crf),
+    model_case("taggers", "pytorch_partial_crf.CRF", partial_crf),
+    model_case("taggers", "bi_lstm_crf.CRF", viterbi),
     stranger("taggers", "bi_lstm_crf:BiRnnCrf", lambda batch: sentences(batch)[0].clamp(min=1) * sentences(batch)[2],
         vocab_size=WORDS, tagset_size=5, embedding_dim=8, hidden_dim=8),
-    made("text", "x_transformers.Decoder", lambda: x_decoder(rotary_pos_emb=True)),
-    made("text", "x_transformers.Decoder_alibi", lambda: x_decoder(alibi_pos_bias=True)),
-    made("text", "x_transformers.Decoder_sparse", lambda: x_decoder(attn_sparse_topk=4)),
-    made("text", "curated_transformers.BERTEncoder", bert),
-    made("text", "litgpt.GPT", lit_gpt),
-    made("text", "peft.LoRA", lora),
-    made("text", "sentence_transformers.Pooling", sentence_bert),
+    model_case("text", "x_transformers.Decoder", lambda: x_decoder(rotary_pos_emb=True)),
+    model_case("text", "x_transformers.Decoder_alibi", lambda: x_decoder(alibi_pos_bias=True)),
+    model_case("text", "x_transformers.Decoder_sparse", lambda: x_decoder(attn_sparse_topk=4)),
+    model_case("text", "curated_transformers.BERTEncoder", bert),
+    model_case("text", "litgpt.GPT", lit_gpt),
+    model_case("text", "peft.LoRA", lora),
+    model_case("text", "sentence_transformers.Pooling", sentence_bert),
     stranger("text", "performer_pytorch:PerformerLM", TEXT, num_tokens=WORDS, max_seq_len=16, dim_head=8, **TWO_HEADS),
     stranger("text", "linformer:Linformer", noise(LENGTH, 16), dim=16, seq_len=LENGTH, depth=1, heads=2, k=4),
     stranger("text", "nystrom_attention:Nystromformer", noise(LENGTH, 16), dim=16, dim_head=8, heads=2, depth=1, num_landmarks=4,
@@ -214,9 +214,9 @@ CASES = [
     stranger("text", "perceiver_pytorch:PerceiverIO", noise(LENGTH, 8), dim=8, queries_dim=8, depth=1, num_latents=4, latent_dim=16,
         latent_heads=2, cross_dim_head=8, latent_dim_head=8),
     stranger("text", "g_mlp_pytorch:gMLP", TEXT, num_tokens=WORDS, dim=16, depth=1, seq_len=LENGTH),
-    made("states", "mambapy.Mamba", mamba),
+    model_case("states", "mambapy.Mamba", mamba),
     stranger("states", "s5:S5", noise(LENGTH, 8), width=8, state_width=8),
-    made("states", "torchrecurrent.MinimalRNN", minimal_rnn),
-    made("proteins", "esm.ESM2", esm2),
-    made("proteins", "esm.MSATransformer", msa),
+    model_case("states", "torchrecurrent.MinimalRNN", minimal_rnn),
+    model_case("proteins", "esm.ESM2", esm2),
+    model_case("proteins", "esm.MSATransformer", msa),
 ]  # fmt: skip

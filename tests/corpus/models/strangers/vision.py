@@ -7,7 +7,7 @@ from torch import nn
 
 from ...case import Case, Made
 from ..shared import fractions, noise
-from .stranger import made, stranger
+from .stranger import model_case, stranger
 
 SMALL = fractions(3, 16, 16)
 VOLUME = {"spatial_dims": 3, "in_channels": 1, "out_channels": 2}
@@ -130,21 +130,21 @@ CASES = [
     stranger("volumes", "dynamic_network_architectures.architectures.unet:PlainConvUNet", noise(1, 16, 16, 16), input_channels=1,
         n_stages=2, features_per_stage=(4, 8), conv_op=nn.Conv3d, kernel_sizes=3, strides=(1, 2), n_conv_per_stage=1,
         num_classes=2, n_conv_per_stage_decoder=1, norm_op=nn.InstanceNorm3d, nonlin=nn.LeakyReLU),
-    made("volumes", "voxelmorph.VxmPairwise", registration),
+    model_case("volumes", "voxelmorph.VxmPairwise", registration),
     patches("HardNet", pretrained=False),
     patches("TFeat", pretrained=False),
     patches("SIFTDescriptor", patch_size=32, rootsift=True),
     patches("MKDDescriptor", patch_size=32, whitening=None, output_dims=32),
-    made("features", "kornia.LoFTR", loftr),
-    made("features", "kornia.DISK_dense", heat_map),
-    made("features", "kornia.DISK", detected, sizes={"side": (32, 48)}),
+    model_case("features", "kornia.LoFTR", loftr),
+    model_case("features", "kornia.DISK_dense", heat_map),
+    model_case("features", "kornia.DISK", detected, sizes={"side": (32, 48)}),
     stranger("features", "kornia.filters:Canny", SMALL, hysteresis=False),
     stranger("features", "kornia.filters:Canny", SMALL, variant="Canny_hysteresis"),
     stranger("features", "kornia.contrib:DistanceTransform", lambda batch: (torch.rand(batch, 1, 12, 12) > 0.8).float(),
         kernel_size=3),
-    made("detectors", "kornia.FaceDetector", faces, sizes={"side": (64, 96)}),
-    made("letters", "legere.CompactCRNN", crnn),
-    made("pictures", "efficientnet_pytorch.EfficientNet", efficient_net),
+    model_case("detectors", "kornia.FaceDetector", faces, sizes={"side": (64, 96)}),
+    model_case("letters", "legere.CompactCRNN", crnn),
+    model_case("pictures", "efficientnet_pytorch.EfficientNet", efficient_net),
     stranger("pictures", "mlp_mixer_pytorch:MLPMixer", SMALL, image_size=16, channels=3, patch_size=8, dim=16, depth=1,
         num_classes=5),
     stranger("pictures", "perceiver_pytorch:Perceiver", fractions(8, 8, 3), input_channels=3, input_axis=2, num_freq_bands=2,

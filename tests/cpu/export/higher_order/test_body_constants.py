@@ -38,9 +38,9 @@ class Writing(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         def yes(y: Tensor) -> Tensor:
-            own = y.clone()
-            own[0].mul_(torch.tensor(2.0))
-            return own
+            y_copy = y.clone()
+            y_copy[0].mul_(torch.tensor(2.0))
+            return y_copy
 
         return torch.cond(x.sum() > 0, yes, lambda y: y * 2, (x,))
 

@@ -33,9 +33,9 @@ class Experts(torch.nn.Module):
 
 
 def test_a_program_calls_no_grouped_product() -> None:
-    given = (torch.randn(10, 16, dtype=torch.bfloat16), torch.tensor([2, 2, 7, 10], dtype=torch.int32))
-    made = without_composites(torch.export.export(Experts(), given))
-    assert not [node for node in made.graph.nodes if "grouped" in str(node.target)]
+    example_inputs = (torch.randn(10, 16, dtype=torch.bfloat16), torch.tensor([2, 2, 7, 10], dtype=torch.int32))
+    program = without_composites(torch.export.export(Experts(), example_inputs))
+    assert not [node for node in program.graph.nodes if "grouped" in str(node.target)]
 
 
 def test_a_tensor_that_is_resized_at_once_is_made_in_its_size() -> None:

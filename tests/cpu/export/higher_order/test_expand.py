@@ -73,15 +73,15 @@ def program(model: nn.Module) -> torch.export.ExportedProgram:
 @pytest.mark.parametrize("kind", [Attention, Modes, Loops])
 def test_an_operator_becomes_its_operations(kind: type[Net]) -> None:
     model = kind()
-    made = program(model)
-    left = [node for node in made.graph.nodes if isinstance(node.target, torch._ops.HigherOrderOperator)]
-    assert not left and not list(made.graph_module.children())
+    expansion = program(model)
+    left = [node for node in expansion.graph.nodes if isinstance(node.target, torch._ops.HigherOrderOperator)]
+    assert not left and not list(expansion.graph_module.children())
     assert [
-        node for node in made.graph.nodes if node.op == "call_function" and "aten" in str(node.target) and not place(node)[0]
+        node for node in expansion.graph.nodes if node.op == "call_function" and "aten" in str(node.target) and not place(node)[0]
         and node.target is not torch.ops.aten.sym_size.int
     ] == []  # fmt: skip
     file = io.BytesIO()
-    torch.export.save(made, file)
+    torch.export.save(expansion, file)
     file.seek(0)
     stored = torch.export.load(file).module(check_guards=False)
     for rows in (2, 5):
@@ -95,9 +95,9 @@ def test_random_numbers_and_writes_beside_autocast_stay_operations() -> None:
         def forward(self, x: torch.Tensor) -> Any:
             return super().forward(x + torch.rand(6, 8))
 
-    made = program(Draws())
-    assert {spec.kind.name for spec in made.graph_signature.output_specs} == {"USER_OUTPUT"}
-    module = with_generator(made).module(check_guards=False)  # it adds an operator that writes
+    expansion = program(Draws())
+    assert {spec.kind.name for spec in expansion.graph_signature.output_specs} == {"USER_OUTPUT"}
+    module = with_generator(expansion).module(check_guards=False)  # it adds an operator that writes
     x = torch.randn(2, 6, 8)
     with torch.no_grad():
         first, second = module(x), module(x)

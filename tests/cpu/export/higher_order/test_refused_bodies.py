@@ -80,9 +80,9 @@ class Writing(nn.Module):
         return torch.cond(x.sum() > 0, lambda y: y * 2, lambda y: y[:1].mul_(3) * y, (x,))  # the branch writes
 
 
-@pytest.mark.parametrize(("loop", "told"), [(True, "the loop writes"), (False, "the branch writes")])
-def test_a_body_that_writes_to_an_operand(loop: bool, told: str) -> None:
-    line = next(at for at, text in enumerate(Path(__file__).read_text().splitlines(), 1) if text.endswith(f"# {told}"))
+@pytest.mark.parametrize(("loop", "comment"), [(True, "the loop writes"), (False, "the branch writes")])
+def test_a_body_that_writes_to_an_operand(loop: bool, comment: str) -> None:
+    line = next(at for at, text in enumerate(Path(__file__).read_text().splitlines(), 1) if text.endswith(f"# {comment}"))
     code, said = ("export-failed", r"a body of torch\.\w+ writes") if LATER else ("eager-failed", r".*torch\.\w+: a body writes")
     with raises(code, match=rf"test_refused_bodies\.py:{line}: {said} to an operand") as raised:
         functional(export(load_source(Writing(loop), lambda: torch.ones(2, 4)), {}).programs.first)

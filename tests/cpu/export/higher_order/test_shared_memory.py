@@ -40,9 +40,9 @@ class Gate(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         y = self.cheap(x)
-        made = torch.cond(y.sum() > 0, *self.branches, (y,))
-        made = made if isinstance(made, tuple) else (made,)
-        return *[each.softmax(-1) for each in made], y + 1
+        outputs = torch.cond(y.sum() > 0, *self.branches, (y,))
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        return *[output.softmax(-1) for output in outputs], y + 1
 
 
 def interpreted_is_eager(model: nn.Module, folder: Path) -> None:
@@ -125,12 +125,12 @@ class Given(nn.Module):
             return i + 1, a * 0.5, b + i, c - a, d * 3
 
         start = torch.zeros((), dtype=torch.int64, device=x.device)
-        made = torch.while_loop(lambda i, *rest: i < 3, turn, (start, first, first, first, first[:2]))
+        outputs = torch.while_loop(lambda i, *rest: i < 3, turn, (start, first, first, first, first[:2]))
         if not NEWER:  # torch.cond of 2.11 refuses what follows, in eager PyTorch, too
-            return *made, first + 1
+            return *outputs, first + 1
         one = torch.cond(x.sum() > 0, lambda a, b: a + b, lambda a, b: a * b.sum(), (first, first))
         two = torch.cond(x.sum() > 0, lambda a, b: a - b.sum(), lambda a, b: a * b.mean(), (first, first.t()))
-        return *made, one, two, first + 1
+        return *outputs, one, two, first + 1
 
 
 def test_operands_that_share_memory_lowered_for_sm_90(tmp_path: Path) -> None:
@@ -138,13 +138,13 @@ def test_operands_that_share_memory_lowered_for_sm_90(tmp_path: Path) -> None:
 
 
 def test_operands_that_share_memory_built_for_the_cpu(tmp_path: Path) -> None:
-    model, told = Given().eval(), Told()
-    SERIALIZER.addHandler(told)
+    model, handler = Given().eval(), Told()
+    SERIALIZER.addHandler(handler)
     try:
         built = cgcompile.build(model, lambda: calls()[0], target="cpu", out=tmp_path / "given.cgb")
     finally:
-        SERIALIZER.removeHandler(told)
-    assert told.lines == []  # torch has words for the operands that the loop has none of
+        SERIALIZER.removeHandler(handler)
+    assert handler.lines == []  # torch has words for the operands that the loop has none of
     loaded_is_eager(built.path, model)
 
 

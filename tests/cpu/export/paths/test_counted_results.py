@@ -27,9 +27,9 @@ def rows(n: int) -> tuple[torch.Tensor]:
 
 
 def exported(model: nn.Module) -> Exported:
-    made = export(load_source(copy.deepcopy(model), rows), SIZES)
-    refuse_branches(made)
-    return made
+    exported_model = export(load_source(copy.deepcopy(model), rows), SIZES)
+    refuse_branches(exported_model)
+    return exported_model
 
 
 def inputs(number: int) -> torch.Tensor:
@@ -52,16 +52,16 @@ BUILT = [
 @pytest.mark.parametrize("kind", BUILT)
 def test_results_have_the_sizes_of_eager_pytorch(kind: Callable[[], nn.Module]) -> None:
     model = kind().eval()
-    made = exported(model)
-    assert made.programs.dynamic
-    program, shapes = made.programs.first.module(check_guards=False), set()
+    exported_model = exported(model)
+    assert exported_model.programs.dynamic
+    program, shapes = exported_model.programs.first.module(check_guards=False), set()
     for number in range(90):
         x = inputs(number)
         with torch.no_grad():
-            wanted, found = results(model(x.clone())), program(x.clone())
-        shapes.add(tuple([tuple(each.shape) for each in wanted]))
-        assert [each.shape for each in found] == [each.shape for each in wanted]
-        torch.testing.assert_close(list(found), wanted, rtol=1e-5, atol=1e-5, equal_nan=True)
+            wanted, outputs = results(model(x.clone())), program(x.clone())
+        shapes.add(tuple([tuple(tensor.shape) for tensor in wanted]))
+        assert [tensor.shape for tensor in outputs] == [tensor.shape for tensor in wanted]
+        torch.testing.assert_close(list(outputs), wanted, rtol=1e-5, atol=1e-5, equal_nan=True)
     assert len(shapes) > 2 or kind is models.SwappedNumbers
 
 
@@ -82,10 +82,10 @@ def test_what_has_no_bound_is_refused_by_name(kind: Callable[[], nn.Module], sai
 
 def test_every_way_at_every_size() -> None:
     model = models.Groups().eval()
-    made = exported(model)
-    assert not made.programs.dynamic
+    exported_model = exported(model)
+    assert not exported_model.programs.dynamic
     for rows_ in (3, 7):
-        program = made.programs.at((rows_,)).module(check_guards=False)
+        program = exported_model.programs.at((rows_,)).module(check_guards=False)
         for number in range(40):
             torch.manual_seed(number)
             x = torch.randn(rows_, 4)
@@ -126,6 +126,6 @@ def test_a_bundle_gives_them(tmp_path: Path) -> None:
                 continue
             with torch.no_grad():
                 wanted = model(x)
-            found = program(x)
-            assert [each.shape for each in found] == [each.shape for each in wanted]
-            torch.testing.assert_close(list(found), list(wanted), rtol=1e-4, atol=1e-5)
+            outputs = program(x)
+            assert [tensor.shape for tensor in outputs] == [tensor.shape for tensor in wanted]
+            torch.testing.assert_close(list(outputs), list(wanted), rtol=1e-4, atol=1e-5)

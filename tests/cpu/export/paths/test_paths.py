@@ -52,9 +52,9 @@ class Function(nn.Module):
 
 
 def exported(model: nn.Module, max_paths: int = 64) -> Exported:
-    made = export(load_source(copy.deepcopy(model), rows), {}, max_paths=max_paths)
-    refuse_branches(made)
-    return made
+    exported_model = export(load_source(copy.deepcopy(model), rows), {}, max_paths=max_paths)
+    refuse_branches(exported_model)
+    return exported_model
 
 
 @cache
@@ -67,10 +67,10 @@ def outputs(model: Callable[..., Any], x: torch.Tensor) -> list[torch.Tensor] | 
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
         try:
-            made = model(x)
+            output = model(x)
         except (AssertionError, RuntimeError):
             return "raised"
-    return [*(made if isinstance(made, Sequence) else [made]), x]
+    return [*(output if isinstance(output, Sequence) else [output]), x]
 
 
 @pytest.mark.parametrize(
@@ -95,14 +95,14 @@ def outputs(model: Callable[..., Any], x: torch.Tensor) -> list[torch.Tensor] | 
     ],
 )
 def test_a_program_goes_every_way_as_eager_pytorch_does(kind: Callable[[], nn.Module]) -> None:
-    model, made = kind().eval(), exported_once(kind)
-    assert any(obstacle.rule == "path" for obstacle in made.obstacles) or kind is Scaled
-    program = made.programs.first.module(check_guards=False)
+    model, exported_model = kind().eval(), exported_once(kind)
+    assert any(obstacle.rule == "path" for obstacle in exported_model.obstacles) or kind is Scaled
+    program = exported_model.programs.first.module(check_guards=False)
     for x in calls(CALLS):
-        wanted, found = outputs(model, x.clone()), outputs(program, x.clone())
-        assert (wanted == "raised") == (found == "raised")
+        wanted, actual = outputs(model, x.clone()), outputs(program, x.clone())
+        assert (wanted == "raised") == (actual == "raised")
         if wanted != "raised":
-            torch.testing.assert_close(found, wanted, equal_nan=True)
+            torch.testing.assert_close(actual, wanted, equal_nan=True)
 
 
 def test_the_tree_is_told_as_pytorch_tells_it() -> None:
@@ -112,9 +112,9 @@ def test_the_tree_is_told_as_pytorch_tells_it() -> None:
 
 
 def test_progress_counts_the_ways_that_were_exported() -> None:
-    told: list[str] = []
-    export(load_source(Foo().eval(), lambda: (rows(),)), {}, tell=told.append)
-    *ways, joined, verified = told
+    messages: list[str] = []
+    export(load_source(Foo().eval(), lambda: (rows(),)), {}, tell=messages.append)
+    *ways, joined, verified = messages
     assert ways == [f"torch.export, way {number} through the model's branches" for number in range(1, len(ways) + 1)] and ways
     assert joined == "torch.export of 2 ways as one program" and verified == "every way in eager PyTorch"
 
@@ -191,8 +191,8 @@ def test_too_many_paths_are_refused_with_their_lines() -> None:
 
 
 def test_an_attribute_that_only_another_way_changes_is_refused() -> None:
-    made = exported(Function(counted))
-    assert "mutated-attribute" in [obstacle.rule for obstacle in made.obstacles]
+    exported_model = exported(Function(counted))
+    assert "mutated-attribute" in [obstacle.rule for obstacle in exported_model.obstacles]
 
 
 def test_a_program_that_differs_on_one_path_is_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,13 +200,13 @@ def test_a_program_that_differs_on_one_path_is_not_built(monkeypatch: pytest.Mon
     original = merge.in_place
 
     def wrong(*programs: Any) -> Any:
-        made = original(*programs)
-        for module in made.graph_module.modules():
+        program = original(*programs)
+        for module in program.graph_module.modules():
             for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
                 if node.target is torch.ops.aten.add.Tensor and node.args[1] == 2:
                     node.args = (node.args[0], 1)
                     module.recompile()
-        return made
+        return program
 
     monkeypatch.setattr(merge, "in_place", wrong)
     with raises("export-differs", match="the path of the answers True"):
@@ -250,18 +250,18 @@ def test_sizes_are_no_questions() -> None:
 
     model = Function(sized)
     model.register_buffer("calls_like", torch.zeros(3, 4), persistent=False)
-    made = export(load_source(model, lambda batch: torch.randn(batch, 4)), {"batch": (3, 5)})
-    refuse_branches(made)
-    assert {obstacle.source for obstacle in made.obstacles if obstacle.rule == "path"} == {
+    exported = export(load_source(model, lambda batch: torch.randn(batch, 4)), {"batch": (3, 5)})
+    refuse_branches(exported)
+    assert {obstacle.source for obstacle in exported.obstacles if obstacle.rule == "path"} == {
         "return wide + 1 if wide.max().item() > x.shape[0] else wide"
     }
-    for _, program in made.programs.each:
+    for _, program in exported.programs.each:
         assert program.graph.find_nodes(op="call_function", target=torch.ops.higher_order.cond)
 
 
-def check_on_random_inputs(made: Exported, model: nn.Module) -> None:
+def check_on_random_inputs(exported: Exported, model: nn.Module) -> None:
     """Every program gives what the model does, at its sizes."""
-    for (batch, *_), program in made.programs.by_key.items():
+    for (batch, *_), program in exported.programs.by_key.items():
         for _ in range(20):
             x = torch.randn(batch, 4)
             torch.testing.assert_close(program.module()(x)[0], model(x))
@@ -274,9 +274,9 @@ def test_constants_that_hold_the_same_are_one() -> None:
         return y * second + first
 
     model = Function(twice).eval()
-    made = export(load_source(copy.deepcopy(model), lambda batch: (torch.randn(batch, 4),)), {"batch": (2, 5)})
-    refuse_branches(made)
-    check_on_random_inputs(made, model)
+    exported = export(load_source(copy.deepcopy(model), lambda batch: (torch.randn(batch, 4),)), {"batch": (2, 5)})
+    refuse_branches(exported)
+    check_on_random_inputs(exported, model)
 
 
 def test_tensors_of_two_shapes_are_not_equal_and_no_question() -> None:
@@ -289,9 +289,9 @@ def test_tensors_of_two_shapes_are_not_equal_and_no_question() -> None:
         return x * 2 if x.sum() > 0 else x
 
     model = Function(compared).eval()
-    made = export(load_source(copy.deepcopy(model), lambda batch: (torch.randn(batch, 4),)), {"batch": (2, 3, 5)})
-    refuse_branches(made)
-    assert not made.programs.dynamic
-    asked = [sum(node.target is torch.ops.higher_order.cond for node in program.graph.nodes) for _, program in made.programs.each]
+    traced = export(load_source(copy.deepcopy(model), lambda batch: (torch.randn(batch, 4),)), {"batch": (2, 3, 5)})
+    refuse_branches(traced)
+    assert not traced.programs.dynamic
+    asked = [sum(node.target is torch.ops.higher_order.cond for node in program.graph.nodes) for _, program in traced.programs.each]
     assert asked == [1, 1, 1]  # with three points the second question is inside of the first
-    check_on_random_inputs(made, model)
+    check_on_random_inputs(traced, model)

@@ -23,9 +23,9 @@ CALLS = 120
 
 
 def exported(model: nn.Module) -> Exported:
-    made = export(load_source(copy.deepcopy(model), rows), {})
-    refuse_branches(made)
-    return made
+    exported_model = export(load_source(copy.deepcopy(model), rows), {})
+    refuse_branches(exported_model)
+    return exported_model
 
 
 def inputs(number: int) -> torch.Tensor:
@@ -42,8 +42,8 @@ def test_selected_rows_are_those_of_eager_pytorch(kind: Callable[[], nn.Module])
     for number in range(CALLS):
         x = inputs(number)
         with torch.no_grad():
-            wanted, found = model(x.clone()), program(x.clone())
-        torch.testing.assert_close(list(found), list(wanted) if isinstance(wanted, tuple) else [wanted])
+            wanted, outputs = model(x.clone()), program(x.clone())
+        torch.testing.assert_close(list(outputs), list(wanted) if isinstance(wanted, tuple) else [wanted])
 
 
 @pytest.mark.parametrize("kind", [Put, Added])

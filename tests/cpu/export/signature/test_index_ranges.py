@@ -46,6 +46,6 @@ class Model(torch.nn.Module):
 
 @pytest.mark.parametrize("name", CASES)
 def test_range(name: str) -> None:
-    function, given, expected = CASES[name]
-    program = torch.export.export(Model(function), (given, torch.ones(())))
+    function, indices, expected = CASES[name]
+    program = torch.export.export(Model(function), (indices, torch.ones(())))
     assert index_ranges(program) == [expected, None]

@@ -41,18 +41,18 @@ def traced(function: Callable[..., Any], inputs: Callable[..., Any] = rows) -> E
     return export(load_source(Model(function), inputs), {"batch": (1, 8)})
 
 
-def operations(made: Exported) -> list[str]:
+def operations(exported: Exported) -> list[str]:
     """The operations of the program by short names, assertions left out."""
-    calls = [node.target for node in made.programs.first.graph.nodes if node.op == "call_function"]
+    calls = [node.target for node in exported.programs.first.graph.nodes if node.op == "call_function"]
     names = [str(target).split(".")[1] for target in calls if isinstance(target, torch._ops.OpOverload)]
     return [name for name in names if not name.startswith("_assert")]
 
 
 def obstacle(function: Callable[..., Any], file: str) -> str:
     """The rule of the one obstacle that the function meets, which has to name its line in `file`, a test's."""
-    (found,) = traced(function).obstacles
-    where, _, line = found.where.rpartition(":")
+    (hit,) = traced(function).obstacles
+    where, _, line = hit.where.rpartition(":")
     assert file.endswith(where)
     with open(file) as text:
-        assert text.readlines()[int(line) - 1].strip() == found.source
-    return found.rule
+        assert text.readlines()[int(line) - 1].strip() == hit.source
+    return hit.rule

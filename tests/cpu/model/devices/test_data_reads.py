@@ -40,11 +40,11 @@ def branches(model: Model, x: torch.Tensor) -> torch.Tensor:
 
 
 def test_a_trace_branches_as_the_inputs_did_and_sees_what_comes_after() -> None:
-    made = traced(branches)
-    found = operations(made)
-    assert "sin" not in found and "cos" in found and "mul" in found
-    assert found.count("item") == 1, "the number that decides a branch is gone, the other is there"
-    (loop,) = made.obstacles
+    exported = traced(branches)
+    names = operations(exported)
+    assert "sin" not in names and "cos" in names and "mul" in names
+    assert names.count("item") == 1, "the number that decides a branch is gone, the other is there"
+    (loop,) = exported.obstacles
     assert loop.source == "while x.sum() < 100:" and "nothing bounds the turns" in loop.message
 
 
@@ -54,8 +54,8 @@ def test_a_loop_that_the_inputs_did_not_enter_ends() -> None:
             x = x + 1
         return x * 2
 
-    made = traced(function)
-    assert operations(made)[-1] == "mul" and [each.rule for each in made.obstacles] == ["data-dependent-branch"]
+    exported = traced(function)
+    assert operations(exported)[-1] == "mul" and [obstacle.rule for obstacle in exported.obstacles] == ["data-dependent-branch"]
 
 
 @pytest.mark.parametrize("function", [branches, BRANCHES[3][1]])
@@ -67,10 +67,10 @@ def test_nothing_is_built_from_one_branch_of_several(function: Callable[..., Any
 
 def test_a_loop_over_what_was_chosen_is_told_to_take_all() -> None:
     def experts(model: Model, x: torch.Tensor) -> torch.Tensor:
-        made = torch.zeros_like(x)
+        output = torch.zeros_like(x)
         for column in (x.sum(0) > 0).nonzero():
-            made[:, column] = x[:, column] * int(column)
-        return made
+            output[:, column] = x[:, column] * int(column)
+        return output
 
     with raises("data-dependent-branch") as caught:
         refuse_branches(export(load_source(Model(experts), rows), {"batch": (1, 8)}))
@@ -87,8 +87,8 @@ def test_a_flag_that_calls_change_is_told_of_the_first_call() -> None:
     "condition", [lambda m, x: x.shape[0] > 3, lambda m, x: m.training, lambda m, x: bool(torch.tensor(1) > 0)]
 )
 def test_what_no_input_decides_is_no_branch_on_data(condition: Callable[..., bool]) -> None:
-    made = export(load_source(Model(lambda m, x: x + 1 if condition(m, x) else x - 1), rows), {"batch": (4, 8)})
-    assert made.obstacles == ()
+    exported = export(load_source(Model(lambda m, x: x + 1 if condition(m, x) else x - 1), rows), {"batch": (4, 8)})
+    assert exported.obstacles == ()
 
 
 def refusing(model: Model, x: torch.Tensor) -> torch.Tensor:
@@ -119,16 +119,16 @@ def counted(model: Model, x: torch.Tensor) -> torch.Tensor:
     return x * len(range(int((x * 0 + 1).sum(1).long().max().item())))
 
 
-def targets(made: Exported) -> list[Any]:
-    return [node.target for node in made.programs.first.graph.nodes]
+def targets(exported: Exported) -> list[Any]:
+    return [node.target for node in exported.programs.first.graph.nodes]
 
 
 @pytest.mark.parametrize(("function", "bad"), [(refusing, torch.nan), (asserting, torch.inf), (longest, None), (functional, -1.0)])
 def test_the_one_way_to_go_on_is_asserted_on_the_host(function: Callable[..., Any], bad: float | None) -> None:
-    made = traced(function)
-    assert {obstacle.rule for obstacle in made.obstacles} == {"asserted-value"}
-    assert operations(made).count("to_host") == targets(made).count(torch.ops.aten._assert_async.msg) == 1
-    program = made.programs.first.module(check_guards=False)
+    exported = traced(function)
+    assert {obstacle.rule for obstacle in exported.obstacles} == {"asserted-value"}
+    assert operations(exported).count("to_host") == targets(exported).count(torch.ops.aten._assert_async.msg) == 1
+    program = exported.programs.first.module(check_guards=False)
     x = rows(4)
     program(x)
     if bad is not None:
@@ -140,6 +140,6 @@ def test_the_one_way_to_go_on_is_asserted_on_the_host(function: Callable[..., An
 
 @pytest.mark.parametrize(("function", "rule"), [(chosen, "path"), (counted, "data-dependent-branch")])
 def test_where_there_is_another_way_nothing_is_asserted(function: Callable[..., Any], rule: str) -> None:
-    made = traced(function)
-    assert {obstacle.rule for obstacle in made.obstacles} == {rule}
-    assert torch.ops.aten._assert_async.msg not in targets(made)
+    exported = traced(function)
+    assert {obstacle.rule for obstacle in exported.obstacles} == {rule}
+    assert torch.ops.aten._assert_async.msg not in targets(exported)

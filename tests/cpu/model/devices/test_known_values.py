@@ -44,9 +44,9 @@ class Strided(nn.Module):
         self.register_buffer("kept", torch.tensor(2))
 
     def forward(self, x: torch.Tensor) -> Any:
-        made = self.function(self, x)
+        output = self.function(self, x)
         self.calls += 1
-        return made
+        return output
 
 
 def rows(batch: int) -> tuple[torch.Tensor]:
@@ -75,10 +75,10 @@ def masked(m: Asking, x: torch.Tensor) -> torch.Tensor:
     """As ViLT: a mask of ones says which patches there are."""
     mask = torch.ones(2, 8, dtype=torch.bool, device=x.device)
     heights = mask.long().sum(1).cpu()
-    made = [F.interpolate(x[None, None], size=(h // 2, h)) for h in heights]
+    images = [F.interpolate(x[None, None], size=(h // 2, h)) for h in heights]
     index = mask.nonzero()
     rows = [index[index[:, 0] == k] for k in index[:, 0].unique()]
-    return torch.cat(made).sum(0)[0, :, rows[0][:, 1]] + x[:1, : heights.max()] + rows[1].size(0)
+    return torch.cat(images).sum(0)[0, :, rows[0][:, 1]] + x[:1, : heights.max()] + rows[1].size(0)
 
 
 def filled(m: Asking, x: torch.Tensor) -> torch.Tensor:
@@ -96,13 +96,13 @@ def limited(m: Asking, x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("function", [distances, grid, masked, filled, limited])
 @pytest.mark.parametrize("sizes", [(), (1, 3, 8)])
 def test_what_no_input_decides_has_a_value(function: Callable[..., Any], sizes: tuple[int, ...]) -> None:
-    made = exported(function, *sizes)
-    refuse_branches(made)
-    assert not made.obstacles
-    for key, program in made.programs.by_key.items():
+    traced = exported(function, *sizes)
+    refuse_branches(traced)
+    assert not traced.obstacles
+    for key, program in traced.programs.by_key.items():
         functional(program)
-        tensors = sample(made.source, dict(zip(("batch",), key, strict=False))).tensors
-        torch.testing.assert_close(program.module()(*tensors), run_eager(made.flat, tensors).outputs, rtol=0, atol=0)
+        tensors = sample(traced.source, dict(zip(("batch",), key, strict=False))).tensors
+        torch.testing.assert_close(program.module()(*tensors), run_eager(traced.flat, tensors).outputs, rtol=0, atol=0)
 
 
 def test_a_value_that_depends_on_a_size_is_a_matter_of_each() -> None:
@@ -143,14 +143,14 @@ def under_a_view(m: Asking, x: torch.Tensor) -> bool:
     ],
 )  # fmt: skip
 def test_what_an_input_or_chance_decides_has_none(condition: Callable[..., bool]) -> None:
-    made = exported(lambda m, x: x * 2 if condition(m, x) else x, 1, 3)
-    (asked,) = [obstacle for obstacle in made.obstacles if obstacle.rule == "path"]
+    traced = exported(lambda m, x: x * 2 if condition(m, x) else x, 1, 3)
+    (asked,) = [obstacle for obstacle in traced.obstacles if obstacle.rule == "path"]
     assert "test_known_values.py" in asked.where
 
 
 def test_a_mask_that_is_used_without_a_question_stays_an_operation() -> None:
-    made = exported(lambda m, x: x + torch.ones(8, 8).tril()[0], 1, 3)
-    assert not made.programs.weights().keys() - {"model.weight"}
+    traced = exported(lambda m, x: x + torch.ones(8, 8).tril()[0], 1, 3)
+    assert not traced.programs.weights().keys() - {"model.weight"}
 
 
 def test_a_program_whose_numbers_are_known_can_be_loaded_again() -> None:
@@ -158,12 +158,12 @@ def test_a_program_whose_numbers_are_known_can_be_loaded_again() -> None:
         """As Longformer: a number of chunks is a tensor."""
         return x.view(x.shape[0], torch.div(x.shape[1], 2, rounding_mode="trunc"), 2).sum(1)
 
-    made = exported(chunked, 2, 3)
-    torch.export.save(made.programs.first, file := io.BytesIO())
+    traced = exported(chunked, 2, 3)
+    torch.export.save(traced.programs.first, file := io.BytesIO())
     file.seek(0)
     x = rows(2)[0]
-    (found,) = torch.export.load(file).module()(x)
-    torch.testing.assert_close(found, chunked(Asking(chunked), x))
+    (output,) = torch.export.load(file).module()(x)
+    torch.testing.assert_close(output, chunked(Asking(chunked), x))
 
 
 def padded(m: Strided, x: torch.Tensor) -> torch.Tensor:
@@ -172,15 +172,15 @@ def padded(m: Strided, x: torch.Tensor) -> torch.Tensor:
 
 
 def test_integers_that_are_buffers_and_never_change_have_values() -> None:
-    made = export(load_source(Strided(padded), rows), {"batch": (1, 3)})
-    assert made.programs.dynamic and not made.obstacles
-    tensors = sample(made.source, {"batch": 3}).tensors
-    torch.testing.assert_close(made.programs.first.module()(*tensors), run_eager(made.flat, tensors).outputs, rtol=0, atol=0)
+    traced = export(load_source(Strided(padded), rows), {"batch": (1, 3)})
+    assert traced.programs.dynamic and not traced.obstacles
+    tensors = sample(traced.source, {"batch": 3}).tensors
+    torch.testing.assert_close(traced.programs.first.module()(*tensors), run_eager(traced.flat, tensors).outputs, rtol=0, atol=0)
 
 
 def test_integers_that_a_call_writes_to_have_none() -> None:
-    made = export(load_source(Strided(lambda m, x: x * 2 if m.calls > 1 else x), rows), {"batch": (1, 3)})
-    assert "path" in [obstacle.rule for obstacle in made.obstacles] and not made.baked and made.written == {"calls"}
+    traced = export(load_source(Strided(lambda m, x: x * 2 if m.calls > 1 else x), rows), {"batch": (1, 3)})
+    assert "path" in [obstacle.rule for obstacle in traced.obstacles] and not traced.baked and traced.written == {"calls"}
 
 
 def test_sizes_by_integers_that_another_entry_writes_to_are_refused() -> None:

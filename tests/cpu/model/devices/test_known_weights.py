@@ -48,18 +48,18 @@ def exported(function: Function) -> Exported:
     torch.manual_seed(0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        made = export(load_source(Asking(function).eval(), rows), {"batch": (2, 5)})
-    refuse_branches(made)
-    return made
+        traced = export(load_source(Asking(function).eval(), rows), {"batch": (2, 5)})
+    refuse_branches(traced)
+    return traced
 
 
-def check(made: Exported, function: Function) -> None:
+def check(traced: Exported, function: Function) -> None:
     """Ten calls of every program, one after the other, give what those of a new module give."""
-    for key, program in made.programs.by_key.items():
+    for key, program in traced.programs.by_key.items():
         module = copy.deepcopy(program).module()
         torch.manual_seed(0)
         model = Asking(function).eval()
-        model.load_state_dict(made.flat.model.state_dict())
+        model.load_state_dict(traced.flat.model.state_dict())
         for _ in range(10):
             (x,) = rows(*key)
             with torch.no_grad():
@@ -97,10 +97,10 @@ def given_out(m: Asking, x: torch.Tensor) -> torch.Tensor:
 
 
 def assigned_by_position(m: Asking, x: torch.Tensor) -> torch.Tensor:
-    made = torch.zeros_like(x)
-    made[:, m.index] = x[:, 0]
-    made[0, m.mask] = 7.0
-    return made
+    output = torch.zeros_like(x)
+    output[:, m.index] = x[:, 0]
+    output[0, m.mask] = 7.0
+    return output
 
 
 def caught(m: Asking, x: torch.Tensor) -> torch.Tensor:
@@ -129,10 +129,10 @@ KNOWN: list[Function] = [
 
 @pytest.mark.parametrize("function", KNOWN)
 def test_what_no_input_reaches_is_known(function: Function) -> None:
-    made = exported(function)
-    assert made.programs.dynamic and made.baked and {obstacle.rule for obstacle in made.obstacles} == {"baked-weight"}
-    assert all("test_known_weights.py:" in where for where in made.baked.values())
-    check(made, function)
+    traced = exported(function)
+    assert traced.programs.dynamic and traced.baked and {obstacle.rule for obstacle in traced.obstacles} == {"baked-weight"}
+    assert all("test_known_weights.py:" in where for where in traced.baked.values())
+    check(traced, function)
 
 
 def test_the_weights_that_were_asked_are_named_and_no_others() -> None:
@@ -142,48 +142,48 @@ def test_the_weights_that_were_asked_are_named_and_no_others() -> None:
 
 
 def test_the_model_keeps_its_weights() -> None:
-    made = exported(written_copy)
+    traced = exported(written_copy)
     torch.manual_seed(0)
     for name, value in Asking(written_copy).state_dict().items():
-        assert torch.equal(value, made.flat.model.state_dict()[name])
+        assert torch.equal(value, traced.flat.model.state_dict()[name])
 
 
 def counted(m: Asking, x: torch.Tensor) -> torch.Tensor:
-    made = x * 2 if m.count > 1 else x
+    output = x * 2 if m.count > 1 else x
     m.count += 1
-    return made
+    return output
 
 
 def on_one_path(m: Asking, x: torch.Tensor) -> torch.Tensor:
     """What is asked before is written to where the data says so."""
-    made = x * 3 if m.mode.item() > 0 else x
+    output = x * 3 if m.mode.item() > 0 else x
     if x.sum() > 0:
         m.mode.fill_(-1.0)
-    return made
+    return output
 
 
 def through_a_view(m: Asking, x: torch.Tensor) -> torch.Tensor:
-    made = x * 3 if m.sums.sum() > 2 else x
+    output = x * 3 if m.sums.sum() > 2 else x
     m.sums[1:2] += 1
-    return made
+    return output
 
 
 def replaced(m: Asking, x: torch.Tensor) -> torch.Tensor:
-    made = x * 3 if m.mode > 0 else x
+    output = x * 3 if m.mode > 0 else x
     m.mode = m.mode - 0.6
-    return made
+    return output
 
 
 def through_detach(m: Asking, x: torch.Tensor) -> torch.Tensor:
-    made = x * 3 if m.sums.sum() > 2 else x
+    output = x * 3 if m.sums.sum() > 2 else x
     m.sums.detach()[0] += 1
-    return made
+    return output
 
 
 def normalized(m: Asking, x: torch.Tensor) -> torch.Tensor:
     """A normalization writes to its statistics, and no version shows it."""
-    made = x * 3 if m.sums.sum() > 0 else x
-    return F.batch_norm(made, m.sums, torch.ones(4), training=True)
+    output = x * 3 if m.sums.sum() > 0 else x
+    return F.batch_norm(output, m.sums, torch.ones(4), training=True)
 
 
 def from_an_input(m: Asking, x: torch.Tensor) -> torch.Tensor:
@@ -204,9 +204,9 @@ def from_an_input(m: Asking, x: torch.Tensor) -> torch.Tensor:
     ],
 )
 def test_what_a_call_writes_to_is_not_known(function: Function, name: str) -> None:
-    made = exported(function)
-    assert "path" in [obstacle.rule for obstacle in made.obstacles] and not made.baked and name in made.written
-    check(made, function)
+    traced = exported(function)
+    assert "path" in [obstacle.rule for obstacle in traced.obstacles] and not traced.baked and name in traced.written
+    check(traced, function)
 
 
 def statistics(m: Asking, x: torch.Tensor) -> torch.Tensor:
@@ -216,9 +216,9 @@ def statistics(m: Asking, x: torch.Tensor) -> torch.Tensor:
 
 
 def test_statistics_that_a_normalization_writes_are_not_known() -> None:
-    made = exported(statistics)
-    assert "path" in [obstacle.rule for obstacle in made.obstacles]
-    check(made, statistics)
+    traced = exported(statistics)
+    assert "path" in [obstacle.rule for obstacle in traced.obstacles]
+    check(traced, statistics)
 
 
 def autocast(m: Asking, x: torch.Tensor) -> torch.Tensor:
@@ -228,18 +228,18 @@ def autocast(m: Asking, x: torch.Tensor) -> torch.Tensor:
 
 
 def test_a_value_that_autocast_rounds_is_not_computed_without_it() -> None:
-    made = exported(autocast)
-    assert "path" in [obstacle.rule for obstacle in made.obstacles]
-    check(made, autocast)
+    traced = exported(autocast)
+    assert "path" in [obstacle.rule for obstacle in traced.obstacles]
+    check(traced, autocast)
 
 
 def test_a_value_that_follows_from_a_varying_size_too_is_a_matter_of_each() -> None:
     def sized(m: Asking, x: torch.Tensor) -> torch.Tensor:
         return x * 2 if (m.weight.sum() * torch.ones(x.shape[0])).sum() > 3 else x
 
-    made = exported(sized)
-    assert not made.programs.dynamic and set(made.baked) == {"weight"}
-    check(made, sized)
+    traced = exported(sized)
+    assert not traced.programs.dynamic and set(traced.baked) == {"weight"}
+    check(traced, sized)
 
 
 def test_constant_sizes_in_a_tensor_of_sizes_are_known() -> None:
@@ -248,9 +248,9 @@ def test_constant_sizes_in_a_tensor_of_sizes_are_known() -> None:
         (rows, _) = torch.tensor(x.shape).unbind()
         return F.pad(x, (-crop).tolist() * 2).sum() + x.reshape(rows.item(), -1)
 
-    made = exported(cropped)
-    assert made.programs.dynamic and not made.obstacles and not made.baked
-    check(made, cropped)
+    traced = exported(cropped)
+    assert traced.programs.dynamic and not traced.obstacles and not traced.baked
+    check(traced, cropped)
 
 
 class Turns(nn.Module):
@@ -284,7 +284,7 @@ def test_a_size_that_another_entry_changes_is_not_known() -> None:
             return x[:, : int(self.flag) + 1].clone()
 
     alone = [export(source, {"batch": (2, 5)}, alone=False) for source in load_sources(Sized(), {"forward": rows, "turn": rows})]
-    made = with_unwritten(alone)[0]
-    assert set(alone[0].baked) == {"flag"} and not made.baked
-    shape = made.programs.first.graph.output_node().args[0][0].meta["val"].shape
+    traced = with_unwritten(alone)[0]
+    assert set(alone[0].baked) == {"flag"} and not traced.baked
+    shape = traced.programs.first.graph.output_node().args[0][0].meta["val"].shape
     assert shape[1].node.expr.free_symbols, "its size depends on the buffer"

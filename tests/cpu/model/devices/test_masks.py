@@ -39,13 +39,13 @@ KNOWN: list[tuple[str, Callable[..., Any]]] = [
 
 @pytest.mark.parametrize("function", [case[1] for case in KNOWN], ids=[case[0] for case in KNOWN])
 def test_sizes_are_known(function: Callable[..., Any]) -> None:
-    made = traced(function)
+    exported = traced(function)
     x = rows(3)
-    torch.testing.assert_close(made.programs.first.module(check_guards=False)(x)[0], function(made.source.model, x))
-    assert made.programs.dynamic and not {"nonzero", "to_host"} & {*operations(made)}
-    assert not any("aten.sym_constrain" in str(node.target) for node in made.programs.first.graph.nodes)
+    torch.testing.assert_close(exported.programs.first.module(check_guards=False)(x)[0], function(exported.source.model, x))
+    assert exported.programs.dynamic and not {"nonzero", "to_host"} & {*operations(exported)}
+    assert not any("aten.sym_constrain" in str(node.target) for node in exported.programs.first.graph.nodes)
 
 
 def test_a_mask_that_an_input_reaches_stays_one() -> None:
-    made = traced(lambda m, x: x[:, x.sum(0) > 0].sum())
-    assert "index" in operations(made)
+    exported = traced(lambda m, x: x[:, x.sum(0) > 0].sum())
+    assert "index" in operations(exported)

@@ -22,8 +22,8 @@ from tests.cpu.model.devices.function_model import Model, ids, obstacle, operati
 
 def with_device(model: Model, x: torch.Tensor) -> torch.Tensor:
     with torch.device("cpu"):
-        made = torch.ones(4)
-    return x + made.cuda()
+        constant = torch.ones(4)
+    return x + constant.cuda()
 
 
 MOVES: list[tuple[str, Callable[..., Any], list[str]]] = [
@@ -70,20 +70,20 @@ UNMOVED: list[tuple[str, Callable[..., Any], list[str]]] = [
 @pytest.mark.parametrize(("function", "expected"), [case[1:] for case in MOVES], ids=[case[0] for case in MOVES])
 def test_moves_leave_markers(function: Callable[..., Any], expected: list[str]) -> None:
     inputs = ids if "embedding" in expected else rows
-    made = traced(function, inputs)
-    assert operations(made) == expected
-    assert made.obstacles == ()
-    tensors = sample(made.source, {"batch": 3}).tensors
-    (eager,) = run_eager(made.flat, tensors).outputs
-    (exported,) = made.programs.first.module()(*tensors)
+    exported_model = traced(function, inputs)
+    assert operations(exported_model) == expected
+    assert exported_model.obstacles == ()
+    tensors = sample(exported_model.source, {"batch": 3}).tensors
+    (eager,) = run_eager(exported_model.flat, tensors).outputs
+    (exported,) = exported_model.programs.first.module()(*tensors)
     torch.testing.assert_close(exported, eager, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(("function", "expected"), [case[1:] for case in UNMOVED], ids=[case[0] for case in UNMOVED])
 def test_no_move_leaves_none(function: Callable[..., Any], expected: list[str]) -> None:
-    made = traced(function)
-    assert operations(made) == expected
-    assert made.obstacles == ()
+    exported_model = traced(function)
+    assert operations(exported_model) == expected
+    assert exported_model.obstacles == ()
 
 
 def test_the_markers_copy() -> None:
@@ -116,9 +116,9 @@ def test_obstacles_have_a_place(function: Callable[..., Any], rule: str) -> None
     assert obstacle(function, __file__) == rule
 
 
-@pytest.mark.parametrize("made", [nn.LSTM, nn.GRU, nn.RNN])
-def test_packed_sequences_go_through_a_layer_and_back(made: type[nn.Module]) -> None:
-    layer, x = made(4, 3, batch_first=True), torch.rand(2, 5, 4)
+@pytest.mark.parametrize("layer_class", [nn.LSTM, nn.GRU, nn.RNN])
+def test_packed_sequences_go_through_a_layer_and_back(layer_class: type[nn.Module]) -> None:
+    layer, x = layer_class(4, 3, batch_first=True), torch.rand(2, 5, 4)
     with torch.no_grad(), track_devices((x,), SideEffects()) as effects:
         packed = nn.utils.rnn.pack_padded_sequence(x, torch.tensor([5, 3], device="cpu"), batch_first=True)
         filled, lengths = nn.utils.rnn.pad_packed_sequence(layer(packed)[0], batch_first=True)
@@ -137,8 +137,8 @@ class Window(nn.Module):
 
 def test_a_module_that_forward_makes_goes_where_a_tensor_is() -> None:
     """As julius does in demucs: `torch.nn.Module.to` reads the device of a tensor where no mode is asked."""
-    made = traced(lambda model, x: Window().to(x)(x))
-    assert made.obstacles == () and operations(made) == ["hann_window", "mul"]
+    exported_model = traced(lambda model, x: Window().to(x)(x))
+    assert exported_model.obstacles == () and operations(exported_model) == ["hann_window", "mul"]
 
 
 @pytest.mark.parametrize(
@@ -146,5 +146,5 @@ def test_a_module_that_forward_makes_goes_where_a_tensor_is() -> None:
 )
 def test_a_move_to_a_gpu_is_told_where_the_bundle_is_for_the_cpu(function: Callable[..., Any]) -> None:
     source = replace(load_source(Model(function), rows), told=torch.device("cpu"))
-    (found,) = export(source, {"batch": (1, 8)}).obstacles
-    assert found.rule == "moved-to-gpu" and found.where.startswith("tests/cpu/model/devices/test_moves.py:")
+    (move,) = export(source, {"batch": (1, 8)}).obstacles
+    assert move.rule == "moved-to-gpu" and move.where.startswith("tests/cpu/model/devices/test_moves.py:")

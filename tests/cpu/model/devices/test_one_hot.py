@@ -17,18 +17,18 @@ def routed(model: Model, index: torch.Tensor) -> torch.Tensor:
 
 
 def test_the_first_columns_are_those_of_eager_pytorch() -> None:
-    made = traced(routed, ids)
-    assert not made.obstacles and "one_hot" in operations(made)
+    exported = traced(routed, ids)
+    assert not exported.obstacles and "one_hot" in operations(exported)
     for index in (torch.arange(8), torch.zeros(8, dtype=torch.int64), torch.full((8,), COLUMNS), ids(8)):
-        (result,) = made.programs.at((8,)).module(check_guards=False)(index)
+        (result,) = exported.programs.at((8,)).module(check_guards=False)(index)
         assert torch.equal(result, routed(Model(routed), index))
 
 
 def test_an_index_that_is_no_class_fails_as_in_eager_pytorch() -> None:
     zeros = lambda batch: torch.zeros(batch, dtype=torch.int64)  # noqa: E731
-    made = traced(lambda model, index: F.one_hot(index, max(index[0], COLUMNS))[..., :COLUMNS], zeros)
+    exported = traced(lambda model, index: F.one_hot(index, max(index[0], COLUMNS))[..., :COLUMNS], zeros)
     with pytest.raises(RuntimeError, match="Class values must be"):
-        made.programs.at((8,)).module(check_guards=False)(torch.tensor([5, *[7] * 7]))
+        exported.programs.at((8,)).module(check_guards=False)(torch.tensor([5, *[7] * 7]))
 
 
 @pytest.mark.parametrize(

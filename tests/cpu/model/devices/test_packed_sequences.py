@@ -37,8 +37,8 @@ class Layer(nn.Module):
         packed = pack_padded_sequence(x, lengths, batch_first=first, enforce_sorted=self.ordered)
         if self.between is not None:
             packed = PackedSequence(self.between(packed.data), *packed[1:])
-        made, last = self.layer(packed, *([states if len(states) > 1 else states[0]] if states else []))
-        filled, counted = pad_packed_sequence(made, batch_first=first, total_length=total, padding_value=-1.0)
+        output, last = self.layer(packed, *([states if len(states) > 1 else states[0]] if states else []))
+        filled, counted = pad_packed_sequence(output, batch_first=first, total_length=total, padding_value=-1.0)
         return filled, last, counted
 
 
@@ -47,8 +47,8 @@ def inputs(layer: nn.Module, lengths: list[int], states: bool = False) -> tuple[
     x = torch.randn(*shape, 4)
     count = layer.num_layers * (2 if layer.bidirectional else 1)
     widths = [layer.proj_size or 3, 3] if isinstance(layer, nn.LSTM) else [3]
-    given = [torch.randn(count, len(lengths), width) for width in widths] if states else []
-    return x, torch.tensor(lengths), *given
+    hidden_states = [torch.randn(count, len(lengths), width) for width in widths] if states else []
+    return x, torch.tensor(lengths), *hidden_states
 
 
 def compared(model: Layer, ordered: bool, states: bool = False) -> None:
@@ -57,15 +57,15 @@ def compared(model: Layer, ordered: bool, states: bool = False) -> None:
     lengths = [[5, 4, 2], [5, 5, 1]] if ordered else [[2, 5, 4], [5, 1, 5]]
     source = load_source(model, lambda: inputs(layer, lengths[0], states))
     program = export(source, {}).programs.first.module(check_guards=False)
-    for each in lengths:
-        given = inputs(layer, each, states)
+    for batch_lengths in lengths:
+        arguments = inputs(layer, batch_lengths, states)
         axis = 0 if layer.batch_first else 1
-        for at, length in enumerate(each):
-            given[0].select(axis, at)[length:] = torch.nan
+        for at, length in enumerate(batch_lengths):
+            arguments[0].select(axis, at)[length:] = torch.nan
         with torch.no_grad():
-            filled, last, counted = model(*given)
+            filled, last, counted = model(*arguments)
             expected = [filled, *(last if isinstance(last, tuple) else [last]), counted]
-            for one, other in zip(program(*given), expected, strict=True):
+            for one, other in zip(program(*arguments), expected, strict=True):
                 torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
@@ -81,22 +81,22 @@ LAYERS: list[tuple[str, Callable[[], nn.Module], bool]] = [
 
 
 @pytest.mark.parametrize("total", [True, False], ids=["with a total length", "without"])
-@pytest.mark.parametrize(("made", "ordered"), [case[1:] for case in LAYERS], ids=[case[0] for case in LAYERS])
-def test_layers_give_what_eager_gives(made: Callable[[], nn.Module], ordered: bool, total: bool) -> None:
-    compared(Layer(made(), ordered=ordered, total=total), ordered)
+@pytest.mark.parametrize(("factory", "ordered"), [case[1:] for case in LAYERS], ids=[case[0] for case in LAYERS])
+def test_layers_give_what_eager_gives(factory: Callable[[], nn.Module], ordered: bool, total: bool) -> None:
+    compared(Layer(factory(), ordered=ordered, total=total), ordered)
 
 
-@pytest.mark.parametrize("made", [nn.LSTM, nn.GRU, nn.RNN])
-def test_first_states_are_permuted_with_the_sequences(made: type[nn.Module]) -> None:
-    compared(Layer(made(4, 3, bidirectional=True), ordered=False, total=True), False, states=True)
+@pytest.mark.parametrize("layer_class", [nn.LSTM, nn.GRU, nn.RNN])
+def test_first_states_are_permuted_with_the_sequences(layer_class: type[nn.Module]) -> None:
+    compared(Layer(layer_class(4, 3, bidirectional=True), ordered=False, total=True), False, states=True)
 
 
 def test_what_treats_every_row_by_itself_keeps_the_padded_form() -> None:
     head, norm = nn.Linear(4, 4).eval(), nn.LayerNorm(4).eval()
 
     def between(rows: torch.Tensor) -> torch.Tensor:
-        made = nn.functional.gelu(head(rows)) + rows * 2
-        return nn.functional.dropout(norm(made) + norm.bias, 0.1, False).softmax(-1).float()
+        hidden = nn.functional.gelu(head(rows)) + rows * 2
+        return nn.functional.dropout(norm(hidden) + norm.bias, 0.1, False).softmax(-1).float()
 
     model = Layer(nn.GRU(4, 3), ordered=False, total=True, between=between)
     source = load_source(model, lambda: inputs(model.layer, [2, 5, 4]))
@@ -124,12 +124,12 @@ OTHERS: list[tuple[str, Callable[..., Any]]] = [
 def test_anything_else_gets_the_rows_that_eager_has(function: Callable[..., Any]) -> None:
     class Other(nn.Module):
         def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-            made: torch.Tensor = function(pack_padded_sequence(x, lengths))
-            return made
+            output: torch.Tensor = function(pack_padded_sequence(x, lengths))
+            return output
 
     program = export(load_source(Other(), lambda: inputs(nn.GRU(4, 3), [5, 3])), {}).programs.first.module(check_guards=False)
-    given = inputs(nn.GRU(4, 3), [4, 2])
-    torch.testing.assert_close(program(*given)[0], Other()(*given))
+    arguments = inputs(nn.GRU(4, 3), [4, 2])
+    torch.testing.assert_close(program(*arguments)[0], Other()(*arguments))
 
 
 def _added(rows: torch.Tensor) -> torch.Tensor:
@@ -151,8 +151,8 @@ class Tagger(nn.Module):
 
     def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
-        made, _ = pad_packed_sequence(self.layer(packed)[0], batch_first=True, total_length=x.shape[1] if self.total else None)
-        tags: torch.Tensor = self.head(made)
+        output, _ = pad_packed_sequence(self.layer(packed)[0], batch_first=True, total_length=x.shape[1] if self.total else None)
+        tags: torch.Tensor = self.head(output)
         return tags
 
 

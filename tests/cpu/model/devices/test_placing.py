@@ -38,8 +38,8 @@ class Tied(torch.nn.Module):
 
 
 def source(model: torch.nn.Module, owned: bool) -> Source:
-    made = load_source(model, lambda batch: (torch.zeros(batch, 4), torch.zeros(1, 4).expand(batch, 4)))
-    return Source(name="x", label="x", code="", model=model, inputs=made.inputs, dimensions=("batch",), owned=owned)
+    model_source = load_source(model, lambda batch: (torch.zeros(batch, 4), torch.zeros(1, 4).expand(batch, 4)))
+    return Source(name="x", label="x", code="", model=model, inputs=model_source.inputs, dimensions=("batch",), owned=owned)
 
 
 def test_all_that_a_model_holds_moves_and_what_is_shared_still_is() -> None:
@@ -124,9 +124,9 @@ def test_a_model_of_the_callers_is_at_the_end_what_it_was(fails: bool) -> None:
 
 def test_inputs_are_drawn_here_and_go_where_the_model_is() -> None:
     with placed(source(Tied(), owned=True), OTHER) as there:
-        made = sample(there, {"batch": 3})
-        assert made.tensors[0].data_ptr() != made.args[0].data_ptr()
-        assert made.tensors[1].stride() == (0, 1)  # as the user made it
+        example = sample(there, {"batch": 3})
+        assert example.tensors[0].data_ptr() != example.args[0].data_ptr()
+        assert example.tensors[1].stride() == (0, 1)  # as the user made it
 
 
 def test_a_model_that_is_too_large_for_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,7 +148,7 @@ class Moving(torch.nn.Module):
         self.told: list[str] = []
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        self.told = [str(each.device) for each in (x, x.cpu(), torch.zeros(1), torch.ones(1, device="cpu"), self.layer.weight)]
+        self.told = [str(tensor.device) for tensor in (x, x.cpu(), torch.zeros(1), torch.ones(1, device="cpu"), self.layer.weight)]
         y = self.layer(x).cpu()
         self.seen += y.sum(0).to(x.device)
         return y.to(x.device) + torch.arange(4) + torch.tensor([1.0] * 4), y * torch.ones(4, device="cpu")
@@ -159,10 +159,10 @@ def test_eager_pytorch_runs_a_model_where_it_was_placed() -> None:
     model = Moving().eval()
     x = torch.randn(3, 4)
     inside = model.layer(x).detach()
-    made = Source(
+    model_source = Source(
         name="x", label="x", code="", model=model, inputs=lambda batch: (torch.ones(batch, 4),), dimensions=("batch",), owned=True
     )
-    with placed(made, OTHER) as there:
+    with placed(model_source, OTHER) as there:
         ran = run_eager(FlatModule(model, sample(there, {"batch": 3}), there.device), [x])
     first, second = ran.outputs
     torch.testing.assert_close(first, inside + torch.arange(4) + 1)

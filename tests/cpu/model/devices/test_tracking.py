@@ -73,8 +73,8 @@ def test_flattened_parameters_start_no_cuda(monkeypatch: pytest.MonkeyPatch) -> 
         return tensor.device.type == "cuda"
 
     monkeypatch.setattr(torch.backends.cudnn, "is_acceptable", acceptable)
-    made = export(load_source(Flattening().eval(), lambda batch: torch.rand(batch, 5, 4)), {"batch": (1, 8)})
-    assert not made.obstacles and torch.backends.cudnn.is_acceptable is acceptable
+    exported = export(load_source(Flattening().eval(), lambda batch: torch.rand(batch, 5, 4)), {"batch": (1, 8)})
+    assert not exported.obstacles and torch.backends.cudnn.is_acceptable is acceptable
 
 
 class Literals(nn.Module):
@@ -104,7 +104,7 @@ def answers(model: Model, x: torch.Tensor) -> torch.Tensor:
     assert (x * 2).device == model.plain.device == model.linear.weight.device == torch.device("cuda:0")
     assert (host * 2).device == (host + model.plain).device == torch.zeros(2, device="cpu").device == torch.device("cpu")
     assert host[0].device.type == "cpu" and host.view(-1).device.type == "cpu" and host.cuda().device.type == "cuda"
-    assert host.mul_(2).device.type == "cpu" and [each.device.type for each in host.unbind(1)] == ["cpu"] * 4
+    assert host.mul_(2).device.type == "cpu" and [column.device.type for column in host.unbind(1)] == ["cpu"] * 4
     return x * 2
 
 
@@ -117,8 +117,8 @@ def test_autocast_for_the_device_of_a_tensor_touches_its_tensors() -> None:
         with torch.autocast(x.device.type, dtype=torch.bfloat16):
             return model.linear(x)
 
-    made = traced(function)
-    (node,) = [node for node in made.programs.first.graph.nodes if node.op == "output"]
+    exported = traced(function)
+    (node,) = [node for node in exported.programs.first.graph.nodes if node.op == "output"]
     assert node.args[0][0].meta["val"].dtype is torch.bfloat16
 
 
@@ -162,10 +162,10 @@ def _with_an_axis(func: object, result: Any) -> Any:
 def test_where_the_bundle_runs_on_the_cpu_tensors_are_there() -> None:
     """A model with a way for the CPU takes that one, and moves are none."""
     x = torch.ones(2, 3)
-    with track_devices([x], SideEffects(), told=CPU) as effects:
+    with track_devices([x], SideEffects(), target_device=CPU) as effects:
         assert x.device == CPU and x.is_cpu and not x.is_cuda and x.get_device() == -1
-        made = x.cuda() + torch.ones(3, device=x.device) + x.cpu() + x.to("cuda:0")
-        assert made.device == CPU
+        total = x.cuda() + torch.ones(3, device=x.device) + x.cpu() + x.to("cuda:0")
+        assert total.device == CPU
     assert {obstacle.rule for obstacle in effects.obstacles} == {"moved-to-gpu"}
 
 
@@ -173,15 +173,15 @@ def test_integers_are_counted_where_the_cpu_stands_for_a_gpu() -> None:
     """Eager PyTorch counts integers on a GPU only."""
     x = torch.tensor([0, 3, 1, 3, 3, 9], dtype=torch.int32)
     with track_devices([x], SideEffects()):
-        for made in (torch.histc(x, bins=4, min=0, max=3), x.histc(4, 0, 3), torch.histc(input=x, bins=4, min=0, max=3)):
-            assert made.dtype == torch.int32 and made.tolist() == [1, 1, 0, 3]
+        for histogram in (torch.histc(x, bins=4, min=0, max=3), x.histc(4, 0, 3), torch.histc(input=x, bins=4, min=0, max=3)):
+            assert histogram.dtype == torch.int32 and histogram.tolist() == [1, 1, 0, 3]
 
 
 def test_a_model_may_ask_what_the_gpu_can_do_that_is_not_here() -> None:
     asked = torch.cuda.get_device_capability
     with track_devices([torch.zeros(1)], SideEffects(), capability=(9, 0)):
         assert torch.cuda.get_device_capability() == (9, 0)
-    with track_devices([torch.zeros(1)], SideEffects(), told=CPU, capability=(9, 0)):
+    with track_devices([torch.zeros(1)], SideEffects(), target_device=CPU, capability=(9, 0)):
         assert torch.cuda.get_device_capability is asked
     assert torch.cuda.get_device_capability is asked
 

@@ -95,10 +95,10 @@ DECIDING: list[tuple[str, str, Callable[..., Any]]] = [
     ("python-random", "Python's `random`", lambda m, x, *_: x[:, random.sample(range(8), 8)]),
     ("python-random", "`numpy.random`", lambda m, x, *_: x + 1e-2 * numpy.random.rand() * x.new_ones(())),
     ("python-random", "`numpy.random`", lambda m, x, *_: x * 2 if numpy.random.rand() > 1 - 1e-6 else x),
-    ("python-random", "a `numpy.random.Generator`", lambda m, x, seen, own: x + 1e-2 * m.kept["all"][0].random()),
-    ("python-random", "a `numpy.random.Generator`", lambda m, x, seen, own: x + 1e-2 * seen.normal()),
+    ("python-random", "a `numpy.random.Generator`", lambda m, x, seen, generator: x + 1e-2 * m.kept["all"][0].random()),
+    ("python-random", "a `numpy.random.Generator`", lambda m, x, seen, generator: x + 1e-2 * seen.normal()),
     ("python-random", "a `numpy.random.RandomState`", lambda m, x, *_: x + 1e-2 * float(m.state.rand())),
-    ("python-random", "a `random.Random`", lambda m, x, seen, own: x + 1e-2 * own.random()),
+    ("python-random", "a `random.Random`", lambda m, x, seen, generator: x + 1e-2 * generator.random()),
     ("python-random", "Python's `random`", lambda m, x, *_: x * random.random() if x.shape[0] > 4 else x + 0),
     ("clock-read", "time.time()", lambda m, x, *_: x + time.time()),
     ("clock-read", "time.time()", lambda m, x, *_: x + 1e-2 * (time.time() % 1.0)),
@@ -112,10 +112,10 @@ DECIDING: list[tuple[str, str, Callable[..., Any]]] = [
 
 @pytest.mark.parametrize(("rule", "said", "function"), DECIDING)
 def test_what_no_bundle_can_repeat_is_refused_at_its_line(rule: str, said: str, function: Callable[..., Any]) -> None:
-    (found,) = findings(function)
-    assert (found.rule, found.severity) == (rule, "refuse") and said in found.message
+    (hit,) = findings(function)
+    assert (hit.rule, hit.severity) == (rule, "refuse") and said in hit.message
     if said != "by ":  # else nothing says which line
-        assert found.where.startswith("tests/cpu/model/nondeterminism/test_repeated_calls.py:") and "lambda m, x" in found.source
+        assert hit.where.startswith("tests/cpu/model/nondeterminism/test_repeated_calls.py:") and "lambda m, x" in hit.source
 
 
 @pytest.mark.parametrize(
@@ -133,9 +133,9 @@ def test_what_changes_no_result_is_noted_at_most(function: Callable[..., Any], r
 
 
 def test_a_number_that_the_first_call_draws_is_refused_by_name() -> None:
-    (found,) = findings(remembered)
-    assert (found.rule, found.severity) == ("earlier-calls", "refuse")
-    assert "forward() sets 'scale' to another value in every process, and later calls read it" in found.message
+    (hit,) = findings(remembered)
+    assert (hit.rule, hit.severity) == ("earlier-calls", "refuse")
+    assert "forward() sets 'scale' to another value in every process, and later calls read it" in hit.message
 
 
 def test_a_build_refuses_it_and_leaves_generators_and_hooks_as_they_were(tmp_path: Any) -> None:
@@ -152,41 +152,41 @@ def test_a_build_refuses_it_and_leaves_generators_and_hooks_as_they_were(tmp_pat
 
 
 @pytest.fixture
-def each() -> Iterator[Any]:
-    found = generators(Model(timed), "forward")
-    with put_back(found):
-        yield found
+def rngs() -> Iterator[Any]:
+    found_generators = generators(Model(timed), "forward")
+    with put_back(found_generators):
+        yield found_generators
 
 
-def test_all_generators_are_found_and_put_back(each: Any) -> None:
-    assert [one.name.replace("`", "") for one in each] == [
+def test_all_generators_are_found_and_put_back(rngs: Any) -> None:
+    assert [one.name.replace("`", "") for one in rngs] == [
         "Python's random", "numpy.random", "a numpy.random.RandomState", "a numpy.random.Generator", "a numpy.random.Generator",
         "a random.Random",
     ]  # fmt: skip
-    before = states(each)
-    with put_back(each):
+    before = states(rngs)
+    with put_back(rngs):
         random.random(), numpy.random.rand(), SEEN.random(), OWN.random()
-        assert sum(one != other for one, other in zip(before, states(each), strict=True)) == 4
-    assert states(each) == before
+        assert sum(one != other for one, other in zip(before, states(rngs), strict=True)) == 4
+    assert states(rngs) == before
 
 
-def test_draws_can_be_had_from_either_end(each: Any) -> None:
-    for one, draw in ((each[0], random.random), (each[1], numpy.random.rand)):
+def test_draws_can_be_had_from_either_end(rngs: Any) -> None:
+    for one, draw in ((rngs[0], random.random), (rngs[1], numpy.random.rand)):
         drawn = []
         for state in one.ends(one.read()):
             one.write(state)
             drawn.append(draw())
         assert drawn[0] == 0 and 1 - 1e-9 < drawn[1] < 1
-    assert each[3].ends(each[3].read()) == (), "of NumPy's newer generators that is not known"
+    assert rngs[3].ends(rngs[3].read()) == (), "of NumPy's newer generators that is not known"
 
 
-def test_every_distribution_ends_at_the_ends(each: Any) -> None:
+def test_every_distribution_ends_at_the_ends(rngs: Any) -> None:
     """Some draws are repeated until they fit."""
-    for state in each[0].ends(each[0].read()):
-        each[0].write(state)
+    for state in rngs[0].ends(rngs[0].read()):
+        rngs[0].write(state)
         assert random.normalvariate(0, 1) and random.gauss(0, 1) and random.randrange(7) < 7 and random.choice("ab")
-    for state in each[1].ends(each[1].read()):
-        each[1].write(state)
+    for state in rngs[1].ends(rngs[1].read()):
+        rngs[1].write(state)
         assert numpy.random.randn() and numpy.random.randint(7) < 7 and len(numpy.random.permutation(9)) == 9
 
 
@@ -195,12 +195,12 @@ def inner(x: float) -> float:
 
 
 def several() -> float:
-    found = inner(1.0)
-    found = inner(found) * random.random()
-    return found + random.random()
+    number = inner(1.0)
+    number = inner(number) * random.random()
+    return number + random.random()
 
 
-def test_the_first_draw_is_the_one_that_is_named(each: Any) -> None:
-    where, line = first_draw(each, several)
-    assert line == "found = inner(found) * random.random()" and where.startswith("tests/cpu/model/nondeterminism/")
-    assert first_draw(each, lambda: inner(1.0)) == ("", "")
+def test_the_first_draw_is_the_one_that_is_named(rngs: Any) -> None:
+    where, line = first_draw(rngs, several)
+    assert line == "number = inner(number) * random.random()" and where.startswith("tests/cpu/model/nondeterminism/")
+    assert first_draw(rngs, lambda: inner(1.0)) == ("", "")

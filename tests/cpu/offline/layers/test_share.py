@@ -50,11 +50,11 @@ class Device(torch.fx.Interpreter):
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if target is not COLLECTIVE:
-            made = super().call_function(target, args, kwargs)
-            return made.fill_(77).clone() if target is torch.ops.aten.empty.memory_format else made
-        given, kind, world, sender, _ = args
-        assert kind == "broadcast" and given.is_contiguous()
-        self.sent[self.rank] = given, sender
+            output = super().call_function(target, args, kwargs)
+            return output.fill_(77).clone() if target is torch.ops.aten.empty.memory_format else output
+        tensor, kind, world, sender, _ = args
+        assert kind == "broadcast" and tensor.is_contiguous()
+        self.sent[self.rank] = tensor, sender
         self.met.wait(60)
         assert len({(other.shape, other.dtype, by) for other, by in self.sent}) == 1 and len(self.sent) == world
         came = self.sent[sender][0].clone()
@@ -63,12 +63,12 @@ class Device(torch.fx.Interpreter):
 
     def outcome(self, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
         """The outputs of a call, and the new contents of the buffers that this device has."""
-        named, given = weight_tensors(self.program), iter(tensors)
+        named, user_inputs = weight_tensors(self.program), iter(tensors)
         specs = self.program.graph_signature.input_specs
-        arguments = [next(given) if spec.kind == InputKind.USER_INPUT else named[str(spec.target)].clone() for spec in specs]
+        arguments = [next(user_inputs) if spec.kind == InputKind.USER_INPUT else named[str(spec.target)].clone() for spec in specs]
         with torch.no_grad():
-            made = self.run(*arguments)
-        rows = list(zip(made, self.program.graph_signature.output_specs, strict=True))
+            values = self.run(*arguments)
+        rows = list(zip(values, self.program.graph_signature.output_specs, strict=True))
         outputs = [value for value, spec in rows if spec.kind == OutputKind.USER_OUTPUT]
         return outputs, {str(spec.target): value for value, spec in rows if spec.kind == OutputKind.BUFFER_MUTATION}
 
@@ -76,11 +76,11 @@ class Device(torch.fx.Interpreter):
 def run(shares: Sequence[ExportedProgram], tensors: Sequence[torch.Tensor]) -> list[Any]:
     met, sent = threading.Barrier(len(shares)), [None] * len(shares)
     devices = [Device(program, rank, met, sent) for rank, program in enumerate(shares)]
-    found: list[Any] = [None] * len(shares)
+    outcomes: list[Any] = [None] * len(shares)
 
     def work(rank: int) -> None:
         try:
-            found[rank] = devices[rank].outcome(tensors)
+            outcomes[rank] = devices[rank].outcome(tensors)
         except BaseException:
             met.abort()
             raise
@@ -90,8 +90,8 @@ def run(shares: Sequence[ExportedProgram], tensors: Sequence[torch.Tensor]) -> l
         thread.start()
     for thread in threads:
         thread.join()
-    assert None not in found
-    return found
+    assert None not in outcomes
+    return outcomes
 
 
 def exported(model: torch.nn.Module) -> ExportedProgram:
@@ -111,26 +111,26 @@ def drawn(program: ExportedProgram, world: int, seed: int) -> Assigned:
         value = node.meta.get("val")
         if node.op != "call_function" or isinstance(value, torch.SymInt):
             continue
-        given = node.all_input_nodes
+        operands = node.all_input_nodes
         if node.target is operator.getitem:
-            if given[0].name in ranks:
-                ranks[node.name] = ranks[given[0].name]
-        elif any(each.name in ranks for each in given) or random.random() < 0.7:
+            if operands[0].name in ranks:
+                ranks[node.name] = ranks[operands[0].name]
+        elif any(operand.name in ranks for operand in operands) or random.random() < 0.7:
             ranks[node.name] = random.randrange(world)
     return Assigned(ranks=ranks)
 
 
-def check(program: ExportedProgram, given: Assigned, world: int) -> list[ExportedProgram]:
-    shares = [share_of(program, given, rank, world) for rank in range(world)]
+def check(program: ExportedProgram, assignment: Assigned, world: int) -> list[ExportedProgram]:
+    shares = [share_of(program, assignment, rank, world) for rank in range(world)]
     for batch in (2, 5):
         tensors = inputs(batch)
         ((wanted, buffers),) = run([program], tensors)
-        found = run(shares, tensors)
-        for outputs, _ in found:
+        outcomes = run(shares, tensors)
+        for outputs, _ in outcomes:
             torch.testing.assert_close(outputs, wanted)  # products round by how their arguments lie
-        owned = [name for _, own in found for name in own]
+        owned = [name for _, contents in outcomes for name in contents]
         assert sorted(owned) == sorted(buffers), "a buffer belongs to one device"
-        torch.testing.assert_close({name: value for _, own in found for name, value in own.items()}, buffers)
+        torch.testing.assert_close({name: value for _, contents in outcomes for name, value in contents.items()}, buffers)
     return shares
 
 
@@ -146,9 +146,9 @@ def test_layers_are_cut_where_the_bytes_are_equal() -> None:
     program = exported(Layers())
     state = sorted(set(program.graph_signature.buffers_to_mutate.values()))
     for world, wanted in ((2, [0, 0, 1, 1, 1]), (3, [0, 1, 1, 2, 2]), (5, [0, 1, 2, 3, 4])):
-        owners, (given,) = assigned([program], state, world)
+        owners, (assignment,) = assigned([program], state, world)
         assert [owners[f"layers.{number}.calls"] for number in range(5)] == wanted
-        shares = check(program, given, world)
+        shares = check(program, assignment, world)
         for rank, share in enumerate(shares):
             weights = set(weight_tensors(share))
             assert {f"layers.{number}.up" in weights for number in range(5) if wanted[number] != rank} == {False}
@@ -172,8 +172,8 @@ def test_an_entry_that_comes_first_and_resets_state_does_not_draw_it() -> None:
 def test_what_is_small_is_read_on_every_device() -> None:
     program = exported(Layers())
     state = sorted(set(program.graph_signature.buffers_to_mutate.values()))
-    _, (given,) = assigned([program], state, 2)
-    shares = [share_of(program, given, rank, 2) for rank in range(2)]
+    _, (assignment,) = assigned([program], state, 2)
+    shares = [share_of(program, assignment, rank, 2) for rank in range(2)]
     assert all("turns" in weight_tensors(share) for share in shares)
 
 

@@ -47,7 +47,7 @@ def test_a_pair_that_cannot_be_in_one_bundle_is_not_and_costs_least(
         assert chosen == free
     taken = sum(sum(times[key][name]) for key, name in chosen.items())
     for gone in pair:
-        least = sum(min(sum(own) for name, own in time.items() if name != gone) for time in times.values())
+        least = sum(min(sum(timings) for name, timings in time.items() if name != gone) for time in times.values())
         assert taken <= (1 + ALIKE) * least * 1.0001
 
 

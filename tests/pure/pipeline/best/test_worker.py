@@ -28,11 +28,11 @@ from tests.helpers.raising import raises
 def fake(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     """The driver that the worker finds, too."""
     monkeypatch.setattr(worker, "cu", fake)
-    monkeypatch.setattr(worker, "inputs_of", lambda self_test, manifest, key: [given(*key)])
+    monkeypatch.setattr(worker, "inputs_of", lambda self_test, manifest, key: [batch(*key)])
     return fake
 
 
-def given(key: int) -> Any:
+def batch(key: int) -> Any:
     return from_bytes(inputs(key).tobytes(), "float32", (key, FLOATS))
 
 
@@ -64,9 +64,9 @@ def test_calls_from_the_first_state_are_timed_graph_by_graph(
     fake: FakeDriver, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     manifest = state_bundles.write(tmp_path)
-    found = timed(monkeypatch, tmp_path, manifest, 2)
-    assert [sorted(times) for times in found] == [[("forward", (key,)) for key in KEYS]] * 2
-    assert all(len(time) == 1 and time[0] > 0 for times in found for time in times.values()), "the copy is no graph"
+    timings = timed(monkeypatch, tmp_path, manifest, 2)
+    assert [sorted(times) for times in timings] == [[("forward", (key,)) for key in KEYS]] * 2
+    assert all(len(time) == 1 and time[0] > 0 for times in timings for time in times.values()), "the copy is no graph"
     calls = worker.WARMUPS + worker.ROUNDS
     assert fake.calls.count("cuGraphLaunch") == 2 * len(KEYS) * calls
 
@@ -76,10 +76,10 @@ def test_a_graph_alone_is_launched_again_and_again(fake: FakeDriver, monkeypatch
     times = iter(range(1, 10_000))
     monkeypatch.setattr(fake, "do_cuEventElapsedTime", lambda start, end: float(next(times)), raising=False)
     monkeypatch.setattr(worker, "BURST", 2_000_000.0)
-    found = timed(monkeypatch, tmp_path, manifest, 2)
-    assert [len(time) for times in found for time in times.values()] == [1] * 4
+    timings = timed(monkeypatch, tmp_path, manifest, 2)
+    assert [len(time) for times in timings for time in times.values()] == [1] * 4
     assert fake.calls.count("cuGraphLaunch") > 2 * len(KEYS) * worker.ROUNDS * 10, "bursts, and not single launches"
-    assert all(time[0] < 1e4 for times in found for time in times.values()), "microseconds of one launch"
+    assert all(time[0] < 1e4 for times in timings for time in times.values()), "microseconds of one launch"
 
 
 def test_a_bundle_that_cannot_be_loaded_says_so(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
