@@ -169,8 +169,8 @@ def track_devices(
     `target_device` is that of `TensorPlaces`, a GPU of this compute `capability`: torch cannot say so where it is not here.
     `earlier`, `known` and `asserted` are those of `DataReads`, `padded` that of `PackedSequences`.  `weights` are parameters and
     buffers that no call writes to, as far as is known: names, traced tensors, values.  `way`: the answers that the call of `model`
-    gets are forced.  Fake tensors answer `.device` by a property that asks no mode.  While the user's own code runs, the property asks
-    this one; in what that code calls, the mode is off the stack.
+    gets are forced.  Fake tensors answer `.device` by a property that asks no mode.  While the user's own code runs, the property
+    asks this one; in what that code calls, the mode is off the stack.
     """
     places = TensorPlaces(inputs, real, target_device)
     values = KnownValues(real, places.effects.baked)
