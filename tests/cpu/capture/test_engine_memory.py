@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import json
 from collections.abc import Callable
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -16,8 +13,6 @@ import torch
 from tests.cpu.capture.recorder import regions
 
 assert regions, "modules of the recorder can be imported from here on"
-from cgbundle.format.schema import Engine  # noqa: E402
-from cgbundle.gpu.engine_replay import POISON  # noqa: E402
 from cgcompile.capture.engine import memory, observe, read, verify  # noqa: E402
 from cgcompile.capture.engine.engine_take import process_name  # noqa: E402
 from cgcompile.capture.take import Range  # noqa: E402
@@ -160,90 +155,3 @@ def test_words_that_are_addresses_are_found(monkeypatch: pytest.MonkeyPatch) -> 
     pointers = memory.found_pointers(addresses, [0], [])
     assert [(ptr.word.at, ptr.word.readings[0].range, ptr.word.readings[0].offset) for ptr in pointers] == [(8, 1, 4), (96, 0, 0)]
     assert memory._words_between(words.data_ptr() + 4, 150, words.data_ptr(), words.data_ptr() + 1) == [(92, words.data_ptr())]
-
-
-# --- the verification --------------------------------------------------------------------------------------------------
-
-
-class Graph:
-    """A graph that runs on the CPU."""
-
-    def __init__(self, run: Callable[[], Any]) -> None:
-        self.replay = run
-
-
-def here(span: torch.Tensor, output: torch.Tensor) -> verify.Here:
-    place = TensorPlace(address=output.data_ptr(), dtype="float32", shape=tuple(output.shape), strides=output.stride())
-    return verify.Here(spans=((span.data_ptr(), span.nbytes),), pooled={"output": place})
-
-
-def verified(
-    monkeypatch: pytest.MonkeyPatch, graphs: dict[Any, Graph], where: verify.Here, answer: dict[str, Any]
-) -> dict[str, Any]:
-    """The plan that the fresh process is given, with `bytes` of the contents."""
-    seen: dict[str, Any] = {}
-
-    def fresh(module: str, arguments: list[str], path: str) -> dict[str, Any]:
-        plan = json.loads(Path(arguments[1]).read_text())
-        seen.update(plan, bytes=Path(plan["contents"]).read_bytes())
-        return answer
-
-    monkeypatch.setattr(verify, "run_fresh", fresh)
-    verify.verify(Path("engine.cgb"), Engine(graphs=(), tensors=(), spans=()), 0, graphs, where)  # type: ignore[arg-type]
-    return seen
-
-
-GOOD = {"differs": "", "torch_imported": False}
-
-
-def test_the_plan_says_what_tensors_hold_after_each_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    span, output = torch.arange(8.0), torch.zeros(2, 3)
-    first = span.clone()
-    graphs = {8: Graph(lambda: span.add_(1)), 1: Graph(lambda: output.fill_(7.0))}
-    plan = verified(monkeypatch, graphs, here(span, output), GOOD)
-    assert plan["bytes"] == first.numpy().tobytes() + bytes(24)
-    poison = hashlib.sha256(bytes([POISON]) * 24).hexdigest()
-    changed = hashlib.sha256((first + 1).numpy().tobytes()).hexdigest()
-    filled = hashlib.sha256(torch.full((6,), 7.0).numpy().tobytes()).hexdigest()
-    assert plan["graphs"] == [
-        {"spans": {"0": changed}, "tensors": {"output": poison}}, {"spans": {}, "tensors": {"output": filled}},
-    ]  # fmt: skip
-    assert plan["poisoned"] and plan["device"] == 0
-    assert torch.equal(span, first) and not output.any(), "the engine's tensors are put back"
-
-
-def test_an_input_among_the_temporaries_is_not_poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    span, output = torch.arange(8.0), torch.ones(2, 3).t()
-    plan = verified(monkeypatch, {8: Graph(lambda: span.add_(output.sum()))}, here(span, output), GOOD)
-    assert not plan["poisoned"] and torch.equal(span, torch.arange(8.0))
-    dense = torch.ones(2, 3)
-    plan = verified(monkeypatch, {8: Graph(lambda: span.add_(dense.sum()))}, here(span, dense), GOOD)
-    assert not plan["poisoned"]
-
-
-def test_graphs_that_give_other_bits_each_time_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    span, output = torch.arange(8.0), torch.zeros(2, 3)
-    with raises("proof-failed", match="graph 'a': two replays of the engine's own graph from the same contents"):
-        verified(monkeypatch, {"a": Graph(lambda: span.random_())}, here(span, output), GOOD)
-    assert torch.equal(span, torch.arange(8.0))
-
-
-@pytest.mark.parametrize(
-    ("answer", "match"),
-    [
-        ({"differs": "graph 8: tensor 'x' holds other bits", "torch_imported": False}, "graph 8: tensor 'x' holds other bits"),
-        ({"differs": "", "torch_imported": True}, "it imported torch"),
-        ({"error": "cuGraphLaunch: CUDA_ERROR_ILLEGAL_ADDRESS", "hint": "", "code": "driver-failed"}, "ILLEGAL_ADDRESS"),
-    ],
-)
-def test_what_the_fresh_process_finds_ends_the_save(monkeypatch: pytest.MonkeyPatch, answer: dict[str, Any], match: str) -> None:
-    span, output = torch.arange(8.0), torch.zeros(2, 3)
-    with raises("proof-failed", match=match):
-        verified(monkeypatch, {8: Graph(lambda: span.add_(1))}, here(span, output), answer)
-
-
-def test_a_gpu_that_cannot_hold_the_tensors_twice_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (GIGA, 0))
-    span, output = torch.arange(8.0), torch.zeros(2, 3)
-    with raises("not-verifiable", match="needs 1,073,741,856 bytes of the GPU, which has 1,073,741,824 free"):
-        verified(monkeypatch, {}, here(span, output), GOOD)

@@ -142,6 +142,33 @@ def test_graphs_that_are_not_deterministic_are_refused(plans: list[dict[str, Any
     assert not plans
 
 
+@pytest.mark.parametrize(
+    ("answer", "match"),
+    [
+        ({"differs": "graph 8: tensor 'x' holds other bits", "torch_imported": False}, "graph 8: tensor 'x' holds other bits"),
+        ({"differs": "", "torch_imported": True}, "it imported torch"),
+        ({"error": "cuGraphLaunch: CUDA_ERROR_ILLEGAL_ADDRESS", "hint": "", "code": "driver-failed"}, "ILLEGAL_ADDRESS"),
+    ],
+)
+def test_what_the_fresh_process_says_ends_the_save(
+    plans: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, answer: dict[str, Any], match: str
+) -> None:
+    monkeypatch.setattr(verify_module, "run_fresh", lambda module, arguments, path: answer)
+    engine = Engine()
+    before = bytes(engine.view("out").numpy())
+    with pytest.raises(BuildError, match=match):
+        run({"small": Graph(engine.small), (8, "rows"): Graph(engine.rows)}, engine)
+    assert bytes(engine.view("out").numpy()) == before
+
+
+def test_a_gpu_without_room_for_the_graphs_own_memory_is_refused(
+    plans: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1 << 30, 0))
+    with pytest.raises(BuildError, match="needs 1,073,742,848 bytes of the GPU, which has 1,073,741,824 free"):
+        run({}, Engine())
+
+
 @pytest.mark.parametrize("size", [8, 4096, CHUNK, CHUNK + 16, 65 * CHUNK + 8])
 def test_a_chunk_has_a_digest_of_its_own(plans: list[dict[str, Any]], size: int) -> None:
     buffer = ctypes.create_string_buffer(size)
