@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -63,12 +64,13 @@ def full_key(descriptor: Any) -> Key:
 
 
 def engine_tensors(runner: Any) -> dict[str, torch.Tensor]:
-    """Every dense tensor on the GPU that a model runner holds, by the path of attributes that leads to it."""
+    """Every dense tensor on the GPU that a model runner holds, by the path of attributes that leads to it.  Of two paths to an object
+    the shorter one counts: attributes that only some starts have are further down."""
     tensors: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
-    waiting: list[tuple[str, Any]] = [("runner", runner)]
+    waiting: deque[tuple[str, Any]] = deque([("runner", runner)])
     while waiting:
-        name, value = waiting.pop()
+        name, value = waiting.popleft()
         if isinstance(value, torch.Tensor):
             if value.is_cuda and value.layout is torch.strided and value.dtype in DTYPES and value.numel():
                 tensors[name] = value.detach()
