@@ -64,8 +64,8 @@ def full_key(descriptor: Any) -> Key:
 
 
 def engine_tensors(runner: Any) -> dict[str, torch.Tensor]:
-    """Every dense tensor on the GPU that a model runner holds, by the path of attributes that leads to it.  Of two paths to an object
-    the shorter one counts: attributes that only some starts have are further down."""
+    """Every dense tensor on the GPU that a model runner holds, by the path of attributes that leads to it.  Of two paths to an
+    object the shorter one counts: attributes that only some starts have are further down."""
     tensors: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
     waiting: deque[tuple[str, Any]] = deque([("runner", runner)])
