@@ -121,6 +121,8 @@ def verify(
             torch.cuda.empty_cache()
             answer = run_fresh("cgbundle.gpu.engine_replay", [str(stage), str(plan)], str(stage))
             differs = _answered(answer) or _differs_here(regions, after)
+        except torch.OutOfMemoryError:
+            raise BuildError("not-verifiable", "the GPU has too little free memory to compare what the graphs change") from None
         finally:
             _put_back(regions, before, contents)
     if differs:
