@@ -221,7 +221,7 @@ CATALOGUE: Mapping[str, Cause] = {
         "start the second process again; let address space layout randomization be on"),
     "engine-recording-invalid": Cause(BuildError, 2, "The recording that a first process left cannot be read.",
         "remove the .recording file, and save in two processes again"),
-    "not-verifiable": Cause(BuildError, 2, "A fresh process cannot replay the graphs: too little GPU memory, or tensors it cannot open.",
+    "not-verifiable": Cause(BuildError, 2, "No fresh process can replay the graphs: too little GPU memory, or closed memory.",
         "save with a smaller cache, or with verify=False: attach then takes unverified=True"),
     # --- offline: lowering ---
     "gpu-visible": Cause(BuildError, 2, "A process that lowers for an absent GPU sees a real one, which it must not touch.",

@@ -19,9 +19,9 @@ from cgcompile.capture.engine import digests as digests_module  # noqa: E402
 from cgcompile.capture.engine import verify as verify_module  # noqa: E402
 from cgcompile.capture.engine.digests import CHUNK, digests, digests_of  # noqa: E402
 from cgcompile.capture.engine.verify import Here, verify  # noqa: E402
-from cgcompile.errors import BuildError  # noqa: E402
 from tests.helpers.bundles import engine_bundle  # noqa: E402
 from tests.helpers.bundles.cuda_bundles import FLOATS  # noqa: E402
+from tests.helpers.raising import raises  # noqa: E402
 from tests.pure.capture.test_engine import ONE, TWO, Process  # noqa: E402
 
 ROW = 4 * FLOATS
@@ -87,7 +87,7 @@ def run(graphs: dict[Any, Graph], engine: Engine, prepare: Callable[[Any], None]
 def test_what_graphs_change_is_noted_and_put_back(plans: list[dict[str, Any]]) -> None:
     engine = Engine()
     before = {name: bytes(engine.view(name).numpy()) for name in engine.memory}
-    with pytest.raises(BuildError, match="tensor 'out' holds other bits than the engine's own graphs leave in it"):
+    with raises("proof-failed", match="tensor 'out' holds other bits than the engine's own graphs leave in it"):
         run({"small": Graph(engine.small), (8, "rows"): Graph(engine.rows)}, engine)  # the fresh process does nothing here
     assert {name: bytes(engine.view(name).numpy()) for name in engine.memory} == before
     (plan,) = plans
@@ -121,7 +121,7 @@ def test_inputs_that_a_graph_needs_are_noted_before_it(plans: list[dict[str, Any
         engine.view("out")[0] = 0 if key == "small" else 100
 
     before = bytes(engine.view("out").numpy())
-    with pytest.raises(BuildError, match="tensor 'out' holds other bits than the engine's own graphs leave in it"):
+    with raises("proof-failed", match="tensor 'out' holds other bits than the engine's own graphs leave in it"):
         run({"small": Graph(count), (8, "rows"): Graph(count)}, engine, prepare)
     rows = plans[0]["graphs"]
     held = [plans[0]["held"][begin] for inputs, _ in rows for (_, begin) in inputs]
@@ -137,7 +137,7 @@ def test_graphs_that_are_not_deterministic_are_refused(plans: list[dict[str, Any
         calls.append(0)
         engine.view("out")[0] = len(calls)
 
-    with pytest.raises(BuildError, match="two replays of the engine's own graphs"):
+    with raises("proof-failed", match="two replays of the engine's own graphs"):
         run({"small": Graph(count), (8, "rows"): Graph(lambda: None)}, engine)
     assert not plans
 
@@ -156,7 +156,7 @@ def test_what_the_fresh_process_says_ends_the_save(
     monkeypatch.setattr(verify_module, "run_fresh", lambda module, arguments, path: answer)
     engine = Engine()
     before = bytes(engine.view("out").numpy())
-    with pytest.raises(BuildError, match=match):
+    with raises("proof-failed", match=match):
         run({"small": Graph(engine.small), (8, "rows"): Graph(engine.rows)}, engine)
     assert bytes(engine.view("out").numpy()) == before
 
@@ -165,7 +165,7 @@ def test_a_gpu_without_room_for_the_graphs_own_memory_is_refused(
     plans: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1 << 30, 0))
-    with pytest.raises(BuildError, match="needs 1,073,742,848 bytes of the GPU, which has 1,073,741,824 free"):
+    with raises("not-verifiable", match="needs 1,073,742,848 bytes of the GPU, which has 1,073,741,824 free"):
         run({}, Engine())
 
 
@@ -190,6 +190,6 @@ def test_a_process_that_differs_takes_the_place_of_the_first(tmp_path: Path, mon
     monkeypatch.setattr(save, "observed", lambda: None)
     monkeypatch.setattr(read, "read_engine", lambda log, graphs, tensors: next(takes))
     assert save.save_graphs({}, {}, tmp_path / "engine.cgb").kind == "recording"
-    with pytest.raises(BuildError, match="other keys: 0 and 8; the recording is now of this process"):
+    with raises("engine-differs", match="other keys: 0 and 8; the recording is now of this process"):
         save.save_graphs({}, {}, tmp_path / "engine.cgb")
     assert read_recording(tmp_path / "engine.cgb.recording").keys == (8,)
