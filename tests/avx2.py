@@ -70,9 +70,9 @@ def environment(folder: Path) -> dict[str, str]:
     subprocess.run(["gcc", "-O1", "-shared", "-fPIC", "-o", library, source], check=True)
     scripts.mkdir()
     for name in COMPILERS:
-        if found := shutil.which(name):
+        if executable := shutil.which(name):
             script = scripts / name
-            script.write_text(COMPILER.format(compiler=shlex.quote(found)))
+            script.write_text(COMPILER.format(compiler=shlex.quote(executable)))
             script.chmod(0o755)
     preloaded = " ".join(filter(None, [str(library), os.environ.get("LD_PRELOAD")]))
     return os.environ | VARIABLES | {"LD_PRELOAD": preloaded, "PATH": f"{scripts}:{os.environ['PATH']}"}

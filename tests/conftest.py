@@ -20,9 +20,9 @@ from tests.helpers import cxx
 def pytest_configure(config: pytest.Config) -> None:
     """Before any worker starts.  A compiler that the user names stays.  A worker takes its share of the processors: the others use
     theirs, and each process that a build starts for one of them imports torch anew."""
-    if given := getattr(config, "workerinput", None):
+    if worker_input := getattr(config, "workerinput", None):
         every = sorted(os.sched_getaffinity(0))
-        share = set(every[int(given["workerid"].removeprefix("gw")) % len(every) :: given["workercount"]])
+        share = set(every[int(worker_input["workerid"].removeprefix("gw")) % len(every) :: worker_input["workercount"]])
         os.sched_getaffinity = lambda pid: share
         return
     os.environ[cxx.SHARED] = tempfile.mkdtemp(prefix="cgcompile-tests-")

@@ -28,13 +28,13 @@ OVERRUN = "import ctypes; ctypes.memmove(ctypes.create_string_buffer(64), bytes(
 
 def environment() -> dict[str, str]:
     """Raises SystemExit where there is no sanitizer."""
-    found = subprocess.run(["gcc", "-print-file-name=libasan.so"], capture_output=True, text=True, check=True).stdout.strip()
-    if not os.path.isabs(found):
+    library = subprocess.run(["gcc", "-print-file-name=libasan.so"], capture_output=True, text=True, check=True).stdout.strip()
+    if not os.path.isabs(library):
         raise SystemExit("gcc has no libasan.so here: install its sanitizers (libasan)")
     options = "detect_leaks=0:allocator_may_return_null=1:abort_on_error=0:exitcode=97"
     paths = [str(ROOT), str(ROOT / "cli"), str(ROOT / "bundles")]
     return os.environ | {
-        "LD_PRELOAD": found, "PYTHONMALLOC": "malloc", "ASAN_OPTIONS": options, "PYTHONPATH": os.pathsep.join(paths),
+        "LD_PRELOAD": library, "PYTHONMALLOC": "malloc", "ASAN_OPTIONS": options, "PYTHONPATH": os.pathsep.join(paths),
     }  # fmt: skip
 
 

@@ -29,7 +29,7 @@ TRACES = ("stack_trace", "custom", "from_node")
 
 def write_programs(stage: Path, programs: Programs, entry: str) -> None:
     """The program of an entry, or those of its int_keys where each has its own: see `file_names.program_files`."""
-    if len(programs.each) == 1:
+    if len(programs.distinct) == 1:
         files = {file_names.whole_program_file(entry): programs.first}
     else:
         files = {file_names.program_file(key, entry): program for key, program in programs.by_key.items()}

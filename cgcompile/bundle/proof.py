@@ -83,10 +83,10 @@ def measured(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Replayed:
-    """The self-test of every entry with measured proofs.  `told`: which indices differ from eager PyTorch's, in words."""
+    """The self-test of every entry with measured proofs.  `index_remarks`: which indices differ from eager PyTorch's, in words."""
 
     self_tests: tuple[SelfTest, ...]
-    told: str
+    index_remarks: str
 
 
 def replay(
@@ -132,7 +132,7 @@ def replay(
                 chosen[entry.name] = [self_test for self_test, _ in verdicts.values()]
     if chosen:
         replace_self_tests(stage / SELF_TEST, chosen)
-    return Replayed(self_tests=tuple(self_tests), told="; ".join(filter(None, remarks)))
+    return Replayed(self_tests=tuple(self_tests), index_remarks="; ".join(filter(None, remarks)))
 
 
 def _verdicts(

@@ -62,7 +62,7 @@ def eager_self_test(
     for key in all_keys(sizes):
         inputs = sample(source, dict(zip(sizes, key, strict=True)), SELF_TEST_SEED).tensors
         ran = run_eager(prepared.reference, inputs, prepared.self_test_calls)
-        written = tuple([(index, ran.given[index]) for index in prepared.written])
+        written = tuple([(index, ran.inputs[index]) for index in prepared.written])
         # of the random numbers' state an entry that draws none knows nothing
         after = {row.name: flat(ran.state.get(row.name, before[row.name]), row) for row in rows}
         state = _changed(weights, before, after)

@@ -115,7 +115,7 @@ def _indices(spec: BuildSpec, recorded: Recorded) -> list[str]:
     """By entry, how many indices the graphs select otherwise than eager PyTorch."""
     texts = []
     for number, entry in enumerate(spec.entries):
-        replays = spec.own(number, recorded.replays).values()
+        replays = spec.of_entry(number, recorded.replays).values()
         texts.append(indices_text(error_bounds(entry.prepared, recorded.weights), [replay.indices for replay in replays]))
     return [text for text in texts if text]
 
@@ -170,8 +170,8 @@ def _entry_parts(
 ) -> tuple[EntryParts, list[KeySelfTest]]:
     """The rows of entry number `number`, and its self-test.  `exact`: no host computes a part of it.  Raises proof-failed."""
     entry = spec.entries[number]
-    prepared, replays = entry.prepared, spec.own(number, recorded.replays)
-    entry_programs = spec.own(number, dict(zip(spec.programs.by_key, written.programs, strict=True)))
+    prepared, replays = entry.prepared, spec.of_entry(number, recorded.replays)
+    entry_programs = spec.of_entry(number, dict(zip(spec.programs.by_key, written.programs, strict=True)))
     rows = with_aliases(tuple(entry_programs.values()), prepared.aliases, prepared.signature.outputs, written.weights)
     if len(replays) < len(entry_programs):
         bounds = error_bounds(prepared, written.weights)

@@ -154,7 +154,7 @@ def _release(tensors: Mapping[str, torch.Tensor], kept: Sequence[torch.Tensor]) 
 def _saved(programs: Programs, folder: Path) -> dict[IntKey, Path]:
     """The file of the program of every key; keys that share a program share the file."""
     files = {}
-    for number, (_, program) in enumerate(programs.each):
+    for number, (_, program) in enumerate(programs.distinct):
         files[id(program)] = folder / f"program{number}.pt2"
         save_program(without_weights(program), files[id(program)])
     return {key: files[id(program)] for key, program in programs.by_key.items()}

@@ -59,10 +59,10 @@ def check(
     Raises fallback-op-unknown for one that the program does not call, and export-failed for a program that torch cannot make
     functional.
     """
-    check_fallback_ops([program for _, program in exported.programs.each], fallback_ops)
+    check_fallback_ops([program for _, program in exported.programs.distinct], fallback_ops)
     checked_programs = {
         key: _check_program(exported, program, target, fallback_ops, conditionals, cross_compiled)
-        for key, program in exported.programs.each
+        for key, program in exported.programs.distinct
     }
     merged = merged_findings({key: checked.findings for key, checked in checked_programs.items()}, exported.sizes)
     by_program = {id(exported.programs.at(key)): checked for key, checked in checked_programs.items()}

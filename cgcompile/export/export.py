@@ -105,7 +105,7 @@ def _exported(
     shapes = axes.input_shapes(source, sizes)
     like = sample(source, axes.probe_sizes(sizes))
     make_dense(source)
-    flat = FlatModule(source.model, like, source.device, source.told, source.entry, source.capability)
+    flat = FlatModule(source.model, like, source.device, source.target_device, source.entry, source.capability)
     seen = first_calls(source, flat, sizes)
     constant = bool(seen.written) and bool(sizes) and all(len(values) == 1 for values in sizes.values())
     job = _Job(source=source, flat=flat, shapes=shapes, sizes=sizes, max_paths=max_paths, tell=tell, constant=constant)
@@ -152,7 +152,7 @@ def _exported(
     )  # fmt: skip
 
 
-def _with_known(job: _Job, calls: list[SideEffects], elsewhere: Set[str], writes: frozenset[str]) -> tuple[_Made, frozenset[str]]:
+def _with_known(job: _Job, calls: list[SideEffects], elsewhere: Set[str], writes: frozenset[str]) -> tuple[_Draft, frozenset[str]]:
     """Python gets the values of parameters and buffers, but of those that are written to: `elsewhere`, or by this entry as far as
     `writes` says.  Where it got one that some way through the model writes to, the model is exported again without that.
 
@@ -213,7 +213,7 @@ class _Job:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Made:
+class _Draft:
     """Programs, what their calls do beside the operations, and shapes of outputs at further sizes."""
 
     programs: Programs
@@ -221,13 +221,13 @@ class _Made:
     eager_shapes: tuple[EagerShapes, ...] = ()
 
 
-def _as_eager(job: _Job, calls: list[SideEffects]) -> _Made:
+def _as_eager(job: _Job, calls: list[SideEffects]) -> _Draft:
     """Where a program differs from eager PyTorch, the model is exported again and told that nothing traces it, then with every way
     through its Python."""
     flat = job.flat
     first = flat.earlier
     try:
-        return _made(job, calls)
+        return _draft(job, calls)
     except ModelError as error:
         if error.code not in ("export-differs", "numpy-untraceable"):
             raise
@@ -235,7 +235,7 @@ def _as_eager(job: _Job, calls: list[SideEffects]) -> _Made:
     for questions in (FLAGS_ALONE, KNOWN, ALL):
         flat.earlier, flat.known, flat.asserted, flat.as_eager = first, frozenset(), NOTHING, questions
         try:
-            return _made(job, calls)
+            return _draft(job, calls)
         except ModelError as error:
             if error.code == "data-dependent-branch":
                 raise
@@ -253,7 +253,7 @@ def _as_eager(job: _Job, calls: list[SideEffects]) -> _Made:
     raise why
 
 
-def _made(job: _Job, calls: Sequence[SideEffects]) -> _Made:
+def _draft(job: _Job, calls: Sequence[SideEffects]) -> _Draft:
     """Dynamic, else per size; where neither works, what the dynamic export said, which names the user's line.
 
     Sizes that are constants may also answer what Python asks: positions and masks that are made of sizes alone have values then.
@@ -277,7 +277,7 @@ def _made(job: _Job, calls: Sequence[SideEffects]) -> _Made:
             raise
         why = error
     else:
-        dynamic = _Made(programs=Programs(by_key=dict.fromkeys(all_keys(sizes), program), dynamic=True), obstacles=obstacles)
+        dynamic = _Draft(programs=Programs(by_key=dict.fromkeys(all_keys(sizes), program), dynamic=True), obstacles=obstacles)
         if not _branched(obstacles):
             return dynamic
         if sizes:
@@ -311,7 +311,7 @@ def _made(job: _Job, calls: Sequence[SideEffects]) -> _Made:
         raise (why if known or why.code in OF_VALUES else error) from why.__cause__
 
 
-def _followed(job: _Job, calls: Sequence[SideEffects], reason: str) -> _Made | None:
+def _followed(job: _Job, calls: Sequence[SideEffects], reason: str) -> _Draft | None:
     """Every way through the model's Python: for all sizes, else for each.  Raises the error that comes from WayStopped."""
     stopped: ModelError | None = None
     try:
@@ -335,7 +335,7 @@ def _others(obstacles: Sequence[Obstacle]) -> list[Obstacle]:
     return [obstacle for obstacle in obstacles if obstacle.rule != "data-dependent-branch"]
 
 
-def _paths(job: _Job, calls: Sequence[SideEffects]) -> _Made | None:
+def _paths(job: _Job, calls: Sequence[SideEffects]) -> _Draft | None:
     """One program for all sizes with every way through the model's Python."""
     source, flat, sizes = job.source, job.flat, job.sizes
     keys = all_keys(sizes)
@@ -345,7 +345,7 @@ def _paths(job: _Job, calls: Sequence[SideEffects]) -> _Made | None:
         return None
     program, obstacles = ways
     check_dynamic(source, flat, program, job.shapes, sizes, branched=False)
-    return _Made(programs=Programs(by_key=dict.fromkeys(keys, program), dynamic=True), obstacles=obstacles)
+    return _Draft(programs=Programs(by_key=dict.fromkeys(keys, program), dynamic=True), obstacles=obstacles)
 
 
 def _same(asserted: Asserted, small: SideEffects, large: SideEffects) -> bool:
@@ -359,7 +359,7 @@ def _reason(source: Source, obstacles: Sequence[Obstacle]) -> str:
     return f"{where or source.label}: Python asks for a value that depends on the sizes"
 
 
-def _per_size(job: _Job, calls: Sequence[SideEffects], reason: str, *, follow: bool) -> _Made:
+def _per_size(job: _Job, calls: Sequence[SideEffects], reason: str, *, follow: bool) -> _Draft:
     """A program for each int_key.  At each the model runs in eager PyTorch first.
 
     `follow`: with every way through the model's Python; else a branch on data raises data-dependent-branch."""
@@ -397,7 +397,7 @@ def _per_size(job: _Job, calls: Sequence[SideEffects], reason: str, *, follow: b
         obstacles += size_obstacles
     (programs,) = with_shared_constants([Programs(by_key=by_key, dynamic=False, reason=reason)])
     probed = [] if job.constant else _probed(source, flat, sizes)
-    return _Made(programs=programs, obstacles=tuple(dict.fromkeys(obstacles)), eager_shapes=(*seen, *probed))
+    return _Draft(programs=programs, obstacles=tuple(dict.fromkeys(obstacles)), eager_shapes=(*seen, *probed))
 
 
 def _branched(obstacles: Sequence[Obstacle]) -> bool:

@@ -39,7 +39,7 @@ class Programs:
         return next(iter(self.by_key.values()))
 
     @property
-    def each(self) -> tuple[tuple[IntKey, ExportedProgram], ...]:
+    def distinct(self) -> tuple[tuple[IntKey, ExportedProgram], ...]:
         """Every program once, with its first int_key."""
         by_id: dict[int, tuple[IntKey, ExportedProgram]] = {}
         for key, program in self.by_key.items():
@@ -48,19 +48,19 @@ class Programs:
 
     def changed(self, change: Callable[[ExportedProgram], ExportedProgram]) -> Programs:
         """What `change` makes of every program, each changed once."""
-        by_id = {id(program): change(program) for _, program in self.each}
+        by_id = {id(program): change(program) for _, program in self.distinct}
         return Programs(
             by_key={key: by_id[id(program)] for key, program in self.by_key.items()}, dynamic=self.dynamic, reason=self.reason
         )
 
     def weights(self) -> dict[str, torch.Tensor]:
         """The parameters, buffers and constants of all programs, by their names in them."""
-        return {name: value for _, program in self.each for name, value in weight_tensors(program).items()}
+        return {name: value for _, program in self.distinct for name, value in weight_tensors(program).items()}
 
 
 def coarsest(programs: Programs) -> float:
     """The bound that the coarsest floating dtype of the programs sets: for values on the way, which have no bound of their own."""
-    nodes = [node for _, program in programs.each for node in program.graph.nodes]
+    nodes = [node for _, program in programs.distinct for node in program.graph.nodes]
     values = [leaf for node in nodes for leaf in tree_leaves(node.meta.get("val"))]
     return max((tolerance(value.dtype) for value in values if isinstance(value, torch.Tensor)), default=0.0)
 
@@ -70,7 +70,7 @@ def with_shared_constants(program_sets: Sequence[Programs]) -> tuple[Programs, .
 
     torch.export numbers the literals of every program from 0.
     """
-    programs = [program for one in program_sets for _, program in one.each]
+    programs = [program for one in program_sets for _, program in one.distinct]
     known: dict[str, torch.Tensor] = {name: value for program in programs for name, value in program.state_dict.items()}
 
     def named(program: ExportedProgram) -> ExportedProgram:

@@ -53,7 +53,7 @@ def _refuse_shell(source: Source, name: str, weight: torch.Tensor) -> None:
 
 def baked_weights(programs: Programs, baked: Mapping[str, tuple[str, str]]) -> Iterator[Obstacle]:
     """A note for every line that read weights of the state dict: others are constants of a bundle anyway."""
-    updated = {name.removeprefix(PREFIX) for _, program in programs.each for name in program.state_dict}
+    updated = {name.removeprefix(PREFIX) for _, program in programs.distinct for name in program.state_dict}
     names = {asked: [name for name in baked if baked[name] == asked and name in updated] for asked in baked.values()}
     for (where, line), read in names.items():
         if read:
@@ -68,5 +68,5 @@ def baked_values(calls: Sequence[SideEffects]) -> dict[str, tuple[str, str]]:
 
 def unread_attributes(programs: Programs, holding: Mapping[str, Sequence[str]]) -> list[str]:
     """The attributes that no result depends on: a call may be padded.  `holding`: the buffers that hold what is in an attribute."""
-    unique = [program for _, program in programs.each]
+    unique = [program for _, program in programs.distinct]
     return [name for name, held in holding.items() if not any(reaches_a_result(one, PREFIX + it) for one in unique for it in held)]

@@ -24,7 +24,7 @@ from .tracing.attribute_reads import early_reads
 from .tracing.attributes import assignment_place, changed, marks
 from .tracing.conversions import needless_conversions_left_out
 from .tracing.held_tensors import current_buffers, held_buffers, held_tensors
-from .tracing.questions import told_eager
+from .tracing.questions import tracing_hidden
 from .tracing.way import ForcedWay, TracedWay, noting_errors
 from .user_code import definition, plain_errors
 
@@ -39,15 +39,15 @@ def unwatched(effects: SideEffects) -> None:
 class FlatModule(torch.nn.Module):
     """The user's module over flat tensors: a tuple of tensors in, a tuple of tensors out.
 
-    `device` is where the module's tensors and those of a call are, `told` where the bundle will run, a GPU of this `capability`;
-    `entry` is the method that a call runs.  After a call, `result` and `names` say what it gave.  `watch` is given the SideEffects
-    of each call before it begins.  A traced call branches as `earlier` did, a call with real tensors, takes the reads from it that
-    `known` names by position, and asserts what `asserted` names; of what `as_eager` names the user's code is told that nothing is
-    traced.  `padded`: a call is filled up, so that sequences may have length 0.  `uncalled`: nobody has called the
-    module, whose first call may make a buffer in another shape.  `way`: the answers that a call gets are forced.
-    `weights` are parameters and buffers whose values Python may ask for while they are traced.  `assigned` are attributes that are
-    watched: whether a call reads them before it assigns them.  `bounded`: outputs that are filled up, as the program has them, with
-    the `shapes` of the inputs.
+    `device` is where the module's tensors and those of a call are, `target_device` where the bundle will run, a GPU of this
+    `capability`; `entry` is the method that a call runs.  After a call, `result` and `names` say what it gave.  `watch` is given
+    the SideEffects of each call before it begins.  A traced call branches as `earlier` did, a call with real tensors, takes the
+    reads from it that `known` names by position, and asserts what `asserted` names; of what `as_eager` names the user's code is
+    told that nothing is traced.  `padded`: a call is filled up, so that sequences may have length 0.  `uncalled`: nobody has called
+    the module, whose first call may make a buffer in another shape.  `way`: the answers that a call gets are forced.  `weights` are
+    parameters and buffers whose values Python may ask for while they are traced.  `assigned` are attributes that are watched:
+    whether a call reads them before it assigns them.  `bounded`: outputs that are filled up, as the program has them, with the
+    `shapes` of the inputs.
     """
 
     __module__, __qualname__ = "cgcompile.flat", "Flat"  # stored programs name it: they must not change with the place of this file
@@ -66,7 +66,7 @@ class FlatModule(torch.nn.Module):
         self.entry = entry
         self.like = like
         self.device = device
-        self.told = target_device
+        self.target_device = target_device
         self.capability = capability
         self.result: Tree | None = None
         self.names: list[str] = []
@@ -98,15 +98,15 @@ class FlatModule(torch.nn.Module):
         before = [(owner, leaf, owner._buffers[leaf]) for owner, leaf in self.snapshot.owners()]
         weights = [(weight.name, weight.now, weight.tensor) for weight in self.weights]
         with (
-            told_eager(self.as_eager),
+            tracing_hidden(self.as_eager),
             needless_conversions_left_out(),
-            current_buffers(self.model, self.shared, self.told),
+            current_buffers(self.model, self.shared, self.target_device),
             track_devices(
                 tensors,
                 self.earlier,
                 self.known,
                 self.device,
-                self.told,
+                self.target_device,
                 self.capability,
                 self.asserted,
                 weights,
@@ -291,11 +291,11 @@ def _same(now: torch.Tensor | None, first: torch.Tensor) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EagerResult:
-    """What eager PyTorch left after its last call.  `given`: the copies of the inputs that it ran on; an output may be one of
+    """What eager PyTorch left after its last call.  `inputs`: the copies of the inputs that it ran on; an output may be one of
     these.  `state`: what the buffers hold, by their names in the user's module."""
 
     outputs: tuple[torch.Tensor, ...]
-    given: tuple[torch.Tensor, ...]
+    inputs: tuple[torch.Tensor, ...]
     state: Mapping[str, torch.Tensor]
 
 
@@ -337,7 +337,7 @@ def run_eager(reference: Reference, tensors: Sequence[torch.Tensor], calls: int 
     finally:
         if not keep:
             reference.snapshot.restore()
-    return EagerResult(outputs=results, given=inputs, state=state)
+    return EagerResult(outputs=results, inputs=inputs, state=state)
 
 
 @contextmanager

@@ -55,10 +55,10 @@ class Source:
 
     `entry` is the method; the sources of a model with several entries have one and the same `model`.  `code` is the file or module
     that defines the model, "" where no other process can import it.  `dimensions` are the parameters of `inputs`.  `owned`: the
-    model was made for this build, which may do with it what it likes.  `device`: where it lives.  `told`: where the bundle will
-    run; the model's code is told that its tensors are there, and the compute `capability` of that GPU.  `saved` is what a saved
-    program says of its dimensions, None where the model is none.  `donations` are those of the whole model, `rows` its state whose
-    number of rows a load chooses, `notes` what was taken off it.
+    model was made for this build, which may do with it what it likes.  `device`: where it lives.  `target_device`: where the bundle
+    will run; the model's code is told that its tensors are there, and the compute `capability` of that GPU.  `saved` is what a
+    saved program says of its dimensions, None where the model is none.  `donations` are those of the whole model, `rows` its state
+    whose number of rows a load chooses, `notes` what was taken off it.
     """
 
     name: str
@@ -69,7 +69,7 @@ class Source:
     dimensions: tuple[str, ...]
     owned: bool = False
     device: torch.device = CPU
-    told: torch.device = CUDA
+    target_device: torch.device = CUDA
     capability: tuple[int, int] = (8, 0)
     saved: tuple[SavedDimension, ...] | None = None
     entry: str = FORWARD

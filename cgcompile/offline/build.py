@@ -121,7 +121,7 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages) -> ManifestParts:
                 }
                 if chosen:
                     replace_self_tests(stage / file_names.SELF_TEST, {name: choice.self_tests for name, choice in chosen.items()})
-                tell.result("; ".join([_proved(spec, parts), *[choice.told for choice in chosen.values()]]))
+                tell.result("; ".join([_proved(spec, parts), *[choice.summary for choice in chosen.values()]]))
     world = planned.world
     peer = [("peer", world.size * world.stride)] if world else []
     driver = max(lowest_driver(target.capability), graph_driver(written.recordings.values()))
@@ -150,7 +150,7 @@ def _calls(entry: EntryBuild) -> dict[IntKey, tuple[torch.Tensor, ...]]:
 def _unproved(spec: BuildSpec, number: int, self_tests: Sequence[KeySelfTest], written: Written) -> EntryParts:
     """The rows of entry number `number`, none of whose int_keys was compared yet."""
     prepared = spec.entries[number].prepared
-    program_rows = spec.own(number, dict(zip(spec.programs.by_key, written.programs, strict=True)))
+    program_rows = spec.of_entry(number, dict(zip(spec.programs.by_key, written.programs, strict=True)))
     bounds = error_bounds(prepared, written.weights)
     return EntryParts(
         programs=with_aliases(tuple(program_rows.values()), prepared.aliases, prepared.signature.outputs, written.weights),
@@ -172,11 +172,11 @@ def _with_near_ties(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chosen:
-    """The self-tests of the int_keys of an entry whose kernels select other indices than eager PyTorch, for these; `told`: how
+    """The self-tests of the int_keys of an entry whose kernels select other indices than eager PyTorch, for these; `summary`: how
     many."""
 
     self_tests: tuple[KeySelfTest, ...]
-    told: str
+    summary: str
 
 
 def _proved_entry(
@@ -200,7 +200,7 @@ def _proved_entry(
         return key_verdict.differences
 
     kept, proofs = proved(entry.dimensions, bounds, part.self_test.proofs, trials, within, spec.allow, entry.name, judge)
-    chosen = Chosen(self_tests=tuple(self_tests), told=indices_text(bounds, [key_verdict.indices for key_verdict in verdicts]))
+    chosen = Chosen(self_tests=tuple(self_tests), summary=indices_text(bounds, [key_verdict.indices for key_verdict in verdicts]))
     return replace(part, self_test=replace(part.self_test, bounds=kept, proofs=proofs)), chosen
 
 
@@ -227,7 +227,7 @@ def _interpret(
     run = partial(interpret, folder=scratch / "interpret", budget=spec.prove_budget, cache=cache_folder(), tell=tell)
     done = run(tasks) if spec.ranks is None else interpret_ranks(tasks, spec.ranks, run)
     pairs = {outcome.key: (trials[outcome.key], outcome) for outcome in done}
-    return [list(spec.own(number, pairs).values()) for number in range(len(spec.entries))]
+    return [list(spec.of_entry(number, pairs).values()) for number in range(len(spec.entries))]
 
 
 def _proved(spec: BuildSpec, parts: Sequence[EntryParts]) -> str:

@@ -132,7 +132,7 @@ def _contents(
             if step.kind == "copy":
                 contents[step.outputs[0]] = contents[step.inputs[0]]
             else:
-                contents.update(zip(step.outputs, [values[name] for name in next(regions).made], strict=True))
+                contents.update(zip(step.outputs, [values[name] for name in next(regions).module_outputs], strict=True))
         yield contents
 
 
@@ -234,14 +234,14 @@ class _Stages:
 
     def __init__(self) -> None:
         self.stages: list[Stage] = []
-        self.given: list[tuple[Value, bytes]] = []
+        self.inputs: list[tuple[Value, bytes]] = []
         self.recording: Recording | None = None
         self.read: list[Value] = []
 
     def give(self, tensors: Sequence[tuple[Value, torch.Tensor]]) -> None:
         if self.recording or self.read:
             self.close()
-        self.given += [(value, row_major(tensor)) for value, tensor in tensors]
+        self.inputs += [(value, row_major(tensor)) for value, tensor in tensors]
 
     def run(self, recording: Recording) -> None:
         if self.recording or self.read:
@@ -249,5 +249,5 @@ class _Stages:
         self.recording = recording
 
     def close(self) -> None:
-        self.stages.append(Stage(given=tuple(self.given), recording=self.recording, read=tuple(self.read)))
-        self.given, self.recording, self.read = [], None, []
+        self.stages.append(Stage(inputs=tuple(self.inputs), recording=self.recording, read=tuple(self.read)))
+        self.inputs, self.recording, self.read = [], None, []

@@ -50,7 +50,10 @@ def _bytes(partition: Partition, modules: Sequence[GraphModule]) -> dict[str, in
     for region, module in zip(partition.regions, modules, strict=True):
         placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
         (output,) = [node for node in module.graph.nodes if node.op == "output"]
-        for name, node in [*zip(region.inputs, placeholders, strict=True), *zip(region.made, output.args[0], strict=True)]:
+        for name, node in [
+            *zip(region.inputs, placeholders, strict=True),
+            *zip(region.module_outputs, output.args[0], strict=True),
+        ]:
             value = node.meta["val"]
             assert isinstance(value, torch.Tensor), name
             sizes[name] = value.numel() * value.element_size()

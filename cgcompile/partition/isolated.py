@@ -24,7 +24,8 @@ from .split import Partition, PlannedRegion, new_value
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RegionModule:
-    """A region at one int_key: `module(*inputs) -> tuple`, in the order of the names in `planned.inputs` and `planned.made`.
+    """A region at one int_key: `module(*inputs) -> tuple`, in the order of the names in `planned.inputs` and
+    `planned.module_outputs`.
 
     `passed_through`: outputs of a host region that computes nothing -> the inputs that they are.
     """
@@ -84,7 +85,7 @@ def _eager_call(
         outputs = region.module(*[written.get(name, values[name]).to(where) for name in planned.inputs])
         lasting = {tensor.untyped_storage().data_ptr() for tensor in (*written.values(), *state.values()) if tensor.numel()}
         copies = [output.clone() if output.untyped_storage().data_ptr() in lasting else output for output in outputs]
-        values.update(zip(planned.made, copies, strict=True))
+        values.update(zip(planned.module_outputs, copies, strict=True))
         for name in planned.written:
             if name in state and planned.kind == "host":
                 state[name].copy_(values[new_value(name)])

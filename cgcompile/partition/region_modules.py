@@ -40,10 +40,10 @@ def region_modules(program: ExportedProgram, partition: Partition, tensors: Sequ
     """One module per region of `partition`, for the int_key whose inputs have the sizes of `tensors` (their values are not read).
     A host region is on the CPU, with copies of its weights where these are elsewhere; a graph where the program is.
 
-    `module(*inputs) -> tuple`, in the order of the region's `inputs` and `made`.  Weights are attributes under their names in the
-    program, the program's own tensors.  `meta["val"]` of a node whose size is known is a fake tensor of its shape, strides and
-    dtype at this key.  A region clones an input before it writes to it, but for inputs of the call that a graph writes to.  Raises
-    inputs-unlike.
+    `module(*inputs) -> tuple`, in the order of the region's `inputs` and `module_outputs`.  Weights are attributes under their
+    names in the program, the program's own tensors.  `meta["val"]` of a node whose size is known is a fake tensor of its shape,
+    strides and dtype at this key.  A region clones an input before it writes to it, but for inputs of the call that a graph writes
+    to.  Raises inputs-unlike.
     """
     known = node_kinds(program)
     sizes = bindings(program, tensors)
@@ -69,7 +69,7 @@ class _ModuleBuilder:
         self.host = False
         self.mode = FakeTensorMode()
         self.graph = Graph()
-        self.made: dict[Node, Any] = {}
+        self.stand_ins: dict[Node, Any] = {}
         self.held: dict[str, Any] = {}
 
     def module(self, region: PlannedRegion) -> GraphModule:
@@ -77,15 +77,15 @@ class _ModuleBuilder:
         nodes = [self.names[name] for name in region.nodes]
         for name in region.inputs:
             source = self.names[name]
-            self.made[source] = self._described(self.graph.placeholder(name), source)
+            self.stand_ins[source] = self._described(self.graph.placeholder(name), source)
         for name in region.inputs:
             source = self.names[name]
             in_place = region.kind == "graph" and name in region.written
             if not in_place and any(source in self.writes.written.get(node, ()) for node in nodes):
-                copied = self.graph.call_function(torch.ops.aten.clone.default, (self.made[source],))
-                self.made[source] = self._described(copied, source)
+                copied = self.graph.call_function(torch.ops.aten.clone.default, (self.stand_ins[source],))
+                self.stand_ins[source] = self._described(copied, source)
         for node in nodes:
-            self.made[node] = self._value(node.args[0]) if marker(node) else self._call(node)
+            self.stand_ins[node] = self._value(node.args[0]) if marker(node) else self._call(node)
         left = region.written if region.kind == "host" else ()
         self.graph.output(tuple([self._value(self.names[name]) for name in (*region.outputs, *left)]))
         graph_module = GraphModule(self.held, self.graph, class_name=region.name.title().replace("-", ""))
@@ -102,11 +102,11 @@ class _ModuleBuilder:
     def _value(self, node: Any) -> Any:
         """What stands for a node of the program in this region."""
         node = value_of(node)
-        if node not in self.made:
+        if node not in self.stand_ins:
             if self.known[node] is NodeKind.NUMBER:
                 return number_of(node, self.sizes)
-            self.made[node] = self._weight(node)
-        return self.made[node]
+            self.stand_ins[node] = self._weight(node)
+        return self.stand_ins[node]
 
     def _weight(self, node: Node) -> Node:
         target = self.weights[node.name]
@@ -144,7 +144,7 @@ class _ModuleBuilder:
         for index, (source, module) in enumerate(modules.items()):
             target = f"{node.name}_part_{index}"
             self.held[target] = module
-            self.made[source] = self.graph.get_attr(target)
+            self.stand_ins[source] = self.graph.get_attr(target)
         mapped = torch.fx.map_arg((tuple(args), node.kwargs), self._value)
         return self._described(self.graph.create_node(node.op, node.target, *mapped, name=node.name), node)
 

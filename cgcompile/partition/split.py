@@ -62,7 +62,7 @@ class PlannedRegion:
     written: tuple[str, ...]
 
     @property
-    def made(self) -> tuple[str, ...]:
+    def module_outputs(self) -> tuple[str, ...]:
         """The names of all that the region's module gives: `outputs`, and on the host the new values of `written`."""
         return (*self.outputs, *[new_value(name) for name in self.written]) if self.kind == "host" else self.outputs
 

@@ -47,10 +47,10 @@ from ..transforms.padding.proof import prove_padding, unpadded
 from ..transforms.prepared import Prepared, prepare, together
 from ..util.disk_space import size
 from ..util.garbage_collection import quick_imports
-from ..util.progress import Stages, Tell, each_named
+from ..util.progress import Stages, Tell, named_tells
 from .destination import destination_path, staged_bundle
 from .kernel_coverage import operators_without_kernel
-from .manifest import made_manifest, with_mismatches
+from .manifest import manifest_of, with_mismatches
 from .records import Built, Options
 from .sequences import with_sequences
 from .training_mode import evaluated, load_evaluated
@@ -112,12 +112,17 @@ def _build(
             folder = out_path or stack.enter_context(staged_bundle(destination, options.force))  # from here on it is this process's
             stack.enter_context(own_buffers(loaded[0].model))
             place = Place(
-                device=chosen.device, told=CPU if chosen.recorder == "host" else CUDA, capability=capability_of(chosen.target)
+                device=chosen.device,
+                target_device=CPU if chosen.recorder == "host" else CUDA,
+                capability=capability_of(chosen.target),
             )
             first = stack.enter_context(placed(loaded[0], chosen.device))
             if fresh:
                 fresh = models_at(place, fresh, [replace(source, model=first.model) for source in loaded], _again(model, options))
-            sources = [replace(source, device=first.device, told=place.told, capability=place.capability) for source in loaded]
+            sources = [
+                replace(source, device=first.device, target_device=place.target_device, capability=place.capability)
+                for source in loaded
+            ]
             builder = AUTOTUNE if options.autotune else BUILDERS[chosen.recorder]
             with quick_imports():  # late: one recorder's modules (Triton, CUPTI, AOTInductor) are not needed by the others
                 build_parts: Callable[..., ManifestParts] = import_module(builder).build_parts
@@ -182,7 +187,7 @@ def _build(
                 _refuse_rows(sources[0], [rules.placements for rules in checked], ranks is not None)
             tell.result(_counted(sum(len(rules.findings) for rules in checked), "finding"))
         with stages("padding") as tell:
-            tells = each_named(tell, [source.entry for source in sources])
+            tells = named_tells(tell, [source.entry for source in sources])
             dimensions = [
                 prove_padding(source, lowerable, sizes[source.entry], tell)
                 for source, lowerable, tell in zip(sources, prepared, tells, strict=True)
@@ -251,7 +256,7 @@ def _finished(
     parts = build_parts(spec, folder, stages)
     for entry in spec.entries:
         write_programs(folder, entry.prepared.programs, entry.name)
-    manifest = made_manifest(spec, parts, findings, origin)
+    manifest = manifest_of(spec, parts, findings, origin)
     check_layouts(manifest)
     with stages("verify") as tell:
         host_code.attach(folder, manifest)
@@ -280,7 +285,7 @@ def _finished(
         proofs = [proof for self_test in replayed.self_tests for proof in self_test.proofs]
         error = max(proof.error for proof in proofs)
         compared = f"{_counted(len(proofs), 'int_key')} in a fresh process, largest error {error:.1e}"
-        tell.result("; ".join(filter(None, [compared, replayed.told])))
+        tell.result("; ".join(filter(None, [compared, replayed.index_remarks])))
     return sealed
 
 
@@ -343,7 +348,7 @@ def _exported(
     sources: Sequence[Source], sizes: Mapping[str, dict[str, tuple[int, ...]]], tell: Tell, max_paths: int
 ) -> list[Exported]:
     exported = []
-    for source, entry_tell in zip(sources, each_named(tell, [source.entry for source in sources]), strict=True):
+    for source, entry_tell in zip(sources, named_tells(tell, [source.entry for source in sources]), strict=True):
         entry_tell("torch.export")
         exported.append(export(source, sizes[source.entry], alone=len(sources) == 1, max_paths=max_paths, tell=entry_tell))
     return exported
@@ -360,7 +365,7 @@ def _counted(number: int, noun: str) -> str:
 
 def _nodes(programs: Programs) -> str:
     """How large the programs are, and why there is one for each int_key."""
-    counts = sorted({len(program.graph.nodes) for _, program in programs.each})
+    counts = sorted({len(program.graph.nodes) for _, program in programs.distinct})
     nodes = _counted(counts[0], "node") if len(counts) == 1 else f"{counts[0]} to {counts[-1]} nodes"
     return nodes if programs.dynamic else f"exported per size, {nodes}: {programs.reason}"
 

@@ -76,8 +76,8 @@ def check(
         stack.enter_context(own_buffers(sources[0].model))
         model_device = CPU if recorder_for(target) == "host" else CUDA
         if fresh:
-            fresh = models_at(Place(device=CPU, told=model_device, capability=capability_of(target)), fresh, sources, None)
-        sources = tuple([replace(source, told=model_device, capability=capability_of(target)) for source in sources])
+            fresh = models_at(Place(device=CPU, target_device=model_device, capability=capability_of(target)), fresh, sources, None)
+        sources = tuple([replace(source, target_device=model_device, capability=capability_of(target)) for source in sources])
         wanted = [_wanted(source, by_entry.get(source.entry), several) for source in sources]
         exported = [_exported(source, dims, max_paths, alone=not several) for source, dims in zip(sources, wanted, strict=True)]
         exported = _unwritten(exported, max_paths)

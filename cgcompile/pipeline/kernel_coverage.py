@@ -26,6 +26,6 @@ def operators_without_kernel(
 
     by_key = {
         key: coverage.operators_without_kernel(program, placements.get(key, {}), arch(target))
-        for key, program in prepared.programs.each
+        for key, program in prepared.programs.distinct
     }
     return merged_findings(by_key, sizes)

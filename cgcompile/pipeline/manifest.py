@@ -14,7 +14,7 @@ from ..targets.build_spec import BuildSpec, ManifestParts
 from ..transforms.output_aliases import manifest_aliases
 
 
-def made_manifest(spec: BuildSpec, parts: ManifestParts, findings: Sequence[tuple[Finding, ...]], origin: Provenance) -> Manifest:
+def manifest_of(spec: BuildSpec, parts: ManifestParts, findings: Sequence[tuple[Finding, ...]], origin: Provenance) -> Manifest:
     """`findings` by entry."""
     names = [row.name for row in parts.weights]
     generator = next((entry.prepared.generator for entry in spec.entries if entry.prepared.generator), "")

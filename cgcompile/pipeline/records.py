@@ -150,7 +150,7 @@ class Report:
 
     def __str__(self) -> str:
         lines = [self._headline()]
-        for report in self.each:
+        for report in self.reports:
             of = f"{report.entry}: " if self.others else ""
             for finding in report.findings:
                 where = f" ({finding.where})" if finding.where else ""
@@ -164,17 +164,17 @@ class Report:
         return f"<Report of {self._headline()}>"
 
     def _headline(self) -> str:
-        all_findings = [finding for report in self.each for finding in report.findings]
+        all_findings = [finding for report in self.reports for finding in report.findings]
         stops = sum(finding.severity == "refuse" for finding in all_findings)
         verdict = f"cannot be built, {stops} of " if stops else "can be built, "
         return f"{self.name} for {self.target}: {verdict}{len(all_findings)} finding{'s' * (len(all_findings) != 1)}"
 
     @property
-    def each(self) -> tuple[Report, ...]:
+    def reports(self) -> tuple[Report, ...]:
         """Of every entry."""
         return (self, *self.others)
 
     @property
     def refused(self) -> bool:
         """Whether a finding stops a build."""
-        return any(finding.severity == "refuse" for report in self.each for finding in report.findings)
+        return any(finding.severity == "refuse" for report in self.reports for finding in report.findings)

@@ -144,7 +144,7 @@ def _difference(exported: Exported, programs: _Programs, model: FreshModel, call
     bound = coarsest(exported.programs)
     names = [*exported.flat.names, *[f"the input {name!r}" for name, _ in exported.flat.like.leaves]]
     outputs = bounded_outputs(called.outputs, exported.flat.bounded, call.sizes) if exported.flat.bounded else called.outputs
-    for name, want, got in zip(names, (*outputs, *called.given), program_results, strict=True):
+    for name, want, got in zip(names, (*outputs, *called.inputs), program_results, strict=True):
         difference = compare(want, got.detach().cpu())
         if difference.error > (bound if is_float(want.dtype) else 0.0):
             return f"{_text(exported, call)}: {name}: {difference.text}"
@@ -208,11 +208,11 @@ class _Programs:
     def __init__(self, exported: Sequence[Exported]) -> None:
         self._exported = exported
         self._modules: dict[int, ProgramModule] = {}
-        self._pure = all(_pure(program) for entry in exported for _, program in entry.programs.each)
+        self._pure = all(_pure(program) for entry in exported for _, program in entry.programs.distinct)
         self._known: dict[Hashable, tuple[Sequence[torch.Tensor], tuple[torch.Tensor, ...]]] = {}
         self._free = KEPT
         for entry in exported:
-            for _, program in entry.programs.each:
+            for _, program in entry.programs.distinct:
                 self._modules[id(program)] = ProgramModule([program])
         known: dict[str, torch.Tensor] = {}
         for module in self._modules.values():

@@ -94,7 +94,7 @@ class BuildSpec:
             if key in by_entry[entry.name]
         }
 
-    def own(self, number: int, by_build_key: Mapping[IntKey, Any]) -> dict[IntKey, Any]:
+    def of_entry(self, number: int, by_build_key: Mapping[IntKey, Any]) -> dict[IntKey, Any]:
         """Of a mapping by build key, what is of entry number `number`, by its int_keys."""
         keys = {key: build_key(self, number, key) for key in self.entries[number].keys}
         return {key: by_build_key[build] for key, build in keys.items() if build in by_build_key}

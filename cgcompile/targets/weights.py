@@ -149,7 +149,7 @@ def frozen_weights(
     """The rows of the manifest, whose files of weights and tables are in `stage`.  `folded`: names in the programs of weights from
     which something was computed that compiled code holds; `baked`: as `BuildSpec` has them.  Of
     weights that are tied, all are fixed or none."""
-    named = {name for _, program in programs.each for name in program.state_dict}
+    named = {name for _, program in programs.distinct for name in program.state_dict}
     plain_named, plain_folded = [{name.removeprefix(PREFIX) for name in names} for names in (named, folded)]
     updatable = {row.tensor for row in rows if row.name in plain_named}
     held = {row.tensor for row in rows if row.name in plain_folded}

@@ -36,11 +36,11 @@ MAJOR, MINOR = 75, 76
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """Something that building or running needs.  `found`: its version and place, "" where it is missing; `use`: what for; `fix`:
+    """Something that building or running needs.  `version`: its version and place, "" where it is missing; `use`: what for; `fix`:
     how to get it."""
 
     name: str
-    found: str
+    version: str
     use: str
     fix: str
 
@@ -100,8 +100,8 @@ def environment() -> Environment:
 def _parts() -> tuple[Part, ...]:
     python = f"{platform.python_version()}, {sys.executable}"
     return (
-        Part(name="cgcompile", found=f"{VERSION}, {Path(__file__).parents[1]}", use="", fix=""),
-        Part(name="python", found=python, use="", fix=""),
+        Part(name="cgcompile", version=f"{VERSION}, {Path(__file__).parents[1]}", use="", fix=""),
+        Part(name="python", version=python, use="", fix=""),
         _package(
             "torch",
             "building, and running bundles for processors; a build for the CPU is enough without a GPU",
@@ -110,7 +110,7 @@ def _parts() -> tuple[Part, ...]:
         ),
         _package("numpy", "building", EXTRA),
         _package("triton", "building for GPUs", EXTRA),
-        Part(name="C++ compiler", found=_compiler(), use="building for processors", fix="install g++, or set CXX"),
+        Part(name="C++ compiler", version=_compiler(), use="building for processors", fix="install g++, or set CXX"),
         _package("cuda-bindings", "recording bundles on a GPU", BINDINGS),
         _package("cryptography", "signing, and checking signatures", "pip install 'cryptography>=43'"),
     )
@@ -118,7 +118,7 @@ def _parts() -> tuple[Part, ...]:
 
 def _package(name: str, use: str, fix: str, more: str = "") -> Part:
     version = installed(name)
-    return Part(name=name, found=version + more if version else "", use=use, fix="" if version else fix)
+    return Part(name=name, version=version + more if version else "", use=use, fix="" if version else fix)
 
 
 def _cuda_of_torch() -> str:

@@ -52,7 +52,7 @@ def error_bounds(prepared: Prepared, weights: Sequence[Weight] = ()) -> tuple[Er
     Eager PyTorch itself is inexact: on a GPU it may round float32 to TF32, and outputs differ by `Prepared.spread` between
     runs.  A bound is at least SPREADS times that, up to MOST.
     """
-    by_program = [_program_bounds(program, prepared, weights) for _, program in prepared.programs.each]
+    by_program = [_program_bounds(program, prepared, weights) for _, program in prepared.programs.distinct]
     bounds = tuple([_widest(candidates) for candidates in zip(*by_program, strict=True)])
     if prepared.on_gpu:
         bounds = _on_gpu(bounds, prepared.programs)
@@ -77,7 +77,7 @@ def _on_gpu(bounds: Sequence[ErrorBound], programs: Programs) -> tuple[ErrorBoun
 
 
 def _rounds_to_tf32(programs: Programs) -> bool:
-    nodes = [node for _, program in programs.each for node in program.graph.nodes]
+    nodes = [node for _, program in programs.distinct for node in program.graph.nodes]
     convolves = any(isinstance(node.target, torch._ops.OpOverload) and node.target.name() in _CUDNN for node in nodes)
     return torch.backends.cuda.matmul.allow_tf32 or (convolves and torch.backends.cudnn.allow_tf32)
 

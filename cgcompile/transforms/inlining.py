@@ -111,7 +111,7 @@ def custom_operators(program: ExportedProgram) -> set[Any]:
 def code_of(source: Source, programs: Programs) -> str:
     """What another process must import before it loads the programs: a line for the model, and one for every module of a package
     that registers an operator, which the model may import late.  "": nothing.  Raises operator-without-code."""
-    operators = {operator for _, program in programs.each for operator in custom_operators(program)}
+    operators = {operator for _, program in programs.distinct for operator in custom_operators(program)}
     modules = {module for operator in operators for module in _registering_modules(operator)} - {source.code}
     if operators and not source.code and not modules:
         names = ", ".join(sorted(op.name() for op in operators))

@@ -64,16 +64,16 @@ def prepare(
     if rows := exported.source.rows:
         from .state_rows import with_counted_rows  # late: few models have any
 
-        programs = programs.changed(partial(with_counted_rows, rows=rows, run_device=exported.source.told))
+        programs = programs.changed(partial(with_counted_rows, rows=rows, run_device=exported.source.target_device))
     varying = tuple([PREFIX + name for row in rows for name in row.buffers])
-    signatures = [functionalized[key] if program is bare.at(key) else functional(program) for key, program in programs.each]
+    signatures = [functionalized[key] if program is bare.at(key) else functional(program) for key, program in programs.distinct]
     state = tuple(sorted({name for signature in signatures for name in state_buffers(signature)}))
     written = tuple(sorted({i for signature in signatures for i in written_inputs(signature)}))
     if not (signature.outputs or written or state):
         label, entry = exported.source.label, exported.source.entry
         raise ModelError("structure-unsupported", f"{label}: {entry}() gives no tensor, and writes to no buffer or input")
-    generator = next((name for _, program in programs.each if (name := generator_buffer(program))), "")
-    reference: Reference = ProgramModule([program for _, program in programs.each]) if generator else exported.flat
+    generator = next((name for _, program in programs.distinct if (name := generator_buffer(program))), "")
+    reference: Reference = ProgramModule([program for _, program in programs.distinct]) if generator else exported.flat
     aliases = find_aliases(exported, signature.outputs, state)
     if shared := next((alias.name for alias in aliases if PREFIX + alias.name in varying), ""):
         text = f"{exported.source.label}: {exported.source.entry}() gives out a part of {shared!r}, whose rows a load counts"

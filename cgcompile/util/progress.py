@@ -37,7 +37,7 @@ def named(tell: Tell, name: str) -> Tell:
     return lambda text: tell(f"{name}: {text}")
 
 
-def each_named(tell: Tell, names: Sequence[str]) -> list[Tell]:
+def named_tells(tell: Tell, names: Sequence[str]) -> list[Tell]:
     """`tell` for each of several: `decode, 2 of 4: ...`; where there is one, as it is."""
     return [named(tell, f"{name}, {at} of {len(names)}") if len(names) > 1 else tell for at, name in enumerate(names, 1)]
 

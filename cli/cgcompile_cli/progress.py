@@ -70,7 +70,7 @@ class Spent:
     """What a process has spent so far: seconds of processors, its own and those of processes that it has waited for, and the bytes
     of memory that it, or the largest of these, had at most."""
 
-    own: float
+    self_seconds: float
     others: float
     memory: int
     largest: int
@@ -81,7 +81,7 @@ def spent() -> Spent:
     usage, others = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
     unit = 1 if sys.platform == "darwin" else 1024
     return Spent(
-        own=usage.ru_utime + usage.ru_stime, others=others.ru_utime + others.ru_stime,
+        self_seconds=usage.ru_utime + usage.ru_stime, others=others.ru_utime + others.ru_stime,
         memory=usage.ru_maxrss * unit, largest=others.ru_maxrss * unit,
     )  # fmt: skip
 
@@ -125,7 +125,7 @@ class Progress:
     def _count(self, event: Event) -> None:
         """What the stage spent.  Of two stages of one name there are two rows."""
         now, before = spent(), self._before
-        seconds = (event.seconds, now.own - before.own, now.others - before.others)
+        seconds = (event.seconds, now.self_seconds - before.self_seconds, now.others - before.others)
         self._rows.append((event.stage, *map(duration, seconds), size(now.memory), size(now.largest)))
         self._before = now
 

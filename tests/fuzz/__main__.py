@@ -143,8 +143,8 @@ def run(goldens: list[Path], first: int, last: int, jobs: int, until: float = 0.
                     print(find, flush=True)
 
     with ThreadPoolExecutor(jobs) as pool:
-        for each in [pool.submit(work) for _ in range(jobs)]:
-            each.result()
+        for future in [pool.submit(work) for _ in range(jobs)]:
+            future.result()
     return tally
 
 

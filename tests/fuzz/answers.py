@@ -41,30 +41,30 @@ class Answers:
             return None
         self_test = Mapped(os.path.join(path, file_names.SELF_TEST), file_names.SELF_TEST)
         cases = []
-        for each in manifest.entries:
-            allowed = each.self_test.bounds
-            for program in each.programs:
-                inputs = [(t.dtype, tuple(t.shape), t.tobytes()) for t in inputs_of(self_test, each, program.key)]
+        for entry_spec in manifest.entries:
+            allowed = entry_spec.self_test.bounds
+            for program in entry_spec.programs:
+                inputs = [(t.dtype, tuple(t.shape), t.tobytes()) for t in inputs_of(self_test, entry_spec, program.key)]
                 outputs = []
-                for index in range(len(each.outputs)):
-                    name = file_names.self_test_entry(program.key, "output", index, each.name)
+                for index in range(len(entry_spec.outputs)):
+                    name = file_names.self_test_entry(program.key, "output", index, entry_spec.name)
                     entry = self_test.entries[name]
                     outputs.append((entry.dtype, tuple(entry.shape), bytes(self_test.data(name))))
-                cases.append(Case(entry=each.name, inputs=tuple(inputs), outputs=tuple(outputs), bounds=allowed))
+                cases.append(Case(entry=entry_spec.name, inputs=tuple(inputs), outputs=tuple(outputs), bounds=allowed))
         self_test.close()
         return cls(cases)
 
     def judge(self, program: Any) -> str:
         """ "right", "refused", or "wrong: ..." of the first answer that differs.  State is not judged: calls follow each other."""
-        found = "refused"
+        verdict = "refused"
         stateful = program.manifest.random is not None or any(row.memory == "state" for row in program.manifest.weights)
         for case in self.cases:
-            given = [from_bytes(data, dtype, shape) for dtype, shape, data in case.inputs]
+            arguments = [from_bytes(data, dtype, shape) for dtype, shape, data in case.inputs]
             try:
-                outputs = program[case.entry].replay(given)
+                outputs = program[case.entry].replay(arguments)
             except CgbundleError:
                 continue
-            found = "right"
+            verdict = "right"
             for index, ((dtype, shape, data), output) in enumerate(zip(case.outputs, outputs, strict=False)):
                 tensor = output if isinstance(output, Tensor) else output.tensor
                 if tensor.dtype != dtype or tuple(tensor.shape) != shape:
@@ -72,4 +72,4 @@ class Answers:
                 got = tensor.tobytes()
                 if not stateful and got != data and not difference(dtype, data, got) <= case.bounds[index]:
                     return f"wrong: output {index}: {describe(dtype, shape, data, got)}"
-        return found
+        return verdict

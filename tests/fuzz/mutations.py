@@ -144,7 +144,10 @@ def _nested(value: Any, depth: int) -> Any:
 def _depth(value: Any) -> int:
     level, depth = [value], 0
     while level := [
-        child for each in level if isinstance(each, dict | list) for child in (each.values() if isinstance(each, dict) else each)
+        child
+        for container in level
+        if isinstance(container, dict | list)
+        for child in (container.values() if isinstance(container, dict) else container)
     ]:
         depth += 1
     return depth
@@ -169,8 +172,8 @@ PAIR = re.compile(rb'\{\n?("[^"\\]*":)')
 def twice(data: bytes, draw: random.Random) -> bytes:
     """A manifest, sealed anew, or a safetensors file, in which a name of an object stands twice."""
     if data.startswith(b"{"):
-        made = _twice(_SEAL.sub(_EMPTY, data), draw)
-        return made.replace(_EMPTY, b'\n"sha256":"' + hashlib.sha256(made).hexdigest().encode() + b'"')
+        manifest_text = _twice(_SEAL.sub(_EMPTY, data), draw)
+        return manifest_text.replace(_EMPTY, b'\n"sha256":"' + hashlib.sha256(manifest_text).hexdigest().encode() + b'"')
     size = int.from_bytes(data[:8], "little")
     header = _twice(data[8 : 8 + size], draw)
     return len(header).to_bytes(8, "little") + header + data[8 + size :]
@@ -203,7 +206,7 @@ Row = tuple[int, int, int]
 def writing(data: bytes, marks: Sequence[tuple[int, int]], draw: random.Random) -> tuple[bytes, list[Row]]:
     """A recording with a memset or memcpy more, and the rows of bytes that this one writes; `marks` are places where something
     begins or ends, by memory."""
-    made = decode(data)
+    recording = decode(data)
     memory, offset = draw.choice(marks)
     offset = max(0, offset + draw.choice((0, 0, -1, 1, -4, 4, -64, 256)))
     element = draw.choice((1, 1, 2, 4))
@@ -220,7 +223,7 @@ def writing(data: bytes, marks: Sequence[tuple[int, int]], draw: random.Random) 
             source_pitch=width, source_height=height, target_pitch=pitch, target_height=rows,
         )  # fmt: skip
     begins = [offset + (place * rows + row) * pitch for place in range(depth) for row in range(height)]
-    return encode(replace(made, nodes=(*made.nodes, node))), [(memory, begin, begin + width) for begin in begins]
+    return encode(replace(recording, nodes=(*recording.nodes, node))), [(memory, begin, begin + width) for begin in begins]
 
 
 def table(data: bytes, draw: random.Random) -> bytes:
@@ -302,7 +305,7 @@ def seal(plain: dict[str, Any], files: dict[str, bytes]) -> bytes:
         if isinstance(row, dict) and isinstance(row.get("path"), str) and row["path"] in files:
             data = files[row["path"]]
             row["bytes"], row["sha256"] = len(data), hashlib.sha256(data).hexdigest()
-    own = {**plain, "sha256": "0" * 64}
-    lines = [f"{json.dumps(name)}:{json.dumps(own[name], sort_keys=True, separators=(',', ':'))}" for name in sorted(own)]
+    fields = {**plain, "sha256": "0" * 64}
+    lines = [f"{json.dumps(name)}:{json.dumps(fields[name], sort_keys=True, separators=(',', ':'))}" for name in sorted(fields)]
     text = ("{\n" + ",\n".join(lines) + "\n}\n").encode()
     return text.replace(_EMPTY, b'\n"sha256":"' + hashlib.sha256(text).hexdigest().encode() + b'"')

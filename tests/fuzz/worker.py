@@ -113,8 +113,8 @@ def mutate(golden: Golden, number: int) -> str:
         return "bytes"
     if how < 0.75:
         golden.write({}, golden.manifest)
-        given = (golden.origin / file_names.SELF_TEST).read_bytes()
-        golden.inputs.write_bytes((mutations.tensors if draw.random() < 0.7 else mutations.table)(given, draw))
+        contents = (golden.origin / file_names.SELF_TEST).read_bytes()
+        golden.inputs.write_bytes((mutations.tensors if draw.random() < 0.7 else mutations.table)(contents, draw))
         return "inputs"
     kind, change, names = "tensors", mutations.tensors, golden.stored
     if golden.tables and how < 0.78:
@@ -144,36 +144,36 @@ def run(golden: Golden, answers: Answers | None, kind: str, number: int) -> str:
     try:
         bundle = archive.Archive(path)
         validate.check_bundle(bundle, "full")
-        found = "accepted"
+        outcome = "accepted"
         if golden.refused:
             return f"wrong: accepted, and {golden.refused}"
         if answers is not None:
             with cgbundle.load(path) as program:
-                found = answers.judge(program)
+                outcome = answers.judge(program)
                 if kind in ("tensors", "data"):
                     self_test.replay_self_test(program)
-            if " values differ" in found and (kind in ("tensors", "data") or weights_of(bundle.manifest) != golden.weights):
-                found = "another model"
+            if " values differ" in outcome and (kind in ("tensors", "data") or weights_of(bundle.manifest) != golden.weights):
+                outcome = "another model"
     except CgbundleError as error:
-        found = shown(error)
+        outcome = shown(error)
         if draw.random() >= REFUSED_SHOWN:
-            return found
+            return outcome
     view = draw.choice(VIEWS)
     if view[0] == "diff":
-        told = command(["diff", *view[1:], str(golden.origin), path])
+        answer = command(["diff", *view[1:], str(golden.origin), path])
     else:
-        told = command([view[0], path, *([view[1], golden.key, *view[2:]] if "--graph" in view else view[1:])])
-    return told if told.startswith("wrong: ") else found
+        answer = command([view[0], path, *([view[1], golden.key, *view[2:]] if "--graph" in view else view[1:])])
+    return answer if answer.startswith("wrong: ") else outcome
 
 
 def marks(plain: dict[str, Any]) -> list[tuple[int, int]]:
     """(memory, byte) where values, weights and memories of a manifest begin and end."""
-    found = [(0, 0)]
+    places = [(0, 0)]
     for row in [*plain["weights"], *[value for _, program in programs(plain) for value in program["values"]]]:
         memory = MEMORIES.index(row.get("memory", "weights"))
         offset = max(0, row.get("offset", 0))
-        found += [(memory, offset), (memory, offset + size_of(row))]
-    return found + [(MEMORIES.index(name), size) for name, size in plain["memories"] if name in MEMORIES]
+        places += [(memory, offset), (memory, offset + size_of(row))]
+    return places + [(MEMORIES.index(name), size) for name, size in plain["memories"] if name in MEMORIES]
 
 
 def stray_write(plain: dict[str, Any], file: str, rows: list[mutations.Row]) -> str:
@@ -226,23 +226,23 @@ def main(arguments: list[str]) -> int:
         if str(number) in killed:
             os.kill(os.getpid(), signal.SIGKILL)
         try:
-            found = run(golden, answers, kind, number)
+            outcome = run(golden, answers, kind, number)
         except Exception as error:  # noqa: BLE001 (what it is, is what is looked for)
-            found = f"foreign: {type(error).__name__}: {error}"
+            outcome = f"foreign: {type(error).__name__}: {error}"
         grown = peak() - settled
         if grown > LIMIT:
-            found = f"memory: {grown} MiB"
+            outcome = f"memory: {grown} MiB"
         if grown > LIMIT // 5:
             Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-        line = "".join([c if c.isprintable() else "?" for c in found[:400]])
+        line = "".join([c if c.isprintable() else "?" for c in outcome[:400]])
         os.write(log, f"{line}\n".encode())
     return 0
 
 
 def peak() -> int:
     """MiB that this process had in memory at the most since it began, or since the peak was reset."""
-    found = re.search(rb"VmHWM:\s+(\d+)", Path("/proc/self/status").read_bytes())
-    return int(found[1]) >> 10 if found else 0
+    match = re.search(rb"VmHWM:\s+(\d+)", Path("/proc/self/status").read_bytes())
+    return int(match[1]) >> 10 if match else 0
 
 
 if __name__ == "__main__":

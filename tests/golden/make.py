@@ -72,16 +72,16 @@ def add(name: str, folder: Path) -> bool:
         print(f"{out}: there already, left alone")
         return True
     with tempfile.TemporaryDirectory(dir=folder, prefix=".making-") as scratch:
-        made = Path(scratch, f"{name}.cgb")
-        about = build(name, golden, made)
-        size = bytes_below(made)
+        bundle_path = Path(scratch, f"{name}.cgb")
+        about = build(name, golden, bundle_path)
+        size = bytes_below(bundle_path)
         print(f"{name}: {size:,} bytes ({golden.limit:,} allowed), {about}", flush=True)
-        for path in sorted(made.rglob("*"), key=lambda path: -path.stat().st_size)[:6]:
-            print(f"    {path.stat().st_size:>9,} {path.relative_to(made)}")
-        for path in telling(made):
-            print(f"    names this machine's folders: {path.relative_to(made)}")
+        for path in sorted(bundle_path.rglob("*"), key=lambda path: -path.stat().st_size)[:6]:
+            print(f"    {path.stat().st_size:>9,} {path.relative_to(bundle_path)}")
+        for path in telling(bundle_path):
+            print(f"    names this machine's folders: {path.relative_to(bundle_path)}")
         if size <= golden.limit:
-            made.rename(out)
+            bundle_path.rename(out)
             return True
     return False
 
@@ -112,12 +112,12 @@ def build(name: str, golden: Golden, out: Path) -> str:
 def telling(folder: Path) -> list[Path]:
     """Files that hold the place of the tree or of the home folder."""
     secrets = [os.path.realpath(HERE.parents[1]).encode(), os.path.realpath(Path.home()).encode() + b"/"]
-    found = []
+    paths = []
     for path in sorted(folder.rglob("*")):
         data = path.read_bytes() if path.is_file() else b""
         if any(secret in data for secret in secrets):
-            found.append(path)
-    return found
+            paths.append(path)
+    return paths
 
 
 def bytes_below(folder: Path) -> int:

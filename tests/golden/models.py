@@ -114,8 +114,8 @@ class Stateful(nn.Module):
         rows = torch.arange(x.shape[0], device=x.device)
         self.cache[rows, self.place] = nn.functional.dropout(self.network(x), 0.5, training=True)
         self.place.add_(1).remainder_(TOKENS)
-        made = self.cache[: x.shape[0]].sum(1)
-        return made, made[:, 0], self.place, x
+        sums = self.cache[: x.shape[0]].sum(1)
+        return sums, sums[:, 0], self.place, x
 
 
 def state() -> Made:
@@ -236,8 +236,8 @@ class Recording(nn.Module):
 
     def forward(self, batch: Batch, *, shift: torch.Tensor) -> Result:
         """(batch, 16), (4,) -> (batch, 4), twice."""
-        made = self.network(batch.x) * batch.scale
-        return Result(made, parts=(Batch(made + shift, 1.0),))
+        scaled = self.network(batch.x) * batch.scale
+        return Result(scaled, parts=(Batch(scaled + shift, 1.0),))
 
 
 def cpu_records() -> Made:

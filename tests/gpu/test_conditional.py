@@ -51,7 +51,7 @@ def test_branches_and_loops_follow_the_data(bench: Bench, mode: str) -> None:
     for choices, flag in CASES:
         bench.give(choices, flag)
         executor.launch(bench.context.stream)
-        assert bench.found() == expected(choices, flag)
+        assert bench.read_back() == expected(choices, flag)
     executor.close()
 
 
@@ -68,7 +68,7 @@ def test_a_switch_runs_the_body_of_its_number(tmp_path: Path, mode: str) -> None
         for flag in (1, 0, WAYS, 2, 255):
             bench.give((), flag)
             executor.launch(bench.context.stream)
-            assert bench.found()[1] == (10 + flag if flag < WAYS else 9)
+            assert bench.read_back()[1] == (10 + flag if flag < WAYS else 9)
         executor.close()
 
 
@@ -83,7 +83,7 @@ def test_a_callers_capture_takes_them_node_by_node(bench: Bench) -> None:
     for choices, flag in CASES:
         bench.give(choices, flag)
         check("cuGraphLaunch", cu.cuGraphLaunch(executable, stream))
-        assert bench.found() == expected(choices, flag)
+        assert bench.read_back() == expected(choices, flag)
     check("cuGraphExecDestroy", cu.cuGraphExecDestroy(executable))
     check("cuGraphDestroy", cu.cuGraphDestroy(graph))
     executor.close()
@@ -128,7 +128,7 @@ def test_how_long_a_switch_takes(tmp_path: Path, capsys: pytest.CaptureFixture[s
                 check("cuEventRecord", cu.cuEventRecord(end, stream))
                 check("cuStreamSynchronize", cu.cuStreamSynchronize(stream))
                 microseconds.append(1e3 * check("cuEventElapsedTime", cu.cuEventElapsedTime(begin, end)))
-            assert bench.found()[1] == 9 + ways
+            assert bench.read_back()[1] == 9 + ways
             times.append(sorted(microseconds)[len(microseconds) // 2])
             executor.close()
     with capsys.disabled():

@@ -33,26 +33,26 @@ def draw(modules: dict[str, str], count: int, seed: int) -> list[Mutation]:
     """`count` mutations of the sources, by path, without repetition; fewer where there are no more."""
     every = [edit for path in sorted(modules) for edit in edits(path, modules[path])]
     random.Random(seed).shuffle(every)
-    found: dict[tuple[str, str], Mutation] = {}
+    mutations: dict[tuple[str, str], Mutation] = {}
     for edit in every:
-        if len(found) == count:
+        if len(mutations) == count:
             break
-        made = apply(edit, modules[edit.path])
-        if made is not None:
-            found.setdefault((made.path, made.source), made)
-    return list(found.values())
+        mutation = apply(edit, modules[edit.path])
+        if mutation is not None:
+            mutations.setdefault((mutation.path, mutation.source), mutation)
+    return list(mutations.values())
 
 
 def equivalents(text: str) -> dict[tuple[str, str, tuple[str, ...], tuple[str, ...]], str]:
     """Names of mutations -> the reason why nobody can tell."""
-    found = {}
+    reasons = {}
     for block in text.split("\n\n"):
         lines = [line for line in block.splitlines() if not line.startswith("#")]
         if lines:
             path, _, within = lines[0].partition(" ")
             removed, added, reason = ([line[2:].strip() for line in lines[1:] if line[0] == sign] for sign in "-+=")
-            found[path, within.strip("()").removeprefix(MODULE), tuple(removed), tuple(added)] = " ".join(reason)
-    return found
+            reasons[path, within.strip("()").removeprefix(MODULE), tuple(removed), tuple(added)] = " ".join(reason)
+    return reasons
 
 
 class Bench:
@@ -89,8 +89,8 @@ def _wait(trial: Trial) -> int:
     return status
 
 
-def run(bench: Bench, mutations: list[Mutation], *, own: bool) -> Iterator[tuple[Mutation, bool, str]]:
-    """Every mutation, whether it was killed, and by what; `own`: by the tests of its module alone."""
+def run(bench: Bench, mutations: list[Mutation], *, module_tests_only: bool) -> Iterator[tuple[Mutation, bool, str]]:
+    """Every mutation, whether it was killed, and by what; `module_tests_only`: by the tests of its module alone."""
     waiting = [(mutation, MODULES[mutation.path]) for mutation in reversed(mutations)]
     running: list[tuple[Trial, Mutation, tuple[str, ...]]] = []
     try:
@@ -108,7 +108,7 @@ def run(bench: Bench, mutations: list[Mutation], *, own: bool) -> Iterator[tuple
                 running.remove(item)
                 bench.restore(trial.folder, mutation)
                 bench.free.append(trial.folder)
-                if status == PASSED and tests != ALL and not own:
+                if status == PASSED and tests != ALL and not module_tests_only:
                     print(f"its own tests pass: {mutation}", flush=True)
                     waiting.insert(0, (mutation, ALL))
                 else:
@@ -132,19 +132,19 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1, help="mutants at a time, each in a copy of the tree")
     parser.add_argument("--module", default="", help="only modules whose path contains this")
     parser.add_argument("--own", action="store_true", help="only the tests that fit a module, never all of tests/pure")
-    given = parser.parse_args()
-    sources = {path: (ROOT / path).read_text(encoding="utf-8") for path in MODULES if given.module in path}
-    mutations = draw(sources, given.count, given.seed)
+    options = parser.parse_args()
+    sources = {path: (ROOT / path).read_text(encoding="utf-8") for path in MODULES if options.module in path}
+    mutations = draw(sources, options.count, options.seed)
     known = equivalents(EQUIVALENT.read_text(encoding="utf-8"))
     same = [mutation for mutation in mutations if mutation.name in known]
     tried = [mutation for mutation in mutations if mutation.name not in known]
     began, lived = time.monotonic(), []
     with tempfile.TemporaryDirectory(prefix="cgcompile-mutants-") as folder:
-        bench = Bench(Path(folder), given.jobs)
-        for tests in sorted({MODULES[mutation.path] for mutation in tried} | (set() if given.own else {ALL})):
+        bench = Bench(Path(folder), options.jobs)
+        for tests in sorted({MODULES[mutation.path] for mutation in tried} | (set() if options.own else {ALL})):
             bench.prove(tests)
             print(f"{' '.join(tests)}: {bench.times[tests]:.1f} s without a mutation", flush=True)
-        for number, (mutation, killed, how) in enumerate(run(bench, tried, own=given.own), 1):
+        for number, (mutation, killed, how) in enumerate(run(bench, tried, module_tests_only=options.own), 1):
             if killed:
                 print(f"{number}/{len(tried)} killed {mutation.path}:{mutation.line} {mutation.kind} ({how})", flush=True)
             else:
@@ -152,7 +152,7 @@ def main() -> int:
                 print(f"{number}/{len(tried)} SURVIVED {mutation}", flush=True)
     killed_share = 1 - len(lived) / max(len(tried), 1)
     print(
-        f"{len(mutations)} mutations of {len(sources)} modules, seed {given.seed}: {len(tried) - len(lived)} killed, "
+        f"{len(mutations)} mutations of {len(sources)} modules, seed {options.seed}: {len(tried) - len(lived)} killed, "
         f"{len(lived)} survived, {len(same)} equivalent; {killed_share:.1%} of those that are not equivalent were killed, "
         f"in {time.monotonic() - began:.0f} s"
     )

@@ -85,14 +85,16 @@ def apply(edit: Edit, source: str) -> Mutation | None:
     text = ast.unparse(ast.fix_missing_locations(new))
     plain = isinstance(node, (ast.stmt, ast.Slice)) or isinstance(new, (ast.Constant, ast.Call, ast.Name))
     data = source.encode()
-    made = (data[:begin] + (text if plain else f"({text})").encode() + data[end:]).decode()
+    mutated = (data[:begin] + (text if plain else f"({text})").encode() + data[end:]).decode()
     try:
-        if ast.dump(ast.parse(made)) == ast.dump(ast.parse(source)):
+        if ast.dump(ast.parse(mutated)) == ast.dump(ast.parse(source)):
             return None
     except SyntaxError:
         return None
-    removed, added = _difference(source.splitlines(), made.splitlines())
-    return Mutation(path=edit.path, line=node.lineno, within=edit.within, kind=edit.kind, source=made, removed=removed, added=added)
+    removed, added = _difference(source.splitlines(), mutated.splitlines())
+    return Mutation(
+        path=edit.path, line=node.lineno, within=edit.within, kind=edit.kind, source=mutated, removed=removed, added=added
+    )
 
 
 def _nodes(node: ast.AST, within: str) -> Iterator[tuple[ast.expr | ast.stmt | ast.Slice, str]]:
@@ -196,10 +198,10 @@ def _not(test: ast.expr) -> ast.expr:
 
 
 def _changed(node: ast.AST, **fields: object) -> ast.AST:
-    made = copy.copy(node)
+    changed_node = copy.copy(node)
     for name, value in fields.items():
-        setattr(made, name, value)
-    return made
+        setattr(changed_node, name, value)
+    return changed_node
 
 
 def _with(node: ast.AST, field: str, index: int, value: object) -> ast.AST:

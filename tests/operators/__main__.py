@@ -44,20 +44,20 @@ def main() -> int:
     parser.add_argument("--together", type=int, default=8, help="operators of a module")
     parser.add_argument("--results", type=Path, default=Path("operators.jsonl"), metavar="FILE", help="a row a line, added to")
     parser.add_argument("--judge", nargs="+", metavar="SAMPLE", help="one module, in this process: its row as JSON, last line")
-    given = parser.parse_args()
+    options = parser.parse_args()
     warnings.filterwarnings("ignore")
-    dtype: torch.dtype = getattr(torch, given.dtype)
-    if given.judge:
-        print("\n" + json.dumps(judged([parsed(text) for text in given.judge], dtype)), flush=True)
+    dtype: torch.dtype = getattr(torch, options.dtype)
+    if options.judge:
+        print("\n" + json.dumps(judged([parsed(text) for text in options.judge], dtype)), flush=True)
         return 0
-    lines = given.results.read_text().splitlines() if given.results.exists() else []
+    lines = options.results.read_text().splitlines() if options.results.exists() else []
     done = {text for line in lines for text in json.loads(line)["samples"]}
-    left = [sample for sample in samples(dtype) if str(sample) not in done and re.search(given.only, sample.name)]
-    count = -(-len(left) // given.together)
-    with ThreadPoolExecutor(given.jobs) as pool, open(given.results, "a") as file:
+    left = [sample for sample in samples(dtype) if str(sample) not in done and re.search(options.only, sample.name)]
+    count = -(-len(left) // options.together)
+    with ThreadPoolExecutor(options.jobs) as pool, open(options.results, "a") as file:
 
         def run(chosen: Sequence[Sample]) -> None:
-            row = _process(chosen, given.dtype)
+            row = _process(chosen, options.dtype)
             if row["verdict"] != RIGHT and len(chosen) > 1:
                 run(chosen[: len(chosen) // 2])
                 run(chosen[len(chosen) // 2 :])
@@ -66,9 +66,9 @@ def main() -> int:
             file.flush()
             print(f"{row['verdict']:20}  {' '.join(row['names'])}  {row['message'][:200]}", flush=True)
 
-        for each in [pool.submit(run, left[number::count]) for number in range(count)]:
-            each.result()
-    rows = [json.loads(line) for line in given.results.read_text().splitlines()]
+        for future in [pool.submit(run, left[number::count]) for number in range(count)]:
+            future.result()
+    rows = [json.loads(line) for line in options.results.read_text().splitlines()]
     counts = Counter([row["verdict"] for row in rows for _ in row["names"]])
     print(", ".join(f"{count} {verdict}" for verdict, count in counts.most_common()))
     return 1 if counts.keys() & {WRONG, CRASHED, TIMEOUT, FAILED} else 0
@@ -76,7 +76,7 @@ def main() -> int:
 
 def _process(chosen: Sequence[Sample], dtype: str) -> dict[str, Any]:
     command = [sys.executable, "-m", "tests.operators", "--dtype", dtype, "--judge", *map(str, chosen)]
-    known = {"samples": [str(each) for each in chosen], "names": [each.name for each in chosen]}
+    known = {"samples": [str(sample) for sample in chosen], "names": [sample.name for sample in chosen]}
     begun = time.perf_counter()
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS * (1 + len(chosen)), check=False)
@@ -108,10 +108,10 @@ def judged(chosen: Sequence[Sample], dtype: torch.dtype) -> dict[str, str]:
         try:
             path = cgcompile.build(module, inputs, out=Path(folder) / "group.cgb", target="cpu").path
             with cgbundle.load(path) as program:
-                found = program(*inputs())
+                outputs = program(*inputs())
         except CgbundleError as error:
             return {"verdict": REFUSED if error.exit_code == 1 else FAILED, "message": f"{error.code}: {error}"}
-    results = found if isinstance(found, tuple) else (found,)
+    results = outputs if isinstance(outputs, tuple) else (outputs,)
     for number, (want, have) in enumerate(zip(wanted, results, strict=True)):
         difference = compare(want, have)
         if difference.error > tolerance(want.dtype):

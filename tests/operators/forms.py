@@ -62,27 +62,29 @@ class Draw:
         return int(self.one(SIZES))
 
     def dtype(self) -> torch.dtype:
-        found: torch.dtype = self.one(DTYPES) if self.rarely() else torch.float32
-        return found
+        drawn: torch.dtype = self.one(DTYPES) if self.rarely() else torch.float32
+        return drawn
 
     def tensor(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
         """Numbers with the axes in any order in memory, some repeated by a stride of 0, with gaps or without."""
         order = self._random.sample(range(len(shape)), len(shape))
         lengths = [1 if self.rarely() else shape[axis] for axis in order]
         gap = self.one((0, 0, 0, 1, 5))
-        made = torch.randn([*lengths[:-1], lengths[-1] + gap] if lengths else [])
-        if self.rarely(12) and made.numel():
-            made.view(-1)[self._random.randrange(made.numel())] = self.one(SPECIAL)
-        made = (made * 3).to(dtype) if not dtype.is_floating_point else made.to(dtype)
-        made = made[..., : lengths[-1]] if lengths else made
-        made = made.permute([order.index(axis) for axis in range(len(shape))])
-        return made.expand(list(shape)) if 0 not in shape else made[tuple([slice(0, size) for size in shape])].expand(list(shape))
+        values = torch.randn([*lengths[:-1], lengths[-1] + gap] if lengths else [])
+        if self.rarely(12) and values.numel():
+            values.view(-1)[self._random.randrange(values.numel())] = self.one(SPECIAL)
+        values = (values * 3).to(dtype) if not dtype.is_floating_point else values.to(dtype)
+        values = values[..., : lengths[-1]] if lengths else values
+        values = values.permute([order.index(axis) for axis in range(len(shape))])
+        return (
+            values.expand(list(shape)) if 0 not in shape else values[tuple([slice(0, size) for size in shape])].expand(list(shape))
+        )
 
     def room(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
         """Where a result is written: nothing repeated."""
         axes = list(range(len(shape)))[:: -1 if self.rarely(3) else 1]
-        made = torch.zeros([shape[axis] for axis in axes], dtype=dtype).permute(axes)
-        return made.fill_(float("nan") if dtype.is_floating_point else 1)
+        memory = torch.zeros([shape[axis] for axis in axes], dtype=dtype).permute(axes)
+        return memory.fill_(float("nan") if dtype.is_floating_point else 1)
 
     def broadcast(self, shape: Sequence[int]) -> list[int]:
         """A shape that is broadcast to `shape`: fewer axes, some of them 1."""
@@ -103,12 +105,12 @@ def judged(form: Form) -> str:
         wanted = form.wanted()
     except (RuntimeError, NotImplementedError, IndexError):
         wanted = None
-    found = form.run()
-    if found is None:
+    actual = form.run()
+    if actual is None:
         return "refused by eager too" if wanted is None else "wrong: refused" if form.plain else "refused"
     if wanted is None:
         return "more than eager"
-    for number, (have, want) in enumerate(zip(found, wanted, strict=True)):
+    for number, (have, want) in enumerate(zip(actual, wanted, strict=True)):
         if (have.dtype, have.shape) != (want.dtype, want.shape):
             return f"wrong: result {number} is {have.dtype} {list(have.shape)}, torch's {want.dtype} {list(want.shape)}"
         steps = [(one, other) for size, one, other in zip(want.shape, have.stride(), want.stride(), strict=True) if size > 1]
@@ -120,13 +122,13 @@ def judged(form: Form) -> str:
 
 
 def _described(name: str, *arguments: Any) -> str:
-    told = [
+    parts = [
         f"{str(argument.dtype).removeprefix('torch.')}{list(argument.shape)}{argument.stride()}"
         if isinstance(argument, Tensor)
         else str(argument)
         for argument in arguments
     ]
-    return f"{name}({', '.join(told)})"
+    return f"{name}({', '.join(parts)})"
 
 
 def _into(code: Code, name: str, out: Tensor, *arguments: Any) -> Callable[[], Sequence[Tensor] | None]:
@@ -158,7 +160,7 @@ def _addmm(code: Code, draw: Draw) -> Form:
     a, b, out = draw.tensor((m, k), dtype), draw.tensor((k, n), dtype), draw.room((m, n), dtype)
     added = draw.tensor(draw.broadcast((m, n)), draw.dtype() if draw.rarely() else dtype)
     if alpha == 0:  # torch leaves the product out, of which inf and NaN would stay
-        a, b = [torch.nan_to_num(each, 0, 0, 0) if each.is_floating_point() else each for each in (a, b)]
+        a, b = [torch.nan_to_num(tensor, 0, 0, 0) if tensor.is_floating_point() else tensor for tensor in (a, b)]
     return Form(
         text=_described("addmm_out", out, added, a, b, beta, alpha),
         run=_into(code, "addmm_out", out, added, a, b, c_double(beta), c_double(alpha)),
@@ -176,24 +178,24 @@ def _attention(code: Code, draw: Draw) -> Form:
     q = draw.tensor((batch, heads, rows, width), dtype)
     k, v = draw.tensor((batch, groups, keys, width), dtype), draw.tensor((batch, groups, keys, wider), dtype)
     if dtype.is_floating_point:  # of an infinite score torch's own functions answer differently
-        q, k, v = [torch.where(each.isfinite(), each, 0) for each in (q, k, v)]
+        q, k, v = [torch.where(tensor.isfinite(), tensor, 0) for tensor in (q, k, v)]
     mask, scale = None, draw.one((None, None, 0.3))
     if not causal and draw.rarely(2):
         shape = draw.broadcast((batch, heads, rows, keys))
         mask = draw.tensor(shape).nan_to_num(0, 0, 0) if len(shape) in (2, 4) else None
-    made, rest, handle = c_void_p(), c_void_p(), None if mask is None else code.handle(mask)
+    output, rest, handle = c_void_p(), c_void_p(), None if mask is None else code.handle(mask)
 
     def run() -> Sequence[Tensor] | None:
         options = (c_double(0), c_int32(causal), handle and byref(handle), None if scale is None else byref(c_double(scale)))
-        if code("_scaled_dot_product_flash_attention_for_cpu", q, k, v, *options, byref(made), byref(rest)):
+        if code("_scaled_dot_product_flash_attention_for_cpu", q, k, v, *options, byref(output), byref(rest)):
             return None
         code.library.aoti_torch_delete_tensor_object(rest)
-        return [code.result(made)]
+        return [code.result(output)]
 
     def wanted() -> Sequence[Tensor]:  # of plain layouts: torch 2.13 reads what lay in memory where rows of q are one row repeated
-        plain = [each.contiguous() for each in (q, k, v)]
-        found = F.scaled_dot_product_attention(*plain, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=shared > 1)
-        return [torch.empty_like(q).copy_(found) if found.shape == q.shape else found]
+        plain = [tensor.contiguous() for tensor in (q, k, v)]
+        attended = F.scaled_dot_product_attention(*plain, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=shared > 1)
+        return [torch.empty_like(q).copy_(attended) if attended.shape == q.shape else attended]
 
     return Form(
         text=_described("attention", q, k, v, mask, causal, scale),
@@ -212,14 +214,14 @@ def _convolution(code: Code, draw: Draw) -> Form:
     x = x.contiguous(memory_format=torch.channels_last) if draw.rarely(2) else x
     weight = weight.contiguous(memory_format=torch.channels_last) if draw.rarely(2) else weight
     bias = draw.tensor((made_channels,), dtype) if draw.rarely(2) else None
-    numbers = [byref((c_int64 * 2)(*each)) for each in (steps, padding, dilation)]
-    none, made = byref((c_int64 * 2)(0, 0)), c_void_p()
+    numbers = [byref((c_int64 * 2)(*pair)) for pair in (steps, padding, dilation)]
+    none, output = byref((c_int64 * 2)(0, 0)), c_void_p()
     handle = None if bias is None else code.handle(bias)
 
     def run() -> Sequence[Tensor] | None:
-        given = [word for number in numbers for word in (number, c_int64(2))]
-        options = (handle and byref(handle), *given, c_int32(0), none, c_int64(2), c_int64(groups), byref(made))
-        return None if code("convolution", x, weight, *options) else [apart(code.result(made))]
+        lists = [word for number in numbers for word in (number, c_int64(2))]
+        options = (handle and byref(handle), *lists, c_int32(0), none, c_int64(2), c_int64(groups), byref(output))
+        return None if code("convolution", x, weight, *options) else [apart(code.result(output))]
 
     def wanted() -> Sequence[Tensor]:
         flags = torch.backends.mkldnn.flags(enabled=False) if narrow else nullcontext()
@@ -246,11 +248,11 @@ def _axes(draw: Draw) -> tuple[list[int], int]:
 
 
 def _cumsum(code: Code, draw: Draw) -> Form:
-    (shape, dim), dtype, made = _axes(draw), draw.one(DTYPES) if draw.rarely(2) else torch.float32, c_void_p()
+    (shape, dim), dtype, output = _axes(draw), draw.one(DTYPES) if draw.rarely(2) else torch.float32, c_void_p()
     x = draw.tensor(shape, dtype)
 
     def run() -> Sequence[Tensor] | None:
-        return None if code("cumsum", x, c_int64(dim), None, byref(made)) else [code.result(made)]
+        return None if code("cumsum", x, c_int64(dim), None, byref(output)) else [code.result(output)]
 
     known = dtype in (torch.float32, torch.int64, torch.int32, torch.bool)
     return Form(text=_described("cumsum", x, dim), run=run, wanted=lambda: [torch.cumsum(x, dim).contiguous()], plain=known)
@@ -268,20 +270,20 @@ def _topk(code: Code, draw: Draw) -> Form:
         return None if code("topk", x, *options) else [code.result(values), code.result(places)]
 
     def wanted() -> Sequence[Tensor]:
-        return [each.contiguous() for each in torch.topk(x, k, dim, largest)]
+        return [tensor.contiguous() for tensor in torch.topk(x, k, dim, largest)]
 
     return Form(text=_described("topk", x, k, dim, largest), run=run, wanted=wanted, plain=dtype in (torch.float32, torch.bfloat16))
 
 
 def _clone(code: Code, draw: Draw) -> Form:
-    shape, made = _axes(draw)[0], c_void_p()
+    shape, output = _axes(draw)[0], c_void_p()
     x = draw.tensor(shape, draw.one(DTYPES))
 
     def run() -> Sequence[Tensor] | None:
         handle = code.handle(x)
-        failed = code.library.aoti_torch_clone(handle, byref(made))
+        failed = code.library.aoti_torch_clone(handle, byref(output))
         code.library.aoti_torch_delete_tensor_object(handle)
-        return None if failed else [code.result(made)]
+        return None if failed else [code.result(output)]
 
     return Form(text=_described("clone", x), run=run, wanted=lambda: [x.clone()], plain=True)
 

@@ -30,8 +30,8 @@ class Sample:
 
     @property
     def name(self) -> str:
-        found = op_db[self.operator]
-        return ".".join(filter(None, [found.name, found.variant_test_name]))
+        info = op_db[self.operator]
+        return ".".join(filter(None, [info.name, info.variant_test_name]))
 
 
 def parsed(text: str) -> Sample:
@@ -42,13 +42,17 @@ def parsed(text: str) -> Sample:
 
 def samples(dtype: torch.dtype) -> list[Sample]:
     """The first and the middle one of every operator, of those with a tensor that is not empty."""
-    made = []
+    chosen = []
     for number, operator in enumerate(op_db):
         if dtype not in operator.dtypes:
             continue
-        full = [place for place, given in enumerate(drawn(number, dtype)) if any(tensor.numel() for tensor in _tensors(given))]
-        made += [Sample(operator=number, place=place) for place in dict.fromkeys([*full[:1], *full[len(full) // 2 :][:1]])]
-    return made
+        full = [
+            place
+            for place, sample_input in enumerate(drawn(number, dtype))
+            if any(tensor.numel() for tensor in _tensors(sample_input))
+        ]
+        chosen += [Sample(operator=number, place=place) for place in dict.fromkeys([*full[:1], *full[len(full) // 2 :][:1]])]
+    return chosen
 
 
 def drawn(operator: int, dtype: torch.dtype) -> list[Any]:
@@ -60,8 +64,8 @@ def drawn(operator: int, dtype: torch.dtype) -> list[Any]:
         return []
 
 
-def _tensors(given: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(given.input) if isinstance(leaf, Tensor)]
+def _tensors(sample_input: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(sample_input.input) if isinstance(leaf, Tensor)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,21 +85,21 @@ class Group(nn.Module):
         super().__init__()
         self.calls = calls
 
-    def forward(self, *given: Tensor) -> tuple[Tensor, ...]:
-        remaining, made = iter(given), list[Tensor]()
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        remaining, outputs = iter(inputs), list[Tensor]()
         for call in self.calls:
             leaves = [next(remaining) if place in call.tensors else leaf for place, leaf in enumerate(call.leaves)]
             args, kwargs = tree_unflatten(leaves, call.structure)
-            made += [leaf for leaf in tree_leaves(call.function(*args, **kwargs)) if isinstance(leaf, Tensor)]
-        return tuple(made)
+            outputs += [leaf for leaf in tree_leaves(call.function(*args, **kwargs)) if isinstance(leaf, Tensor)]
+        return tuple(outputs)
 
 
 def group(chosen: Sequence[Sample], dtype: torch.dtype) -> tuple[Group, tuple[Tensor, ...]]:
     """A module for some samples, and its inputs."""
     calls = []
     for sample in chosen:
-        given = drawn(sample.operator, dtype)[sample.place]
-        leaves, structure = tree_flatten(((given.input, *given.args), given.kwargs))
+        sample_input = drawn(sample.operator, dtype)[sample.place]
+        leaves, structure = tree_flatten(((sample_input.input, *sample_input.args), sample_input.kwargs))
         tensors = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         calls.append(Call(function=op_db[sample.operator].op, leaves=leaves, structure=structure, tensors=tensors))
     return Group(calls).eval(), tuple([call.leaves[place] for call in calls for place in call.tensors])

@@ -47,11 +47,11 @@ def cgcompile_says(case: Case) -> Verdict:
         checked = check(exported, target="cuda", fallback_ops=case.fallback_ops, conditionals=True)
         findings, moved = checked.findings, next(iter(checked.placements.values()))
         nodes = [node for node in exported.programs.first.graph.nodes if node.name in moved or (moved and node.target is TO_DEVICE)]
-    told = [finding for finding in findings if finding.severity != "note"]
+    reported = [finding for finding in findings if finding.severity != "note"]
     return Verdict(
         rules=frozenset([*[finding.rule for finding in findings], *moved.values()]),
-        flagged=bool(told or moved),
-        lines=frozenset([short(where) for where in [*[f.where for f in told], *[place(n)[0] for n in nodes]] if where]),
+        flagged=bool(reported or moved),
+        lines=frozenset([short(where) for where in [*[f.where for f in reported], *[place(n)[0] for n in nodes]] if where]),
         findings=findings,
         error="",
     )
@@ -59,8 +59,8 @@ def cgcompile_says(case: Case) -> Verdict:
 
 def _refused(error: BuildError) -> Verdict:
     """A branch on data that export could not pass has the name of the finding of one that it passed."""
-    found = re.match(r"\S+\.py:\d+", str(error))
-    lines = frozenset([short(found[0])] if found else [])
+    place_match = re.match(r"\S+\.py:\d+", str(error))
+    lines = frozenset([short(place_match[0])] if place_match else [])
     return Verdict(rules=frozenset([error.code]), flagged=True, lines=lines, findings=(), error=str(error))
 
 

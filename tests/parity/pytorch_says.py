@@ -116,11 +116,11 @@ def _traced(case: Case, device: str) -> ExportedProgram:
     """The user's module on fake tensors."""
     model, inputs = case.make()
     source = load_source(model, inputs)
-    given = sample(source, dict.fromkeys(source.dimensions, SIZES[0]))
+    example = sample(source, dict.fromkeys(source.dimensions, SIZES[0]))
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     with mode:
         _move(model, device)
-        args, kwargs = tree_map_only(torch.Tensor, lambda tensor: _like(tensor, device), (given.args, given.kwargs))
+        args, kwargs = tree_map_only(torch.Tensor, lambda tensor: _like(tensor, device), (example.args, example.kwargs))
     return torch.export.export(model, args, kwargs, strict=False)
 
 
@@ -245,8 +245,8 @@ def _whole(
 
 def _line(node: torch.fx.Node) -> str:
     """The user's line that a node comes from, or "" """
-    found = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
-    mine = [short(f"{file}:{line}") for file, line in found if is_user_file(file)]
+    places = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
+    mine = [short(f"{file}:{line}") for file, line in places if is_user_file(file)]
     return mine[-1] if mine else ""
 
 

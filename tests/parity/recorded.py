@@ -31,22 +31,24 @@ def pytorch_said(asked: Case) -> tuple[Flag, ...]:
 
 def is_recorded(asked: Case) -> bool:
     """Whether the record has a verdict that holds."""
-    found = _record()
+    record = _record()
     return (
-        found["torch"] == _version() and asked.name in found["verdicts"] and found["texts"].get(_name(asked)) == _text(asked.file)
+        record["torch"] == _version()
+        and asked.name in record["verdicts"]
+        and record["texts"].get(_name(asked)) == _text(asked.file)
     )
 
 
 def is_of_this_torch() -> bool:
     """Whether the record holds verdicts of this version of torch."""
-    found: bool = _record()["torch"] == _version()
-    return found
+    matches: bool = _record()["torch"] == _version()
+    return matches
 
 
 def write(cases: Sequence[Case]) -> None:
     """Asks PyTorch about all cases, and records what it says: a minute or two."""
-    verdicts = {each.name: list(map(_plain, pytorch_says.pytorch_says(each))) for each in cases}
-    texts = {_name(each): _text(each.file) for each in cases}
+    verdicts = {case.name: list(map(_plain, pytorch_says.pytorch_says(case))) for case in cases}
+    texts = {_name(case): _text(case.file) for case in cases}
     FILE.write_text("\n".join(_lines({"torch": _version(), "texts": texts, "verdicts": verdicts})))
 
 
@@ -71,8 +73,8 @@ def _of_record(asked: Case) -> tuple[Flag, ...]:
 
 @cache
 def _record() -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(FILE.read_text()) if FILE.exists() else {"torch": "", "texts": {}, "verdicts": {}}
-    return found
+    record: dict[str, Any] = json.loads(FILE.read_text()) if FILE.exists() else {"torch": "", "texts": {}, "verdicts": {}}
+    return record
 
 
 def _name(asked: Case) -> str:
@@ -82,7 +84,7 @@ def _name(asked: Case) -> str:
 @cache
 def _text(file: str) -> str:
     """A hash of a file of the corpus and of what asks."""
-    texts = [Path(each).read_bytes() for each in (file, *[str(module.__file__) for module in ASKED_WITH])]
+    texts = [Path(path).read_bytes() for path in (file, *[str(module.__file__) for module in ASKED_WITH])]
     return hashlib.sha256(b"\0".join(texts)).hexdigest()[:16]
 
 

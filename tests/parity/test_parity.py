@@ -40,8 +40,12 @@ def test_the_rules_that_fire_are_those_expected(case: Case, row: Callable[[Case]
 @pytest.mark.skipif(not torch.__version__.startswith(TORCH), reason=f"the differences are listed for torch {TORCH}")
 @each_case
 def test_whatever_pytorch_flags_we_flag_but_for_listed_differences(case: Case, row: Callable[[Case], Row]) -> None:
-    found = row(case)
-    assert (found.outcome != AGREE) == (case.name in DIFFERENCES), (found.outcome, found.missed, found.ours.rules)
+    comparison = row(case)
+    assert (comparison.outcome != AGREE) == (case.name in DIFFERENCES), (
+        comparison.outcome,
+        comparison.missed,
+        comparison.ours.rules,
+    )
 
 
 recorded_torch = pytest.mark.skipif(not is_of_this_torch(), reason="the verdicts of another torch are recorded")
@@ -71,10 +75,10 @@ def test_findings_have_all_their_parts(case: Case, row: Callable[[Case], Row]) -
 )
 def test_a_rule_that_is_taken_away_is_missed(name: str, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     (case,) = [case for case in CASES if case.name == name]
-    monkeypatch.setattr(findings, "RULES", tuple([each for each in findings.RULES if each.__name__ != rule]))
-    found = compare(case)
-    assert found.outcome == LOOSER and found.missed
-    assert "NOT LISTED" in table([found], DIFFERENCES)
+    monkeypatch.setattr(findings, "RULES", tuple([check for check in findings.RULES if check.__name__ != rule]))
+    comparison = compare(case)
+    assert comparison.outcome == LOOSER and comparison.missed
+    assert "NOT LISTED" in table([comparison], DIFFERENCES)
 
 
 def test_every_rule_is_hit_and_passed_by_a_little() -> None:
@@ -94,7 +98,7 @@ def test_the_corpus_is_large_and_its_names_are_unique() -> None:
 
 def test_the_table_counts_every_model_once_and_names_what_is_not_listed(row: Callable[[Case], Row]) -> None:
     rows = [row(case) for case in CASES]
-    differing = [found.case.name for found in rows if found.outcome != AGREE]
+    differing = [comparison.case.name for comparison in rows if comparison.outcome != AGREE]
     printed = table(rows, DIFFERENCES)
     assert f"{len(rows)} models, {len(rows) - len(differing)} agreements, {len(differing)} differences" in printed
     assert "NOT LISTED" not in printed

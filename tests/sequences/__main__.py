@@ -71,15 +71,15 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--target", default="cpu")
     parser.add_argument("--unfaithful", type=float, default=0.08, help="share of modules whose results no bundle can have")
-    given = parser.parse_args()
-    if given.jobs > 1:
-        return _in_processes(given)
+    arguments = parser.parse_args()
+    if arguments.jobs > 1:
+        return _in_processes(arguments)
     counts: Counter[str] = Counter()
     bad = 0
     with tempfile.TemporaryDirectory() as folder:
-        for seed in range(given.seed, given.seed + given.count):
-            drawn = draw(seed, given.unfaithful)
-            said = outcome(drawn, Path(folder), given.target, seed)
+        for seed in range(arguments.seed, arguments.seed + arguments.count):
+            drawn = draw(seed, arguments.unfaithful)
+            said = outcome(drawn, Path(folder), arguments.target, seed)
             kind = said.partition(":")[0] + ("" if drawn.faithful else " (unfaithful)")
             counts[kind] += 1
             if kind not in ("right", "refused (unfaithful)"):
@@ -90,13 +90,13 @@ def main() -> int:
     return int(bad > 0)
 
 
-def _in_processes(given: argparse.Namespace) -> int:
-    share = -(-given.count // given.jobs)
-    begins = range(given.seed, given.seed + given.count, share)
-    options = ["-m", "tests.sequences", "--target", given.target, "--unfaithful", str(given.unfaithful)]
+def _in_processes(arguments: argparse.Namespace) -> int:
+    share = -(-arguments.count // arguments.jobs)
+    begins = range(arguments.seed, arguments.seed + arguments.count, share)
+    options = ["-m", "tests.sequences", "--target", arguments.target, "--unfaithful", str(arguments.unfaithful)]
     running = [
         subprocess.Popen(
-            [sys.executable, *options, "--seed", str(begin), "--count", str(min(share, given.seed + given.count - begin))],
+            [sys.executable, *options, "--seed", str(begin), "--count", str(min(share, arguments.seed + arguments.count - begin))],
             stdout=subprocess.PIPE,
             text=True,
         )

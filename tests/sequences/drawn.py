@@ -140,13 +140,13 @@ def draw(seed: int, unfaithful: float) -> Drawn:
         "batch": tuple(sorted(chance.sample(range(1, 7), chance.randint(1, 2)))),
         "seq": tuple(sorted(chance.sample(range(2, 9), chance.randint(1, 2)))),
     }
-    return Drawn(text=text, features=tuple([each.name for each in chosen]), faithful=faithful, sizes=sizes)
+    return Drawn(text=text, features=tuple([feature.name for feature in chosen]), faithful=faithful, sizes=sizes)
 
 
 def _module(name: str, features: list[Feature], more: str) -> str:
     parts = [(feature, {"a": f"{'abcdef'[place]}_{name.lower()}"}) for place, feature in enumerate(features)]
-    init = more + "\n".join([_named(each.init, names) for each, names in parts])
-    body = ("y = self.inner(y)\n" if more else "") + "\n".join([_named(each.forward, names) for each, names in parts])
+    init = more + "\n".join([_named(feature.init, names) for feature, names in parts])
+    body = ("y = self.inner(y)\n" if more else "") + "\n".join([_named(feature.forward, names) for feature, names in parts])
     return MODULE.format(name=name, init=indent(init, " " * 8), body=indent(body, " " * 8))
 
 

@@ -87,9 +87,9 @@ class Soak:
             self._gate.wait()
 
 
-def slots(found: list[Case], *, gpu: bool) -> list[Slot]:
+def slots(models: list[Case], *, gpu: bool) -> list[Slot]:
     """The programs that all threads share."""
-    rows, step, running, draws = found
+    rows, step, running, draws = models
     if gpu:
         return [
             Slot(rows), Slot(rows, lazy=True, mode="stream", on_miss="chunk"), Slot(step), Slot(step, mode="stream"),
@@ -105,19 +105,19 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--gpu", action="store_true", help="bundles for this machine's GPU and not for the CPU")
     parser.add_argument("--bundles", type=Path, help="a folder that keeps the bundles for the next time")
-    given = parser.parse_args()
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="cgcompile-soak-") as scratch:
-        folder = given.bundles or Path(scratch)
+        folder = options.bundles or Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)
-        device = "cuda" if given.gpu else "cpu"
-        found = cases(folder, device)
-        shared = slots(found, gpu=given.gpu)
-        users = [User(number, given.seed, shared, found, device) for number in range(given.threads)]
-        soak = Soak(users, gpu=given.gpu)
-        soak.run(60 * given.minutes)
+        device = "cuda" if options.gpu else "cpu"
+        models = cases(folder, device)
+        shared = slots(models, gpu=options.gpu)
+        users = [User(number, options.seed, shared, models, device) for number in range(options.threads)]
+        soak = Soak(users, gpu=options.gpu)
+        soak.run(60 * options.minutes)
     failures = [*soak.errors, *grown(soak.times, soak.samples)]
     print("\n".join(failures) or "all answers were right, and nothing grew")
-    print(f"{given.threads} threads, {soak.times[-1] / 60:.1f} minutes, seed {given.seed}: {soak.counted()}")
+    print(f"{options.threads} threads, {soak.times[-1] / 60:.1f} minutes, seed {options.seed}: {soak.counted()}")
     return 1 if failures else 0
 
 

@@ -23,16 +23,16 @@ def sample(*, gpu: bool) -> Sample:
     """Bytes of memory and device memory, and numbers of the other things."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
-    own = Path("/proc/self")
-    found = {
-        "memory": int((own / "statm").read_text().split()[1]) * PAGE,
-        "descriptors": len(os.listdir(own / "fd")),
-        "mappings": len((own / "maps").read_text().splitlines()),
-        "threads": len(os.listdir(own / "task")),
+    process = Path("/proc/self")
+    counts = {
+        "memory": int((process / "statm").read_text().split()[1]) * PAGE,
+        "descriptors": len(os.listdir(process / "fd")),
+        "mappings": len((process / "maps").read_text().splitlines()),
+        "threads": len(os.listdir(process / "task")),
     }
     if gpu:
-        found["device"] = _device_bytes()
-    return found
+        counts["device"] = _device_bytes()
+    return counts
 
 
 def _device_bytes() -> int:
@@ -60,18 +60,18 @@ def grown(times: Sequence[float], samples: Sequence[Sample]) -> list[str]:
     chosen = [place for place, time in enumerate(times) if time >= begin]
     if len(chosen) < 4:
         return []
-    found = []
+    lines = []
     for name, limit in LIMITS.items():
         if name in samples[0]:
             more = growth([times[place] for place in chosen], [samples[place][name] for place in chosen])
             if more > limit:
                 first, last = samples[chosen[0]][name], samples[chosen[-1]][name]
-                found.append(f"{name} grew by {more:,.0f} (from {first:,} to {last:,}), at most {limit:,} is expected")
-    return found
+                lines.append(f"{name} grew by {more:,.0f} (from {first:,} to {last:,}), at most {limit:,} is expected")
+    return lines
 
 
-def text(found: Sample) -> str:
+def text(counts: Sample) -> str:
     """A sample in one line."""
     return ", ".join(
-        f"{name} {value / MIB:.1f} MiB" if name in ("memory", "device") else f"{value} {name}" for name, value in found.items()
+        f"{name} {value / MIB:.1f} MiB" if name in ("memory", "device") else f"{value} {name}" for name, value in counts.items()
     )

@@ -59,8 +59,8 @@ class Rows(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """(batch, 24) -> (batch, 8) and the largest's number."""
-        made = self.network(x)
-        return made, made.argmax(1)
+        scores = self.network(x)
+        return scores, scores.argmax(1)
 
 
 def rows(batch: int) -> tuple[Tensor, ...]:
@@ -106,22 +106,22 @@ def _calls(model: nn.Module, inputs: Inputs, batches: Any, device: str) -> tuple
 
 def _sequence(model: nn.Module, number: int, device: str) -> tuple[Answer, ...]:
     model = model.to(device)
-    made = []
+    answers = []
     for place in range(LENGTH):
         answer = _answer(model, state_models.rows, SIZES[(number + place * place) % 2], 100 * number + place, device)
         state = tuple([(name, value.cpu().clone()) for name, value in model.named_buffers()])
-        made.append(Answer(batch=answer.batch, inputs=answer.inputs, outputs=answer.outputs, after=answer.after, state=state))
-    return tuple(made)
+        answers.append(Answer(batch=answer.batch, inputs=answer.inputs, outputs=answer.outputs, after=answer.after, state=state))
+    return tuple(answers)
 
 
 def _answer(model: nn.Module, inputs: Inputs, batch: int, draw: int, device: str) -> Answer:
-    given = written_models.draw(inputs, batch, draw)
-    there = tuple([tensor.to(device, copy=True) for tensor in given])
+    arguments = written_models.draw(inputs, batch, draw)
+    there = tuple([tensor.to(device, copy=True) for tensor in arguments])
     with torch.no_grad():
-        made = model(*there)
-    outputs = made if isinstance(made, tuple) else (made,)
+        returned = model(*there)
+    outputs = returned if isinstance(returned, tuple) else (returned,)
     after = tuple([tensor.cpu() for tensor in there])
-    return Answer(batch=batch, inputs=given, outputs=tuple([tensor.cpu().clone() for tensor in outputs]), after=after)
+    return Answer(batch=batch, inputs=arguments, outputs=tuple([tensor.cpu().clone() for tensor in outputs]), after=after)
 
 
 def _drawn(path: Path) -> Case:
@@ -131,13 +131,13 @@ def _drawn(path: Path) -> Case:
         for number in range(SEQUENCES):
             program.reset()
             program.seed(number)
-            made = []
+            answers = []
             for place in range(LENGTH):
                 batch = SIZES[(number + place) % 2]
-                given = written_models.draw(state_models.singles, batch, place)
-                outputs = tuple([torch.as_tensor(each).clone() for each in program(*given)])
-                made.append(Answer(batch=batch, inputs=given, outputs=outputs, after=given))
-            sequences.append(tuple(made))
+                arguments = written_models.draw(state_models.singles, batch, place)
+                outputs = tuple([torch.as_tensor(value).clone() for value in program(*arguments)])
+                answers.append(Answer(batch=batch, inputs=arguments, outputs=outputs, after=arguments))
+            sequences.append(tuple(answers))
     first = torch.cat([answer.outputs[0].flatten() for sequence in sequences for answer in sequence])
     assert 0.45 < first.mean() < 0.55 and len(first.unique()) > 0.9 * len(first), "these are no random numbers"
     return Case(name="draws", path=path, sequences=tuple(sequences), seeded=True)

@@ -24,8 +24,8 @@ CALLS = 3
 
 def answer(program: Any) -> str:
     """What a program says to INPUT: its shape and bits."""
-    made = program(INPUT)
-    return f"{made.shape} {made.tobytes().hex()}"
+    output = program(INPUT)
+    return f"{output.shape} {output.tobytes().hex()}"
 
 
 def read(path: str, expected: dict[str, str]) -> dict[str, Any]:
@@ -41,10 +41,10 @@ def read(path: str, expected: dict[str, str]) -> dict[str, Any]:
             failures[f"{type(error).__name__}: {error}"] += 1
             continue
         seen[program.manifest.name] += 1
-        for each in [program] * CALLS + [before] * (before is not None):  # the one before still answers as itself
+        for loaded in [program] * CALLS + [before] * (before is not None):  # the one before still answers as itself
             counts["calls"] += 1
             try:
-                counts["mixed"] += answer(each) != expected[each.manifest.name]
+                counts["mixed"] += answer(loaded) != expected[loaded.manifest.name]
             except cgbundle.CgbundleError as error:
                 counts["failed"] += 1
                 failures[f"a call: {type(error).__name__}: {error}"] += 1

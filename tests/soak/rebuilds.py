@@ -44,25 +44,25 @@ SHOWN = 10
 def build(folder: Path, count: int) -> list[Path]:
     """Bundles of models of different widths, `variant0.cgb` and so on; those that are in the folder are kept."""
     folder.mkdir(parents=True, exist_ok=True)
-    made = []
+    paths = []
     for number in range(count):
         source = folder / f"variant{number}.py"
-        made.append(source.with_suffix(".cgb"))
-        if not made[-1].exists():
-            print(f"building {made[-1].name}", flush=True)
+        paths.append(source.with_suffix(".cgb"))
+        if not paths[-1].exists():
+            print(f"building {paths[-1].name}", flush=True)
             source.write_text(MODEL.format(number=number, hidden=16 << number, outputs=3 + 5 * number))
-            cgcompile.build(str(source), sizes=[2], out=made[-1], target="cpu")
-    return made
+            cgcompile.build(str(source), sizes=[2], out=paths[-1], target="cpu")
+    return paths
 
 
 def answers(variants: list[Path]) -> dict[str, str]:
     """What each bundle answers where nothing replaces it, by name."""
-    found = {}
+    by_name = {}
     for path in variants:
         with cgbundle.load(path, check="full") as program:
-            found[program.manifest.name] = answer(program)
-    assert len(set(found.values())) == len(variants), "the models must differ"
-    return found
+            by_name[program.manifest.name] = answer(program)
+    assert len(set(by_name.values())) == len(variants), "the models must differ"
+    return by_name
 
 
 def publish(variant: Path, destination: Path) -> None:
@@ -94,12 +94,12 @@ def soak(variants: list[Path], folder: Path, rebuilds: int, readers: int) -> boo
     processes = [start(path, expected) for _ in range(readers)]
     for process in processes:
         tell(process, "go")
-    began = told = time.monotonic()
+    began = last_print = time.monotonic()
     for number in range(1, rebuilds + 1):
         publish(variants[number % len(variants)], path)
-        if time.monotonic() - told > 5:
-            told = time.monotonic()
-            print(f"{number} rebuilds, {number / (told - began):.1f} per second", flush=True)
+        if time.monotonic() - last_print > 5:
+            last_print = time.monotonic()
+            print(f"{number} rebuilds, {number / (last_print - began):.1f} per second", flush=True)
     seconds = time.monotonic() - began
     counts, seen, failures, died = Counter[str](), Counter[str](), Counter[str](), 0
     for process in processes:
@@ -116,7 +116,7 @@ def soak(variants: list[Path], folder: Path, rebuilds: int, readers: int) -> boo
         counts.update(row["counts"])
         seen.update(row["seen"])
         failures.update(row["failures"])
-    leftovers = sorted(each.name for each in folder.iterdir() if each != path)
+    leftovers = sorted(child.name for child in folder.iterdir() if child != path)
     print(f"{rebuilds} rebuilds in {seconds:.1f} s, {rebuilds / seconds:.1f} per second, beside {readers} readers")
     print(f"{counts['loads']} loads, {counts['loads'] / seconds:.1f} per second")
     print(f"{counts['calls']} calls, {counts['calls'] / seconds:.1f} per second")
@@ -134,12 +134,12 @@ def main() -> int:
     parser.add_argument("--readers", type=int, default=4)
     parser.add_argument("--variants", type=int, default=3, help="models that are built, 2 at least")
     parser.add_argument("--built", type=Path, help="a folder that keeps the built models for another run")
-    given = parser.parse_args()
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="soak-") as scratch:
-        variants = build(given.built or Path(scratch, "variants"), given.variants)
+        variants = build(options.built or Path(scratch, "variants"), options.variants)
         folder = Path(scratch, "published")
         folder.mkdir()
-        return 0 if soak(variants, folder, given.rebuilds, given.readers) else 1
+        return 0 if soak(variants, folder, options.rebuilds, options.readers) else 1
 
 
 if __name__ == "__main__":

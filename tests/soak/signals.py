@@ -59,14 +59,14 @@ class Signals:
         try:
             self._armed = True
             signal.setitimer(signal.ITIMER_REAL, microseconds * 1e-6)
-            made = act()
+            result = act()
             self._armed = False
             signal.setitimer(signal.ITIMER_REAL, 0)
         except Interrupt:
             assert self.sent == before + 1, "an interrupt was lost"
             return False, None
         assert self.sent == before, "an interrupt was lost"
-        return True, made
+        return True, result
 
 
 class Case:
@@ -103,12 +103,12 @@ CASES = [
 ]
 
 
-def numbers(made: Any) -> list[float]:
+def numbers(value: Any) -> list[float]:
     """The elements of a call's outputs, in order."""
-    if isinstance(made, list | tuple):
-        return [number for each in made for number in numbers(each)]
-    made = getattr(made, "tensor", made)
-    return [float(number) for number in numpy.asarray(made).ravel()]
+    if isinstance(value, list | tuple):
+        return [number for element in value for number in numbers(element)]
+    value = getattr(value, "tensor", value)
+    return [float(number) for number in numpy.asarray(value).ravel()]
 
 
 def right(case: Case, program: Any, x: Any) -> list[float]:
@@ -128,7 +128,7 @@ def run(case: Case, signals: Signals, count: int, draw: random.Random) -> dict[s
     for _ in range(20):
         right(case, program, x)
     typical = (time.perf_counter() - began) / 20 * 1e6
-    told = {"interrupted": 0, "ended": 0, "wrong": 0}
+    counts = {"interrupted": 0, "ended": 0, "wrong": 0}
     beside, stop = [0], threading.Event()
 
     def call_beside() -> None:
@@ -143,23 +143,23 @@ def run(case: Case, signals: Signals, count: int, draw: random.Random) -> dict[s
     try:
         for _ in range(count):
             faulthandler.dump_traceback_later(HANG, exit=True)
-            ended, made = signals.during(lambda: right(case, program, x), draw.uniform(1, 1.5 * typical))
-            told["ended" if ended else "interrupted"] += 1
-            told["wrong"] += ended and made != expected
-            told["wrong"] += right(case, program, x) != expected
+            ended, actual = signals.during(lambda: right(case, program, x), draw.uniform(1, 1.5 * typical))
+            counts["ended" if ended else "interrupted"] += 1
+            counts["wrong"] += ended and actual != expected
+            counts["wrong"] += right(case, program, x) != expected
     finally:
         stop.set()
         if other is not None:
             other.join()
-    told["wrong"] += beside[0]
+    counts["wrong"] += beside[0]
     for closed in (program, root):
         while not signals.during(closed.close, draw.uniform(1, 200))[0]:
-            told["interrupted"] += 1
+            counts["interrupted"] += 1
     try:
         program(x)
     except cgbundle.ProgramClosed:
         faulthandler.cancel_dump_traceback_later()
-        return told
+        return counts
     raise SystemExit(f"{case}: a call of a closed program")
 
 

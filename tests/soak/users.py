@@ -42,9 +42,9 @@ class Slot:
 
     def replace(self) -> None:
         """Another program in the place of this one, which is closed under those that use it."""
-        made = cgbundle.load(self.case.path, **self.options)
+        loaded = cgbundle.load(self.case.path, **self.options)
         with self._lock:
-            old, self.program, self.session = self.program, made, made.session()
+            old, self.program, self.session = self.program, loaded, loaded.session()
         old.close()
         ends(old, self.case)
 
@@ -62,17 +62,17 @@ class Caller:
         """One call; for a case with sequences the next of its sequence, which this thread alone goes on with."""
         answer, kind = self._next(program), self._random.choice(KINDS[self._device])
         with _stream(self._random, self._device):
-            given = [_input(tensor, kind) for tensor in answer.inputs]
+            arguments = [_input(tensor, kind) for tensor in answer.inputs]
             if self._random.random() < 0.02:
-                self._refused(program, given, kind)
-            made = program(*given)
-            outputs = made if isinstance(made, tuple) else (made,)
+                self._refused(program, arguments, kind)
+            returned = program(*arguments)
+            outputs = returned if isinstance(returned, tuple) else (returned,)
             for view in self._last:
                 self._stale(view)
             self._last = [output for output in outputs if isinstance(output, View)]
             for got, want in zip(outputs, answer.outputs, strict=True):
                 near(got, want, self.case.name)
-            for got, want in zip(given, answer.after, strict=True):
+            for got, want in zip(arguments, answer.after, strict=True):
                 near(got, want, f"{self.case.name}, an input after the call")
         if answer.state and self._random.random() < 0.2:
             for name, want in answer.state:
@@ -99,13 +99,13 @@ class Caller:
         self._place += 1
         return self._sequence[self._place - 1]
 
-    def _refused(self, program: Any, given: list[Any], kind: str) -> None:
+    def _refused(self, program: Any, arguments: list[Any], kind: str) -> None:
         """A call that does not fit gives an error, and nothing happens."""
-        first = given[0]
+        first = arguments[0]
         other = first.astype("float64") if kind == "numpy" else first.double()
         code, wrong = self._random.choice([("input-shape", first[..., :-1]), ("input-dtype", other), ("input-kind", "nothing")])
         try:
-            program(wrong, *given[1:])
+            program(wrong, *arguments[1:])
         except (ProgramClosed, SessionBusy):
             raise
         except CallError as error:
@@ -127,12 +127,12 @@ class Caller:
 def near(got: Any, want: torch.Tensor, what: str) -> None:
     """Raises Wrong unless the values are those wanted: floats as close as another order of sums allows, all else equal."""
     value = got.tensor if isinstance(got, View) else got
-    found = (value if isinstance(value, torch.Tensor) else torch.from_dlpack(value)).cpu()
-    if found.dtype != want.dtype or found.shape != want.shape:
-        raise Wrong(f"{what}: got {found.dtype} {list(found.shape)}, expected {want.dtype} {list(want.shape)}")
-    same = torch.allclose(found, want, rtol=1e-3, atol=1e-3) if want.dtype.is_floating_point else torch.equal(found, want)
+    actual = (value if isinstance(value, torch.Tensor) else torch.from_dlpack(value)).cpu()
+    if actual.dtype != want.dtype or actual.shape != want.shape:
+        raise Wrong(f"{what}: got {actual.dtype} {list(actual.shape)}, expected {want.dtype} {list(want.shape)}")
+    same = torch.allclose(actual, want, rtol=1e-3, atol=1e-3) if want.dtype.is_floating_point else torch.equal(actual, want)
     if not same:
-        raise Wrong(f"{what}: got {found.flatten()[:8].tolist()}, expected {want.flatten()[:8].tolist()}")
+        raise Wrong(f"{what}: got {actual.flatten()[:8].tolist()}, expected {want.flatten()[:8].tolist()}")
 
 
 def expect(error: CallError, *codes: str) -> None:
@@ -161,8 +161,8 @@ def _input(tensor: torch.Tensor, kind: str) -> Any:
 @contextmanager
 def _stream(random: Random, device: str) -> Iterator[None]:
     """On a GPU sometimes a stream of the caller's own."""
-    own = device == "cuda" and random.random() < 0.5
-    with torch.cuda.stream(torch.cuda.Stream()) if own else nullcontext():
+    on_stream = device == "cuda" and random.random() < 0.5
+    with torch.cuda.stream(torch.cuda.Stream()) if on_stream else nullcontext():
         yield
 
 
@@ -269,9 +269,9 @@ class User:
         closed = [(caller, program), *[(user, held) for user, held, _ in self._held if held._root is program]]
         self._held = [held for held in self._held if held[1]._root is not program]
         program.close()
-        for user, each in closed:
+        for user, closed_program in closed:
             user.after_close()
-            ends(each, user.case)
+            ends(closed_program, user.case)
         self.counts["closes"] += 1
 
     def _replace(self) -> None:

@@ -25,9 +25,9 @@ class Results(Protocol):
     def static(self) -> bool: ...
 
     def release(self) -> None:
-        """Nobody looks at the outputs any more, but at what `own` gave."""
+        """Nobody looks at the outputs any more, but at what `transfer_ownership` gave."""
 
-    def own(self, index: int) -> object | None:
+    def transfer_ownership(self, index: int) -> object | None:
         """What alone keeps output `index` alive from now on, for a caller who is given its memory; None where it is not to be given
         away.  Asked for once."""
 

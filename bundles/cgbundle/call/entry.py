@@ -134,8 +134,8 @@ class Entry:
                     if views:
                         _bare(views.values())  # which raises stale-view where another thread's call came between
                     outputs.epoch.number += 1  # from here on the outputs of the last replay may be overwritten
-                    if outputs.own is not None:
-                        outputs.own.number += 1
+                    if outputs.entry_epoch is not None:
+                        outputs.entry_epoch.number += 1
                     results = self._run((library, device, stream), plan, tensors, values, descriptors)
                 finally:
                     backend.end(stream)
@@ -261,7 +261,7 @@ class Entry:
     @property
     def epoch(self) -> Epoch:
         """What counts the calls that make views of this entry's outputs stale: its own where they are donated."""
-        return self._outputs.own or self._outputs.epoch
+        return self._outputs.entry_epoch or self._outputs.epoch
 
     def forget(self) -> None:
         """Lets go of what calls have kept; for a session that is closed."""
@@ -289,7 +289,7 @@ class Entry:
         if not all(self._row_major) or any(descriptor[3] is not None for descriptor in descriptors):
             return
         rows = [StaticOutput(*row) for row in zip(self.outputs, outputs, self._outputs.epochs, strict=True)]
-        counts = [epoch for epoch in (self._outputs.epoch, self._outputs.own) if epoch is not None]
+        counts = [epoch for epoch in (self._outputs.epoch, self._outputs.entry_epoch) if epoch is not None]
         line = replay(self._backend, library, self._first + program, rows, counts, views=self._views)
         if line is not None:
             self._known.add(tensors, Known(library.guard(tensors), line))

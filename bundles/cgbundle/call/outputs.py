@@ -141,12 +141,12 @@ class Extents(NamedTuple):
 class Outputs:
     """Runs programs for calls; `views`: what it hands out is guarded, and the next replay overwrites it.
 
-    `aliases` is None for an entry whose outputs share no memory with anything; `epoch` counts the session's replays, `own` those of
-    the entry, None where none of its outputs is donated, and `epochs` has the one of each output.
+    `aliases` is None for an entry whose outputs share no memory with anything; `epoch` counts the session's replays, `entry_epoch`
+    those of the entry, None where none of its outputs is donated, and `epochs` has the one of each output.
     """
 
-    __slots__ = ("_aliases", "_backend", "_extents", "_first", "_programs", "_specs", "_static", "_views", "_wrappers", "epoch",
-                 "epochs", "own")  # fmt: skip
+    __slots__ = ("_aliases", "_backend", "_extents", "_first", "_programs", "_specs", "_static", "_views", "_wrappers",
+                 "entry_epoch", "epoch", "epochs")  # fmt: skip
 
     def __init__(
         self,
@@ -162,7 +162,7 @@ class Outputs:
         take where they lie."""
         self._backend, self._aliases, self._views, self._specs = session.backend, aliases, views, entry.outputs
         self._first, self._programs, self.epoch = first, entry.programs, session.epoch
-        self.own = counter = Epoch(entry.name) if donated else None
+        self.entry_epoch = counter = Epoch(entry.name) if donated else None
         self.epochs = [counter if counter and index in donated else self.epoch for index in range(len(entry.outputs))]
         self._static: dict[tuple[str, int], list[Any]] = {}  # by library and program, of outputs that stay in place
         self._wrappers: dict[tuple[str, int], list[Wrapper]] = {}  # likewise, of outputs that do not
@@ -222,7 +222,7 @@ class Outputs:
         alone = extents.apart(results.addresses, addresses) if extents.large else ()
         values = []
         for index, (wrap, address) in enumerate(zip(self._wrappers_of(library, program), results.addresses, strict=True)):
-            owner = results.own(index) if index in alone else None
+            owner = results.transfer_ownership(index) if index in alone else None
             values.append(copy(wrap(address, results)) if owner is None else wrap(address, owner))
         results.release()
         return values

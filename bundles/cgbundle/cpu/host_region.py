@@ -316,7 +316,7 @@ class RegionOutputs:
         rest = chain.from_iterable(map(ALL, (self.handles, self._left)))
         when_gone(self, map(torch.delete, filter(None, rest)))
 
-    def own(self, index: int) -> RegionOutputs:
+    def transfer_ownership(self, index: int) -> RegionOutputs:
         """The tensor, which is no longer kept here."""
         kept = RegionOutputs(self._torch, 1)
         kept.handles[0], self.handles[index] = self.handles[index], None

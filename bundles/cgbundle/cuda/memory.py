@@ -29,7 +29,7 @@ HOST = "host"
 
 class Memories:
     """A session's memories on the current context's GPU.  `bases` holds their addresses in the order of MEMORIES, 0 where there
-    is none and for memory `host`, to which no graph refers; that one's address is `host`.  `sizes` are those of all but the `given`
+    is none and for memory `host`, to which no graph refers; that one's address is `host`.  `sizes` are those of all but the `lent`
     ones, weights and peer, whose addresses these are; `cleanup` frees the others.  Raises OutOfMemory with the needed and free
     bytes."""
 

@@ -26,7 +26,7 @@ class DeviceOutputs:
     def __init__(self, addresses: Sequence[int], device: int | None, copy_out: Callable[[int, int, int], Output]) -> None:
         self.addresses, self.device, self.copy_out = addresses, device, copy_out
 
-    def own(self, index: int) -> None:
+    def transfer_ownership(self, index: int) -> None:
         """None: the next replay writes there."""
 
     def release(self) -> None:
@@ -44,7 +44,7 @@ class HostOutputs:
         self._memory = [_room(size) for size in sizes]
         self.addresses: Sequence[int] = [ctypes.addressof(room) for room in self._memory]
 
-    def own(self, index: int) -> object:
+    def transfer_ownership(self, index: int) -> object:
         """Each has memory of its own."""
         return self._memory[index]
 

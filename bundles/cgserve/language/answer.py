@@ -52,11 +52,11 @@ class Answer:
                 break  # the stop token is no part of the text
             self._pending.append(token)
             text += self._strings.push(self._detokenizer.push(token.id))
-            if self._strings.found:
+            if self._strings.matched:
                 return self._piece(text, "stop")
         if reason is not None:
             text += self._strings.push(self._detokenizer.end())
-            if self._strings.found:
+            if self._strings.matched:
                 reason = "stop"
             text += self._strings.end()
         return self._piece(text, reason) if text or reason is not None else None

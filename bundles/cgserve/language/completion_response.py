@@ -99,7 +99,7 @@ class Completion(Response):
                 except StopAsyncIteration:
                     return
         finally:
-            metrics.made.inc(sum(answer.count for answer in answers))
+            metrics.generated.inc(sum(answer.count for answer in answers))
 
     def _check_rules(self, index: int) -> None:
         """Raises Refusal where the grammar engine gave up on an answer."""

@@ -29,7 +29,7 @@ class LanguageFamilies:
 
         self.requests = counter("requests", "Requests by HTTP status.", "path", "code")
         self.prompt = counter("prompt_tokens", "Tokens of prompts.")
-        self.made = counter("generated_tokens", "Tokens that were made.")
+        self.generated = counter("generated_tokens", "Tokens that were made.")
         self.first = histogram("first_token_seconds", "To a request's first text.", SECONDS)
         self.whole = histogram("request_seconds", "To a request's end.", SECONDS)
         self.calls = histogram("call_seconds", "Calls of the model.", SECONDS, "entry")
@@ -46,7 +46,7 @@ class LanguageMetrics:
 
     def __init__(self, families: LanguageFamilies, model: str) -> None:
         self._families, self._model = families, model
-        self.prompt, self.made = families.prompt.labels(model), families.made.labels(model)
+        self.prompt, self.generated = families.prompt.labels(model), families.generated.labels(model)
         self.first, self.whole = families.first.labels(model), families.whole.labels(model)
 
     def answered(self, path: str, code: int) -> None:

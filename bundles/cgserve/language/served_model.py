@@ -12,7 +12,7 @@ from typing import Any
 
 from ..restrictions.grammars import GrammarMatcher, Grammars, MissingEngine
 from ..restrictions.rules import TokenRules
-from ..restrictions.tools import TAGS, CallReader, Toolbox, answer_grammar, told_messages
+from ..restrictions.tools import TAGS, CallReader, Toolbox, answer_grammar, template_messages
 from ..scheduling.requests import NO_ADAPTER, STOPS, Adapter, Request, Sampling
 from .adapters import AdapterError, read_adapter
 from .answer import Answer
@@ -211,10 +211,10 @@ class ServedModel:
         if self.language.chat is None:
             raise Refusal(400, "the tokenizer has no chat template; use /v1/completions", "messages")
         form, tools = self.language.tool_form, toolbox.callable
-        messages = told_messages(messages, tools, form)
+        messages = template_messages(messages, tools, form)
         self._check_length("".join([message["content"] for message in messages]), "messages")
-        if tools and form.told:
-            template = {**template, "tools": [tool.told for tool in tools]}
+        if tools and form.lists_tools:
+            template = {**template, "tools": [tool.definition for tool in tools]}
         try:
             text = self.language.chat.render(messages, template)
         except ValueError as error:

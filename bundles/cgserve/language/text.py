@@ -59,14 +59,14 @@ class StopStrings:
     def __init__(self, strings: Sequence[str]) -> None:
         self._strings = strings
         self._held = ""
-        self.found = False
+        self.matched = False
 
     def push(self, text: str) -> str:
-        """The text that belongs to no stop string, nor may begin one.  Sets `found` where one is whole: nothing comes after."""
+        """The text that belongs to no stop string, nor may begin one.  Sets `matched` where one is whole: nothing comes after."""
         self._held += text
         places = [place for place in (self._held.find(string) for string in self._strings) if place >= 0]
         if places:
-            self.found = True
+            self.matched = True
             emitted, self._held = self._held[: min(places)], ""
             return emitted
         keep = max((self._overlap(string) for string in self._strings), default=0)

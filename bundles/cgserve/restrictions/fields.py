@@ -68,7 +68,9 @@ def tool_of(definition: Any, where: str) -> Tool:
         raise ValueError(f"{where}.function.name: expected 1 to 64 letters, digits, _, . or -")
     if parameters is not None and not isinstance(parameters, dict):
         raise ValueError(f"{where}.function.parameters: expected a JSON schema")
-    return Tool(name=name, parameters=parameters or {**ANYTHING, "properties": {}, "additionalProperties": False}, told=definition)
+    return Tool(
+        name=name, parameters=parameters or {**ANYTHING, "properties": {}, "additionalProperties": False}, definition=definition
+    )
 
 
 def biases_of(logit_bias: Any) -> dict[int, float]:

@@ -25,11 +25,12 @@ To call one, answer with nothing but a JSON object: {{"name": the function's nam
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tool:
-    """A function that a model may call; `parameters`: the JSON schema of its arguments; `told`: the tool as the body has it."""
+    """A function that a model may call; `parameters`: the JSON schema of its arguments; `definition`: the tool as the body has
+    it."""
 
     name: str
     parameters: Mapping[str, Any]
-    told: Mapping[str, Any]
+    definition: Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,7 +56,8 @@ class Toolbox:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ToolForm:
     """How a template writes calls: each between `begin` and `end`, all between `opening` and `closing`, with `between`; `key` names
-    the arguments.  `told`: whether the template itself tells the model of tools; `shown`: whether text has what is around calls."""
+    the arguments.  `lists_tools`: whether the template itself tells the model of tools; `shown`: whether text has what is around
+    calls."""
 
     begin: str = ""
     end: str = ""
@@ -63,7 +65,7 @@ class ToolForm:
     closing: str = ""
     between: str = "\n"
     key: str = "arguments"
-    told: bool = True
+    lists_tools: bool = True
     shown: bool = True
 
 
@@ -82,7 +84,7 @@ MARKS = re.compile(r"\s*(?:\[TOOL_CALLS\]|<\|python_tag\|>)?\s*")
 def tool_form(template: str) -> ToolForm:
     """The form of a chat template, by its source."""
     if not re.search(r"\btools\b", template):
-        return replace(JSON, told=False)
+        return replace(JSON, lists_tools=False)
     if "<tool_call>" in template:
         return HERMES
     if "[TOOL_CALLS]" in template:
@@ -120,15 +122,15 @@ def calls_rules(box: Toolbox, form: ToolForm, special: Mapping[str, int]) -> lis
     return lines
 
 
-def told_messages(messages: Sequence[dict[str, Any]], tools: Sequence[Tool], form: ToolForm) -> list[dict[str, Any]]:
+def template_messages(messages: Sequence[dict[str, Any]], tools: Sequence[Tool], form: ToolForm) -> list[dict[str, Any]]:
     """The messages for a template: earlier calls have their arguments as objects; where the template knows no tools, the first
     message has these as a text, and calls and their results are texts."""
     parsed = [with_objects(message) for message in messages]
-    if form.told:
+    if form.lists_tools:
         return parsed
     plain = [as_text(message) for message in parsed]
     if tools and plain:
-        listed = "\n".join([json.dumps(tool.told["function"], ensure_ascii=False) for tool in tools])
+        listed = "\n".join([json.dumps(tool.definition["function"], ensure_ascii=False) for tool in tools])
         first = INSTRUCTIONS.format(tools=listed) + "\n\n" + plain[0]["content"]
         plain[0] = {**plain[0], "content": first.rstrip()}
     return plain

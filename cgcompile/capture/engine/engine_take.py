@@ -38,7 +38,7 @@ class NamedTensor:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class FoundPointer:
+class PointerWord:
     """A word of memory, in range `range`, that is an address of this process."""
 
     range: int
@@ -55,7 +55,7 @@ class EngineTake:
     keys: tuple[Key, ...]
     tensors: tuple[NamedTensor, ...]
     pooled: tuple[str, ...]
-    pointers: tuple[FoundPointer, ...]
+    pointers: tuple[PointerWord, ...]
     versions: tuple[tuple[str, str], ...]
     process: str
 

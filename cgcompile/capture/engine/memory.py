@@ -17,7 +17,7 @@ from ...targets.cuda.tensors import TensorPlace, device_bytes
 from ...targets.weights import stored_dtype
 from ..take import Range, Word
 from ..worker.address_map import AddressMap
-from .engine_take import FoundPointer, NamedTensor
+from .engine_take import NamedTensor, PointerWord
 from .layout import lay_out_tensors, without
 
 WORDS = 1 << 26
@@ -95,17 +95,17 @@ def _others(segments: Sequence[Mapping[str, Any]], spans: Sequence[Range]) -> It
             start += block["size"]
 
 
-def found_pointers(addresses: AddressMap, ranges: Iterable[int], owned: Sequence[tuple[int, int]]) -> tuple[FoundPointer, ...]:
+def pointer_words(addresses: AddressMap, ranges: Iterable[int], owned: Sequence[tuple[int, int]]) -> tuple[PointerWord, ...]:
     """Every aligned word of these ranges that is an address of this process: of torch's, or of a known range."""
     known = [*owned, *[(piece.start, piece.size) for piece in addresses.ranges]]
     low, high = min(start for start, _ in known), max(start + size for start, size in known)
-    pointers: list[FoundPointer] = []
+    pointers: list[PointerWord] = []
     for number in list(ranges):
         piece = addresses.ranges[number]
         for at, value in _words_between(piece.start, piece.size, low, high):
             readings = addresses.readings(value, None)
             if readings:
-                pointers.append(FoundPointer(range=number, word=Word(at=at, readings=readings)))
+                pointers.append(PointerWord(range=number, word=Word(at=at, readings=readings)))
     return tuple(pointers)
 
 

@@ -22,7 +22,7 @@ from ..placement import LARGEST_TABLE
 from ..take import Range, RawGraph, RawModuleState, RawValue, Take, Word
 from ..worker.address_map import AddressMap
 from .engine_take import EngineTake, process_name
-from .memory import engine_memory, found_pointers
+from .memory import engine_memory, pointer_words
 
 if TYPE_CHECKING:
     from ..worker.cupti import ImageLog
@@ -62,7 +62,7 @@ def read_engine(log: ImageLog, graphs: Mapping[Key, torch.cuda.CUDAGraph], tenso
         read.append(RawGraph(key=(position,), nodes=nodes, edges=edges, inputs=(), outputs=outputs, name=name))
     states = kept_variables(used, {image: cubin(image) for image in used}, addresses)
     scanned = [number for number, piece in enumerate(memory.ranges) if piece.kind in ("inputs", "pool")]
-    pointers = found_pointers(addresses, scanned, memory.owned)
+    pointers = pointer_words(addresses, scanned, memory.owned)
     take = Take(
         ranges=_with_tables(addresses, states, read_device),
         graphs=tuple(read),

@@ -58,11 +58,11 @@ def capture_blocks(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Last:
-    """How a block ends.  `copies`: by name, tensors that its values are copied to in the end.  `own`: each result has memory of its
-    own.  `changing`: the storages that copies of this block or one around it write to."""
+    """How a block ends.  `copies`: by name, tensors that its values are copied to in the end.  `owned`: each result has memory of
+    its own.  `changing`: the storages that copies of this block or one around it write to."""
 
     copies: tuple[tuple[str, Operand], ...] = ()
-    own: bool = False
+    owned: bool = False
     changing: frozenset[int] = frozenset()
 
 
@@ -138,11 +138,11 @@ class _Growing:
         held = {_storage(tensor) for tensor in [*operands, *held_tensors(module).values()] if isinstance(tensor, Tensor)}
 
         def call() -> list[Tensor]:
-            foreign = set(held) if last.own else set(last.changing)
+            foreign = set(held) if last.owned else set(last.changing)
             tensors = []
             for result in tree_leaves(lowered(*operands)):
                 one = _own(result) if _storage(result) in foreign or _overlaps(result) else result
-                foreign |= {_storage(one)} if last.own else set()
+                foreign |= {_storage(one)} if last.owned else set()
                 tensors.append(one)
             return tensors
 
@@ -164,7 +164,7 @@ class _Growing:
             inputs = dict(zip(body.inputs, arguments, strict=True))
             with self._harmless(arguments, taken_here):
                 if not place:
-                    results = self.block(body, inputs, body_steps, _Last(own=True, changing=last.changing), taken_here)
+                    results = self.block(body, inputs, body_steps, _Last(owned=True, changing=last.changing), taken_here)
                 else:
                     targets = {f"{part.name}.result.{number}": result for number, result in enumerate(results)}
                     ending = _Last(copies=tuple(zip(targets, body.outputs, strict=True)), changing=last.changing)

@@ -108,7 +108,7 @@ def trace_line(
         return Raised(message=message, where=where or error.where, line=line), tuple(way.questions)
     finally:
         flat.way = before
-    return _line(program, way, told_gpu=flat.told != CPU), tuple(way.questions)
+    return _line(program, way, told_gpu=flat.target_device != CPU), tuple(way.questions)
 
 
 def _of_torch(error: BaseException) -> bool:

@@ -75,7 +75,7 @@ class _Body:
         self.values: dict[Hashable, Node] = {}
         self.joined: set[Hashable] = set()
         self.taken: dict[Node, Node] = {}
-        self.given: set[Node] = set()
+        self.results: set[Node] = set()
         self.closed: list[_Closed] = list(parent.closed) if parent else []
 
     def known(self, key: Hashable) -> Node | None:
@@ -367,8 +367,8 @@ def _new(body: _Body, value: Node, marker: Node) -> Node:
     """A result of a branch, in memory of its own."""
     schema = getattr(value.target, "_schema", None)
     whole = value.op == "call_function" and schema is not None and all(returned.alias_info is None for returned in schema.returns)
-    if whole and value not in body.given:
-        body.given.add(value)
+    if whole and value not in body.results:
+        body.results.add(value)
         return value
     return body.add(aten.clone.default, (value,), marker)
 

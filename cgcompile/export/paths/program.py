@@ -53,7 +53,7 @@ def with_paths(
     before, result, assigned = len(calls), flat.result, flat.assigned
     flat.known, flat.asserted = frozenset(), NOTHING
     try:
-        joined = tree(flat, attempt, max_paths, flat.told != CPU, tell)
+        joined = tree(flat, attempt, max_paths, flat.target_device != CPU, tell)
         if joined is None:
             return None
         bound = coarsest(Programs(by_key={(): joined.program}, dynamic=False))

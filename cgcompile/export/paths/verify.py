@@ -228,7 +228,7 @@ def _seeded(reference: Reference, tensors: Sequence[torch.Tensor]) -> list[torch
     with torch.random.fork_rng(devices=sorted({tensor.device.index or 0 for tensor in tensors if tensor.is_cuda})):
         torch.manual_seed(SEED)
         run = run_eager(reference, tensors)
-    return [*run.outputs, *run.given, *[run.state[name] for name in sorted(run.state)]]
+    return [*run.outputs, *run.inputs, *[run.state[name] for name in sorted(run.state)]]
 
 
 def _differ(expected: Sequence[torch.Tensor], computed: Sequence[torch.Tensor], bound: float) -> bool:

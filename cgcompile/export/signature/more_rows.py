@@ -38,9 +38,9 @@ def same_with_more_rows(entries: Sequence[Exported], max_paths: int, tell: Tell)
         tell(f"{source.entry}, exported with another number of rows of state")
         with with_more_rows(source.model, rows, MORE):
             other = export(source, entry.sizes, len(entries) == 1, max_paths, entry.written)
-        pairs = list(zip(entry.programs.each, other.programs.each, strict=False))
+        pairs = list(zip(entry.programs.distinct, other.programs.distinct, strict=False))
         differing = next((difference for (_, one), (_, two) in pairs if (difference := _difference(one, two))), None)
-        if differing is None and len(entry.programs.each) != len(other.programs.each):
+        if differing is None and len(entry.programs.distinct) != len(other.programs.distinct):
             differing = None, "the model is exported otherwise"
         if differing is not None:
             node, what = differing
@@ -71,11 +71,11 @@ def _traced_alike(entry: Exported, tell: Tell) -> bool:
         return False
     tell(f"{source.entry}, with another number of rows of state")
     with with_more_rows(source.model, source.rows, MORE):
-        flat = FlatModule(source.model, first.like, source.device, source.told, source.entry, source.capability)
+        flat = FlatModule(source.model, first.like, source.device, source.target_device, source.entry, source.capability)
         flat.weights = held_weights(source.model, entry.written)
         effects: list[SideEffects] = []
         flat.watch = effects.append
-        for key, program in entry.programs.each:
+        for key, program in entry.programs.distinct:
             try:
                 if entry.programs.dynamic:
                     other = export_dynamic(source, flat, entry.shapes, entry.sizes)

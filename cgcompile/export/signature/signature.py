@@ -27,7 +27,7 @@ def describe_signature(exported: Exported) -> Signature:
     source, programs, flat = exported.source, exported.programs, exported.flat
     assert flat.result is not None  # it was called
     varying = [PREFIX + name for row in source.rows for name in row.buffers]
-    ranges = list(map(_widest, zip(*[index_ranges(program, varying) for _, program in programs.each], strict=True)))
+    ranges = list(map(_widest, zip(*[index_ranges(program, varying) for _, program in programs.distinct], strict=True)))
     inputs = [
         TensorSpec(name=name, dtype=dtype_name(tensor.dtype), shape=shape, order=memory_order(tensor), range=limits)
         for (name, tensor), shape, limits in zip(flat.like.leaves, exported.shapes, ranges, strict=True)
@@ -107,7 +107,7 @@ def _inferred(exported: Exported, name: str, index: int) -> TensorSpec:
     """An output of programs with constant sizes: its shape follows from what eager PyTorch gave.  Raises structure-unsupported
     where its dtype or number of axes changes with the sizes, shape-irregular where its sizes follow no rule."""
     label, nodes = exported.source.label, []
-    for _, program in exported.programs.each:
+    for _, program in exported.programs.distinct:
         (last,) = [node for node in program.graph.nodes if node.op == "output"]
         nodes.append(last.args[0][-len(exported.flat.names) :][index].meta["val"])
     shapes = [(sizes, output_shapes[index]) for sizes, output_shapes in exported.eager_shapes]

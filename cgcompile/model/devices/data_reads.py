@@ -103,6 +103,6 @@ class DataReads:
         where, line = here()
         same = (tensor != 0) if isinstance(value, bool) else tensor == value
         same = same.reshape(()) if value is not False else same.reshape(()).logical_not()
-        if places.told != CPU:
+        if places.target_device != CPU:
             same = places.moved(places.noted(same, places.place(tensor)), HOST)
         called(torch.ops.aten._assert_async.msg, [same, f"{where}: {ASSERTS}: that this is {value}: {line}"], {})

@@ -107,7 +107,7 @@ def lstm(places: TensorPlaces, func: Any, args: list[Any], kwargs: dict[str, Any
 def histogram(places: TensorPlaces, func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
     """`torch.histc`: only a GPU counts integers, and the CPU may stand for one."""
     tensor = args[0] if args else kwargs["input"]
-    if places.real != CPU or places.told == CPU or tensor.is_floating_point():
+    if places.real != CPU or places.target_device == CPU or tensor.is_floating_point():
         return operate(places, func, args, kwargs)
     floats = operate(places, torch.Tensor.double, [tensor], {})
     counts = operate(places, func, [floats, *args[1:]], {name: value for name, value in kwargs.items() if name != "input"})

@@ -29,13 +29,13 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 class TensorPlaces:
     """The place of every tensor of one call of the user's model, whose tensors are on the device `real`.
 
-    `told`: where the bundle will run.  On the CPU there is one place, and a move to a GPU moves nothing.  `effects` gets what
-    cannot be followed.
+    `target_device`: where the bundle will run.  On the CPU there is one place, and a move to a GPU moves nothing.  `effects` gets
+    what cannot be followed.
     """
 
     def __init__(self, inputs: Sequence[torch.Tensor], real: torch.device, target_device: torch.device) -> None:
         self.real = real
-        self.told = target_device
+        self.target_device = target_device
         self.effects = SideEffects()
         self._places: Any = WeakTensorKeyDictionary()
         for tensor in inputs:
@@ -50,7 +50,7 @@ class TensorPlaces:
         """What the user's code is told.  Tensors without memory keep their device."""
         if real.type == "meta":
             return real
-        return CPU if self.place(tensor) == HOST else self.told
+        return CPU if self.place(tensor) == HOST else self.target_device
 
     def named(self, device: Any) -> str | None:
         """The place of a device as the user writes it, None for one without memory (meta)."""
@@ -58,7 +58,7 @@ class TensorPlaces:
         if torch_device.type == "meta":
             return None
         if torch_device.type == "cpu":
-            return DEVICE if self.told == CPU else HOST
+            return DEVICE if self.target_device == CPU else HOST
         if torch_device.type != "cuda" or torch_device.index:
             self.saw("several-devices", f"a tensor on {torch_device}: a bundle runs on one GPU and the host")
         self.to_gpu()
@@ -66,7 +66,7 @@ class TensorPlaces:
 
     def to_gpu(self) -> None:
         """The user's code names a GPU."""
-        if self.told == CPU:
+        if self.target_device == CPU:
             self.saw("moved-to-gpu", "a tensor is moved to a GPU, and the bundle is for the CPU")
 
     def note(self, tensor: torch.Tensor, place: str) -> None:

@@ -48,7 +48,7 @@ class Place:
     """Where the models run: fields of `Source`."""
 
     device: torch.device
-    told: torch.device
+    target_device: torch.device
     capability: tuple[int, int]
 
 
@@ -58,7 +58,7 @@ class Called:
     user's line, or ""."""
 
     outputs: tuple[torch.Tensor, ...] = ()
-    given: tuple[torch.Tensor, ...] = ()
+    inputs: tuple[torch.Tensor, ...] = ()
     raised: str = ""
 
 
@@ -95,7 +95,7 @@ class _Calls:
         by_entry = {source.entry: source for source in sources}
         self._sources = [by_entry[entry] for entry in sizes]
         self._flats = [
-            FlatModule(source.model, sample(source, chosen), source.device, source.told, source.entry, source.capability)
+            FlatModule(source.model, sample(source, chosen), source.device, source.target_device, source.entry, source.capability)
             for source, chosen in zip(self._sources, sizes.values(), strict=True)
         ]
         for flat in self._flats:
@@ -113,7 +113,7 @@ class _Calls:
             self._called = Called(raised=str(error))
         else:
             self._called = Called(
-                outputs=tuple([output.detach().cpu() for output in outputs]), given=tuple([tensor.cpu() for tensor in inputs])
+                outputs=tuple([output.detach().cpu() for output in outputs]), inputs=tuple([tensor.cpu() for tensor in inputs])
             )
 
     def receive(self) -> Called:
@@ -231,7 +231,7 @@ def _serve(connection: Connection, sources: Sequence[Source], threads: int) -> N
         what, *content = pickle.loads(connection.recv_bytes())
         if what == "begin":
             (place,) = content
-            sources = [replace(source, told=place.told, capability=place.capability) for source in sources]
+            sources = [replace(source, target_device=place.target_device, capability=place.capability) for source in sources]
             device = place.device
             if device == CPU:
                 _leave_cuda_alone()
@@ -317,7 +317,10 @@ class _Copied:
 
     @contextmanager
     def new(self, sizes: Mapping[str, dict[str, int]]) -> Iterator[FreshModel]:
-        sources = [replace(source, told=self._place.told, capability=self._place.capability, owned=True) for source in self._make()]
+        sources = [
+            replace(source, target_device=self._place.target_device, capability=self._place.capability, owned=True)
+            for source in self._make()
+        ]
         with placed(sources[0], self._place.device) as first:
             yield _Calls([replace(source, device=first.device) for source in sources], sizes)
 

@@ -74,7 +74,7 @@ def first_draw(rngs: Sequence[Generator], call: Callable[[], object]) -> tuple[s
         call()
     finally:
         sys.settrace(before)
-    return search.found
+    return search.location
 
 
 class _Search:
@@ -84,15 +84,15 @@ class _Search:
         self._each = rngs
         self._states = states(rngs)
         self._at: tuple[str, int] | None = None
-        self.found = ("", "")
+        self.location = ("", "")
 
     def step(self, frame: FrameType, event: str, argument: Any) -> Any:
-        if self.found[0]:
+        if self.location[0]:
             return None
         if event == "call" and not is_user_file(frame.f_code.co_filename):
             return None
         if self._at is not None and states(self._each) != self._states:
-            self.found = line_of(*self._at)
+            self.location = line_of(*self._at)
             return None
         at: FrameType | None = frame.f_back if event == "return" else frame
         while at is not None and not is_user_file(at.f_code.co_filename):

@@ -44,7 +44,7 @@ class _Asked(type):
 
 
 @contextmanager
-def told_eager(questions: str) -> Iterator[None]:
+def tracing_hidden(questions: str) -> Iterator[None]:
     """Meanwhile the user's code is told that nothing is traced, as far as it asks one of these `questions`; "" are none."""
     if not questions:
         yield

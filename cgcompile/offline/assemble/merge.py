@@ -67,18 +67,18 @@ def merge(key: IntKey, regions: Sequence[LoweredRegion], input_names: Sequence[s
 
 
 class MergedProgram:
-    """The merged program as it grows.  `made`: the values of the regions so far; `on_host`: those that the host has a copy of.
+    """The merged program as it grows.  `views`: the values of the regions so far; `on_host`: those that the host has a copy of.
     `shared`: weights and inputs by kind and name, which several regions may take."""
 
     def __init__(self, key: IntKey, input_places: Mapping[str, int]) -> None:
         self.key = key
-        self.given = input_places
+        self.input_places = input_places
         self.buffers: list[Buffer] = []
         self.variants: dict[KernelVariant, int] = {}
         self.events: list[Event] = []
         self.regions: list[RegionEvents] = []
         self.constants: dict[str, FoldedConstant] = {}
-        self.made: dict[str, BufferView] = {}
+        self.views: dict[str, BufferView] = {}
         self.shared: dict[tuple[str, str], int] = {}
         self.on_host: set[str] = set()
         self.written: dict[int, None] = {}
@@ -86,9 +86,9 @@ class MergedProgram:
     def read(self, names: Sequence[str]) -> None:
         """A host region takes these values."""
         for name in names:
-            if name in self.made and name not in self.on_host:
+            if name in self.views and name not in self.on_host:
                 self.on_host.add(name)
-                self.events.append(HostRead(buffer=self.made[name].pointer.buffer))
+                self.events.append(HostRead(buffer=self.views[name].pointer.buffer))
 
     def add(self, region: LoweredRegion, traced: Lowered, targets: Sequence[Pointer] = ()) -> None:
         """A graph region, or a part of one.  `targets`: where its outputs go, dense ones; () for wherever it makes them."""
@@ -106,7 +106,7 @@ class MergedProgram:
         self.regions.append(
             RegionEvents(name=region.name, start=start, stop=len(self.events), inputs=tuple(inputs), outputs=tuple(outputs))
         )
-        self.made.update(zip(region.outputs, outputs, strict=True))
+        self.views.update(zip(region.outputs, outputs, strict=True))
         for constant in traced.constants:
             known = self.constants.get(constant.name, constant)
             sources = tuple(sorted({*known.sources, *constant.sources}))
@@ -120,13 +120,13 @@ class MergedProgram:
         self.events.insert(len(self.events) if at is None else at, Allocate(buffer=pointer.buffer))
         return pointer
 
-    def given_tensor(self, kind: str, name: str, nbytes: int) -> Pointer:
+    def argument_pointer(self, kind: str, name: str, nbytes: int) -> Pointer:
         """The buffer of a weight, or of an input of the call by its number."""
         return self._shared(Buffer(kind=kind, name=name, nbytes=nbytes))
 
     def program(self, outputs: Sequence[str]) -> LoweredProgram:
         """All of it; `outputs` of the call."""
-        traced = self.joined((), [self.made[name] for name in outputs if name in self.made])
+        traced = self.joined((), [self.views[name] for name in outputs if name in self.views])
         return LoweredProgram(lowered=traced, regions=tuple(self.regions))
 
     def joined(self, inputs: Sequence[BufferView], outputs: Sequence[BufferView]) -> Lowered:
@@ -149,9 +149,9 @@ class MergedProgram:
         if buffer.kind == WEIGHT:
             return self._shared(buffer)
         name, tensor = region.inputs[int(buffer.name)], traced.inputs[int(buffer.name)]
-        if name in self.given:
-            return self._shared(replace(buffer, name=str(self.given[name])))
-        view, where = self.made[name], f"int_key {self.key}, {region.name}"
+        if name in self.input_places:
+            return self._shared(replace(buffer, name=str(self.input_places[name])))
+        view, where = self.views[name], f"int_key {self.key}, {region.name}"
         if _layout(view) != _layout(tensor):
             what = f"{where}: {name} is taken as {_layout(tensor)}, and was made as {_layout(view)}"
             raise BuildError("inputs-unlike", what, DEFECT)

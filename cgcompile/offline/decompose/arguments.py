@@ -26,7 +26,7 @@ Row = tuple[str, str, torch.Tensor | None]
 """Kind, name, and a tensor like it; None for an argument that is None or a number."""
 
 
-def given_rows(program: ExportedProgram, tensors: Sequence[torch.Tensor]) -> list[Row]:
+def argument_rows(program: ExportedProgram, tensors: Sequence[torch.Tensor]) -> list[Row]:
     rows: list[Row] = []
     state: dict[str, Any] = {**program.state_dict, **program.constants}
     count = 0

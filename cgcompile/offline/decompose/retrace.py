@@ -17,7 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from ...errors import BuildError, ModelError
 from ...targets.memory_layout import dense_strides
 from ...transforms.inductor_passes import unchecked_puts
-from .arguments import changed_outputs, check_apart, fake_tensor, given_rows
+from .arguments import argument_rows, changed_outputs, check_apart, fake_tensor
 from .decompositions import decompositions
 from .device_program import Replacing, named_node, on_device
 from .outputs import COPY, copy_back, with_strides
@@ -51,7 +51,7 @@ def retrace(
     if writes or any(getattr(node.target, "__module__", "").startswith("torch._functorch") for node in program.graph.nodes):
         # new values of what it writes to become outputs, and vmap's batch axes go; most other operations stay as they are
         program = program.run_decompositions({})
-    rows = given_rows(program, tensors)
+    rows = argument_rows(program, tensors)
     changed = changed_outputs(program)
     module = on_device(program.graph_module)
     mode = FakeTensorMode(allow_non_fake_inputs=True)

@@ -42,7 +42,7 @@ TEMPLATE_LINES = 20
 class Stage:
     """A recording (None where nothing runs), tensors that are written before it, row-major, and those that are read after it."""
 
-    given: tuple[tuple[Value, bytes], ...] = field(repr=False)
+    inputs: tuple[tuple[Value, bytes], ...] = field(repr=False)
     recording: Recording | None
     read: tuple[Value, ...]
 
@@ -133,7 +133,7 @@ def _kept(tasks: Sequence[Task], cache: Path) -> dict[IntKey, Path]:
     for task in tasks:
         rest = []
         for subtask in (task, *task.others):
-            stages = [(stage.given, stage.recording, stage.read) for stage in subtask.stages]  # `repr` of a stage leaves bytes out
+            stages = [(stage.inputs, stage.recording, stage.read) for stage in subtask.stages]  # `repr` of a stage leaves bytes out
             rest.append((subtask.key, stages, subtask.variants, subtask.sizes, [placed for _, placed in subtask.weights]))
         weights = [hashes[path] for subtask in (task, *task.others) for path, _ in subtask.weights]
         cache_files[task.key] = cache_path(cache, "interpreted", weights, *rest)

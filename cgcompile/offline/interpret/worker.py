@@ -59,7 +59,7 @@ def _stages(memory: Memory, kernels: _Kernels, task: Task) -> Steps[list[bytes]]
     read: list[bytes] = []
     for stage in task.stages:
         memory.where = f"int_key {task.key}, what it is given"
-        for value, contents in stage.given:
+        for value, contents in stage.inputs:
             view = _view(memory, value, "writes")
             view[...] = np.frombuffer(contents, view.dtype).reshape(view.shape)
         if stage.recording:

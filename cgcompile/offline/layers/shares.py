@@ -22,7 +22,7 @@ def layer_shares(entries: Sequence[Prepared], ranks: Ranks) -> tuple[Prepared, .
             what = "writes to an input" if prepared.written else "draws random numbers"
             raise BuildError("split-refused", f"model: a call {what}: each device has its own")
     whole = [prepared.programs.changed(functional_form) for prepared in entries]
-    flat = [program for programs in whole for _, program in programs.each]
+    flat = [program for programs in whole for _, program in programs.distinct]
     owners, assignments = assigned(flat, entries[0].state, ranks.size)
     by_program = {id(program): assignment for program, assignment in zip(flat, assignments, strict=True)}
     shares = [_share(prepared, programs, by_program, owners, ranks) for prepared, programs in zip(entries, whole, strict=True)]

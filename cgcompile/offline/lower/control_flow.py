@@ -24,7 +24,7 @@ from cgbundle.format.schema import IntKey
 from ...errors import BuildError
 from ...partition.blocks import Block, Branch, Loop, Operand, Straight, Switch, blocks, needed_after, straight_module, taken
 from ..assemble.merge import LoweredRegion, MergedProgram, dense_bytes
-from ..decompose.arguments import DEVICE, changed_outputs, check_apart, fake_tensor, given_rows
+from ..decompose.arguments import DEVICE, argument_rows, changed_outputs, check_apart, fake_tensor
 from ..decompose.device_program import on_device
 from ..decompose.retrace import DENSE, Layout, Retraced, retrace_straight
 from ..lowered import (
@@ -72,7 +72,7 @@ def lower_blocks(
     """`program`, which has branches or loops, at the sizes of `tensors`; `layouts` and what is raised as in `lower_key`."""
     source = program.graph_module
     program = program.run_decompositions({})
-    rows, changed = given_rows(program, tensors), changed_outputs(program)
+    rows, changed = argument_rows(program, tensors), changed_outputs(program)
     block = blocks(on_device(program.graph_module))
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     values: Values = {}
@@ -208,10 +208,10 @@ class _Growing:
         """Copies a value that lies in something which a later part may write to: an input of the part, such as what a loop carries,
         or state.  Inductor takes the tensors of a part to lie beside each other."""
         if held.kind == INPUT or (held.kind == WEIGHT and held.name in self.changing):
-            view = self.merged.made[name]
+            view = self.merged.views[name]
             target = self.merged.temporary(dense_bytes(view))
             self.merged.events.append(Copy(source=view.pointer, target=target, nbytes=dense_bytes(view)))
-            self.merged.made[name] = replace(view, pointer=target)
+            self.merged.views[name] = replace(view, pointer=target)
 
     def branch(self, part: Branch | Switch, values: Values) -> None:
         """All bodies write to the same buffers, which the first one's layouts decide."""
@@ -279,8 +279,8 @@ class _Growing:
         makers = [node for part in block.parts if isinstance(part, Straight) for node in part.nodes if node.name == name]
         if not makers or len(makers[0].users) != 1 or (*part.carried, *part.operands).count(name) != 1:
             return False
-        buffer = self.merged.made[values[name].name].pointer.buffer
-        others = [self.merged.made.get(value.name) for other, value in values.items() if other != name]
+        buffer = self.merged.views[values[name].name].pointer.buffer
+        others = [self.merged.views.get(value.name) for other, value in values.items() if other != name]
         alone = not any(other is not None and other.pointer.buffer == buffer for other in others)
         return alone and self.merged.buffers[buffer].kind == TEMPORARY
 
@@ -298,7 +298,7 @@ class _Growing:
         self.merged.events.append(Copy(source=source, target=target, nbytes=dense_bytes(view)))
         self.named += 1
         name = f"v{self.named}"
-        self.merged.made[name] = BufferView(pointer=target, dtype=view.dtype, shape=view.shape, strides=view.strides)
+        self.merged.views[name] = BufferView(pointer=target, dtype=view.dtype, shape=view.shape, strides=view.strides)
         return self._value(name)
 
     def _set_condition(self, value: _Value, number: int | None = None) -> int:
@@ -311,16 +311,16 @@ class _Growing:
         return [values[name] if isinstance(name, str) else _Value(number=name) for name in names]
 
     def _value(self, name: str) -> _Value:
-        view = self.merged.made[name]
+        view = self.merged.views[name]
         with self.mode:
             fake = torch.empty_strided(view.shape, view.strides, dtype=getattr(torch, view.dtype), device=DEVICE)
         return _Value(fake=fake, name=name)
 
     def _pointer(self, value: _Value) -> Pointer:
         if value.kind == TEMPORARY:
-            return self.merged.made[value.name].pointer
+            return self.merged.views[value.name].pointer
         assert value.fake is not None
-        return self.merged.given_tensor(value.kind, value.name, value.fake.element_size() * math.prod(value.fake.shape))
+        return self.merged.argument_pointer(value.kind, value.name, value.fake.element_size() * math.prod(value.fake.shape))
 
     def lowered(self, inputs: Mapping[str, torch.Tensor], outputs: Sequence[_Value]) -> Lowered:
         """All of it; `inputs` of the call by their numbers."""
@@ -328,7 +328,7 @@ class _Growing:
         for number in range(len(inputs)):
             fake = inputs[str(number)]
             nbytes = fake.element_size() * math.prod(fake.shape)
-            place = self.merged.given_tensor(INPUT, str(number), nbytes)
+            place = self.merged.argument_pointer(INPUT, str(number), nbytes)
             dtype = str(fake.dtype).removeprefix("torch.")
             views.append(BufferView(pointer=place, dtype=dtype, shape=tuple(fake.shape), strides=fake.stride()))
-        return self.merged.joined(views, [self.merged.made[output.name] for output in outputs])
+        return self.merged.joined(views, [self.merged.views[output.name] for output in outputs])

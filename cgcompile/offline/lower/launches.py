@@ -47,7 +47,7 @@ def record_calls(
     """Run the wrapper's `call` for `tensors`, whose kinds and names are `names`; what it does, and what it calls that is no Triton
     kernel, in order.  Raises constant-unknown, lowering-broken."""
     log = _Log(load=load)
-    wrapper_tensors = [log.given(kind, name, tensor) for (kind, name), tensor in zip(names, tensors, strict=True)]
+    wrapper_tensors = [log.argument_tensor(kind, name, tensor) for (kind, name), tensor in zip(names, tensors, strict=True)]
     inputs = {int(name): value.tensor() for (kind, name), value in zip(names, wrapper_tensors, strict=True) if kind == INPUT}
     results = _namespace(wrapper, log)["call"](list(wrapper_tensors))
     outputs = tuple([value.tensor() for value in results if isinstance(value, WrapperTensor)])
@@ -161,7 +161,7 @@ class _Log:
     unknown: list[str] = field(default_factory=list)
     kernels: dict[tuple[str, str], WrapperKernel] = field(default_factory=dict)
 
-    def given(self, kind: str, name: str, tensor: torch.Tensor) -> WrapperTensor:
+    def argument_tensor(self, kind: str, name: str, tensor: torch.Tensor) -> WrapperTensor:
         """An input or a weight, which is never released."""
         nbytes = span(tensor.shape, tensor.stride()) * tensor.dtype.itemsize
         self.buffers.append(Buffer(kind=kind, name=name, nbytes=nbytes))

@@ -107,14 +107,14 @@ def _traceable(spec: BuildSpec, cut: CutProgram, tell: Tell) -> tuple[Traceable 
 
 def _placed(tried: Searched, recordable: Recordable, trials: Path) -> tuple[Searched, Path]:
     """The candidates with tables beside each other's, and one file of weights beside a file that has the tables of all."""
-    recorded = beside_each_other({name: trial.recorded for name, trial in tried.made.items()}, recordable.layout.weights_end)
+    recorded = beside_each_other({name: trial.recorded for name, trial in tried.candidates.items()}, recordable.layout.weights_end)
     tables = {table.offset: table for recording in recorded.values() for table in recording.tables}
     trials.mkdir()
     file = trials / file_names.WEIGHTS
     os.link(recordable.request.stored, file)
     stored = recordable.stored + write_tables(trials / file_names.TABLES, [tables[offset] for offset in sorted(tables)])
-    placed = {name: replace(trial, recorded=replace(recorded[name], stored=stored)) for name, trial in tried.made.items()}
-    return replace(tried, made=placed), file
+    placed = {name: replace(trial, recorded=replace(recorded[name], stored=stored)) for name, trial in tried.candidates.items()}
+    return replace(tried, candidates=placed), file
 
 
 def _proved(
@@ -129,7 +129,7 @@ def _proved(
     """The candidates that pass their proof, and the manifests of their bundles.  Raises the first refusal where none does."""
     manifests: dict[str, Manifest] = {}
     refusals: dict[str, CgbundleError] = {}
-    for name, candidate in placed.made.items():
+    for name, candidate in placed.candidates.items():
         tell(f"replaying {name}")
         try:
             manifests[name] = prove(spec, candidate, cut, expected, stage, file, file.parent / name)
@@ -154,7 +154,7 @@ def _timed(
         for number, entry in enumerate(spec.entries)
         for key in entry.keys
     }
-    chosen = choose(times, conflicts({name: trial.recorded for name, trial in left.made.items()}))
+    chosen = choose(times, conflicts({name: trial.recorded for name, trial in left.candidates.items()}))
     return {
         key: tuple(
             [
@@ -181,7 +181,9 @@ def _emitted(
 ) -> ManifestParts:
     """The bundle's files and rows, of what was chosen."""
     chosen = {key: next(row.name for row in rows if row.chosen) for key, rows in lowerings.items()}
-    used = {name: trial for name, trial in tried.made.items() if name in chosen.values()} or dict([next(iter(tried.made.items()))])
+    used = {name: trial for name, trial in tried.candidates.items() if name in chosen.values()} or dict(
+        [next(iter(tried.candidates.items()))]
+    )
     recorded = merged(
         beside_each_other({name: trial.recorded for name, trial in used.items()}, recordable.layout.weights_end), chosen
     )
@@ -201,13 +203,13 @@ def _emitted(
 
 
 def _without(searched: Searched, refusals: Mapping[str, CgbundleError]) -> Searched:
-    remaining = {name: trial for name, trial in searched.made.items() if name not in refusals}
+    remaining = {name: trial for name, trial in searched.candidates.items() if name not in refusals}
     reasons = {name: reason(refusal) for name, refusal in refusals.items()}
-    return replace(searched, made=remaining, left_out={**searched.left_out, **reasons})
+    return replace(searched, candidates=remaining, left_out={**searched.left_out, **reasons})
 
 
 def _summary(tried: Searched) -> str:
-    return ", ".join([*tried.made, *[f"not {name}" for name in tried.left_out]])
+    return ", ".join([*tried.candidates, *[f"not {name}" for name in tried.left_out]])
 
 
 def _chosen(lowerings: Lowerings) -> str:

@@ -34,6 +34,6 @@ class Searched:
     """Candidates by the name of their lowering, and of all others the reason why they are left out.  `complete`: no reason is that
     the time was over."""
 
-    made: Mapping[str, Candidate]
+    candidates: Mapping[str, Candidate]
     left_out: Mapping[str, str]
     complete: bool

@@ -84,7 +84,9 @@ def searched(outcomes: dict[str, Outcome], deadline: Deadline) -> Searched:
         raise next(iter(refusals.values()))
     over = f"not recorded in the {deadline.seconds:g} seconds that the search may take" if deadline.seconds is not None else ""
     late = {name: over for name, outcome in outcomes.items() if outcome is None}
-    return Searched(made=recorded, left_out=late | {name: reason(refusal) for name, refusal in refusals.items()}, complete=not late)
+    return Searched(
+        candidates=recorded, left_out=late | {name: reason(refusal) for name, refusal in refusals.items()}, complete=not late
+    )
 
 
 def _recorded(name: str, recordable: Recordable, processes: RecorderProcesses, deadline: Deadline, tell: Tell) -> Outcome:

@@ -18,7 +18,7 @@ from ...bundle.self_test import KeySelfTest
 from ...capture.build import CutProgram, emit
 from ...targets.build_spec import BuildSpec
 from ...transforms.error_bounds import error_bounds
-from ..manifest import made_manifest
+from ..manifest import manifest_of
 from .candidates import Candidate
 
 
@@ -45,7 +45,7 @@ def prove(
     parts = emit(spec, trial, candidate.recorded, cut, folded=candidate.folded, expected=expected)
     for entry in spec.entries:
         write_programs(trial, entry.prepared.programs, entry.name)
-    manifest = made_manifest(spec, parts, [()] * len(spec.entries), provenance(spec.entries[0].source.label, {}))
+    manifest = manifest_of(spec, parts, [()] * len(spec.entries), provenance(spec.entries[0].source.label, {}))
     host_code.attach(trial, manifest)
     sealed = seal(trial, manifest)
     replay(trial, sealed, [error_bounds(entry.prepared, sealed.weights) for entry in spec.entries], spec.allow)

@@ -61,7 +61,7 @@ def build_world(model: Any, options: Options) -> Built:
                         size=size,
                         meeting=scratch / "meeting",
                         folder=folder / rank_folder(rank),
-                        told=scratch / "told",
+                        progress_file=scratch / "told",
                     ),
                     what=f"building rank {rank}",
                 )

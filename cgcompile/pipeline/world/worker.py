@@ -17,7 +17,7 @@ from ..records import Options
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankJob:
     """Rank number `rank` of `size` of the model named `model`, into `folder`.  The ranks meet at the file `meeting`.  What rank 0
-    does is told through the pipe `told`, a line of JSON for each `progress.Event`."""
+    does is told through the pipe `progress_file`, a line of JSON for each `progress.Event`."""
 
     model: str
     options: Options
@@ -25,7 +25,7 @@ class RankJob:
     size: int
     meeting: Path
     folder: Path
-    told: Path
+    progress_file: Path
 
 
 def work(job: RankJob) -> tuple[tuple[str, float], ...]:
@@ -36,7 +36,7 @@ def work(job: RankJob) -> tuple[tuple[str, float], ...]:
 
     job.folder.mkdir(parents=True)
     with joined(job.rank, job.size, job.meeting) as ranks, ExitStack() as stack:
-        watcher = silent if job.rank else _teller(stack.enter_context(open(job.told, "w")))
+        watcher = silent if job.rank else _teller(stack.enter_context(open(job.progress_file, "w")))
         return build_rank(job.model, replace(job.options, progress=watcher), ranks, job.folder).seconds
 
 

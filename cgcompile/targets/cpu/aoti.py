@@ -159,7 +159,7 @@ def _compiled(
     if standalone and (operator := lacking(program)):
         raise BuildError("not-standalone", f"the program has {operator}, which only torch's libraries compute")
     if begun.functions is not None and (standalone or (standalone is None and suits(program, level))):
-        functions = OwnFunctions(made=begun.functions, required=standalone is not None)
+        functions = OwnFunctions(object_file=begun.functions, required=standalone is not None)
     compilers = ask_compilers(str(wrapped.path), level)
     compiled = (_private_cache(work / "cache"), unnamed_machine(), _watched(work, tell), unprobed(compilers))
     generated = (dispatched(), complex_decompositions(), any_number_of_threads(), failures_leave_loops(), stored_before_reshapes())

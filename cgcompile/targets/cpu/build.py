@@ -28,7 +28,7 @@ from ...model.pytree import dtype_name
 from ...transforms.error_bounds import error_bounds
 from ...transforms.output_aliases import with_aliases
 from ...util.disk_space import size
-from ...util.progress import Stages, Tell, each_named
+from ...util.progress import Stages, Tell, named_tells
 from ...util.scratch import scratch_folder
 from ...util.workers import processors, side_by_side
 from ..build_spec import BuildSpec, EntryBuild, EntryParts, ManifestParts
@@ -57,7 +57,7 @@ class _CompiledEntry:
         """The region of the program of `key`: `model`, or `model-8x128` where each has its own; of another entry than forward
         `decode`, `decode-8x128`."""
         base = WHOLE if self.entry.name == FORWARD else self.entry.name
-        return base if len(self.programs.each) == 1 else f"{base}-{'x'.join(map(str, key))}"
+        return base if len(self.programs.distinct) == 1 else f"{base}-{'x'.join(map(str, key))}"
 
     def file(self, key: IntKey) -> str:
         return f"{file_names.HOST}{self.name(key)}.so"
@@ -70,7 +70,7 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages, begun: Begun | Non
     with scratch_folder() as scratch:
         with stages("lower") as tell:
             changing = any(entry.prepared.state or any(alias.name for alias in entry.prepared.aliases) for entry in spec.entries)
-            tells = each_named(tell, [entry.name for entry in spec.entries])
+            tells = named_tells(tell, [entry.name for entry in spec.entries])
             entries = [
                 _CompiledEntry(entry=entry, programs=entry.prepared.programs.changed(without_python), compiled={})
                 for entry in spec.entries
@@ -132,9 +132,9 @@ def _compile_all(
     entry does it."""
     works: dict[tuple[int, IntKey], Callable[[Tell], Compiled]] = {}
     for number, unit in enumerate(entries):
-        contents = program_contents([program for _, program in unit.programs.each])
+        contents = program_contents([program for _, program in unit.programs.distinct])
         shared = [alias.output for alias in unit.entry.prepared.aliases]
-        for key, program in unit.programs.each:
+        for key, program in unit.programs.distinct:
             known = unit.compiled.get(key)
             if known is not None and known.standalone == standalone:
                 continue
@@ -182,7 +182,7 @@ def _entry_parts(
     prepared = unit.entry.prepared
     numbers: dict[IntKey, int] = {}
     strides: dict[IntKey, list[tuple[int, ...]]] = {}
-    for key, program in unit.programs.each:
+    for key, program in unit.programs.distinct:
         bound = layouts.bind_constants(unit.compiled[key].path, program, weights)
         for self_test in [self_test for self_test in self_tests if unit.programs.at(self_test.key) is program]:
             numbers[self_test.key] = len(regions)

@@ -65,11 +65,11 @@ class Running:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
-    """A source of a program, which is being compiled by another command than Inductor's, `given`, or without `interface`.  `whole`:
-    the text that Inductor wrote."""
+    """A source of a program, which is being compiled by another command than Inductor's, `command`, or without `interface`.
+    `whole`: the text that Inductor wrote."""
 
     path: Path
-    given: list[str]
+    command: list[str]
     whole: str
     running: Running
     interface: Interface | None
@@ -120,7 +120,7 @@ def _begin(command: list[str], path: Path, interface: Interface | None, stack: E
         path.write_text(rest)
     quicker = {NEWER: OLDER, **(CONTROL if path.name.endswith(WRAPPER) else {})}
     running = _start([quicker.get(word, word) for word in command], path.parent, stack)
-    return Source(path=path, given=command, whole=whole, running=running, interface=interface if rest is not None else None)
+    return Source(path=path, command=command, whole=whole, running=running, interface=interface if rest is not None else None)
 
 
 def _finished(sources: list[Source], stack: ExitStack) -> list[str]:
@@ -140,10 +140,10 @@ def _finish(source: Source, stack: ExitStack) -> list[str]:
         source.running.wait()
         if source.interface is None:
             return []
-        if (object_file := source.interface.made.result()) is not None:
+        if (object_file := source.interface.object_file.result()) is not None:
             return [str(object_file)]
     source.path.write_text(source.whole)
-    _start(source.given, source.path.parent, stack).wait()
+    _start(source.command, source.path.parent, stack).wait()
     return []
 
 
@@ -163,13 +163,13 @@ class OwnFunctions:
     """What is linked in libtorch's place: an object file, or None where the compiler refuses it.  `required`: where the code calls
     more, the build fails; else it gets libtorch's."""
 
-    made: Future[Path | None]
+    object_file: Future[Path | None]
     required: bool
 
 
 def _linked_alone(command: list[str], functions: OwnFunctions, folder: Path, stack: ExitStack) -> bool:
     """Links with the functions of ours; False where the code calls others, or the compiler does not take them."""
-    if (path := functions.made.result()) is None:
+    if (path := functions.object_file.result()) is None:
         if functions.required:
             raise BuildError("compiler-failed", f"the C++ compiler refuses {standalone_code.SOURCE}")
         return False

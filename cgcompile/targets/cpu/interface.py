@@ -68,7 +68,7 @@ class Interface:
     """The `text` of torch's file, and what it is compiled to, in time: a path, or None where the compiler fails."""
 
     text: str
-    made: Future[Path | None]
+    object_file: Future[Path | None]
 
     def without(self, source: str, command: Sequence[str]) -> str | None:
         """The text of a generated file without the interface's; None where that is not in it, or `command` has other macros."""
@@ -89,7 +89,7 @@ class Begun:
 
     def wait(self) -> None:
         """Until all are done: a forked process cannot wait for a thread of this one."""
-        for future in (self.interface.made if self.interface is not None else None, self.functions, self.operators):
+        for future in (self.interface.object_file if self.interface is not None else None, self.functions, self.operators):
             if future is not None:
                 future.result()
 
@@ -134,7 +134,7 @@ def begun_interface() -> Iterator[Interface | None]:
         target = folder / "interface.o"
         (folder / "interface.cpp").write_text(FIRST + text)
         command = [compiler(), *OPTIONS, *included(wrapper=True), "-c", "-o", target.name, "interface.cpp"]
-        yield Interface(text=text, made=_begun(command, target, path, stack))
+        yield Interface(text=text, object_file=_begun(command, target, path, stack))
 
 
 def _begun(command: list[str], target: Path, path: Path | None, stack: ExitStack) -> Future[Path | None]:
@@ -149,10 +149,10 @@ def _begun(command: list[str], target: Path, path: Path | None, stack: ExitStack
     )
     thread = stack.enter_context(ThreadPoolExecutor(1))
     stack.callback(end_group, process)  # before the thread is waited for
-    return thread.submit(_made, process, target, path)
+    return thread.submit(_compiled, process, target, path)
 
 
-def _made(process: subprocess.Popen[bytes], target: Path, path: Path | None) -> Path | None:
+def _compiled(process: subprocess.Popen[bytes], target: Path, path: Path | None) -> Path | None:
     if process.wait():
         return None
     if path is not None:

@@ -96,7 +96,7 @@ def off_gpu(split: SplitProgram | None, hosts: HostRegions, weights: Sequence[We
 
 def split_program(programs: Programs, placements: Placements, calls: Mapping[IntKey, Sequence[torch.Tensor]]) -> SplitProgram:
     """`calls` are example inputs of every key, where the programs are.  Raises the errors of `partition`."""
-    by_program = {id(program): partition(program, placements[key]) for key, program in programs.each}
+    by_program = {id(program): partition(program, placements[key]) for key, program in programs.distinct}
     partitions, regions, values, uploads, state = {}, {}, {}, {}, {}
     for key, tensors in calls.items():
         inputs, planned = [_dense(tensor) for tensor in tensors], by_program[id(programs.at(key))]
@@ -161,7 +161,7 @@ def compile_host_regions(
             if like not in compiled:
                 tell(f"compiling {name} for int_key {key}")
                 region_name = name if len(split.regions) == 1 else f"{name}-{key_label(key)}"
-                expected = [split.values[key][value_name].cpu() for value_name in region.planned.made]
+                expected = [split.values[key][value_name].cpu() for value_name in region.planned.module_outputs]
                 compiled[like], used, left = _compile(region, region_name, example_inputs, expected, weights, scratch, stage, level)
                 features |= set(used)
                 unbound |= left

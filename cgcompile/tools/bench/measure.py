@@ -97,7 +97,7 @@ def measure(
             folder=Path(scratch),
             job=write_job(folder, manifest, spec, chosen, model, Path(scratch), threads),
             cache=compiler_cache(Path(scratch, "cache")),
-            found=states,
+            states=states,
             spec=spec,
             cpu=manifest.target.kind == "cpu",
             keys=chosen,
@@ -137,12 +137,12 @@ def some(keys: Sequence[IntKey], limit: int = SHOWN) -> list[IntKey]:
 
 @dataclass(kw_only=True, slots=True)
 class _Run:
-    """The workers of one benchmark, with a working folder; `found` is filled."""
+    """The workers of one benchmark, with a working folder; `states` is filled."""
 
     folder: Path
     job: Path
     cache: dict[str, str]
-    found: dict[str, _State]
+    states: dict[str, _State]
     spec: EntrySpec
     cpu: bool
     keys: Sequence[IntKey]
@@ -172,9 +172,9 @@ class _Run:
                 if name not in (BUNDLE, WARM):
                     self._start(name, tell, "", measured=False)
             filler = COLD if COLD in ways else WARM
-            if filler in ways and not self.found[filler].why:
+            if filler in ways and not self.states[filler].why:
                 tell(f"{COLD}, empty cache")
-                both = [name for name in (COLD, WARM) if name in self.found]
+                both = [name for name in (COLD, WARM) if name in self.states]
                 with self._failing(*both), self._worker(COLD, self.cache) as worker:
                     self._take(filler, worker.answer(), start=filler == COLD)
         with stages("cold") as tell:
@@ -191,7 +191,7 @@ class _Run:
         with stages("calls") as tell, ExitStack() as stack:
             workers: dict[str, WorkerProcess] = {}
             for name in timed:
-                if self.found[name].why:
+                if self.states[name].why:
                     continue
                 tell(f"starting {name}")
                 with self._failing(name):
@@ -205,14 +205,14 @@ class _Run:
                             tell(f"round {index + 1} of {rounds}, {name}")
                             with self._failing(name):
                                 seconds = worker.ask(f"{what} {number}")["seconds"]
-                                self.found[name].seconds.setdefault((what, number), []).append(seconds)
-                            if self.found[name].why:
+                                self.states[name].seconds.setdefault((what, number), []).append(seconds)
+                            if self.states[name].why:
                                 del workers[name]
             tell.result(f"{rounds} round{'s' if rounds > 1 else ''} in turns")
 
     def _start(self, name: str, tell: Callable[[str], None], when: str, measured: bool = True) -> None:
         """One cold start."""
-        if not self.found[name].why:
+        if not self.states[name].why:
             tell(f"{when}{name}")
             with self._failing(name), self._worker(name, self.cache if name == WARM else {}) as worker:
                 self._take(name, worker.answer(), start=measured)
@@ -223,7 +223,7 @@ class _Run:
 
     def _take(self, name: str, answer: dict[str, Any], start: bool) -> None:
         """What a worker answered.  A start that is not measured still says whether the outputs are right."""
-        state = self.found[name]
+        state = self.states[name]
         if start:
             state.starts.append(tuple([answer["laps"].get(phase, 0.0) for phase in PHASES]))
         state.memory = Memory(device=answer.get("device", -1), **answer["memory"])
@@ -258,7 +258,7 @@ class _Run:
             if BUNDLE in names:
                 raise BuildError("bench-failed", f"the bundle does not run here: {error}", error.hint) from None
             for name in names:
-                self.found[name].why = self.found[name].why or f"failed: {error}"
+                self.states[name].why = self.states[name].why or f"failed: {error}"
 
 
 # --- the report -------------------------------------------------------------------------------------------------------

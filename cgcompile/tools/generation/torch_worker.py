@@ -24,20 +24,20 @@ def main(how: str, path: str) -> None:
     with open(path) as file:
         job = json.load(file)
     served = Transformers(how, job)
-    served.made(1, 1)
+    served.generate(1, 1)
     laps.mark("first")
-    served.made(1, 2)
+    served.generate(1, 2)
     laps.mark("second")
     tokens, rates = job["tokens"], {}
-    answer = served.made(1, tokens + 1)
+    answer = served.generate(1, tokens + 1)
     for batch in job["batches"]:
-        served.made(batch, tokens + 1)
+        served.generate(batch, tokens + 1)
         durations = []
         for _ in range(job["rounds"]):
             begin = perf_counter()
-            served.made(batch, 1)
+            served.generate(batch, 1)
             middle = perf_counter()
-            served.made(batch, tokens + 1)
+            served.generate(batch, tokens + 1)
             durations.append((perf_counter() - middle) - (middle - begin))
         rates[str(batch)] = batch * tokens / max(min(durations), 1e-9)
     say({"laps": laps.seconds, "rates": rates, "made": answer, "torch": True})
@@ -66,7 +66,7 @@ class Transformers:
                 compiling._compile_all_devices = True
                 self._options |= {"compile_config": compiling}
 
-    def made(self, batch: int, tokens: int) -> list[int]:
+    def generate(self, batch: int, tokens: int) -> list[int]:
         """What is put behind the first prompt of so many."""
         import torch
 

@@ -34,8 +34,8 @@ def with_bounded_outputs(exported: Exported) -> Exported:
         return exported
     bounds: dict[int, Bounded] = {}
     try:
-        for _, program in exported.programs.each:
-            if (bounded := with_bounds(program, told_gpu=exported.source.told != CPU)) is None:
+        for _, program in exported.programs.distinct:
+            if (bounded := with_bounds(program, told_gpu=exported.source.target_device != CPU)) is None:
                 return exported
             bounds[id(program)] = bounded
         programs = exported.programs.changed(lambda program: bounds[id(program)].program)
@@ -59,7 +59,7 @@ def _rows(exported: Exported, programs: Programs, axes: Sequence[Sequence[tuple[
     symbols = symbols_of(source, programs.first, exported.shapes, sizes) if programs.dynamic else {}
     rows = []
     for output, axis, count in axes[0]:
-        extents = [_output(program, output).shape[axis] for _, program in programs.each]
+        extents = [_output(program, output).shape[axis] for _, program in programs.distinct]
         bound: Size | None
         if programs.dynamic:
             bound = size_of(source, str(output), axis, extents[0], symbols)

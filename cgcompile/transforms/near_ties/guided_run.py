@@ -21,7 +21,7 @@ Wanted = Mapping[int, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
+class RunSelection:
     """A selection of a run.  `first`: the number of its first index among all of the run; `ranks`: indices in a row; `chosen`:
     those with which the run went on, flat; `expected`: those of eager PyTorch; `alternatives`, where they were asked for: other
     ones that would have been as good, (distance, place, index); `ties`, where asked for: which of the expected have any, flat."""
@@ -40,8 +40,8 @@ class GuidedRun(TorchDispatchMode):
     `floor`: the least bound of computed floats.  `explore`: whether alternatives are looked for; `ties`: whether there are any.
     Branches and loops are run here, so that what is in them is seen, too.
 
-    `made`: the selections, and the comparisons of floats.  `filters`: numbers of comparisons that kept a wanted index from being
-    as good.
+    `selections`: the selections, and the comparisons of floats.  `filters`: numbers of comparisons that kept a wanted index from
+    being as good.
     """
 
     supports_higher_order_operators = True
@@ -49,7 +49,7 @@ class GuidedRun(TorchDispatchMode):
     def __init__(self, wanted: Wanted, floor: float = 0.0, explore: bool = False, ties: bool = False) -> None:
         super().__init__()
         self.origins = Origins()
-        self.made: list[Made] = []
+        self.selections: list[RunSelection] = []
         self.filters: set[int] = set()
         self._wanted, self._floor, self._explore, self._ties = wanted, floor, explore, ties
         self._compared: tuple[Tensor, tuple[Any, Tensor, Tensor]] | None = None
@@ -82,7 +82,7 @@ class GuidedRun(TorchDispatchMode):
         return self._selected(selection, func, args, kwargs)
 
     def _selected(self, selection: Selection, func: Any, args: Any, kwargs: Any) -> Any:
-        number, expected = len(self.made), selection.expected
+        number, expected = len(self.selections), selection.expected
         bound = self.origins.error_of(args)
         bound = max(bound, self._floor) if bound else 0.0
         wanted = self._wanted.get(number)
@@ -95,7 +95,7 @@ class GuidedRun(TorchDispatchMode):
         others = selection.alternatives(bound) if self._explore and bound else []
         places = tuple([(distance, row * ranks + rank, index) for distance, row, rank, index in others])
         ties = selection.ties(bound).reshape(-1) if self._ties else None
-        self.made.append(Made(self._count, ranks, chosen.reshape(-1), expected.reshape(-1), places, ties))
+        self.selections.append(RunSelection(self._count, ranks, chosen.reshape(-1), expected.reshape(-1), places, ties))
         numbers = torch.arange(expected.numel(), device=expected.device).reshape(expected.shape) + self._count
         self._count += expected.numel()
         result = selection.results(chosen)
@@ -148,7 +148,7 @@ def _own(result: Any) -> Any:
 _BODIES: dict[str, Callable[..., Any]] = {"cond": _branch, "while_loop": _loop}
 
 
-def asked(selections: Sequence[Made], numbers: Tensor, indices: Tensor) -> dict[int, Tensor]:
+def asked(selections: Sequence[RunSelection], numbers: Tensor, indices: Tensor) -> dict[int, Tensor]:
     """`indices` wanted in place of the selected ones with these `numbers`, by selection; no other is wanted."""
     by_number: dict[int, Tensor] = {}
     for number, here in _by_selection(selections, numbers):
@@ -158,7 +158,7 @@ def asked(selections: Sequence[Made], numbers: Tensor, indices: Tensor) -> dict[
     return by_number
 
 
-def selected(selections: Sequence[Made], numbers: Tensor) -> tuple[Tensor, Tensor]:
+def selected(selections: Sequence[RunSelection], numbers: Tensor) -> tuple[Tensor, Tensor]:
     """The indices with these numbers, int64: those with which the run went on, and eager PyTorch's."""
     both = torch.empty(2, len(numbers), dtype=torch.int64)
     for number, here in _by_selection(selections, numbers):
@@ -168,7 +168,7 @@ def selected(selections: Sequence[Made], numbers: Tensor) -> tuple[Tensor, Tenso
     return both[0], both[1]
 
 
-def _by_selection(selections: Sequence[Made], numbers: Tensor) -> Iterator[tuple[int, Tensor]]:
+def _by_selection(selections: Sequence[RunSelection], numbers: Tensor) -> Iterator[tuple[int, Tensor]]:
     """The selections that `numbers` belong to, each with which of these are its own."""
     starts = torch.tensor([selection.first for selection in selections])
     which = torch.searchsorted(starts, numbers, right=True) - 1

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...util.tolerance import Difference, compare
 from ..error_bounds import ErrorBound
-from .guided_run import GuidedRun, Made, Wanted, asked, selected
+from .guided_run import GuidedRun, RunSelection, Wanted, asked, selected
 
 PASSES = 8
 """Runs in which choices are read: later ones may appear, or change their places, only when earlier ones are made."""
@@ -51,7 +51,7 @@ def judged(run: Run, got: Seen, bounds: Sequence[ErrorBound], floor: float = 0.0
     wanted: Wanted = {}
     turned: dict[int, Tensor] = {}
     trial = _trial(run, got, wanted, floor)
-    if not trial.guided.made:
+    if not trial.guided.selections:
         return None
     for _ in range(PASSES):
         turned = _with_filters(turned, trial.guided)
@@ -108,7 +108,7 @@ def _read(trial: _Trial, got: Seen) -> dict[int, Tensor]:
     """The choices that the compiled program made, as far as they reach what it gave; none where this run made the same."""
     ours = [tensor for call in trial.eager.calls[-len(got.calls) :] for tensor in call] + list(trial.eager.left)
     theirs = [tensor for call in got.calls for tensor in call] + list(got.left)
-    selections = trial.guided.made
+    selections = trial.guided.selections
     same: list[tuple[Tensor, Tensor]] = []
     others: list[tuple[Tensor, Tensor]] = []
     for eager_tensor, compiled_tensor in zip(ours, theirs, strict=True):
@@ -134,7 +134,7 @@ def _with_filters(turned: dict[int, Tensor], guided: GuidedRun) -> dict[int, Ten
     numbers = torch.tensor(sorted(guided.filters), dtype=torch.int64)
     if not len(numbers):
         return turned
-    turned_filters = asked(guided.made, numbers, 1 - selected(guided.made, numbers)[1])
+    turned_filters = asked(guided.selections, numbers, 1 - selected(guided.selections, numbers)[1])
     both = {number: torch.maximum(turned_filters[number], turned[number]) for number in turned_filters.keys() & turned.keys()}
     return {**turned, **turned_filters, **both}
 
@@ -161,7 +161,7 @@ def _searched(run: Run, got: Seen, bounds: Sequence[ErrorBound], wanted: Wanted,
     for _ in range(TRIES):
         candidates = [
             (distance, number, place, index)
-            for number, selection in enumerate(best.guided.made)
+            for number, selection in enumerate(best.guided.selections)
             for distance, place, index in selection.alternatives
             if (number, place, index) not in tried
         ]
@@ -169,7 +169,7 @@ def _searched(run: Run, got: Seen, bounds: Sequence[ErrorBound], wanted: Wanted,
             return None
         _, number, place, index = min(candidates)
         tried.add((number, place, index))
-        changed = _changed(best.guided.made[number], place, index)
+        changed = _changed(best.guided.selections[number], place, index)
         trial = _trial(run, got, {**wanted, number: changed}, floor, explore=True)
         if _within(trial.differences, bounds):
             return trial
@@ -178,7 +178,7 @@ def _searched(run: Run, got: Seen, bounds: Sequence[ErrorBound], wanted: Wanted,
     return None
 
 
-def _changed(selection: Made, place: int, index: int) -> Tensor:
+def _changed(selection: RunSelection, place: int, index: int) -> Tensor:
     """The choices with another index at a place; where the row has that one already, the two change places."""
     changed = selection.chosen.cpu().clone()
     first = place - place % selection.ranks
@@ -201,7 +201,7 @@ def _counted(trial: _Trial, tensor: Tensor) -> tuple[int, int]:
         return 0, 0
     numbers = origins[0].reshape(-1).cpu()
     numbers = numbers[numbers >= 0]
-    chosen, expected = selected(trial.guided.made, numbers)
+    chosen, expected = selected(trial.guided.selections, numbers)
     return len(numbers), int((chosen != expected).sum())
 
 
@@ -211,7 +211,7 @@ def _tied(guided: GuidedRun, tensor: Tensor) -> int:
     if origins is None:
         return 0
     numbers = origins[0].reshape(-1).cpu()
-    ties = torch.cat([selection.ties.cpu() for selection in guided.made if selection.ties is not None])
+    ties = torch.cat([selection.ties.cpu() for selection in guided.selections if selection.ties is not None])
     return int(ties[numbers[numbers >= 0]].sum())
 
 

@@ -33,7 +33,7 @@ def of_turn(shared: Tensor, turn: Tensor) -> Tensor:
     return torch.cat([shared.narrow(0, 0, last), word.view(1)]).as_strided((last + 1,), (1,))
 
 
-def given_to_bodies(node: Node, module: GraphModule, shared: Node, first: Node | None) -> Iterator[Body]:
+def hand_to_bodies(node: Node, module: GraphModule, shared: Node, first: Node | None) -> Iterator[Body]:
     """Hands `shared` to every body of a branch or a loop, changed in place; `first` is the number of a loop's first turn."""
     if higher_order(node) != WHILE:
         predicate, true, false, operands = node.args

@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 from ...export.higher_order.conditionals import bodies, is_conditional
 from ...export.torch_program import arguments, copied_graph, device_of, spell_counts, with_graph
 from ..graph_edits import add_buffer, insert
-from .bodies import given_to_bodies, of_turn
+from .bodies import hand_to_bodies, of_turn
 from .distributions import BLOCK, Stream, axes_in_memory
 from .operators import COMPOSITES, LEAVES
 from .philox import block, schedule
@@ -121,7 +121,7 @@ def _rewrite(module: GraphModule, shared: Node, numbers: Iterator[int]) -> dict[
             renamed |= _replace(node, shared, stream)
         elif _draws_inside(node, module):
             first = insert(node, [shared], lambda s: torch.zeros((), dtype=torch.int64, device=s.device))
-            for body in given_to_bodies(node, module, shared, first):
+            for body in hand_to_bodies(node, module, shared, first):
                 begin = next(node for node in body.module.graph.nodes if node.op != "placeholder")
                 body_shared = body.shared if body.turn is None else insert(begin, [body.shared, body.turn], of_turn)
                 _rewrite(body.module, body_shared, numbers)

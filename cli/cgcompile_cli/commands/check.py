@@ -87,7 +87,7 @@ def check(
     if as_json:
         write_json(asdict(report) | {"refused": report.refused})
     else:
-        for entry_report in report.each:
+        for entry_report in report.reports:
             show(_head(entry_report, several=bool(report.others), assumed=target == "auto"))
             for group in grouped(entry_report.findings):
                 show(_finding(group))

@@ -73,7 +73,7 @@ def _plain(target: TargetHere) -> dict[str, Any]:
 
 
 def _part(part: Part) -> str:
-    return part.found or f"not installed ({part.use}): {part.fix}"
+    return part.version or f"not installed ({part.use}): {part.fix}"
 
 
 def _gpus(machine: Environment) -> list[str]:

@@ -28,11 +28,11 @@ class Graph:
     """A graph that runs a call again, and writes to the tensors that its capture gave."""
 
     def __init__(self, call: Callable[[], Any], outputs: Sequence[Tensor]) -> None:
-        self.call, self.made = call, outputs
+        self.call, self.outputs = call, outputs
 
     def replay(self) -> None:
         with torch.no_grad():
-            for target, value in zip(self.made, self.call(), strict=True):
+            for target, value in zip(self.outputs, self.call(), strict=True):
                 target.copy_(value)
 
 
@@ -56,11 +56,11 @@ class Captured:
     def keep(self, call: Callable[[], Any], where: str) -> tuple[Any, Sequence[Tensor]]:
         self.parts.append(where)
         self.graphs.append(Graph(call, call()))
-        return self.graphs[-1], self.graphs[-1].made
+        return self.graphs[-1], self.graphs[-1].outputs
 
     def __call__(self, *inputs: Any) -> list[Any]:
         for graph in self.graphs:  # nothing of an earlier run is left
-            for output in graph.made:
+            for output in graph.outputs:
                 if output.untyped_storage().data_ptr() not in self.lasting:
                     output.fill_(JUNK)
         for static, value in zip(self.static, inputs, strict=True):

@@ -152,6 +152,6 @@ def test_words_that_are_addresses_are_found(monkeypatch: pytest.MonkeyPatch) -> 
         Range(kind="inputs", start=words.data_ptr(), size=160), Range(kind="torch", start=buffer.data_ptr(), size=256),
     ]  # fmt: skip
     addresses = AddressMap(pieces, [(piece.start, piece.size) for piece in pieces], lambda address: None)
-    pointers = memory.found_pointers(addresses, [0], [])
+    pointers = memory.pointer_words(addresses, [0], [])
     assert [(ptr.word.at, ptr.word.readings[0].range, ptr.word.readings[0].offset) for ptr in pointers] == [(8, 1, 4), (96, 0, 0)]
     assert memory._words_between(words.data_ptr() + 4, 150, words.data_ptr(), words.data_ptr() + 1) == [(92, words.data_ptr())]

@@ -82,7 +82,7 @@ class Graph:
     """A graph that runs a call again and writes to the tensors that its capture gave."""
 
     def __init__(self, call: Callable[[], Any], outputs: tuple[torch.Tensor, ...]) -> None:
-        self.call, self.made = call, outputs
+        self.call, self.outputs = call, outputs
 
     def pool(self) -> tuple[int, int]:
         return (0, 1)
@@ -91,7 +91,7 @@ class Graph:
         pass
 
     def replay(self) -> None:
-        for target, value in zip(self.made, self.call(), strict=True):
+        for target, value in zip(self.outputs, self.call(), strict=True):
             target.copy_(value)
 
 

@@ -275,12 +275,12 @@ def as_program(model: Any) -> Any:
         return Sampling(*map(torch.from_dlpack, value)) if isinstance(value, tuple) else torch.from_dlpack(value)
 
     def entry(name: str, **sizes: list[int]) -> Any:
-        def call(*given: Any) -> Any:
-            shape = {"ids": given[0].shape, "pages": given[2 if name == "generate" else 3].shape}
+        def call(*arguments: Any) -> Any:
+            shape = {"ids": arguments[0].shape, "pages": arguments[2 if name == "generate" else 3].shape}
             key = (shape["ids"][0], *([shape["ids"][1]] if name == "prefill" else []), shape["pages"][1])
             assert key in call.int_keys, "a size that was recorded"
             with torch.no_grad():
-                return getattr(model, name)(*map(tensors, given))
+                return getattr(model, name)(*map(tensors, arguments))
 
         call.int_keys = tuple(itertools.product(*sizes.values()))
         call.spec = SimpleNamespace(dimensions=[SimpleNamespace(name=size) for size in sizes])

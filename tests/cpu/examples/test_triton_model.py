@@ -51,19 +51,19 @@ class Config:
     """What Triton gives to auto_complete_config."""
 
     def __init__(self) -> None:
-        self.told: list[Any] = []
+        self.calls: list[Any] = []
 
     def set_max_batch_size(self, size: int) -> None:
-        self.told.append(size)
+        self.calls.append(size)
 
     def set_dynamic_batching(self) -> None:
-        self.told.append("dynamic")
+        self.calls.append("dynamic")
 
     def add_input(self, row: dict[str, Any]) -> None:
-        self.told.append(("input", row))
+        self.calls.append(("input", row))
 
     def add_output(self, row: dict[str, Any]) -> None:
-        self.told.append(("output", row))
+        self.calls.append(("output", row))
 
 
 @pytest.fixture
@@ -86,7 +86,7 @@ def model(bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
 def test_the_configuration_is_the_bundles(model: ModuleType) -> None:
     config = Config()
     assert model.TritonPythonModel.auto_complete_config(config) is config
-    assert config.told == [
+    assert config.calls == [
         4, "dynamic", ("input", {"name": "input", "data_type": "TYPE_FP32", "dims": [6]}),
         ("output", {"name": "output", "data_type": "TYPE_FP32", "dims": [3]}),
     ]  # fmt: skip

@@ -50,7 +50,7 @@ def exported(function: Callable[..., Any], inputs: Callable[..., Any] = rows, **
 
 
 def prepared(exported: Exported) -> Prepared:
-    functionalized = {key: functional(program) for key, program in exported.programs.each}
+    functionalized = {key: functional(program) for key, program in exported.programs.distinct}
     return prepare(exported, describe_signature(exported), functionalized, markers=False)
 
 
@@ -99,7 +99,7 @@ def test_every_key_has_a_program_that_gives_what_the_model_gives(function: Calla
 def test_what_can_be_dynamic_stays_dynamic(function: Callable[..., Any]) -> None:
     exported_model = exported(function)
     if torch.__version__ >= "2.13":  # torch 2.11 cannot keep `w[index]` dynamic
-        assert exported_model.programs.dynamic and len(exported_model.programs.each) == 1 and not exported_model.programs.reason
+        assert exported_model.programs.dynamic and len(exported_model.programs.distinct) == 1 and not exported_model.programs.reason
 
 
 def counted(m: Holding, x: torch.Tensor) -> torch.Tensor:
@@ -119,7 +119,7 @@ def test_a_mixture_of_experts_is_right_at_every_size() -> None:
     prepared_model = prepared(
         exported(lambda m, x: torch.einsum("bi,bij->bj", x, m.experts[x.argmax(-1) % 4]) * (2 if x.shape[0] > 4 else 1))
     )
-    assert prepared_model.signature.outputs[0].shape == ("batch", 8) and len(prepared_model.programs.each) == 3
+    assert prepared_model.signature.outputs[0].shape == ("batch", 8) and len(prepared_model.programs.distinct) == 3
 
 
 def test_literals_of_one_name_that_differ_get_names_of_their_own() -> None:
@@ -133,7 +133,7 @@ def test_literals_of_one_name_that_differ_get_names_of_their_own() -> None:
 
 def test_weights_are_shared() -> None:
     programs = exported(branch).programs
-    storages = {program.state_dict["model.linear.weight"].data_ptr() for _, program in programs.each}
+    storages = {program.state_dict["model.linear.weight"].data_ptr() for _, program in programs.distinct}
     assert len(storages) == 1 and len(shapes_of(programs.weights())) == 4
 
 

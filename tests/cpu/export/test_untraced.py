@@ -83,7 +83,7 @@ class Mapped(Potential):
 @pytest.mark.parametrize("kind", [Potential, Residual, OneStep, Mapped])
 def test_what_export_leaves_out_is_part_of_the_program(kind: type[nn.Module]) -> None:
     model = kind()
-    programs = export(replace(load_source(model, rows), told=CPU), {"batch": (1, 8)}).programs
+    programs = export(replace(load_source(model, rows), target_device=CPU), {"batch": (1, 8)}).programs
     assert programs.dynamic
     x = torch.rand(5, 4)
     expected = model(x.clone())

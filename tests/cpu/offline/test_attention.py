@@ -296,7 +296,7 @@ def interpreted(traced: Lowered, tensors: Sequence[torch.Tensor], folder: Path) 
     stage_inputs = tuple((value, row_major(tensor)) for value, tensor in zip(graph.inputs, tensors, strict=True))
     task = Task(
         key=(1,),
-        stages=(Stage(given=stage_inputs, recording=graph.recording, read=graph.outputs),),
+        stages=(Stage(inputs=stage_inputs, recording=graph.recording, read=graph.outputs),),
         variants=tuple(((image.sha256, image.symbol), variant) for image, variant in zip(compiled, traced.variants, strict=True)),
         sizes=(("weights", PAD), ("inputs", end + PAD), ("arena", graph.arena)),
         weights=((folder / "weights.safetensors", ()),),

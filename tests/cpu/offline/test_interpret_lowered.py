@@ -136,7 +136,7 @@ def task_of(program: torch.export.ExportedProgram, example: torch.Tensor, calls:
     return Task(
         key=(1,),
         stages=tuple(
-            [Stage(given=((graph.inputs[0], row_major(call)),), recording=graph.recording, read=graph.outputs) for call in calls]
+            [Stage(inputs=((graph.inputs[0], row_major(call)),), recording=graph.recording, read=graph.outputs) for call in calls]
         ),
         variants=tuple(((image.sha256, image.symbol), variant) for image, variant in zip(compiled, traced.variants, strict=True)),
         sizes=(("weights", end), ("inputs", example.numel() * example.element_size() + PAD), ("arena", graph.arena)),

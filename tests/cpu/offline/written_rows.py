@@ -111,7 +111,7 @@ class Sheet:
         """Ends a stage, after which `read` is read."""
         edges = tuple(Edge(source=i, target=i + 1, from_port=0, to_port=0, type=0) for i in range(len(self.nodes) - 1))
         recording = Recording(key=key, functions=tuple(self.functions), nodes=tuple(self.nodes), edges=edges)
-        self.stages.append(Stage(given=tuple(self.inputs), recording=recording if self.nodes else None, read=read))
+        self.stages.append(Stage(inputs=tuple(self.inputs), recording=recording if self.nodes else None, read=read))
         self.inputs, self.functions, self.nodes = [], [], []
 
     def task(self, folder: Path, key: tuple[int, ...] = (1,)) -> Task:

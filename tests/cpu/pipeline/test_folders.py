@@ -81,7 +81,7 @@ def test_a_folder_of_a_model_with_states_becomes_a_bundle(tmp_path: Path) -> Non
 
 def test_check_reads_a_folder(llama: Path) -> None:
     report = cgcompile.check(str(llama), target="cpu", context=64, lanes=[1])
-    assert not report.refused and [entry_report.entry for entry_report in report.each] == ["prefill", "decode", "choose"]
+    assert not report.refused and [entry_report.entry for entry_report in report.reports] == ["prefill", "decode", "choose"]
     assert dict(report.sizes) == {"batch": (1,), "seq": (64,), "blocks": (4,)}
 
 

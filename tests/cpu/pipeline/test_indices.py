@@ -97,7 +97,7 @@ def test_code_that_selects_another_word_is_refused(built: cgcompile.Built, tmp_p
     """The code is that of the largest one, and the model asks for the smallest, or for the second of topk."""
     source = load_source(Words(select).eval(), inputs)
     exported = export(source, {"batch": (ROWS,)})
-    functionalized = {key: functional(program) for key, program in exported.programs.each}
+    functionalized = {key: functional(program) for key, program in exported.programs.distinct}
     prepared = prepare(exported, describe_signature(exported), functionalized, markers=False)
     folder = shutil.copytree(built.path, tmp_path / "other.cgb")
     self_tests = eager_self_test(source, prepared, {"batch": (ROWS,)}, built.manifest.weights)

@@ -315,7 +315,7 @@ def test_a_program_that_keeps_nothing_is_called_once_for_the_same_inputs(
     source = load_source(module, rows)
     exported = export(source, {"batch": (2, 4)})
     models = copied_models([source], None)
-    models.begin(Place(device=CPU, told=CPU, capability=(0, 0)))
+    models.begin(Place(device=CPU, target_device=CPU, capability=(0, 0)))
     sizes: list[int] = []
 
     def counted(reference: Any, tensors: Any, seed: int) -> tuple[torch.Tensor, ...]:
@@ -357,7 +357,7 @@ def test_models_that_are_copied_are_new_too() -> None:
     exported = export(load_source(Lazy().eval(), rows), {"batch": (2,)})
     for _ in range(2):
         models = copies(Lazy())
-        models.begin(Place(device=CPU, told=CPU, capability=(8, 0)))
+        models.begin(Place(device=CPU, target_device=CPU, capability=(8, 0)))
         (checked_export,) = with_sequences([exported], models)
         assert [obstacle.rule for obstacle in checked_export.obstacles] == ["earlier-calls"]
 
@@ -366,7 +366,7 @@ def test_tensors_with_gradients_are_copied() -> None:
     model = nn.Linear(4, 4)
     model.computed = torch.ones(1, requires_grad=True) * 2  # type: ignore[assignment]
     models = copies(model)
-    models.begin(Place(device=CPU, told=CPU, capability=(8, 0)))
+    models.begin(Place(device=CPU, target_device=CPU, capability=(8, 0)))
     with models.new({"forward": {"batch": 2}}) as new:
         new.send(0, rows(2), SEED)
         assert not new.receive().raised
@@ -376,7 +376,7 @@ def test_a_model_that_is_made_again_has_the_same_weights() -> None:
     first, second = [load_sources(nn.Linear(4, 4), rows) for _ in range(2)]
     exported = export(first[0], {"batch": (2,)})
     models = copied_models(first, lambda: second)
-    models.begin(Place(device=CPU, told=CPU, capability=(8, 0)))
+    models.begin(Place(device=CPU, target_device=CPU, capability=(8, 0)))
     (checked_export,) = with_sequences([exported], models)
     assert not checked_export.obstacles
 

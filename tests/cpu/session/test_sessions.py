@@ -271,7 +271,7 @@ def test_a_closed_program_closes_its_sessions_and_forgotten_ones_are_freed(bundl
     for program in (loaded, session):
         uses: tuple[Callable[[], Any], ...] = (
             lambda closed=program: closed(example(2)), lambda closed=program: closed.state["steps"], program.reset, program.session,
-            lambda each=program: each.buffers((2,)),
+            lambda owner=program: owner.buffers((2,)),
         )  # fmt: skip
         for use in uses:
             with raises("program-closed"):

@@ -135,11 +135,11 @@ def test_outputs_that_overlap_in_part_are_refused(tmp_path: Path) -> None:
 class Reread(torch.nn.Module):
     def __init__(self, of_input: bool) -> None:
         super().__init__()
-        self.given = of_input
+        self.of_input = of_input
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         product = x * 2
-        return product, (x if self.given else product).view(torch.int32)
+        return product, (x if self.of_input else product).view(torch.int32)
 
 
 @pytest.mark.parametrize("of_input", [True, False])

@@ -163,7 +163,7 @@ def test_rows_are_reached_by_an_index_alone(use: Callable[..., Any], said: str) 
     source = uses(use)
     program = export(source, {}).programs.first
     with raises("state-refused", match=f"test_state_rows.py:.*state of rows rows, which a load chooses, {said}"):
-        with_counted_rows(program, source.rows, source.told)
+        with_counted_rows(program, source.rows, source.target_device)
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str],
 def contents() -> bytes | None:
     with begun_interface() as interface:
         assert interface is not None
-        path = interface.made.result()
+        path = interface.object_file.result()
         return None if path is None else path.read_bytes()
 
 
@@ -96,7 +96,7 @@ def test_a_build_that_ends_before_leaves_no_process(compiler: Callable[[str], Lo
     with begun_interface() as interface:
         while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
             time.sleep(0.01)
-    assert interface is not None and interface.made.result() is None
+    assert interface is not None and interface.object_file.result() is None
     assert not Path(f"/proc/{(tmp_path / 'pid').read_text().strip()}").exists()
 
 

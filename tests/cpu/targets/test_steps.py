@@ -100,7 +100,7 @@ def test_what_the_host_writes_to_goes_back_where_it_came_from() -> None:
         regions=(region("host-1", ("b", "x"), ("h",), written=("b", "x")), region("graph-1", ("h", "y"), ("z",), written=("y",))),
         merged=(), inputs=("x", "y"), outputs=("z",), state=("b",),
     )  # fmt: skip
-    assert [part.made for part in partition.regions] == [("h", "b.after", "x.after"), ("z",)]
+    assert [part.module_outputs for part in partition.regions] == [("h", "b.after", "x.after"), ("z",)]
     program, _ = program_row(
         (2,),
         partition,

@@ -28,7 +28,7 @@ HALF = torch.bfloat16
 def prepared(model: Callable[..., Any] | nn.Module, *inputs: torch.Tensor) -> Prepared:
     module = model if isinstance(model, nn.Module) else Batched(model)
     exported = export(load_source(module, lambda: inputs), {})
-    functionalized = {key: functional(program) for key, program in exported.programs.each}
+    functionalized = {key: functional(program) for key, program in exported.programs.distinct}
     return prepare(exported, describe_signature(exported), functionalized, markers=False)
 
 

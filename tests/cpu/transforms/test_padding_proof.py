@@ -26,7 +26,7 @@ Sizes = dict[str, tuple[int, ...]]
 def proved(model: torch.nn.Module, inputs: Callable[..., object], sizes: Sizes) -> tuple[Source, Prepared, tuple[Dimension, ...]]:
     source = load_source(model, inputs)
     exported = export(source, sizes)
-    functionalized = {key: functional(program) for key, program in exported.programs.each}
+    functionalized = {key: functional(program) for key, program in exported.programs.distinct}
     prepared = prepare(exported, describe_signature(exported), functionalized, markers=False)
     return source, prepared, prove_padding(source, prepared, sizes, lambda text: None)
 

@@ -140,7 +140,7 @@ def test_an_index_of_a_trial_ends_no_build(
     source = load_source(model.eval(), inputs)
     sizes = {name: (4, 6) for name in source.dimensions}
     exported = export(source, sizes)
-    functionalized = {key: functional(program) for key, program in exported.programs.each}
+    functionalized = {key: functional(program) for key, program in exported.programs.distinct}
     prepared = prepare(exported, describe_signature(exported), functionalized, markers=False)
     proved_dimensions = proof.prove_padding(source, prepared, sizes, lambda text: None)
     assert [dimension.name for dimension in proved_dimensions] == list(sizes)

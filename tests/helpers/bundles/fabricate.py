@@ -110,7 +110,7 @@ class FakeResults:
     def release(self) -> None:
         """Nothing: the memory goes with this object."""
 
-    def own(self, index: int) -> object:
+    def transfer_ownership(self, index: int) -> object:
         assert not self.static
         owner, self.buffers = FakeResults(self.buffers[index : index + 1], static=False), list(self.buffers)
         self.buffers[index] = (ctypes.c_char * 1)()

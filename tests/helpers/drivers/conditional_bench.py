@@ -51,7 +51,7 @@ class Bench:
         check("cuMemcpyHtoD", driver.cu.cuMemcpyHtoD(self.memories.bases[3], bytes(arena(choices, flag)), BYTES))
         check("cuStreamSynchronize", driver.cu.cuStreamSynchronize(0))  # the copy may return before it is done, and no stream waits
 
-    def found(self) -> tuple[bytes, int]:
+    def read_back(self) -> tuple[bytes, int]:
         """The output and the result."""
         data, cu, stream = (ctypes.c_uint8 * BYTES)(), driver.cu, self.context.stream
         check("copy", cu.cuMemcpyDtoHAsync(ctypes.addressof(data), self.memories.bases[3], BYTES, stream))

@@ -49,9 +49,9 @@ def static_buffers(backend: CudaBackend, program: int) -> list[tuple[int, int]]:
     return [(backend._memories.address(value.memory, value.offset), span(value)) for value in values]
 
 
-def call(backend: CudaBackend, program: int, given: array[float], stream: int | None = None) -> array[float]:
+def call(backend: CudaBackend, program: int, values: array[float], stream: int | None = None) -> array[float]:
     """One replay of a program of one input and one output of as many bytes, from host to host."""
-    start, count = given.buffer_info()
+    start, count = values.buffer_info()
     (output,) = run(backend, program, [(start, False, 4 * count)], stream)
     result = array("f", bytes(4 * count))
     to_host(backend, result.buffer_info()[0], output, 4 * count, stream)

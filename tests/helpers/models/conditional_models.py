@@ -52,7 +52,8 @@ class Carried(nn.Module):
 
 
 class ReadAfterwards(nn.Module):
-    """Of what a loop begins with it alone takes `made`; `read` is an output, too, `seen` and `whole` are read behind the loop."""
+    """Of what a loop begins with it alone takes `doubled`; `read` is an output, too, `seen` and `whole` are read behind the
+    loop."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         doubled, read, seen, whole = x * 2, x + 1, x.sin(), x.cos()

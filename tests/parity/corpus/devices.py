@@ -54,8 +54,8 @@ class TableOnTheCpu(nn.Module):
         self.project = nn.Linear(8, 8)
 
     def forward(self, ids: Tensor) -> Tensor:
-        found = self.table.weight.cpu()[ids.cpu()]
-        return self.project(found.to(ids.device))
+        rows = self.table.weight.cpu()[ids.cpu()]
+        return self.project(rows.to(ids.device))
 
 
 class MaskMadeOnTheCpu(nn.Module):

@@ -117,9 +117,9 @@ class OperatorWithoutFake(nn.Module):
 
 class OperatorThatWrites(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        made = torch.empty_like(x)
-        torch.ops.parity.fill_ones(made)
-        return x + made
+        ones = torch.empty_like(x)
+        torch.ops.parity.fill_ones(ones)
+        return x + ones
 
 
 class FbgemmJagged(nn.Module):

@@ -240,8 +240,8 @@ class SelectAfterNonzero(nn.Module):
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         x = self.before(x).relu()
-        found = x[x > 0.1].sum()
-        return self.after(y * found)
+        total = x[x > 0.1].sum()
+        return self.after(y * total)
 
 
 CASES = (

@@ -48,21 +48,21 @@ class Watched(FakeBackend):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self.made: list[tuple[Sequence[int], list[int]]] = []
+        self.replays: list[tuple[Sequence[int], list[int]]] = []
         self.owners: list[weakref.ref[object]] = []
 
     def run(self, *arguments: Any) -> FakeResults:
         results = super().run(*arguments)
         taken: list[int] = []
-        owner_of = results.own
+        owner_of = results.transfer_ownership
 
         def noted(index: int) -> object:
             taken.append(index)
             self.owners.append(weakref.ref(owner := owner_of(index)))
             return owner
 
-        results.own = noted  # type: ignore[method-assign]
-        self.made.append((list(results.addresses), taken))
+        results.transfer_ownership = noted  # type: ignore[method-assign]
+        self.replays.append((list(results.addresses), taken))
         return results
 
 
@@ -76,11 +76,11 @@ def test_large_ones_are_given_and_last(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of eight rows y has 96 bytes, the column 32; what lies in another order is copied."""
     run, backend = served(monkeypatch, 64)
     results = [run(numbers(8, first)) for first in (1, 50, 100)]
-    for (y, first, turned), (addresses, taken), begin in zip(results, backend.made, (1, 50, 100), strict=True):
+    for (y, first, turned), (addresses, taken), begin in zip(results, backend.replays, (1, 50, 100), strict=True):
         assert taken == [0] and y.address == addresses[0]
         assert first.address != addresses[1] and turned.address != addresses[2] and turned.contiguous
         assert [y.tolist(), first.tolist(), turned.tolist()] == expected(8, begin)
-    backend.made.clear()
+    backend.replays.clear()
     run.close()
     del run, backend
     gc.collect()
@@ -91,7 +91,7 @@ def test_large_ones_are_given_and_last(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_one_that_is_kept_keeps_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     run, backend = served(monkeypatch, 16)
     (y, first, _) = run(numbers(8))
-    assert backend.made[0][1] == [0, 1] and all(owner() is not None for owner in backend.owners)
+    assert backend.replays[0][1] == [0, 1] and all(owner() is not None for owner in backend.owners)
     del y
     gc.collect()
     assert [owner() is None for owner in backend.owners] == [True, False]
@@ -105,7 +105,7 @@ def test_others_are_copied(monkeypatch: pytest.MonkeyPatch, size: int, outputs: 
     """Small ones, of a padded call, in memory that the next replay writes to; and views are guarded as ever."""
     run, backend = served(monkeypatch, 64, outputs, static=static)
     results = run(numbers(size))
-    assert backend.made[0][1] == []
+    assert backend.replays[0][1] == []
     tensors = [output.tensor if outputs == "view" else output for output in results]
     assert [value.tolist() for value in tensors] == [value[:size] if i < 2 else value for i, value in enumerate(expected(size))]
 
@@ -130,7 +130,7 @@ def test_what_lies_in_another_output_is_copied(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(backend, "run", overlaid)
     (y, first, _) = run(numbers(8))
-    assert backend.made[0][1] == []
+    assert backend.replays[0][1] == []
     held = [value for row in y.tolist() for value in row]
     assert first.tolist() == held[2:10]
     ctypes.memset(first.address, 0, 32)

@@ -15,7 +15,7 @@ from cgbundle.format.schema import EngineSpan, EngineTensor
 from cgbundle.tables.module_state import Address, Relocation
 from cgcompile.capture.engine import engine_take, observe
 from cgcompile.capture.engine.assemble import AssembledEngine, assemble_engine
-from cgcompile.capture.engine.engine_take import EngineTake, FoundPointer, NamedTensor, read_recording, write_recording
+from cgcompile.capture.engine.engine_take import EngineTake, NamedTensor, PointerWord, read_recording, write_recording
 from cgcompile.capture.engine.layout import alignment, inputs_bytes, lay_out_tensors, without
 from cgcompile.capture.engine.save import save_graphs
 from cgcompile.capture.placement import SEGMENT_ALIGN
@@ -158,8 +158,8 @@ def test_a_variable_that_points_at_what_others_may_write_is_refused() -> None:
         assembled(lambda p: p.take([p.kernel(p.x)], states=state(p, p.block)))
 
 
-def pointers(p: Process, number: int, target: int) -> tuple[FoundPointer, ...]:
-    return (FoundPointer(range=number, word=Word(at=24, readings=p.map.readings(target, None))),)
+def pointers(p: Process, number: int, target: int) -> tuple[PointerWord, ...]:
+    return (PointerWord(range=number, word=Word(at=24, readings=p.map.readings(target, None))),)
 
 
 def test_addresses_in_memory_are_refused_where_both_processes_have_one() -> None:

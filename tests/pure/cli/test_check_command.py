@@ -37,12 +37,12 @@ REPORT = Report(
 
 @pytest.fixture
 def call(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The command over a report that is given, as the shell would run it; `call.given` is what the library was asked."""
+    """The command over a report that is given, as the shell would run it; `call.options` is what the library was asked."""
 
     def run(report: Report, *arguments: str) -> Result:
         def check(model: str, **options: Any) -> Report:
             assert callable(options.pop("progress"))
-            run.given = {"model": model, **options}  # type: ignore[attr-defined]
+            run.options = {"model": model, **options}  # type: ignore[attr-defined]
             return report
 
         monkeypatch.setattr(cgcompile, "check", check, raising=False)
@@ -104,7 +104,7 @@ def test_a_target_that_nobody_named_is_said_to_be_chosen(call: Any) -> None:
     assert call(replace(REPORT, target="cpu")).stdout.splitlines()[0] == (
         "model     tiny, for cpu (no GPU is here; for one: --target cuda)"
     )
-    assert call.given["target"] == "auto"
+    assert call.options["target"] == "auto"
     assert call(REPORT, "--target", "cuda").stdout.splitlines()[0] == "model     tiny, for cuda"
 
 
@@ -125,7 +125,7 @@ def test_only_a_refusal_is_a_failure(call: Any, findings: tuple[Finding, ...], c
 def test_options_reach_the_library(call: Any) -> None:
     kept = ("--fallback-op", "a::b", "--fallback-op", "c")
     call(REPORT, "--sizes", "batch=1,8", "--sizes", "seq=4", "--target", "sm_90", "--strict", *kept)
-    assert call.given == {
+    assert call.options == {
         "model": "m.py", "sizes": ["batch=1,8", "seq=4"], "target": "sm_90", "strict": True, "fallback_ops": ("a::b", "c"),
         "train": False, "max_paths": 64, "context": None, "lanes": (), "chunk": (), "dtype": None, "weights": None, "adapters": 0,
             "adapter_rank": None,

@@ -16,14 +16,14 @@ class Library:
 
     def __init__(self) -> None:
         self.asked: list[str] = []
-        self.made: dict[str, Any] = {}
+        self.functions: dict[str, Any] = {}
 
     def __getattr__(self, name: str) -> Any:
         def function(*arguments: object) -> int:
             self.asked.append(name.removeprefix("AOTInductorModelContainer"))
             return 0
 
-        return self.made.setdefault(name, function)
+        return self.functions.setdefault(name, function)
 
 
 @pytest.mark.parametrize(

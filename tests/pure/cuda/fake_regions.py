@@ -20,15 +20,15 @@ class FakeTorch:
 
     def __init__(self) -> None:
         self.tensors: dict[int, tuple[int, tuple[int, ...], tuple[int, ...], Any]] = {}
-        self.made = 0
+        self.count = 0
 
     def dtype(self, name: str) -> int:
         return {"float32": FLOAT32, "int32": INT32}[name]
 
     def tensor(self, numbers: Sequence[float], shape: tuple[int, ...], strides: tuple[int, ...], dtype: int = FLOAT32) -> int:
-        self.made += 1
-        self.tensors[self.made] = (dtype, shape, strides, (ctypes.c_float * max(1, len(numbers)))(*numbers))
-        return self.made
+        self.count += 1
+        self.tensors[self.count] = (dtype, shape, strides, (ctypes.c_float * max(1, len(numbers)))(*numbers))
+        return self.count
 
     def layout(self, handle: int) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
         return self.tensors[handle][:3]

@@ -32,7 +32,7 @@ def test_branches_and_loops_follow_the_data(fake: FakeDriver, bench: Bench, mode
         executor.launch(bench.context.stream)
         if mode == "graph":
             assert fake.calls[before:] == ["cuGraphLaunch"], "the host is not asked"
-        assert bench.found() == expected(choices, flag)
+        assert bench.read_back() == expected(choices, flag)
     executor.close()
 
 
@@ -44,7 +44,7 @@ def test_a_switch_runs_the_body_of_its_number(fake: FakeDriver, tmp_path: Path, 
         for flag in (1, 0, WAYS, 2, 255):
             bench.give((), flag)
             executor.launch(bench.context.stream)
-            assert bench.found()[1] == (10 + flag if flag < WAYS else 9)
+            assert bench.read_back()[1] == (10 + flag if flag < WAYS else 9)
         executor.close()
 
 
@@ -60,7 +60,7 @@ def test_a_callers_capture_takes_them_node_by_node(fake: FakeDriver, bench: Benc
         for run in fake._in_order(callers):
             run()
         output, result = expected((), flag)
-        assert bench.found() == (output, result), "the second run had no turn left, and began with an empty output"
+        assert bench.read_back() == (output, result), "the second run had no turn left, and began with an empty output"
     fake.do_cuGraphDestroy(callers)
     executor.close()
 

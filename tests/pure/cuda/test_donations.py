@@ -43,11 +43,11 @@ class Calls:
     """Calls of the backend; tensors of the caller's lie in memory of the driver's."""
 
     def __init__(self, fake: FakeDriver, backend: CudaBackend) -> None:
-        self.fake, self.backend, self.own = fake, backend, []
+        self.fake, self.backend, self.buffers = fake, backend, []
 
     def tensor(self, data: array[float]) -> int:
-        self.own.append(array("f", data))
-        return int(self.own[-1].buffer_info()[0])
+        self.buffers.append(array("f", data))
+        return int(self.buffers[-1].buffer_info()[0])
 
     def __call__(self, program: int, *addresses: int) -> int:
         with self.backend.locked(None) as stream:

@@ -53,8 +53,8 @@ class Caller:
     def __init__(self, fake: FakeDriver, backend: CudaBackend, outputs: int = 1) -> None:
         self.fake, self.backend, self.outputs, self.stream = fake, backend, outputs, 0
         self._page = mmap.mmap(-1, 4096)  # aligned as inputs are that a launch reads in place
-        self.given = ctypes.addressof((ctypes.c_char * 4096).from_buffer(self._page))
-        self.made: list[list[Any]] = []
+        self.address = ctypes.addressof((ctypes.c_char * 4096).from_buffer(self._page))
+        self.buffers: list[list[Any]] = []
         self.none = False
         caller = MadeBy(lambda device: self.stream, [SimpleNamespace(number=0)], self.finish, self.fresh)
         line = backend.fast_path(0, caller)
@@ -64,8 +64,8 @@ class Caller:
     def fresh(self) -> tuple[Any, list[int]] | None:
         if self.none:
             return None
-        self.made.append([ctypes.create_string_buffer(4 * N) for _ in range(self.outputs)])
-        return self.made[-1], [ctypes.addressof(buffer) for buffer in self.made[-1]]
+        self.buffers.append([ctypes.create_string_buffer(4 * N) for _ in range(self.outputs)])
+        return self.buffers[-1], [ctypes.addressof(buffer) for buffer in self.buffers[-1]]
 
     def finish(self, stream: Any) -> list[Any]:
         """What the library does where the launch copies nothing."""
@@ -76,18 +76,18 @@ class Caller:
 
     def __call__(self, seed: int) -> list[str]:
         """What a call whose copies are right asked of the driver."""
-        ctypes.memmove(self.given, inputs(KEYS[0], seed).tobytes(), 4 * N)
+        ctypes.memmove(self.address, inputs(KEYS[0], seed).tobytes(), 4 * N)
         before = len(self.fake.calls)
-        for output in self.line([self.given], ()):
+        for output in self.line([self.address], ()):
             assert array("f", output.raw) == expected(inputs(KEYS[0], seed))
         return [name for name in self.fake.calls[before:] if name in (AIM, SWITCH, COPY, LAUNCH)]
 
     def plain(self, seed: int) -> list[str]:
         """What a call that is not direct asked."""
-        ctypes.memmove(self.given, inputs(KEYS[0], seed).tobytes(), 4 * N)
+        ctypes.memmove(self.address, inputs(KEYS[0], seed).tobytes(), 4 * N)
         before = len(self.fake.calls)
         with self.backend.locked(None) as stream:
-            (output,) = self.backend.run(0, [self.given], 0, stream).addresses
+            (output,) = self.backend.run(0, [self.address], 0, stream).addresses
         assert array("f", ctypes.string_at(output, 4 * N)) == expected(inputs(KEYS[0], seed))
         return [name for name in self.fake.calls[before:] if name in (AIM, SWITCH, COPY, LAUNCH)]
 
@@ -108,7 +108,7 @@ def test_a_call_sets_where_its_copy_goes(caller: Caller) -> None:
 
 def test_a_launch_that_is_told_nothing_copies_nothing(caller: Caller) -> None:
     caller(0)
-    (kept,) = caller.made[-1]
+    (kept,) = caller.buffers[-1]
     assert caller.plain(1) == [SWITCH, LAUNCH]
     assert caller.plain(2) == [LAUNCH]
     assert array("f", kept.raw) == expected(inputs(KEYS[0], 0))
@@ -136,15 +136,15 @@ def test_any_order(caller: Caller) -> None:
             caller.fresh, before = (lambda fresh=fresh: fresh), caller.fresh  # type: ignore[method-assign, misc]
             line = caller.backend.fast_path(0, MadeBy(lambda device: 0, [], caller.finish, caller.fresh))
             assert line is not None
-            ctypes.memmove(caller.given, inputs(KEYS[0], seed).tobytes(), 4 * N)
-            (output,) = line([caller.given], ())
+            ctypes.memmove(caller.address, inputs(KEYS[0], seed).tobytes(), 4 * N)
+            (output,) = line([caller.address], ())
             assert array("f", output.raw) == expected(inputs(KEYS[0], seed)) and output is not fresh[0][0]
             caller.fresh = before  # type: ignore[method-assign]
             caller.fake.refused.clear()
             continue
         caller(seed)
         if way == "direct":
-            kept.append((seed, caller.made[-1][0]))
+            kept.append((seed, caller.buffers[-1][0]))
     for seed, copy in kept:
         assert array("f", copy.raw) == expected(inputs(KEYS[0], seed))
 
@@ -155,14 +155,14 @@ def test_a_capture_copies_to_what_the_caller_keeps(caller: Caller) -> None:
     graphs = len(caller.fake.live)
     caller.fake.capturing.add(64)
     caller.stream = 64
-    (copy,) = caller.line([caller.given], ())
+    (copy,) = caller.line([caller.address], ())
     caller.fake.capturing.clear()
     caller.stream = 0
     assert len(caller.fake.live) == graphs
     for seed in (6, 7):
         caller(seed + 10)
-        (kept,) = caller.made[-1]
-        ctypes.memmove(caller.given, inputs(KEYS[0], seed).tobytes(), 4 * N)
+        (kept,) = caller.buffers[-1]
+        ctypes.memmove(caller.address, inputs(KEYS[0], seed).tobytes(), 4 * N)
         for run in caller.fake.captured:
             run()
         assert array("f", copy.raw) == expected(inputs(KEYS[0], seed))

@@ -50,7 +50,7 @@ def stored(folder: Path, first: float) -> Path:
 
 
 def answers(backend: CudaBackend, first: float | None, number: int = 0) -> bool:
-    """Whether a program computes with the weights of `given`, or with the bundle's own (None)."""
+    """Whether a program computes with the weights of `first`, or with the bundle's own (None)."""
     x = inputs(KEYS[number])
     weights = array("f", range(COUNT)) if first is None else offsets(first)
     return call(backend, number, x) == array("f", [3 * (1 + value) + 1 + 2.5 + weights[i] for i, value in enumerate(x)])

@@ -246,13 +246,13 @@ class Case:
     """Regions, the values of the call and of the host, and the outputs."""
 
     regions: tuple[LoweredRegion, ...]
-    given: tuple[str, ...]
+    inputs: tuple[str, ...]
     outputs: tuple[str, ...]
 
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    """Some graphs and hosts; each takes values from before; those of hosts are in `given`."""
+    """Some graphs and hosts; each takes values from before; those of hosts are in `inputs`."""
     known, regions, landed = ["x"], [], []
     for number in range(draw(st.integers(1, 5))):
         inputs = tuple(draw(st.lists(st.sampled_from(known), unique=True, max_size=3)))
@@ -272,7 +272,7 @@ def cases(draw: st.DrawFn) -> Case:
             regions.append(LoweredRegion(name=f"graph-{number}", inputs=inputs, outputs=outputs, lowered=traced))
         known += outputs
     outputs = tuple(draw(st.lists(st.sampled_from(known), unique=True, max_size=3)))
-    return Case(regions=tuple(regions), given=("x", *landed), outputs=outputs)
+    return Case(regions=tuple(regions), inputs=("x", *landed), outputs=outputs)
 
 
 Tag = object
@@ -281,7 +281,7 @@ Tag = object
 
 def apart(case: Case) -> list[Tag]:
     """What the host reads, region after region, and the outputs, when every region has memory of its own."""
-    values: dict[str, Tag] = dict.fromkeys(case.given, "given")
+    values: dict[str, Tag] = dict.fromkeys(case.inputs, "given")
     seen: list[Tag] = []
     for region in case.regions:
         if region.lowered is None:
@@ -307,7 +307,7 @@ def together(case: Case, merged: LoweredProgram, layout: Plan) -> list[Tag]:
         held = traced.buffers[buffer]
         return layout.offsets[buffer] if held.kind == TEMPORARY else (held.kind, held.name)
 
-    memory |= {(INPUT, str(number)): "given" for number in range(len(case.given))}
+    memory |= {(INPUT, str(number)): "given" for number in range(len(case.inputs))}
     events_of = iter(merged.regions)
     fresh: set[int] = set()
     for region in case.regions:
@@ -328,12 +328,12 @@ def together(case: Case, merged: LoweredProgram, layout: Plan) -> list[Tag]:
             ordinals = {i: number for number, i in enumerate(touched) if traced.buffers[i].kind == TEMPORARY and i not in taken}
             memory.update({where(i): (written, number) for i, number in ordinals.items()})
         views.update(zip(region.outputs, section.outputs, strict=True))
-    return [*seen, *["given" if name in case.given else memory.get(where(views[name].pointer.buffer)) for name in case.outputs]]
+    return [*seen, *["given" if name in case.inputs else memory.get(where(views[name].pointer.buffer)) for name in case.outputs]]
 
 
 @given(cases())
 def test_the_merged_program_computes_what_the_regions_do(case: Case) -> None:
-    merged = merge(KEY, case.regions, case.given, case.outputs)
+    merged = merge(KEY, case.regions, case.inputs, case.outputs)
     layout = plan(merged.lowered)
     check_plan(merged.lowered, layout)
     assert together(case, merged, layout) == apart(case)
@@ -341,7 +341,7 @@ def test_the_merged_program_computes_what_the_regions_do(case: Case) -> None:
 
 @given(cases(), st.data())
 def test_an_overlap_of_any_two_lives_is_caught(case: Case, data: st.DataObject) -> None:
-    merged = merge(KEY, case.regions, case.given, case.outputs)
+    merged = merge(KEY, case.regions, case.inputs, case.outputs)
     layout, lives = plan(merged.lowered), lifetimes(merged.lowered)
     pairs = [(a, b) for a in lives for b in lives if a.buffer != b.buffer and a.first <= b.last and b.first <= a.last]
     assume(pairs)

@@ -28,7 +28,7 @@ def test_a_language_model_is_shown_as_vllm_shows_it() -> None:
     registry = prometheus_client.CollectorRegistry()
     metrics = LanguageFamilies(registry).of("qwen")
     metrics.prompt.inc(7)
-    metrics.made.inc(3)
+    metrics.generated.inc(3)
     metrics.first.observe(0.25)
     metrics.whole.observe(2.5)
     metrics.show(State(running=2, waiting=5, pages_used=30, pages_free=90, preempted=4, shared=16))

@@ -53,7 +53,7 @@ class World:
         self.slots: dict[int, object] = {}
         self.requests: dict[object, Any] = {}
         self.every: dict[object, Any] = {}  # those that ended or left among them
-        self.made: dict[object, list[int]] = {}
+        self.generated: dict[object, list[int]] = {}
         self.ended: dict[object, str] = {}
         self.entries: list[str] = []
         self.read: dict[object, int] = {}  # tokens of prompts that calls have read
@@ -72,7 +72,7 @@ class World:
         )
         self.scheduler.add(key, request)
         self.requests[key] = self.every[key] = request
-        self.made[key] = []
+        self.generated[key] = []
 
     def cancel(self, key: object) -> None:
         self.scheduler.cancel(key)
@@ -115,7 +115,7 @@ class World:
             self.scheduler.undo()
         for progress in self.scheduler.finish(rows) if not isinstance(rows, str) else ():
             assert progress.key in self.requests
-            self.made[progress.key] += [token.id for token in progress.tokens]
+            self.generated[progress.key] += [token.id for token in progress.tokens]
             if progress.reason is not None:
                 self.ended[progress.key] = progress.reason
                 del self.requests[progress.key]
@@ -161,7 +161,7 @@ class World:
             text.append(token)
             self._write(lane, text)
         request = self.every[lane.key]
-        known = [*request.prompt, *self.made[lane.key]]
+        known = [*request.prompt, *self.generated[lane.key]]
         assert text[: len(known)] == known[: len(text)], "the pages hold another text than this"
         if entry == "prefill":
             self.read[lane.key] = self.read.get(lane.key, 0) + len(lane.ids)
@@ -257,13 +257,13 @@ def test_any_order_of_coming_and_going(
     while world.plan() or world.tell():
         steps += 1
         assert steps < 400 * (1 + len(events)), "it goes on for ever"
-    answers = {key: world.made[key] for key in world.ended}
+    answers = {key: world.generated[key] for key in world.ended}
     assert answers == {key: wanted[key] for key in world.ended} and not world.requests
     stops = {key for key, request in world.every.items() if wanted[key][-1] in request.stop}
     assert world.ended == {key: "stop" if key in stops else "length" for key in world.ended}
     for key, request in world.every.items():
         if request.rules is not None:
-            answer, taken = world.made[key], request.rules.tokens
+            answer, taken = world.generated[key], request.rules.tokens
             assert taken[: len(answer)] == answer[: len(taken)] and (key not in world.ended or len(taken) >= len(answer) - 1)
     world.check_empty()
 
@@ -443,7 +443,7 @@ def test_an_equal_beginning_is_read_once(scheduling: Any) -> None:
         tokens = prompt_of("all", 24) + prompt_of(str(number), 1 + number % 6)
         world.scheduler.add(number, scheduling.Request(prompt=tokens, most=3))
         world.requests[number] = world.every[number] = scheduling.Request(prompt=tokens, most=3)
-        world.made[number] = []
+        world.generated[number] = []
     while world.step():
         pass
     unshared_tokens = sum(1 + number % 6 for number in range(20))
@@ -452,7 +452,7 @@ def test_an_equal_beginning_is_read_once(scheduling: Any) -> None:
     while world.step():
         pass
     assert world.read["later"] == 2, "whoever ended leaves what was read"
-    assert world.made["later"] == continued(prompt_of("all", 26), 2, ())
+    assert world.generated["later"] == continued(prompt_of("all", 26), 2, ())
     world.check_empty()
 
 
@@ -488,9 +488,9 @@ def test_tokens_that_were_made_are_not_shared(scheduling: Any) -> None:
     world.add("a", 9, 20)
     while world.step():
         pass
-    tokens = prompt_of("a", 9) + tuple(world.made["a"])
+    tokens = prompt_of("a", 9) + tuple(world.generated["a"])
     world.every["b"] = world.requests["b"] = scheduling.Request(prompt=tokens, most=1)
-    world.made["b"] = []
+    world.generated["b"] = []
     world.scheduler.add("b", world.requests["b"])
     while world.step():
         pass

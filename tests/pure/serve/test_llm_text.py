@@ -107,7 +107,7 @@ def test_stop_strings_wherever_the_text_is_cut(modules: SimpleNamespace, cut: li
         read += piece
         output += stop_strings.push(piece)
         places = [place for place in (read.find(stop) for stop in stops) if place >= 0]
-        assert stop_strings.found == bool(places)
+        assert stop_strings.matched == bool(places)
         if places:
             assert output == read[: min(places)]
             return

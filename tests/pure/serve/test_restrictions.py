@@ -25,7 +25,7 @@ from cgserve.restrictions.tools import (
     CallReader,
     Toolbox,
     answer_grammar,
-    told_messages,
+    template_messages,
     tool_form,
 )  # fmt: skip
 from cgserve.scheduling.requests import Lane, Sampling
@@ -186,7 +186,7 @@ def test_a_tagged_call_is_told_when_it_ends() -> None:
 def test_the_form_of_a_template() -> None:
     assert tool_form("{% if tools %}<tool_call>{% endif %}") == HERMES and tool_form("{{ tools }}[TOOL_CALLS]") == MISTRAL
     assert tool_form('{{ tools }}"parameters": ') == LLAMA and tool_form("{{ tools }}") == JSON
-    assert not tool_form("<tool_call> {{ messages }}").told
+    assert not tool_form("<tool_call> {{ messages }}").lists_tools
 
 
 def test_messages_for_a_template() -> None:
@@ -195,16 +195,16 @@ def test_messages_for_a_template() -> None:
         {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "", "tool_calls": calls},
         {"role": "tool", "content": "2", "tool_call_id": "1"},
     ]  # fmt: skip
-    known = told_messages(messages, BOX.tools, HERMES)
+    known = template_messages(messages, BOX.tools, HERMES)
     assert known[0] is messages[0] and known[1]["tool_calls"][0]["function"]["arguments"] == {"a": 1}
-    plain = told_messages(messages, BOX.tools, tool_form(""))
+    plain = template_messages(messages, BOX.tools, tool_form(""))
     assert plain[0]["content"].startswith("You may call these functions:\n") and plain[0]["content"].endswith("\n\nHi")
     assert json.dumps(GET["function"]) in plain[0]["content"]
     assert plain[1:] == [
         {"role": "assistant", "content": '{"name": "get", "arguments": {"a": 1}}'},
         {"role": "user", "content": "The function gave: 2"},
     ]
-    assert told_messages(messages[:1], (), tool_form("")) == messages[:1]
+    assert template_messages(messages[:1], (), tool_form("")) == messages[:1]
 
 
 # --- what a body may ask for ------------------------------------------------------------------------------------------------

@@ -221,12 +221,12 @@ def test_a_reason_is_the_kind_and_the_first_line() -> None:
 
 @pytest.fixture
 def call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """The command over a report that is given; `call.given` is what the library was asked."""
+    """The command over a report that is given; `call.options` is what the library was asked."""
     bundle = write_bundle(tmp_path / "tiny.cgb")
 
     def run(report: Benchmark, *arguments: str) -> Result:
         def measure(path: str, **options: Any) -> Benchmark:
-            run.given = {"path": path, **options}  # type: ignore[attr-defined]
+            run.options = {"path": path, **options}  # type: ignore[attr-defined]
             return report
 
         monkeypatch.setattr("cgcompile.tools.bench.measure.measure", measure)
@@ -290,7 +290,7 @@ def test_a_gpus_tables_say_its_time_the_cpus_and_its_memory(call: Any) -> None:
 
 def test_options_reach_the_library(call: Any) -> None:
     call(REPORT, "--quiet", "--against", "eager,compile", "--size", "batch=4", "--size", "1", "--rounds", "2", "--model", "m.py")
-    assert {name: call.given[name] for name in ("against", "keys", "rounds", "model", "progress")} == {
+    assert {name: call.options[name] for name in ("against", "keys", "rounds", "model", "progress")} == {
         "against": ["eager", "compile"], "keys": [(4,), (1,)], "rounds": 2, "model": "m.py", "progress": None,
     }  # fmt: skip
 
@@ -319,7 +319,7 @@ def test_json_goes_to_stdout_in_the_place_of_the_tables(call: Any) -> None:
 
 def test_a_file_that_cannot_be_written_is_found_before_measuring(call: Any, tmp_path: Path) -> None:
     result = call(REPORT, "--plot", str(tmp_path / "nowhere" / "file"))
-    assert result.exit_code == 2 and "cannot be written" in result.stderr and not hasattr(call, "given")
+    assert result.exit_code == 2 and "cannot be written" in result.stderr and not hasattr(call, "options")
 
 
 @pytest.mark.parametrize(

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from cgcompile.util.progress import each_named
+from cgcompile.util.progress import named_tells
 
 
 def test_of_several_entries_each_line_names_its_own_and_how_many_there_are() -> None:
     lines: list[str] = []
-    for tell in each_named(lines.append, ["prefill", "decode"]):
+    for tell in named_tells(lines.append, ["prefill", "decode"]):
         tell("compiling C++, 1 of 2 files")
     assert lines == ["prefill, 1 of 2: compiling C++, 1 of 2 files", "decode, 2 of 2: compiling C++, 1 of 2 files"]
 
 
 def test_of_one_entry_no_line_does() -> None:
     lines: list[str] = []
-    (tell,) = each_named(lines.append, ["forward"])
+    (tell,) = named_tells(lines.append, ["forward"])
     tell("compiling")
     assert lines == ["compiling"]

@@ -255,7 +255,7 @@ def test_sizes_are_no_questions() -> None:
     assert {obstacle.source for obstacle in exported.obstacles if obstacle.rule == "path"} == {
         "return wide + 1 if wide.max().item() > x.shape[0] else wide"
     }
-    for _, program in exported.programs.each:
+    for _, program in exported.programs.distinct:
         assert program.graph.find_nodes(op="call_function", target=torch.ops.higher_order.cond)
 
 
@@ -292,6 +292,8 @@ def test_tensors_of_two_shapes_are_not_equal_and_no_question() -> None:
     traced = export(load_source(copy.deepcopy(model), lambda batch: (torch.randn(batch, 4),)), {"batch": (2, 3, 5)})
     refuse_branches(traced)
     assert not traced.programs.dynamic
-    asked = [sum(node.target is torch.ops.higher_order.cond for node in program.graph.nodes) for _, program in traced.programs.each]
+    asked = [
+        sum(node.target is torch.ops.higher_order.cond for node in program.graph.nodes) for _, program in traced.programs.distinct
+    ]
     assert asked == [1, 1, 1]  # with three points the second question is inside of the first
     check_on_random_inputs(traced, model)

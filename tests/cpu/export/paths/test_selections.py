@@ -50,7 +50,7 @@ def test_selected_rows_are_those_of_eager_pytorch(kind: Callable[[], nn.Module])
 def test_a_position_that_eager_pytorch_refuses_is_refused(kind: Callable[[], nn.Module]) -> None:
     """Rows that do not count are written to a row of their own behind the others, which is no place for those that do."""
     model = kind().eval()
-    source = replace(load_source(copy.deepcopy(model), rows), told=CPU)
+    source = replace(load_source(copy.deepcopy(model), rows), target_device=CPU)
     program, refused = export(source, {}).programs.first.module(check_guards=False), 0
     for number in range(CALLS):
         x = inputs(number)

@@ -145,6 +145,6 @@ def test_a_module_that_forward_makes_goes_where_a_tensor_is() -> None:
     "function", [lambda m, x: x.cuda() + 1, lambda m, x: x.to("cuda"), lambda m, x: x + x.new_ones(4, device="cuda")]
 )
 def test_a_move_to_a_gpu_is_told_where_the_bundle_is_for_the_cpu(function: Callable[..., Any]) -> None:
-    source = replace(load_source(Model(function), rows), told=torch.device("cpu"))
+    source = replace(load_source(Model(function), rows), target_device=torch.device("cpu"))
     (move,) = export(source, {"batch": (1, 8)}).obstacles
     assert move.rule == "moved-to-gpu" and move.where.startswith("tests/cpu/model/devices/test_moves.py:")

@@ -173,7 +173,7 @@ def test_a_tagger_is_right_between_the_sizes(tmp_path: Path) -> None:
 
 
 def test_without_a_total_length_the_longest_sequence_has_to_fill_the_input() -> None:
-    source = replace(load_source(Tagger(total=False).eval(), lambda: sentences(2, 3)), told=torch.device("cpu"))
+    source = replace(load_source(Tagger(total=False).eval(), lambda: sentences(2, 3)), target_device=torch.device("cpu"))
     program = export(source, {}).programs.first.module(check_guards=False)
     with pytest.raises(RuntimeError, match=r"the longest sequence is as long as the input; give .* total_length="):
         program(torch.randn(2, 3, 4), torch.tensor([2, 1]))

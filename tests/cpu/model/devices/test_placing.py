@@ -145,10 +145,12 @@ class Moving(torch.nn.Module):
         super().__init__()
         self.layer = torch.nn.Linear(4, 4)
         self.register_buffer("seen", torch.zeros(4))
-        self.told: list[str] = []
+        self.devices: list[str] = []
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        self.told = [str(tensor.device) for tensor in (x, x.cpu(), torch.zeros(1), torch.ones(1, device="cpu"), self.layer.weight)]
+        self.devices = [
+            str(tensor.device) for tensor in (x, x.cpu(), torch.zeros(1), torch.ones(1, device="cpu"), self.layer.weight)
+        ]
         y = self.layer(x).cpu()
         self.seen += y.sum(0).to(x.device)
         return y.to(x.device) + torch.arange(4) + torch.tensor([1.0] * 4), y * torch.ones(4, device="cpu")
@@ -168,4 +170,4 @@ def test_eager_pytorch_runs_a_model_where_it_was_placed() -> None:
     torch.testing.assert_close(first, inside + torch.arange(4) + 1)
     torch.testing.assert_close(second, inside)
     torch.testing.assert_close(ran.state["seen"], inside.sum(0))
-    assert model.told == ["cuda:0", "cpu", "cuda:0", "cpu", "cuda:0"] and not model.seen.any()
+    assert model.devices == ["cuda:0", "cpu", "cuda:0", "cpu", "cuda:0"] and not model.seen.any()
