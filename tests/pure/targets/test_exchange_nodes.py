@@ -66,10 +66,10 @@ def test_what_is_read_back_is_what_was_launched(data: st.DataObject, world: int)
     read_back = []
     for rank in range(world):
         recording = nodes(memory, sent, rank)
-        for node, sent_one in zip(recording.nodes, sent, strict=True):
+        for node, exchange in zip(recording.nodes, sent, strict=True):
             assert isinstance(node, KernelNode)
-            assert transfer_of(recording.functions[node.function], node) == sent_one
-            assert transfer.size <= (memory.packets if "packets" in recording.functions[node.function].symbol else memory.buffers)
+            assert transfer_of(recording.functions[node.function], node) == exchange
+            assert exchange.size <= (memory.packets if "packets" in recording.functions[node.function].symbol else memory.buffers)
         read_back.append(exchanges(Table(codec.encode(recording)), kernels(memory, rank).world))
     assert read_back == [read_back[0]] * world and len(read_back[0]) == len(sent), "the same on all ranks"
 
