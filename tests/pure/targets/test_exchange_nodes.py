@@ -66,11 +66,11 @@ def test_what_is_read_back_is_what_was_launched(data: st.DataObject, world: int)
     read_back = []
     for rank in range(world):
         recording = nodes(memory, sent, rank)
-        for node, exchange in zip(recording.nodes, sent, strict=True):
+        for node, wanted in zip(recording.nodes, sent, strict=True):
             assert isinstance(node, KernelNode)
-            assert transfer_of(recording.functions[node.function], node) == exchange
+            assert transfer_of(recording.functions[node.function], node) == wanted
             packets = "packets" in recording.functions[node.function].symbol
-            assert exchange.size <= (memory.packets if packets else memory.buffers)
+            assert wanted.size <= (memory.packets if packets else memory.buffers)
         read_back.append(exchanges(Table(codec.encode(recording)), kernels(memory, rank).world))
     assert read_back == [read_back[0]] * world and len(read_back[0]) == len(sent), "the same on all ranks"
 
