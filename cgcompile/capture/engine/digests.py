@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from ...targets.cuda.tensors import device_bytes
+from ..worker.weights import mixed
 
 CHUNK = 2 << 20
 """Bytes that are compared and put back together."""
@@ -16,13 +17,14 @@ AT_ONCE = 64
 
 
 def digests(address: int, size: int) -> torch.Tensor:
-    """The digest of every chunk of memory, the last of which may be shorter: (chunks,) int64.  Both are multiples of 8."""
+    """The digest of every chunk of memory, the last of which may be shorter: (chunks,) int64, 0 for zeros.  Address and size are
+    multiples of 8."""
     words = device_bytes(address, size).view(torch.int64)
     odd = torch.arange(CHUNK // 8, device=words.device) * 2 + 1
     whole = size // CHUNK * CHUNK // 8
-    parts = [(_mixed(some.view(-1, CHUNK // 8)) * odd).sum(1) for some in words[:whole].split(AT_ONCE * CHUNK // 8) if whole]
+    parts = [(mixed(some.view(-1, CHUNK // 8)) * odd).sum(1) for some in words[:whole].split(AT_ONCE * CHUNK // 8) if whole]
     if size % CHUNK:
-        parts.append((_mixed(words[whole:]) * odd[: len(words) - whole]).sum().reshape(1))
+        parts.append((mixed(words[whole:]) * odd[: len(words) - whole]).sum().reshape(1))
     return torch.cat(parts)
 
 
@@ -31,11 +33,7 @@ def digests_of(parts: Sequence[torch.Tensor]) -> list[int]:
     if not parts:
         return []
     words = torch.cat(list(parts)).view(torch.int64)
-    sums = (_mixed(words) * (torch.arange(len(words), device=words.device) * 2 + 1)).cumsum(0)
+    sums = (mixed(words) * (torch.arange(len(words), device=words.device) * 2 + 1)).cumsum(0)
     ends = torch.tensor([part.numel() // 8 for part in parts], device=words.device).cumsum(0)
     totals = sums[ends - 1]
     return torch.cat([totals[:1], totals.diff()]).tolist()
-
-
-def _mixed(words: torch.Tensor) -> torch.Tensor:
-    return words ^ (words >> 29)

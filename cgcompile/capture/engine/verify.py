@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -84,9 +85,12 @@ def verify(
     here: Here,
     prepare: Callable[[Key], None],
 ) -> None:
-    """`prepare` writes a graph's inputs.  Raises proof-failed where the fresh process gets other bits, or the engine's own graphs
-    do when they are replayed again; not-verifiable where no other process can open the engine's memory, or the GPU has no room for
-    the graphs' own memory."""
+    """`prepare` writes a graph's inputs.
+
+    Raises proof-failed where the fresh process gets other bits; replays-differ where the engine's own graphs do when they are
+    replayed again; not-verifiable where no other process can open the engine's memory, or the GPU has no room for the graphs'
+    own.
+    """
     torch.cuda.empty_cache()
     free = torch.cuda.mem_get_info()[0]
     if free < arena + SPARE:
@@ -94,11 +98,11 @@ def verify(
         raise BuildError("not-verifiable", text)
     regions = _regions(engine, here)
     spans = [_handle(address, number, engine) for number, address in enumerate(here.spans)]
-    steps = [(lambda key=key: prepare(key), graph.replay) for key, graph in graphs.items()]
+    steps = [(partial(prepare, key), graph.replay) for key, graph in graphs.items()]
     with scratch_folder() as scratch:
         contents, plan = scratch / "contents", scratch / "plan.json"
-        _save(regions, contents)
         before = _digests(regions)
+        _save(regions, before, contents)
         try:
             after, poisoned = _replayed(steps, regions, before, contents)
             rows = _noted(steps, regions, _changed(before, after), contents)
@@ -106,9 +110,7 @@ def verify(
             if other:
                 names = ", ".join(repr(regions[position].name) for position in list(other)[:4])
                 text = f"two replays of the engine's own graphs from the same contents leave other bits in {names}"
-                raise BuildError(
-                    "proof-failed", text, "give prepare=, leave out what is not deterministic, or save with verify=False"
-                )
+                raise BuildError("replays-differ", text)
             _put_back(regions, before, contents)
             asked = Plan(
                 device=torch.cuda.current_device(),
@@ -187,15 +189,14 @@ def _handle(address: int, number: int, engine: Engine) -> tuple[str, int, int]:
     return bytes(result[1].reserved).hex(), address - block[0], address
 
 
-def _save(regions: Sequence[Region], contents: Path) -> None:
-    """Writes what the regions hold; zeros stay holes of the file."""
+def _save(regions: Sequence[Region], before: Sequence[Sequence[int]], contents: Path) -> None:
+    """Writes what the regions hold.  Chunks of zeros, whose digest is 0, stay holes of the file."""
     with open(contents, "wb") as file:
-        for region in regions:
-            for number in range(region.chunks):
-                memory = region.memory(number)
-                if bool(memory.any()):
+        for region, row in zip(regions, before, strict=True):
+            for number, digest in enumerate(row):
+                if digest:
                     file.seek(region.begin + CHUNK * number)
-                    file.write(memoryview(memory.cpu().numpy()))
+                    file.write(memoryview(region.memory(number).cpu().numpy()))
         file.truncate(sum(region.size for region in regions))
 
 

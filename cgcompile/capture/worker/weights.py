@@ -91,8 +91,13 @@ def digest(data: torch.Tensor) -> torch.Tensor:
     total = torch.zeros((), dtype=torch.int64, device=data.device)
     for number, words in enumerate([*data[:whole].view(torch.int64).split(WORDS), data[whole:].to(torch.int64)]):
         odd = torch.arange(number * WORDS, number * WORDS + words.numel(), device=data.device) * 2 + 1
-        total += ((words ^ (words >> 29)) * odd).sum()
+        total += (mixed(words) * odd).sum()
     return total
+
+
+def mixed(words: torch.Tensor) -> torch.Tensor:
+    """Words whose upper bits reach the lower ones, before odd numbers are multiplied with them.  0 stays 0."""
+    return words ^ (words >> 29)
 
 
 def _stored(row: Weight) -> str:

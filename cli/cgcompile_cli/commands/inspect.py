@@ -67,7 +67,7 @@ def inspect(
     manifest = checked_manifest(bundle, variant)
     if manifest.engine is not None:
         views = {"--graph": graph is not None, "--kernels": kernels, "--memory": memory, "--html": html is not None, "--dot": dot}
-        return _engine(bundle, manifest, [name for name, wanted in views.items() if wanted], as_json)
+        return _engine(bundle, manifest, [name for name, chosen in views.items() if chosen], as_json)
     entry, chosen = manifest.entries[0], None
     if graph is not None:
         entry, chosen = int_keys.find(manifest, graph)

@@ -101,7 +101,7 @@ def write_inputs(runner: Any, key: Key) -> None:
             runner.kv_cache_config,
         )  # fmt: skip
     buffers = (runner.input_buffers.input_ids, runner.input_buffers.positions, runner.block_tables.slot_mappings)
-    for buffer, most in zip(buffers, (1000, 1000, 1 << 62), strict=True):
+    for buffer, most in zip(buffers, (runner.vocab_size, runner.max_model_len, 1 << 62), strict=True):
         buffer.copy_(torch.arange(buffer.shape[-1], device=buffer.device) % most)
 
 
@@ -151,10 +151,13 @@ def _entries(parts: Mapping[int, CUDAGraphWrapper]) -> Iterator[tuple[int, CUDAG
 def give_pieces(
     pieces: Iterable[Piece], parts: Mapping[int, CUDAGraphWrapper], graphs: Mapping[Any, Any], tensors: Mapping[str, Any]
 ) -> None:
-    """Puts attached graphs where captured ones would be."""
+    """Puts attached graphs where captured ones would be: all of them, or none where one is missing.  Raises KeyError."""
+    entries = []
     for piece in pieces:
         values = [tensors[value] if what == "name" else value for what, value in piece.values]
         output = values[0] if piece.kind == "tensor" else tuple(values) if piece.kind == "tuple" else values
         descriptor = BatchDescriptor(num_tokens=piece.tokens)
         entry = CUDAGraphEntry(batch_descriptor=descriptor, cudagraph=graphs[piece.key], output=output)
-        parts[piece.index].concrete_cudagraph_entries[descriptor] = entry
+        entries.append((parts[piece.index].concrete_cudagraph_entries, entry))
+    for held, entry in entries:
+        held[entry.batch_descriptor] = entry

@@ -28,6 +28,12 @@ import cgcompile
 from . import FOLDER, GRAPHS, engine, logger
 from .record import Record, read_record, write_record
 
+REFUSED = "refused.txt"
+"""The file in the folder that says why graphs cannot be saved: later starts do not try again."""
+
+AGAIN = ("engine-differs", "recordings-differ", "addresses-equal")
+"""Codes of errors that the next start may not have."""
+
 SLACK = 256 << 20
 """Bytes of the GPU that may be taken beyond those that were when the memory was measured."""
 
@@ -54,6 +60,8 @@ class GraphWorker(Worker):
         if config.lora_config is not None or config.speculative_config is not None or not self.use_v2_model_runner:
             return self._as_ever("adapters, drafts and the first model runner are not known here")
         self._folder.mkdir(parents=True, exist_ok=True)
+        if (self._folder / REFUSED).exists():
+            return self._as_ever(f"{self._folder / REFUSED} says why an earlier start was not saved")
         self._record = read_record(self._folder)
         if (self._folder / GRAPHS).exists():
             if self._record is None or self._record.config != self._config:
@@ -116,16 +124,22 @@ class GraphWorker(Worker):
         if self._role == "attach":
             try:
                 return self._attached()
-            except (cgbundle.CgbundleError, ValueError, KeyError) as error:
-                self._as_ever(str(error))
-                return int(self._capture())
+            except Exception as error:  # noqa: BLE001  a guest ends nobody's engine
+                self._role = self._as_ever(f"{type(error).__name__}: {error}")
+        if self._role != "save":
+            return int(self._capture())
         tensors = engine.engine_tensors(self.model_runner)  # those that there are when later starts attach
         with mock.patch.object(torch.cuda, "CUDAGraph", engine.KeptGraph):
             size = int(self._capture())
         try:
             self._save(tensors)
-        except (cgbundle.CgbundleError, OSError, ValueError) as error:
+        except Exception as error:
             logger.warning("cgcompile: the graphs were not saved: %s", error)
+            code = getattr(error, "code", "")
+            if code not in AGAIN:
+                (self._folder / REFUSED).write_text(f"{error}\n")
+            if code == "proof-failed":
+                raise  # the fresh process may have written to this engine's memory
         return size
 
     def _save(self, tensors: dict[str, torch.Tensor]) -> None:
@@ -163,7 +177,7 @@ class GraphWorker(Worker):
             for descriptor in descriptors
             if mode.name == "FULL"
         }
-        engine.give_pieces(record.pieces, engine.wrappers(), graphs, graphs.tensors)
+        engine.give_pieces(record.pieces, engine.wrappers(), graphs, graphs.tensors)  # the last that may fail
         manager.graphs, manager.hidden_states = whole, tensors.get("hidden")
         manager._graphs_captured = True
         self._graphs = graphs
