@@ -265,21 +265,20 @@ class _Build:
         return node, params.conditional.phGraph_out[: last - first]
 
     def _connect(self, graphs: Sequence[Any], nodes: Sequence[Any]) -> None:
-        """Adds the edges, those of each graph apart."""
+        """Adds the edges, those of each graph apart, and those of each kind: of a call for several, the driver (580, CUDA 13.0) takes
+        the kind of the first for all, and says nothing (tests/gpu/REPORT.md)."""
         table = self._table
-        edges: list[list[int]] = [[] for _ in graphs]
-        for row, source in enumerate(table.edge_source):
-            edges[0 if len(graphs) == 1 else table.graph(source)].append(row)
-        ports = any(table.edge_type) or any(table.edge_from_port) or any(table.edge_to_port)
-        columns = list(zip(table.edge_from_port, table.edge_to_port, table.edge_type, strict=True))
-        for graph, chosen in zip(graphs, edges, strict=True):
-            if not chosen:
-                continue
-            sources, targets = [[nodes[ends[row]] for row in chosen] for ends in (table.edge_source, table.edge_target)]
-            data = None
-            if ports:
-                data = [EdgeData(from_port=out, to_port=into, type=kind) for out, into, kind in [columns[row] for row in chosen]]
-            call("cuGraphAddDependencies", graph, sources, targets, data, detail=table.where)
+        edges: dict[tuple[int, int, int, int], tuple[list[Any], list[Any]]] = {}
+        columns = (table.edge_source, table.edge_target, table.edge_from_port, table.edge_to_port, table.edge_type)
+        for source, target, out, into, kind in zip(*columns, strict=True):
+            number = 0 if len(graphs) == 1 else table.graph(source)
+            sources, targets = edges.setdefault((number, out, into, kind), ([], []))
+            sources.append(nodes[source])
+            targets.append(nodes[target])
+        for (number, out, into, kind), (sources, targets) in edges.items():
+            plain = not (out or into or kind)
+            data = None if plain else [EdgeData(from_port=out, to_port=into, type=kind)] * len(sources)
+            call("cuGraphAddDependencies", graphs[number], sources, targets, data, detail=table.where)
 
 
 def _setter(executable: Any, node: Any) -> Callable[[KernelNodeParams], None]:

@@ -50,11 +50,13 @@ def follow_kernel(out, table, count: tl.constexpr):  # type: ignore[no-untyped-d
 
 @triton.jit  # type: ignore[untyped-decorator]
 def early_kernel(out, x, width: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Doubles what the kernel before it wrote, and lets the next one begin early."""
+    """Doubles what the kernel before it wrote, and lets the next one begin long before it has ended."""
     at = tl.arange(0, width)
     tl.extra.cuda.gdc_wait()
     values = tl.load(x + at)
     tl.extra.cuda.gdc_launch_dependents()
+    for _ in range(20_000):
+        values = tl.sqrt_rn(values * values)
     tl.store(out + at, values * 2)
 
 
@@ -195,11 +197,12 @@ def small_graphs() -> dict[str, Callable[[], tuple[dict[Any, torch.cuda.CUDAGrap
         return {1: first, 2: second}, {"x": x, "y": y}
 
     def early() -> torch.Tensor:
+        """The second kernel may begin early, the third may not."""
         first, second = torch.empty_like(x), torch.empty_like(x)
         early_kernel[(1,)](first, x, 64, launch_pdl=True)
         early_kernel[(1,)](second, first, 64, launch_pdl=True)
-        kept.append(first)
-        return second
+        kept.extend([first, second])
+        return second + 1
 
     def programmatic() -> tuple[Any, Any]:
         graphs = {"early": captured(early)}
@@ -318,14 +321,14 @@ def attach_pools(folder: Path) -> bool:
 
 
 def attach_early(folder: Path) -> list[int]:
-    """The types of the edges between kernels that may begin before the one in front of them has ended; [] where the bits differ."""
+    """The types of the edges of kernels, the second of which may begin before the first has ended; [] where the bits differ."""
     from cgbundle.format.archive import Archive
     from cgbundle.tables.table import Table
 
     x = torch.arange(64, device="cuda", dtype=torch.float32)
     with cgbundle.attach(folder / "programmatic.cgb", {"x": x}) as graphs:
         graphs["early"].replay()
-        same = torch.equal(graphs.tensors["out"], 4 * x)
+        same = torch.equal(graphs.tensors["out"], 4 * x + 1)
     return list(Table(Archive(str(folder / "programmatic.cgb")).data("graphs/0.bin")).edge_type) if same else []
 
 

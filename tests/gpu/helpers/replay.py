@@ -140,14 +140,10 @@ def build(recording, base: dict, functions: dict, context, keep: list):
             nodes.append(check(driver.cuGraphAddMemcpyNode(graph, [], 0, p, context)))
         else:
             nodes.append(check(driver.cuGraphAddEmptyNode(graph, [], 0)))
-    if recording.edges:
-        data = []
-        for edge in recording.edges:
-            e = driver.CUgraphEdgeData()
-            e.from_port, e.to_port, e.type = edge.from_port, edge.to_port, edge.type
-            data.append(e)
-        sources, targets = [nodes[e.source] for e in recording.edges], [nodes[e.target] for e in recording.edges]
-        check((*driver.cuGraphAddDependencies(graph, sources, targets, data, len(data)), 0))
+    for edge in recording.edges:  # one by one: of several, the driver takes the data of the first for all
+        e = driver.CUgraphEdgeData()
+        e.from_port, e.to_port, e.type = edge.from_port, edge.to_port, edge.type
+        check((*driver.cuGraphAddDependencies(graph, [nodes[edge.source]], [nodes[edge.target]], [e], 1), 0))
     return check(driver.cuGraphInstantiate(graph, 0))
 
 
