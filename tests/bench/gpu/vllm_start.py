@@ -3,7 +3,7 @@
     python -m tests.bench.gpu.vllm_start MODEL GRAPHS [--turns 3] [--options '{"load_format": "dummy"}']
 
 GRAPHS is the folder of the plugin; it is filled first where it is empty.  Every start is a process of its own.  It prints a row for
-each: seconds from the start of the process to the engine, the phases that vLLM's log tells, tokens/s at LANES in the best of ROUNDS,
+each: seconds from the start of the process to the engine, the phases that vLLM's log tells, tokens/s at LANES (best of ROUNDS),
 used memory, and whether the tokens are those of the first start.  The log of every start lies in `GRAPHS.logs`.
 """
 
