@@ -16,6 +16,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
 from ..export.higher_order.conditionals import COND, higher_order, is_conditional
+from .layers import pieces
 from .switches import Case, cases_of, choice_of
 
 Operand = str | int | float | bool | None
@@ -68,8 +69,9 @@ class Loop:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Block:
-    """A graph: its parts alternate, the first and the last one are straight.  `inputs` and `outputs` name values.  `source` is what
-    it was made of, `module` a copy of it whose predicates are tensors of bool."""
+    """A graph: its parts in order.  The first and the last one are straight, and of many equal layers each is a straight part.
+    `inputs` and `outputs` name values.  `source` is what it was made of, `module` a copy of it whose predicates are tensors of
+    bool."""
 
     source: GraphModule
     module: GraphModule
@@ -101,19 +103,21 @@ def _block(source: GraphModule, module: GraphModule) -> Block:
         if isinstance(known, Node) and known.op == "call_function" and not known.users:
             module.graph.erase_node(known)
     names = _names(module.graph)
-    groups: list[list[Node]] = [[]]
+    straight: list[list[Node]] = [[]]
     conditionals: list[Node] = []
     for node in module.graph.nodes:
         if is_conditional(node):
             conditionals.append(node)
-            groups.append([])
+            straight.append([])
         elif node.op == "call_function" and node not in names:
-            groups[-1].append(node)
+            straight[-1].append(node)
     (output,) = module.graph.find_nodes(op="output")
-    wanted = _wanted(groups, conditionals, output)
+    groups = [pieces(nodes) for nodes in straight]
+    wanted = _wanted([group for cut in groups for group in cut], conditionals, output)
     parts: list[Part] = []
-    for number, group in enumerate(groups):
-        parts.append(Straight(nodes=tuple(group), outputs=tuple([node.name for node in group if node in wanted])))
+    for number, cut in enumerate(groups):
+        for group in cut:
+            parts.append(Straight(nodes=tuple(group), outputs=tuple([node.name for node in group if node in wanted])))
         if number < len(conditionals):
             node = conditionals[number]
             several = switches.get(node)

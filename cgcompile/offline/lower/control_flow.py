@@ -1,4 +1,5 @@
-"""Programs with branches and loops: every straight part is lowered by itself, and what they launch is put together in order.
+"""Programs with branches and loops: every straight part is lowered by itself, and what they launch is put together in order.  Of
+equal layers one is lowered, and its launches are those of all, each with its own weights.
 
 A branch's results lie in buffers that all of its bodies write to.  What a loop carries lies in buffers of its own, which hold
 the first values when it begins and are written in place at the end of its body, where the condition for the next turn is computed
@@ -9,8 +10,8 @@ All values that cross from one part to another are dense.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -23,6 +24,7 @@ from cgbundle.format.schema import IntKey
 
 from ...errors import BuildError
 from ...partition.blocks import Block, Branch, Loop, Operand, Straight, Switch, blocks, needed_after, straight_module, taken
+from ...partition.layers import form
 from ..assemble.merge import LoweredRegion, MergedProgram, dense_bytes
 from ..decompose.arguments import DEVICE, argument_rows, changed_outputs, check_apart, fake_tensor
 from ..decompose.device_program import on_device
@@ -68,8 +70,9 @@ def lower_blocks(
     tensors: Sequence[torch.Tensor],
     layouts: Sequence[tuple[int, ...] | None],
     lower: LowerStraight,
+    live: Collection[str] = (),
 ) -> Lowered:
-    """`program`, which has branches or loops, at the sizes of `tensors`; `layouts` and what is raised as in `lower_key`."""
+    """`program`, which has branches or loops, at the sizes of `tensors`; `layouts`, `live` and what is raised as in `lower_key`."""
     source = program.graph_module
     program = program.run_decompositions({})
     rows, changed = argument_rows(program, tensors), changed_outputs(program)
@@ -88,6 +91,7 @@ def lower_blocks(
         mode=mode,
         lower=lower,
         changing=frozenset([rows[argument][1] for _, argument in changed if rows[argument][0] == WEIGHT]),
+        live=frozenset(live),
         merged=MergedProgram(key=key, input_places={name: int(name) for name in _inputs(values)}),
     )
     new = [(block.inputs[argument], block.outputs[position]) for position, argument in changed]
@@ -122,19 +126,39 @@ def _inputs(values: Values) -> dict[str, torch.Tensor]:
     return {value.name: value.fake for value in values.values() if value.kind == INPUT and value.fake is not None}
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _LoweredPart:
+    """What a straight part was lowered to, over arguments of these kinds and `names`; and those of its results that are numbers."""
+
+    lowered: Lowered
+    names: tuple[tuple[str, str], ...]
+    numbers: dict[int, Any]
+
+    def over(self, names: Sequence[tuple[str, str]]) -> Lowered:
+        """The same over other weights."""
+        other = dict(zip(self.names, names, strict=True))
+        buffers = [
+            replace(buffer, name=other.get((buffer.kind, buffer.name), (buffer.kind, buffer.name))[1])
+            for buffer in self.lowered.buffers
+        ]
+        return replace(self.lowered, buffers=tuple(buffers))
+
+
 @dataclass(kw_only=True, slots=True)
 class _Growing:
-    """The program as it grows.  `changing`: the weights that it writes to; `conditionals` and `named` count what was numbered and
-    named."""
+    """The program as it grows.  `changing`: the weights that it writes to; `live`: those that may change between calls;
+    `conditionals` and `named` count what was numbered and named; `parts`: what was lowered, by its form."""
 
     key: IntKey
     source: torch.fx.GraphModule
     mode: FakeTensorMode
     lower: LowerStraight
     changing: frozenset[str]
+    live: frozenset[str]
     merged: MergedProgram
     conditionals: int = 0
     named: int = 0
+    parts: dict[Hashable, _LoweredPart] = field(default_factory=dict)
 
     def straight_parts(self, block: Block, values: Values, written: Mapping[int, Sequence[Pair]] = MappingProxyType({})) -> None:
         """All parts of a block but the last; `written`: new values that some write, by their position."""
@@ -187,11 +211,17 @@ class _Growing:
         places = [name for name, _ in tensors]
         written = [places.index(name) for name, _ in new]
         arguments = [value.number if value.fake is None else value.fake for value in taken_values]
-        retraced, numbers = retrace_straight(module, self.source, arguments, names, self.mode, layouts, written)
-        results = retraced.graph.graph.output_node().args[0]
-        kept = [layout for number, layout in enumerate(layouts) if number not in numbers]
-        fixed = [None if layout is None else result.meta["val"].stride() for layout, result in zip(kept, results, strict=True)]
-        lowered = self.lower(retraced, fixed)
+        known = form(module, self._forms(taken(module), taken_values)), tuple(layouts), tuple(written)
+        lowered_part = self.parts.get(known)
+        if lowered_part is None:
+            retraced, numbers = retrace_straight(module, self.source, arguments, names, self.mode, layouts, written)
+            results = retraced.graph.graph.output_node().args[0]
+            kept = [layout for number, layout in enumerate(layouts) if number not in numbers]
+            fixed = [None if layout is None else result.meta["val"].stride() for layout, result in zip(kept, results, strict=True)]
+            lowered_part = _LoweredPart(lowered=self.lower(retraced, fixed), names=tuple(names), numbers=numbers)
+            if not any(constant.sources for constant in lowered_part.lowered.constants):  # else of these weights alone
+                self.parts[known] = lowered_part
+        lowered, numbers = lowered_part.over(names), lowered_part.numbers
         self.named += 1
         output_names = [f"v{self.named}.{number}" for number in range(len(outputs)) if number not in numbers]
         region = LoweredRegion(name=f"p{self.named}", inputs=tuple(crossing), outputs=tuple(output_names), lowered=lowered)
@@ -203,6 +233,20 @@ class _Growing:
         return [
             _Value(number=numbers[number]) if number in numbers else self._value(next(results_of)) for number in range(len(outputs))
         ]
+
+    def _forms(self, names: Sequence[str], arguments: Sequence[_Value]) -> dict[str, Hashable]:
+        """What matters of the arguments of a part.  Weights are told apart by their place, and by what may happen to them."""
+        weights: dict[str, int] = {}
+        forms: dict[str, Hashable] = {}
+        for name, value in zip(names, arguments, strict=True):
+            if value.fake is None:
+                forms[name] = type(value.number), value.number
+            else:
+                fake, weight = value.fake, value.kind == WEIGHT
+                place = weights.setdefault(value.name, len(weights)) if weight else -1
+                may_change = weight and (value.name in self.changing, value.name in self.live)
+                forms[name] = place, may_change, fake.dtype, tuple(fake.shape), fake.stride()
+        return forms
 
     def _keep(self, name: str, held: Buffer) -> None:
         """Copies a value that lies in something which a later part may write to: an input of the part, such as what a loop carries,
@@ -265,10 +309,12 @@ class _Growing:
         number = self._set_condition(condition)
         self.merged.events.append(Begin(conditional=number, type="while"))
         block_values = dict(zip(part.body.inputs, arguments, strict=True))
-        self.straight_parts(part.body, block_values)
         *new, again = part.body.outputs
         pairs = [(place, value) for place, value in zip(part.body.inputs, new, strict=False) if place != value]
-        (condition,) = self.last_part(part.body, block_values, [again], [DENSE], pairs)
+        written = _written_early(replace(part.body, outputs=(again,)), pairs)
+        self.straight_parts(part.body, block_values, written)
+        left = [pair for pair in pairs if all(pair not in early for early in written.values())]
+        (condition,) = self.last_part(part.body, block_values, [again], [DENSE], left)
         self._set_condition(condition, number)
         self.merged.events.append(End(conditional=number))
         values.update(zip(part.outputs, carried, strict=True))

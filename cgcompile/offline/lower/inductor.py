@@ -124,7 +124,7 @@ def lower_key(
             return replace(lowered, outputs=_as_wanted(lowered.outputs, wanted, key), constants=constants, written=retraced.written)
 
         if has_conditionals(program.graph_module):
-            return lower_blocks(program, key, tensors, layouts, lower)
+            return lower_blocks(program, key, tensors, layouts, lower, live)
         return lower(retrace(program, tensors, layouts, writes=writes), layouts)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,12 +13,14 @@ from torch import Tensor, nn
 from cgcompile.bundle.recordings import ConditionalNode, MemcpyNode, Recording
 from cgcompile.export.higher_order.conditionals import obstacle
 from cgcompile.offline.interpret.interpret import Stage, interpret
+from cgcompile.offline.lower import inductor
+from cgcompile.targets.architectures import arch
 from tests.cpu.offline.test_interpret_lowered import task_of
 from tests.cpu.offline.written_rows import tensor_of
-from tests.helpers.models.conditional_models import MODELS
+from tests.helpers.models.conditional_models import MODELS, WIDTH, Layered
 
 
-@pytest.mark.parametrize("name", ["nested", "carried", "read afterwards", "shifted", "overlapping", "chosen"])
+@pytest.mark.parametrize("name", ["nested", "carried", "read afterwards", "shifted", "overlapping", "chosen", "layered", "folded"])
 def test_every_way_is_eagers(name: str, tmp_path: Path) -> None:
     torch.manual_seed(1)
     make, inputs, kinds = MODELS[name]
@@ -42,6 +45,28 @@ def test_only_what_the_loop_alone_takes_is_not_copied(tmp_path: Path) -> None:
     begin = next(node for node in recording.nodes if isinstance(node, ConditionalNode))
     before = recording.nodes[: recording.nodes.index(begin)]
     assert sum(isinstance(node, MemcpyNode) for node in before) == 3
+
+
+def lowered_parts(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> int:
+    """How many parts of a model Inductor lowers."""
+    program = torch.export.export(model.eval(), (torch.randn(4, WIDTH),), strict=False)
+    parts: list[object] = []
+    stock = inductor.lower_graph
+
+    def counted(*arguments: Any) -> Any:
+        parts.append(arguments)
+        return stock(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(inductor, "lower_graph", counted)
+        inductor.lower_key(program, (), (torch.randn(4, WIDTH),), arch("sm_90"))
+    return len(parts)
+
+
+def test_of_equal_layers_one_is_lowered(monkeypatch: pytest.MonkeyPatch) -> None:
+    five, eight = [lowered_parts(Layered(count), monkeypatch) for count in (5, 8)]
+    assert five == eight < 12
+    assert lowered_parts(Layered(5, folded=True), monkeypatch) > five, "what is computed from weights is of these weights alone"
 
 
 def types(recording: Recording) -> list[str]:

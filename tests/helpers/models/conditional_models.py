@@ -105,6 +105,46 @@ class Middle(nn.Module):
         return self.after(torch.cond(x.sum() > 0, lambda h: h + self.wide(h), lambda h: h * 1, (h,)))
 
 
+class Layer(nn.Module):
+    """`folded`: a build computes what the layer scales with."""
+
+    def __init__(self, folded: bool) -> None:
+        super().__init__()
+        self.linear, self.folded = nn.Linear(WIDTH, WIDTH), folded
+        self.scale = nn.Parameter(torch.randn(WIDTH) * 0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = self.scale.exp() if self.folded else self.scale
+        return x + self.linear(x).tanh() * scale
+
+
+class Layered(nn.Module):
+    """Equal layers before a loop and in it, which carries something for each; behind it their order is another one."""
+
+    def __init__(self, count: int = 5, folded: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Layer(folded) for _ in range(count)])
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        h = x * 0.5
+        for layer in self.layers:
+            h = layer(h)
+
+        def turn(i: Tensor, v: Tensor, *tails: Tensor) -> tuple[Tensor, ...]:
+            new = []
+            for layer, tail in zip(self.layers, tails, strict=True):
+                new.append(tail * 0.5 + v)
+                v = layer(v) * 0.9 + new[-1].mean()
+            return i + 1, v, *new
+
+        start = torch.zeros((), dtype=torch.int64, device=x.device)
+        first = (start, h, *[x * number for number in range(len(self.layers))])
+        turns, v, *tails = torch.while_loop(lambda i, v, *_: (i < 6) & (v.abs().max() < 9), turn, first)
+        for layer in reversed(self.layers):
+            v = layer(v)
+        return turns, v, *tails
+
+
 class Chosen(nn.Module):
     """One of several ways by a number, in a loop that counts; the first of two cases with one constant is taken."""
 
@@ -224,5 +264,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], list[Tensor]], tup
     "overlapping": (Overlapping, overlapping_inputs, ("if", "while")),
     "middle": (Middle, middle_inputs, ("if",)),
     "chosen": (Chosen, chosen_inputs, ("switch", "switch", "while")),
+    "layered": (Layered, nested_inputs, ("while",)),
+    "folded": (lambda: Layered(folded=True), nested_inputs, ("while",)),
 }
 """By name: the model, inputs, and the types of its conditional nodes, sorted."""
