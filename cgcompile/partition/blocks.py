@@ -69,9 +69,8 @@ class Loop:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Block:
-    """A graph: its parts in order.  The first and the last one are straight, and of many equal layers each is a straight part.
-    `inputs` and `outputs` name values.  `source` is what it was made of, `module` a copy of it whose predicates are tensors of
-    bool."""
+    """A graph: its parts in order, the first and the last one straight.  `inputs` and `outputs` name values.  `source` is what it
+    was made of, `module` a copy of it whose predicates are tensors of bool."""
 
     source: GraphModule
     module: GraphModule
@@ -88,12 +87,12 @@ def has_conditionals(module: GraphModule) -> bool:
     return any(is_conditional(node) for node in module.graph.nodes)
 
 
-def blocks(module: GraphModule) -> Block:
-    """A graph as a block, with those of its branches and loops."""
-    return _block(module, _copied(module))
+def blocks(module: GraphModule, *, layers: bool = False) -> Block:
+    """A graph as a block, with those of its branches and loops.  `layers`: of many equal layers each becomes a straight part."""
+    return _block(module, _copied(module), layers)
 
 
-def _block(source: GraphModule, module: GraphModule) -> Block:
+def _block(source: GraphModule, module: GraphModule, layers: bool) -> Block:
     switches = {node: cases for node in module.graph.nodes if (cases := cases_of(source, module, node))}
     for node in [node for node in module.graph.nodes if higher_order(node) == COND]:
         with module.graph.inserting_before(node):
@@ -112,16 +111,19 @@ def _block(source: GraphModule, module: GraphModule) -> Block:
         elif node.op == "call_function" and node not in names:
             straight[-1].append(node)
     (output,) = module.graph.find_nodes(op="output")
-    groups = [pieces(nodes) for nodes in straight]
+    groups = [pieces(nodes) if layers else [nodes] for nodes in straight]
     wanted = _wanted([group for cut in groups for group in cut], conditionals, output)
     parts: list[Part] = []
     for number, cut in enumerate(groups):
         for group in cut:
-            parts.append(Straight(nodes=tuple(group), outputs=tuple([node.name for node in group if node in wanted])))
+            outputs = [node for node in group if node in wanted]
+            wanted.difference_update(outputs)  # what several parts compute the first one gives
+            parts.append(Straight(nodes=tuple(group), outputs=tuple([node.name for node in outputs])))
         if number < len(conditionals):
             node = conditionals[number]
             several = switches.get(node)
-            parts.append(_switch(node, several, names) if several else _conditional(source, module, node, names))
+            part = _switch(node, several, names, layers) if several else _conditional(source, module, node, names, layers)
+            parts.append(part)
     return Block(
         source=source,
         module=module,
@@ -192,19 +194,15 @@ def _names(graph: Graph) -> dict[Node, str]:
 
 def _wanted(groups: Sequence[Sequence[Node]], conditionals: Sequence[Node], output: Node) -> set[Node]:
     """The nodes whose values cross from one part to another."""
-    group_of = {node: number for number, group in enumerate(groups) for node in group}
-    crossing = {source for node in (*conditionals, output) for source in node.all_input_nodes}
-    return crossing | {
-        source
-        for number, group in enumerate(groups)
-        for node in group
-        for source in node.all_input_nodes
-        if group_of.get(source, number) != number
-    }
+    wanted = {source for node in (*conditionals, output) for source in node.all_input_nodes}
+    for group in groups:
+        inside = set(group)
+        wanted |= {source for node in group for source in node.all_input_nodes if source not in inside}
+    return wanted
 
 
-def _switch(node: Node, cases: Sequence[Case], names: dict[Node, str]) -> Switch:
-    bodies = tuple([_block(case.source, case.module) for case in cases])
+def _switch(node: Node, cases: Sequence[Case], names: dict[Node, str], layers: bool) -> Switch:
+    bodies = tuple([_block(case.source, case.module, layers) for case in cases])
     return Switch(
         name=node.name,
         choice=str(_operand(node.args[0], names)),
@@ -218,11 +216,11 @@ def _as_byte(graph: Graph, value: Any) -> Node:
     return graph.call_function(torch.ops.aten.ne.Scalar, (value, 0))
 
 
-def _conditional(source: GraphModule, module: GraphModule, node: Node, names: dict[Node, str]) -> Branch | Loop:
+def _conditional(source: GraphModule, module: GraphModule, node: Node, names: dict[Node, str], layers: bool) -> Branch | Loop:
     first, second = [(getattr(source, name), getattr(module, name)) for name in _body_names(node)]
     if higher_order(node) == COND:
         predicate, _, _, operands = node.args
-        blocks_of = _block(*first), _block(*second)
+        blocks_of = _block(*first, layers), _block(*second, layers)
         return Branch(
             name=node.name,
             predicate=str(_operand(predicate, names)),
@@ -235,8 +233,8 @@ def _conditional(source: GraphModule, module: GraphModule, node: Node, names: di
     _append(second[1], first[1], len(carried))
     return Loop(
         name=node.name,
-        condition=_block(*first),
-        body=_block(*second),
+        condition=_block(*first, layers),
+        body=_block(*second, layers),
         carried=_operands(carried, names),
         operands=_operands(more, names),
         outputs=tuple([f"{node.name}.{number}" for number in range(len(carried))]),

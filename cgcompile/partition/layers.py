@@ -1,6 +1,7 @@
 """Equal layers of a program: where to cut it so that each is a part of its own, and when two parts are the same but for weights.
 
-A layer is what a numbered module computes, `layers.3` of a ModuleList, as torch.export notes it with every operation.
+A layer is what a numbered module computes, `layers.3` of a ModuleList, as torch.export notes it with every operation.  Indices that
+a layer has in common with others are computed in each: a kernel has to see how they are bounded.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from itertools import groupby
 from operator import attrgetter
 from typing import Any
 
+import torch
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
@@ -22,9 +24,16 @@ MANY = 4
 the time to lower them."""
 
 
+WHOLE = (torch.int32, torch.int64)
+"""Dtypes of indices; comparisons of them are bool."""
+
+FEW = 1 << 16
+"""Elements of a tensor that is computed again."""
+
+
 def pieces(nodes: Sequence[Node]) -> list[list[Node]]:
-    """Operations in order, cut before and behind every layer of a run of MANY or more equal ones.  All of them, where there is no
-    such run."""
+    """Operations in order, cut before and behind every layer of a run of MANY or more equal ones, each piece with the indices that
+    it needs.  All operations, where there is no such run."""
     layers = [(layer, list(rows)) for layer, rows in groupby(_with_layers(nodes), key=lambda row: row[0])]
     alike = [(bool(layer), tuple([str(node.target) for _, node in rows])) for layer, rows in layers]
     cut: list[list[Node]] = [[]]
@@ -34,7 +43,39 @@ def pieces(nodes: Sequence[Node]) -> list[list[Node]]:
             cut += [*parts, []]
         else:
             cut[-1] += [node for part in parts for node in part]
-    return [part for part in cut if part] or [[]]
+    parts = [part for part in cut if part] or [[]]
+    if len(parts) == 1:
+        return parts
+    indices = _indices(nodes)
+    return [_with_indices(part, nodes, indices) for part in parts]
+
+
+def _with_indices(part: Sequence[Node], nodes: Sequence[Node], indices: set[Node]) -> list[Node]:
+    """The part behind those of `nodes` that compute indices for it."""
+    wanted, waiting = set(part), list(part)
+    while waiting:
+        new = indices.intersection(waiting.pop().all_input_nodes) - wanted
+        wanted |= new
+        waiting += new
+    return [node for node in nodes if node in wanted]
+
+
+def _indices(nodes: Sequence[Node]) -> set[Node]:
+    """Those that compute a small tensor of whole numbers, or compare such, and read nothing else."""
+    indices: set[Node] = set()
+    for node in nodes:
+        value, target = node.meta.get("val"), node.target
+        pure = isinstance(target, torch._ops.OpOverload) and not target._schema.is_mutable
+        small = isinstance(value, torch.Tensor) and value.dtype in (*WHOLE, torch.bool) and value.numel() <= FEW
+        if pure and small and all(source in indices or _is_whole(source) for source in node.all_input_nodes):
+            indices.add(node)
+    return indices
+
+
+def _is_whole(node: Node) -> bool:
+    """Whether a value is of whole numbers."""
+    value = node.meta.get("val")
+    return value.dtype in WHOLE if isinstance(value, torch.Tensor) else isinstance(value, int | torch.SymInt)
 
 
 def _with_layers(nodes: Sequence[Node]) -> Iterator[tuple[str, Node]]:

@@ -76,7 +76,7 @@ def lower_blocks(
     source = program.graph_module
     program = program.run_decompositions({})
     rows, changed = argument_rows(program, tensors), changed_outputs(program)
-    block = blocks(on_device(program.graph_module))
+    block = blocks(on_device(program.graph_module), layers=True)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     values: Values = {}
     for place, (kind, name, tensor) in zip(block.inputs, rows, strict=True):

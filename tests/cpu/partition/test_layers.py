@@ -69,7 +69,7 @@ def test_nothing_has_one_piece() -> None:
 
 
 def test_the_form_of_equal_layers_is_equal() -> None:
-    block = blocks(graph(Around([*layers(MANY), *layers(MANY, nn.Sigmoid)])))
+    block = blocks(graph(Around([*layers(MANY), *layers(MANY, nn.Sigmoid)])), layers=True)
     forms = []
     for part in block.parts:
         assert isinstance(part, Straight)
