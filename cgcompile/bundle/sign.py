@@ -52,15 +52,15 @@ def _private_key(path: str) -> Any:
     with open(path, "rb") as file:
         text = file.read(signatures.MAX_BYTES)
     if b"BEGIN PUBLIC KEY" in text:
-        raise CallError("key-invalid", f"{path}: a public key: only the private one signs", MAKE)
+        raise CallError("key-invalid", f"{path}: a public key, expected the private key", MAKE)
     try:
         key = load_pem_private_key(text, None)
     except TypeError:
         raise CallError("key-invalid", f"{path}: the key is encrypted", DECRYPT) from None
     except (ValueError, UnsupportedAlgorithm):
-        raise CallError("key-invalid", f"{path}: no PEM file with a private key", MAKE) from None
+        raise CallError("key-invalid", f"{path}: not a PEM file with a private key", MAKE) from None
     if not isinstance(key, kind):
-        raise CallError("key-invalid", f"{path}: a private key, but none of ed25519", MAKE)
+        raise CallError("key-invalid", f"{path}: a private key, but not an ed25519 key", MAKE)
     return key
 
 

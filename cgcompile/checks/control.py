@@ -18,11 +18,12 @@ def control_flow(context: RuleContext) -> Iterable[Finding]:
     """Control flow as operators: `torch.cond`, while_loop, map, scan.
 
     What it looks for: these higher-order operators, anywhere in the program.
-    Why CUDA forbids it: a tensor decides what runs and how often; a graph is a fixed order of kernels, but for its conditional
-    nodes (CUDA 12.4), whose bodies hold what a graph does.
-    Effect: `cond` and `while_loop` are conditional nodes: the GPU decides, and nothing waits.  Where something in a body is the
-    host's, the operator runs there as a whole: all its branches, every turn.  So do map and scan along a declared dimension.
-    Fix: `torch.where` computes both sides and chooses; a loop with a fixed number of turns in Python is unrolled.
+    Why CUDA forbids it: a tensor determines which operations run and how often.  A graph is a fixed sequence of kernels, except for
+    conditional nodes (CUDA 12.4), whose bodies have the same restrictions.
+    Effect: `cond` and `while_loop` become conditional nodes: the GPU decides, and nothing waits.  If an operation in a body must
+    run on the host, the whole operator runs there, with all branches and iterations.  So do map and scan along a declared
+    dimension.
+    Fix: `torch.where` computes both branches and selects; a Python loop with a fixed number of iterations is unrolled.
     Source: cuGraphConditionalHandleCreate (CUDA driver API); "Conditional ops" in Scheduler.should_partition
     (torch/_inductor/scheduler.py); is_cudagraph_unsafe_op in torch/_inductor/utils.py.
     """
@@ -35,13 +36,13 @@ def control_flow(context: RuleContext) -> Iterable[Finding]:
         if is_conditional(node) and context.conditionals and not reason:
             yield finding(
                 "control-flow", NOTE, f"{name} decides on the GPU what runs", node,
-                "a conditional node of the graph: no launch of its own, and the CPU waits for nothing", "none needed",
+                "a conditional node of the graph: no extra launch, and the CPU does not wait", "none needed",
             )  # fmt: skip
         else:
             why = f"{WHOLE[name]}, since {reason}" if context.conditionals and is_conditional(node) else ""
             yield finding(
                 "control-flow", HOST, f"{name} decides on the CPU what runs{why}", node,
-                context.effect(top), "torch.where computes both sides and chooses; a fixed number of turns can be a Python loop",
+                context.effect(top), "torch.where computes both branches and selects; a fixed loop can be a Python loop",
             )  # fmt: skip
 
 

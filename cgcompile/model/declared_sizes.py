@@ -51,7 +51,7 @@ def sizes_of_entries(option: Given, dimensions: Mapping[str, Sequence[str]]) -> 
         entries = [entry] if entry else [name for name in dimensions if _names_one_of(part, dimensions[name])]
         if not entries:
             raise BuildError(
-                "sizes-invalid", f"sizes: {_shown(part)} is of no entry (there are {', '.join(dimensions)})",
+                "sizes-invalid", f"sizes: {_shown(part)} names no entry (there are {', '.join(dimensions)})",
                 "name the entry: --sizes decode:batch=1,8",
             )  # fmt: skip
         for name in entries:
@@ -71,7 +71,7 @@ def _entry_of(item: Any, dimensions: Mapping[str, Sequence[str]]) -> tuple[str, 
     name = entry.strip()
     if name not in dimensions:
         raise BuildError(
-            "sizes-invalid", f"sizes: {name!r} is no entry{meant(name, dimensions)} (there are {', '.join(dimensions)})"
+            "sizes-invalid", f"sizes: there is no entry {name!r}{meant(name, dimensions)} (there are {', '.join(dimensions)})"
         )
     return name, [rest]
 
@@ -116,7 +116,7 @@ def _declared(
             meant = f" (did you mean {near}?)" if near else ""
             raise BuildError(
                 "sizes-invalid",
-                f"sizes: {name!r} is no declared dimension{meant} (declared: {known})",
+                f"sizes: there is no declared dimension {name!r}{meant} (declared: {known})",
                 "dimensions are the parameters of inputs()" if saved is None else _standing(saved) or STATIC,
             )
         if name in by_name:

@@ -269,7 +269,7 @@ def call_user(function: Callable[..., Any], what: str, label: str, *args: Any, *
     except Exception as error:
         if isinstance(error.__cause__, SystemExit):
             text = f"{user_line(error, label) or label}: {what} ended the program: SystemExit: {first_line(error)}"
-            raise ModelError("source-invalid", text, 'put what a script does under `if __name__ == "__main__":`') from error
+            raise ModelError("source-invalid", text, 'put the code of the script under `if __name__ == "__main__":`') from error
         message = f"{user_line(error, label) or label}: {what} failed: {type(error).__name__}: {first_line(error)}"
         raise ModelError("source-invalid", message, _cure(error)) from error
 

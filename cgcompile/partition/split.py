@@ -125,7 +125,7 @@ def _placed(program: ExportedProgram, known: NodeKinds, placements: Mapping[str,
         if name not in names and name not in inner:
             raise BuildError("node-unknown", f"the program has no node {name!r}")
         if name in names and names[name].op != "call_function":
-            raise BuildError("node-unknown", f"node {name!r} is no operation")
+            raise BuildError("node-unknown", f"node {name!r} is not an operation")
     return {names.get(name) or inner[name]: reason for name, reason in placements.items()}
 
 

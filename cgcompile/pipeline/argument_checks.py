@@ -88,11 +88,11 @@ def _check_world(model: Any, options: Options) -> str:
         text = f"world={options.world}: every rank is made in a process of its own, which a module in memory or a .pt2 cannot be"
         raise BuildError("world-refused", text, "give a model.py or package.module:attribute with model(rank, world)")
     if is_cpu(options.target):
-        raise BuildError("world-refused", f"world={options.world}: the target {options.target} is one device")
+        raise BuildError("world-refused", f"world={options.world}: the target {options.target} has one device")
     if options.record == "capture":
         raise BuildError("world-refused", f"world={options.world}: NCCL's kernels cannot be captured, the bundle is cross-compiled")
     if options.donations:
-        raise BuildError("world-refused", f"world={options.world}: donations are of one device")
+        raise BuildError("world-refused", f"world={options.world}: donations need one device")
     return "cross-compile"
 
 

@@ -24,7 +24,7 @@ def destination_path(out: str | os.PathLike[str] | None, name: str) -> Path:
     """The path of a bundle, by default the model's name + `.cgb`.  Raises output-unwritable where none can be written."""
     path = Path(out) if out is not None else Path(f"{name}.cgb")
     if path.exists() and not _replaceable(path):
-        raise BuildError("output-unwritable", f"{path}: exists and is no bundle", OTHER_NAME)
+        raise BuildError("output-unwritable", f"{path}: exists and is not a bundle", OTHER_NAME)
     folder = path.absolute().parent
     if not folder.is_dir():
         raise BuildError("output-unwritable", f"{path}: the folder {folder} does not exist")

@@ -25,7 +25,7 @@ def donations_of(pairs: Iterable[DonationNames], entries: Sequence[EntryBuild]) 
         target, taken = _named(pair, 1, entries)
         row = Donation(source=source.name, output=output, target=target.name, input=taken)
         if row in donations.values():
-            raise ModelError("donation-unknown", f"donations(): {_shown(pair)} stands twice")
+            raise ModelError("donation-unknown", f"donations(): {_shown(pair)} is given twice")
         _check(pair, source, output, target, taken)
         donations[(row.source, row.output, row.target, row.input)] = row
     return tuple([row for _, row in sorted(donations.items())])
@@ -41,8 +41,8 @@ def check_layouts(manifest: Manifest) -> None:
             pair = f"{row.source}.{source.outputs[row.output].name}", f"{row.target}.{target.inputs[row.input].name}"
             raise ModelError(
                 "donation-unlike",
-                f"donations(): {_shown(pair)}: the output lies in another order of its axes than the input",
-                "return it .contiguous(), or let inputs() give a tensor that is laid out as the output is",
+                f"donations(): {_shown(pair)}: the axes of the output and of the input have different orders in memory",
+                "return output.contiguous(), or let inputs() return a tensor with the layout of the output",
             )
 
 
@@ -73,11 +73,11 @@ def _check(pair: DonationNames, source: EntryBuild, output: int, target: EntryBu
     if output_spec.dtype != wanted.dtype:
         raise ModelError("donation-unlike", f"{where}: the output is {output_spec.dtype}, the input {wanted.dtype}")
     if not _shapes(source, output_spec) & _shapes(target, wanted):
-        raise ModelError("donation-unlike", f"{where}: they have the same shape at no sizes that are built")
+        raise ModelError("donation-unlike", f"{where}: their shapes are equal at none of the built sizes")
     shared = next((alias for alias in source.prepared.aliases if alias.output == output and alias.memory != "outputs"), None)
     if shared is not None:
         what = "one of its inputs" if shared.memory == "inputs" else f"buffer {shared.name!r}"
-        raise ModelError("donation-refused", f"{where}: the output is {what} itself, and lies there")
+        raise ModelError("donation-refused", f"{where}: the output is {what} itself")
     if any(output in (row.output, row.count) for row in source.prepared.signature.data_sizes):
         raise ModelError("donation-refused", f"{where}: the size of the output depends on data")
     if taken in target.prepared.written:

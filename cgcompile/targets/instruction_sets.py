@@ -105,7 +105,7 @@ def check_level(level: Level, machine: str, flags: Collection[str]) -> None:
     """Raises target-unavailable where `foreign` has a reason."""
     if why := foreign(level, machine, flags):
         hint = "name a lower level, or build on another machine" if machine == level.machine else ""
-        raise BuildError("target-unavailable", f"target {level.name}: {why}; what is built here is proved by running it", hint)
+        raise BuildError("target-unavailable", f"target {level.name}: {why}; a build verifies its code by running it", hint)
 
 
 def needed(

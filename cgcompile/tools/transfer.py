@@ -163,7 +163,7 @@ def pull(url: str, out: str | os.PathLike[str] | None = None, *, replace: bool =
     check_free(place, replace)
     text, signature = remote.read(MANIFEST, limits.JSON_BYTES), remote.read(SIGNATURE, SIGNATURE_BYTES)
     if text is None:
-        raise BundleError("not-a-bundle", f"{url}: no {MANIFEST} there: no bundle, or one that was not pushed to its end")
+        raise BundleError("not-a-bundle", f"{url}: no {MANIFEST} there: not a bundle, or its push is not complete")
     manifest = _manifest(text, url)
     left = place.parent / f".{place.name}.{hashlib.sha256(text).hexdigest()[:16]}.pull"
     distinct = sorted({file.sha256: file for file in manifest.files}.values(), key=lambda file: -file.bytes)  # the longest first
@@ -285,5 +285,5 @@ def _get(remote: Remote, folder: Path, file: File) -> int:
                 return moved
             if not begun:
                 place.unlink()
-                raise BundleError("file-damaged", f"{remote.url}/{file.path}: {done} bytes that are not the manifest's")
+                raise BundleError("file-damaged", f"{remote.url}/{file.path}: {done} bytes that differ from the manifest")
             out.truncate(0)  # what was left may be at fault: once more, all of it

@@ -31,13 +31,13 @@ class Forks:
         """Raises process-forked where code for the CPU would wait for threads that only a parent has."""
         if self.lost_threads:
             raise CallError(
-                "process-forked", "this process was forked from one that had run code for the CPU, whose threads it lacks"
+                "process-forked", "this process was forked after its parent had run CPU code, whose threads do not exist here"
             )
 
     def check_gpu(self) -> None:
         """Raises process-forked where the driver refuses to work: CUDA cannot be used after a fork."""
         if self.lost_gpu:
-            raise CallError("process-forked", "this process was forked from one that used the GPU: CUDA does not work here")
+            raise CallError("process-forked", "this process was forked after its parent had used the GPU: CUDA does not work here")
 
 
 FORKS = Forks()
@@ -46,4 +46,4 @@ os.register_at_fork(after_in_child=FORKS.count)
 
 def forked(name: str) -> CallError:
     """The error of whoever uses, after a fork, a program that was loaded before."""
-    return CallError("process-forked", f"program {name!r} was loaded before this process was forked, and works in its parent alone")
+    return CallError("process-forked", f"program {name!r} was loaded before this process was forked, and works in the parent only")

@@ -35,7 +35,7 @@ POINTER_BYTES, STRIDE_BYTES = ctypes.sizeof(c_void_p), ctypes.sizeof(c_int64)
 CONSTANT_BYTES = 64
 """What AOTInductor rounds the bytes of a constant up to (AOTI_CONST_ALIGNMENT)."""
 
-ASSERTS = "the model asserts what is not so"
+ASSERTS = "an assertion of the model failed"
 """What a build writes into the text of every assertion of the model's, behind its line."""
 
 API_CALL = " API call failed at "
@@ -219,7 +219,7 @@ class HostRegion:
         extract = getattr(self._library, "AOTInductorModelContainerExtractConstantsMapEntries", None)
         if extract is None:  # code of another version than the bundle says
             raise MachineError(
-                "library-refused", f"{self._where}: is not of the torch that the bundle names", "build the bundle again"
+                "library-refused", f"{self._where}: was not built with the torch of the manifest", "build the bundle again"
             )
         self._check(extract(self._container, byref(entries), byref(count), c_bool(False)))
         return [entries[index].handle for index in range(count.value)]
@@ -262,9 +262,7 @@ class HostRegion:
         if ASSERTS in message:
             return CallError("assertion-failed", message.removeprefix("Expected "))
         if any(text in message for text in NO_MEMORY):
-            return OutOfMemory(
-                "out-of-memory", f"{self._where}: {message}", "give memory of this machine back, or call smaller sizes"
-            )
+            return OutOfMemory("out-of-memory", f"{self._where}: {message}", "free memory of this machine, or call smaller sizes")
         return CallError("operation-refused", f"{self._where}: {message or 'the shared object failed'}")
 
     def _last_error(self) -> str:

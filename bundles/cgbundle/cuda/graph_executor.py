@@ -265,8 +265,8 @@ class _Build:
         return node, params.conditional.phGraph_out[: last - first]
 
     def _connect(self, graphs: Sequence[Any], nodes: Sequence[Any]) -> None:
-        """Adds the edges, those of each graph apart, and those of each kind: of a call for several, the driver (580, CUDA 13.0) takes
-        the kind of the first for all, and says nothing (tests/gpu/REPORT.md)."""
+        """Adds the edges of each graph, with one call for each kind of edge.  In a call with several kinds the driver (580,
+        CUDA 13.0) silently uses the kind of the first edge for all (tests/gpu/REPORT.md)."""
         table = self._table
         edges: dict[tuple[int, int, int, int], tuple[list[Any], list[Any]]] = {}
         columns = (table.edge_source, table.edge_target, table.edge_from_port, table.edge_to_port, table.edge_type)

@@ -220,7 +220,7 @@ def _refuse(text: str) -> NoReturn:
 
 
 def _refuse_constant(word: str) -> NoReturn:
-    raise ValueError(f"{word} is none of JSON's numbers: send the tensor as binary data")
+    raise ValueError(f"{word} is not a number of JSON: send the tensor as binary data")
 
 
 def _split(body: bytes, header: str | None) -> tuple[bytes, memoryview]:

@@ -209,7 +209,7 @@ class _Growing:
 
     def _set_condition(self, value: Any, steps: list[Step], number: int | None = None) -> int:
         if not isinstance(value, Tensor):
-            raise ModelError("not-capturable", f"{self.where}: a number decides what runs, no tensor")
+            raise ModelError("not-capturable", f"{self.where}: the branch depends on a number of Python, not on a tensor")
         if number is None:
             number, self.conditionals = self.conditionals, self.conditionals + 1
         steps.append(SetCondition(conditional=number, byte=tensor_place(value)))

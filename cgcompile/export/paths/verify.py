@@ -121,7 +121,7 @@ class _ForcedModule(torch.nn.Module):
         questions = [node.meta.get("question") for node in conditionals(tree.whole)]
         branches = list(conditionals(self._program))
         if len(branches) != len(questions):
-            raise ModelError("export-failed", "the program has not as many branches as the model has questions")
+            raise ModelError("export-failed", "the program has another number of branches than the model")
         self._taken = {
             node: taken.get(question) for node, question in zip(branches, questions, strict=True) if question is not None
         }
@@ -206,11 +206,9 @@ def verify(flat: FlatModule, tree: Tree, samples: Sequence[Sequence[torch.Tensor
             finally:
                 flat.way = before
             if not way.ended():
-                raise ModelError(
-                    "data-dependent-branch", f"{_named(tree, path)}: eager PyTorch asks for other values than its trace"
-                )
+                raise ModelError("data-dependent-branch", f"{_named(tree, path)}: eager PyTorch reads other values than the trace")
             if _differ(expected, _seeded(forced, tensors), bound):
-                raise ModelError("export-differs", f"{_named(tree, path)}: the model computes something else than its program")
+                raise ModelError("export-differs", f"{_named(tree, path)}: the program computes another result than the model")
             compared = True
         not_compared += not compared
     return not_compared

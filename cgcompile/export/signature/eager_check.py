@@ -136,7 +136,7 @@ def check_dynamic(
         ones = any(evaluate(size, chosen) == 1 for shape in shapes for size in shape if not isinstance(size, int))
         if (ones or key == keys[0]) and _differ(flat, exported, sample(source, chosen).tensors, bound):
             raise ModelError(
-                "size-excluded", f"{source.label}: at {_at(chosen)} the model computes something else than its program"
+                "size-excluded", f"{source.label}: at {_at(chosen)} the exported program computes another result than the model"
             )
 
 
@@ -150,7 +150,7 @@ def check_static(
     if _differ(flat, ProgramModule([program]), tensors, FAR):
         where = definition(written_method(source.model, source.entry)) or source.label
         at = f" at {_at(chosen)}" if chosen else ""
-        raise ModelError("export-differs", f"{where}: while torch.export traces it, the model computes something else{at}")
+        raise ModelError("export-differs", f"{where}: while torch.export traces it, the model computes another result{at}")
 
 
 def _at(chosen: Mapping[str, int]) -> str:

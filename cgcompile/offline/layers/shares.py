@@ -20,7 +20,7 @@ def layer_shares(entries: Sequence[Prepared], ranks: Ranks) -> tuple[Prepared, .
     for prepared in entries:
         if prepared.written or prepared.generator:
             what = "writes to an input" if prepared.written else "draws random numbers"
-            raise BuildError("split-refused", f"model: a call {what}: each device has its own")
+            raise BuildError("split-refused", f"model: a call {what}, and every device has its own")
     whole = [prepared.programs.changed(functional_form) for prepared in entries]
     flat = [program for programs in whole for _, program in programs.distinct]
     owners, assignments = assigned(flat, entries[0].state, ranks.size)

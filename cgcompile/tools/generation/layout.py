@@ -53,7 +53,7 @@ def read_layout(manifest: Manifest, prompt: int) -> Layout:
     if not set(ENTRIES) <= names or not {"keys_0", "seen"} <= set(weights):
         raise BuildError(
             "bench-failed", "the bundle has no entries prefill and decode over a paged cache, as one of a folder has",
-            "leave out --generate: its calls are measured then",
+            "leave --generate out to measure calls",
         )  # fmt: skip
     prefill, decode = [entry_named(manifest, name) for name in ENTRIES]
     for entry in (prefill, decode):

@@ -90,7 +90,7 @@ def bench(
             _load(bundle, load, quiet, as_json)
             return
         if load:
-            raise UsageError("--load is for a server that runs", "give http://HOST:PORT instead of the bundle")
+            raise UsageError("--load needs a running server", "give http://HOST:PORT instead of the bundle")
         _generation(bundle, against.replace(",", " ").split(), model, rounds, threads, quiet, as_json)
         return
     manifest = checked_manifest(bundle)

@@ -39,7 +39,7 @@ def operators(
         known = listed(target, progress)
     matches = [operator for operator in known if not names or any(name.removeprefix("aten.") in operator.name for name in names)]
     if not matches:
-        raise UsageError(f"{' '.join(names or ())}: no operator of PyTorch's has that in its name", "leave the name out to see all")
+        raise UsageError(f"{' '.join(names or ())}: no operator of PyTorch has this in its name", "leave the name out to see all")
     if as_json:
         write_json({"target": resolved(target), "kinds": KINDS, "operators": [asdict(operator) for operator in matches]})
         return

@@ -85,7 +85,7 @@ def run(
     from ..summary import cut
 
     if inputs is not None and key is not None:
-        raise UsageError("--size picks among the stored inputs: it cannot be used with --inputs")
+        raise UsageError("--size selects among the stored inputs: it cannot be used with --inputs")
     if outputs is not None:
         _check_outputs(outputs, as_json)
     spec = entry_named(checked_manifest(bundle), entry)
@@ -218,7 +218,7 @@ def _stored(path: str, entry: EntrySpec, key: str | None) -> list[Tensor]:
         try:
             chosen = int_keys.parse(entry, key)
         except CallError as error:
-            raise UsageError(f"--size picks among the stored inputs: {error}", OTHER_SIZES) from None
+            raise UsageError(f"--size selects among the stored inputs: {error}", OTHER_SIZES) from None
     bundle = Archive(path)
     check_self_test(bundle)
     with closing(bundle.mapped(SELF_TEST)) as stored:
@@ -242,7 +242,7 @@ def _read(path: str, entry: EntrySpec) -> list[Tensor]:
             if name not in file.entries:
                 raise UsageError(f"{path}: no tensor {name!r}; it holds {listed(list(file.entries))}", takes)
             if name not in wanted:
-                raise UsageError(f"{path}: no input is called {name!r}", takes)
+                raise UsageError(f"{path}: the bundle has no input {name!r}", takes)
         return [from_bytes(file.data(name), file.entries[name].dtype, file.entries[name].shape) for name in wanted]
 
 
@@ -253,7 +253,7 @@ def _check_outputs(path: str, as_json: bool) -> None:
     elif as_json:
         raise UsageError("--outputs - and --json both write to stdout", "give --outputs a file")
     elif sys.stdout.isatty():
-        raise UsageError("--outputs -: stdout is a terminal, and safetensors are no text", "redirect it: > out.safetensors")
+        raise UsageError("--outputs -: stdout is a terminal, and safetensors files are binary", "redirect it: > out.safetensors")
 
 
 def _write(path: str, named_tensors: list[tuple[str, Tensor]]) -> None:

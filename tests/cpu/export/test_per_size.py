@@ -255,7 +255,7 @@ def test_sizes_without_a_rule_are_listed_up_to_a_limit() -> None:
     exported_model = exported(ragged, batch=(1, 2, 3, 5))
     shape = describe_signature(exported_model).outputs[0].shape
     assert shape != (1, 8)
-    with raises("shape-irregular", match="its sizes follow no rule, and are too many for a list"):
+    with raises("shape-irregular", match="its sizes follow no rule, and are too many to list"):
         describe_signature(exported(ragged, batch=tuple(range(1, 40, 2))))
 
 

@@ -128,7 +128,7 @@ def wide(batch: int) -> tuple[torch.Tensor, ...]:
 
 
 def test_outputs_that_overlap_in_part_are_refused(tmp_path: Path) -> None:
-    with raises("outputs-shared", match="overlap, and neither holds the other"):
+    with raises("outputs-shared", match="overlap, and neither contains the other"):
         cgcompile.build(Overlapping(), wide, sizes=[1, 4], out=tmp_path / "x.cgb", target="cpu")
 
 

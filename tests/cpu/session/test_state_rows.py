@@ -99,7 +99,7 @@ def declared(declarations: Any, model: Any = None) -> Any:
         ({"keys_0": 5}, "source-invalid", "state: 'keys_0': 5 is no dimension"),
         ({"keys_0": ("pages", "many")}, "source-invalid", "is no dimension"),
         ({"kyes_*": "pages"}, "state-refused", "the model has no buffer 'kyes_\\*'"),
-        ({"keys_0": "pages", "keys_*": "rows"}, "state-refused", "'keys_0' is of two dimensions"),
+        ({"keys_0": "pages", "keys_*": "rows"}, "state-refused", "'keys_0' has two dimensions"),
         (
             {"*e*": "pages"},
             "state-refused",
