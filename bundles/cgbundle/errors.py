@@ -24,8 +24,8 @@ class Cause:
 
 
 class CgbundleError(Exception):
-    """Base of every error that is raised on purpose.  `code` names the cause in the catalogue, `hint` says what to do: a traceback
-    shows both, `str()` the cause alone."""
+    """Base class of all errors of cgbundle and cgcompile.  `code` is the code of the error, `hint` says what to do.  `str()` is the
+    message without the hint; a traceback shows both."""
 
     catalogue: ClassVar[Mapping[str, Cause]]
     escaped: ClassVar[bool] = False
@@ -40,13 +40,12 @@ class CgbundleError(Exception):
 
     @property
     def kind(self) -> str:
-        """The code spelled as a class is: FileDamaged."""
+        """The code in the spelling of a class: FileDamaged."""
         return self.code.title().replace("-", "")
 
     @property
     def where(self) -> str:
-        """What the message says it is about: `model.py:12`, `gpt.cgb`, `sizes`, a field of a manifest.  "" where it begins with a
-        sentence."""
+        """The start of the message, if it is a place: `model.py:12`, `gpt.cgb`, `sizes`, a field of a manifest.  Else ""."""
         return place(str(self))
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -20,7 +20,7 @@ DECRYPT = "have openssl ask for its password: --key <(openssl pkey -in PRIVATE.p
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Signed:
-    """A signed bundle: its manifest, the public key (32 bytes), and whether there was a signature before, which is gone."""
+    """A signed bundle: its manifest, the public key (32 bytes), and whether an earlier signature was replaced."""
 
     manifest: Manifest
     key: bytes
@@ -30,8 +30,8 @@ class Signed:
 def sign(path: str | os.PathLike[str], key: str | os.PathLike[str]) -> Signed:
     """Signs the bundle at `path` with the private ed25519 key in the PEM file `key` (PKCS #8, not encrypted).
 
-    Everything in the bundle is checked first, as by load(check="full"): what was signed is what the manifest says.
-    Raises library-missing, key-invalid, and as `check_bundle`.
+    Checks all files first, as load(check="full"), so that the signed manifest describes them.  Raises library-missing, key-invalid,
+    and the errors of `check_bundle`.
     """
     folder = os.fspath(path)
     private = _private_key(os.fspath(key))

@@ -25,12 +25,12 @@ class SavedDimension(NamedTuple):
 Given = Sequence[int] | Sequence[str] | Mapping[str, Any] | str
 """[1, 8], {"batch": [1, 8]}, "1,8", or ["batch=1,8", "seq=32"].
 
-Of several entries {"decode": [1, 8]}, {"decode": {"batch": [1, 8]}}, or ["decode:batch=1,8"].  What names no entry holds for all
-that declare the dimension, and [1, 8] where all declare the same one.
+Of several entries {"decode": [1, 8]}, {"decode": {"batch": [1, 8]}}, or ["decode:batch=1,8"].  Sizes without an entry apply to all
+entries that declare the dimension.  [1, 8] needs a single dimension in all entries.
 """
 
 Inputs = Callable[..., Any] | Mapping[str, Callable[..., Any]]
-"""What makes example inputs: a function for `forward`, or one for each method that is an entry."""
+"""A function that makes example inputs for `forward`, or one for each method that is an entry."""
 
 
 def sizes_of_entries(option: Given, dimensions: Mapping[str, Sequence[str]]) -> dict[str, Given]:

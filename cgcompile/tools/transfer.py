@@ -49,7 +49,7 @@ BLOCK = 4 * CHUNK
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Transferred:
-    """A bundle that was pushed or pulled: where it is now, its manifest, and the bytes that travelled this time."""
+    """A bundle that was pushed or pulled: its new place, its manifest, and the bytes that were sent this time."""
 
     place: str
     manifest: Manifest
@@ -121,12 +121,11 @@ class Remote:
 
 
 def push(bundle: str | os.PathLike[str], url: str, *, replace: bool = False) -> Transferred:
-    """Puts the bundle at `bundle` to `url`, which names the bundle's own folder there; `replace` a bundle that is there.
+    """Copies the bundle at `bundle` to `url`, the folder of the bundle there.  `replace`: replaces an existing bundle.
 
-    Every file is checked first, as by load(check="full").  What an earlier push left, and what the bundle there has in common with
-    this one, does not travel again.  The files of one that is replaced are removed by its manifest, if that is sound.
-    Raises output-exists, extra-missing, remote-invalid, remote-failed, and as `cgbundle.load` for what is no sound bundle, here or
-    there.
+    Checks every file first, as load(check="full").  Does not send files again that an earlier push sent, or that the remote bundle
+    already has.  Removes the files of a replaced bundle, if its manifest is valid.  Raises output-exists, extra-missing,
+    remote-invalid, remote-failed, and the errors of `cgbundle.load` for a damaged bundle, here or there.
     """
     source = Archive(os.fspath(bundle))
     check_bundle(source, "full")
@@ -150,13 +149,12 @@ def push(bundle: str | os.PathLike[str], url: str, *, replace: bool = False) -> 
 
 
 def pull(url: str, out: str | os.PathLike[str] | None = None, *, replace: bool = False) -> Transferred:
-    """Gets the bundle at `url`, to `out` (default: the last part of the URL), where it is whole or absent; `replace` one that
-    is there.
+    """Copies the bundle at `url` to `out` (default: the last part of the URL), atomically.  `replace`: replaces an existing bundle.
 
-    What an interrupted pull of the same bundle left beside `out` is gone on with, where it is this user's alone.
+    Continues an interrupted pull of the same bundle, if its files beside `out` belong to this user only.
 
-    Raises as `push`, not-a-bundle where the URL has no whole bundle, output-unwritable, output-busy, disk-full, and file-damaged
-    for files that are not the manifest's.
+    Raises as `push`, not-a-bundle if the URL has no complete bundle, output-unwritable, output-busy, disk-full, and file-damaged
+    for files that differ from the manifest.
     """
     remote = _remote(url)
     place = destination_path(out, url.rstrip("/").rpartition("/")[2].removesuffix(".cgb") or "bundle")

@@ -46,12 +46,11 @@ class Session:
 
 
 class View:
-    """An output of call number `call`, handed out without a copy (`outputs="view"`).  `tensor` is the caller's kind of tensor over
-    the runtime's memory; `clone()` a copy that stays.
+    """An output of call number `call`, without a copy (`outputs="view"`).  `tensor` is a tensor of the caller's library over the
+    runtime's memory.  `clone()` copies it.
 
-    Shape and dtype may be read at any time; everything else raises stale-view once the session has been called again.  One that
-    is donated to another entry (`Manifest.donations`) stays until its own entry is called again.  A view is an input as the tensor
-    is.
+    Shape and dtype may be read at any time.  Everything else raises stale-view after the next call of the session.  A donated
+    output (`Manifest.donations`) is valid until its own entry is called again.  A view may be an input of a call.
     """
 
     __slots__ = ("_epoch", "_library", "_spec", "_value", "call")
@@ -76,7 +75,7 @@ class View:
 
     @property
     def tensor(self) -> Any:
-        """The output itself, valid until the next call."""
+        """The output, valid until the next call."""
         epoch = self._epoch
         if epoch.number != self.call or epoch.closed:
             of = f" of {epoch.entry!r}" if epoch.entry else ""
@@ -85,15 +84,15 @@ class View:
         return self._value
 
     def clone(self) -> Any:
-        """A copy of the caller's kind that no later call touches."""
+        """A copy in the caller's library, which later calls do not change."""
         return self._library.copy(self.tensor)
 
     def part(self, slices: tuple[slice, ...]) -> View:
-        """A view of a part of this one, good as long as this is.  Raises stale-view."""
+        """A view of a part of this view, valid as long as this view.  Raises stale-view."""
         return View(self._spec, self.tensor[slices], self._library, self._epoch, self.call)
 
     def __getitem__(self, index: Any) -> Any:
-        """A part of the tensor, as its library gives it.  Raises stale-view."""
+        """A part of the tensor, as in its library.  Raises stale-view."""
         return self.tensor[index]
 
     def __len__(self) -> int:

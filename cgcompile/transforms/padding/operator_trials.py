@@ -31,7 +31,7 @@ def padded_operator(call: PaddedCall, along: PaddedDimension) -> Any:
     base = {id(value): (value.short, value.long) for value in call.values}
     short, spec = tree_flatten(run_once(call, call.at_short, base))
     long, other = tree_flatten(run_once(call, call.at_long, base))
-    why = f"{call.name} joins what lies along {along.name}{place_of(call.node)}"
+    why = f"{call.name} combines elements along {along.name}{place_of(call.node)}"
     if spec != other:
         raise ChangedByPadding(why)
     tried = [(short, long)]

@@ -56,20 +56,20 @@ def check(
     adapters: Adapters = None,
     adapter_rank: AdapterRank = None,
     target: AnyTarget = "auto",
-    strict: Annotated[bool, typer.Option("--strict", help="Refuse where a part of the model cannot be in a graph.")] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Refuse models with operations that cannot be in a graph.")] = False,
     fallback_ops: FallbackOps = None,
-    train: Annotated[bool, typer.Option("--train", help="Leave a model in training mode as it is, out of eval().")] = False,
+    train: Annotated[bool, typer.Option("--train", help="Keep a model in training mode instead of calling eval().")] = False,
     max_paths: MaxPaths = 64,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Do not say what takes long.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Do not show progress.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
-    """Report what a model does that a CUDA graph cannot replay.
+    """Report operations of a model that a CUDA graph cannot replay.
 
-    Every finding with its place in your code, what it leads to and how to
-    remove it, and the regions that a build would make. Nothing is built,
-    and no GPU is needed. Exit status 1 where a finding refuses a build.
-    Without --target the report is for what `build` would build for: the
-    GPU of this machine, or its CPU where it has none.
+    Show every finding with its line in your code, its effect and a fix, and
+    the regions that a build would make. This builds nothing and needs no
+    GPU. Exit status 1 if a finding refuses a build. Without --target the
+    target is that of `build`: the GPU of this machine, or its CPU if it has
+    no GPU.
 
     \b
     cgcompile check gpt.py --sizes 1,8,32

@@ -61,8 +61,8 @@ def explain(
 ) -> None:
     """Explain a finding of `check` or an error: cause and cure.
 
-    Without a name, lists all of them. InputDtype and input_dtype are
-    input-dtype, too. `padding` says why a dimension is not padded.
+    Without a name, list all of them. InputDtype and input_dtype also mean
+    input-dtype. `padding` explains why a dimension is not padded.
 
     \b
     cgcompile explain host-scalar

@@ -34,7 +34,7 @@ def run(
     bundle: BundlePath,
     inputs: Annotated[
         str | None,
-        typer.Option("--inputs", metavar="FILE", help="A safetensors file with inputs by name. Default: the self-test's."),
+        typer.Option("--inputs", metavar="FILE", help="A safetensors file with inputs by name. Default: those of the self-test."),
     ] = None,
     outputs: Annotated[
         str | None,
@@ -47,30 +47,30 @@ def run(
         typer.Option(
             "--size",
             metavar="KEY",
-            help="Which of the stored inputs, by their int_key: 8, or batch=8,seq=128. Default: the smallest.",
+            help="The int_key of the stored inputs: 8, or batch=8,seq=128. Default: the smallest.",
             autocompletion=recorded_keys,
         ),
     ] = None,
     entry: Annotated[
-        str, typer.Option("--entry", metavar="NAME", help="Which of several entries. Default: forward, or the first one.")
+        str, typer.Option("--entry", metavar="NAME", help="The entry, if there are several. Default: forward, or the first one.")
     ] = "",
     repeat: Annotated[
         int | None,
-        typer.Option("--repeat", min=1, metavar="N", help="Replay N times more, warm, and show how long these took."),
+        typer.Option("--repeat", min=1, metavar="N", help="Replay N more times, warm, and show the times."),
     ] = None,
     threads: Threads = None,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Do not say how long it took.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Do not show the time.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Replay a bundle and show its outputs.
 
-    Without --inputs it replays the inputs that the build stored. Inputs of
-    a size that was not recorded are padded or chunked where the build proved
-    that this is exact. What the model writes into its inputs is shown, too.
-    Constants of the call (`cgcompile inspect` shows them) are the recorded ones.
+    Without --inputs it replays the inputs of the self-test. Inputs of
+    other sizes are padded or chunked, if the build proved that this is
+    exact. Inputs that the model changes are shown too. Constants of the
+    call (`cgcompile inspect` shows them) have their recorded values.
 
-    --repeat times further replays of the same inputs and state, copies of
-    inputs and outputs included; `cgcompile bench` compares with others.
+    --repeat times more replays of the same inputs and state, with the
+    copies of inputs and outputs; `cgcompile bench` compares with PyTorch.
 
     \b
     cgcompile run gpt.cgb --size 8

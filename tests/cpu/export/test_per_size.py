@@ -176,7 +176,7 @@ def proved(function: Callable[..., Any], **sizes: tuple[int, ...]) -> tuple[str,
 
 def test_a_branch_between_the_sizes_is_found() -> None:
     pad, chunk, reason = proved(branch, batch=(1, 2, 8))
-    assert (pad, chunk) == ("no", False) and "with batch=3 was filled up with zeros to 8" in reason
+    assert (pad, chunk) == ("no", False) and "with batch=3 was padded with zeros to 8" in reason
 
 
 def test_programs_of_other_operators_are_not_padded_though_outputs_are_alike() -> None:
@@ -190,12 +190,12 @@ def test_programs_of_the_same_operations_are_padded_and_cut() -> None:
 
 def test_what_joins_rows_is_read_off_two_programs() -> None:
     pad, chunk, reason = proved(lambda m, x: x * float(int(x.shape[0]) > 0) + 0 * x.sum(0), batch=(2, 5))
-    assert (pad, chunk) == ("zeros", False) and reason.startswith("sum joins what lies along batch")
+    assert (pad, chunk) == ("zeros", False) and reason.startswith("sum combines elements along batch")
 
 
 def test_a_shape_of_its_own_between_the_sizes_is_not_padded() -> None:
     pad, _, reason = proved(lambda m, x: torch.zeros(max(1, int(x.shape[0] * 0.5)), 8), batch=(1, 8))
-    assert pad == "no" and "has a shape of its own" in reason
+    assert pad == "no" and "has the unexpected shape" in reason
 
 
 # --- findings -----------------------------------------------------------------------------------------------------
