@@ -97,7 +97,7 @@ def mutated_input(context: RuleContext) -> Iterable[Finding]:
     Source: check_for_mutation and get_input_storage_mutation_reason in torch/_inductor/cudagraph_utils.py.
     """
     for target in sorted(set(context.functionalized.user_inputs_to_mutate.values())):
-        name, other = _named(context, target), _shared(context, target)
+        name, other = _input_name(context, target), _shared(context, target)
         severity, effect, fix = (
             (REFUSE, f"it shares memory with {other}, where the write would show in eager PyTorch and not in a bundle", CLONE)
             if other
@@ -170,13 +170,13 @@ def _storages(node: Node) -> Iterator[int]:
 def _kind(context: RuleContext, placeholder: str, weight: bool) -> str:
     """What an output shares memory with, in words."""
     if not weight:
-        return f"the input {_named(context, placeholder)!r}"
+        return f"the input {_input_name(context, placeholder)!r}"
     target = weight_placeholders(context.program)[placeholder]
     what = "buffer" if target in context.functionalized.buffers_to_mutate.values() else "weight"
     return f"the {what} {target.removeprefix(PREFIX)!r}"
 
 
-def _named(context: RuleContext, placeholder: str) -> str:
+def _input_name(context: RuleContext, placeholder: str) -> str:
     """The user's name of an input."""
     user = [name for name in context.program.graph_signature.user_inputs if isinstance(name, str)]
     leaves = context.exported.flat.like.leaves

@@ -51,7 +51,7 @@ def sizes_of_entries(option: Given, dimensions: Mapping[str, Sequence[str]]) -> 
         entries = [entry] if entry else [name for name in dimensions if _names_one_of(part, dimensions[name])]
         if not entries:
             raise BuildError(
-                "sizes-invalid", f"sizes: {_shown(part)} names no entry (there are {', '.join(dimensions)})",
+                "sizes-invalid", f"sizes: {_first_text(part)} names no entry (there are {', '.join(dimensions)})",
                 "name the entry: --sizes decode:batch=1,8",
             )  # fmt: skip
         for name in entries:
@@ -83,7 +83,7 @@ def _names_one_of(part: Any, dimensions: Sequence[str]) -> bool:
     return str(part[0]).partition("=")[0].strip() in dimensions
 
 
-def _shown(part: Any) -> str:
+def _first_text(part: Any) -> str:
     return repr(next(iter(part)))
 
 

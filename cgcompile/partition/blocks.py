@@ -110,7 +110,7 @@ def _block(source: GraphModule, module: GraphModule) -> Block:
         elif node.op == "call_function" and node not in names:
             groups[-1].append(node)
     (output,) = module.graph.find_nodes(op="output")
-    wanted = _wanted(groups, conditionals, output)
+    wanted = _crossing_nodes(groups, conditionals, output)
     parts: list[Part] = []
     for number, group in enumerate(groups):
         parts.append(Straight(nodes=tuple(group), outputs=tuple([node.name for node in group if node in wanted])))
@@ -186,7 +186,7 @@ def _names(graph: Graph) -> dict[Node, str]:
     }
 
 
-def _wanted(groups: Sequence[Sequence[Node]], conditionals: Sequence[Node], output: Node) -> set[Node]:
+def _crossing_nodes(groups: Sequence[Sequence[Node]], conditionals: Sequence[Node], output: Node) -> set[Node]:
     """The nodes whose values cross from one part to another."""
     group_of = {node: number for number, group in enumerate(groups) for node in group}
     crossing = {source for node in (*conditionals, output) for source in node.all_input_nodes}

@@ -78,7 +78,7 @@ def check(
         if fresh:
             fresh = models_at(Place(device=CPU, target_device=model_device, capability=capability_of(target)), fresh, sources, None)
         sources = tuple([replace(source, target_device=model_device, capability=capability_of(target)) for source in sources])
-        wanted = [_wanted(source, by_entry.get(source.entry), several) for source in sources]
+        wanted = [_entry_sizes(source, by_entry.get(source.entry), several) for source in sources]
         exported = [_exported(source, dims, max_paths, alone=not several) for source, dims in zip(sources, wanted, strict=True)]
         exported = _unwritten(exported, max_paths)
         whole = [one for one in exported if isinstance(one, Exported)]
@@ -94,7 +94,7 @@ def check(
     return replace(reports[0], mode=mode, others=tuple([replace(report, mode=mode) for report in reports[1:]]))
 
 
-def _wanted(source: Source, sizes: Given | None, several: bool) -> dict[str, tuple[int, ...]]:
+def _entry_sizes(source: Source, sizes: Given | None, several: bool) -> dict[str, tuple[int, ...]]:
     """The sizes of one entry: those that were given for it, else assumed ones."""
     if sizes is None:
         return assumed_sizes(tuple(source.dimensions), source.saved, ASSUMED)

@@ -77,7 +77,7 @@ class Remote:
         if "http" in self.system.protocol:  # as a stream: of a part, fsspec takes as much as the server sends
             ranged = {"Range": f"bytes={begin}-"} if begin else {}
             options = {"block_size": 0, "headers": self.system.kwargs.get("headers", {}) | ranged}
-        with _told(f"{self.url}/{name}"), self.system.open(self.path(name), "rb", **options) as file:
+        with _remote_errors(f"{self.url}/{name}"), self.system.open(self.path(name), "rb", **options) as file:
             if options["block_size"]:
                 file.seek(begin)
             while begin <= limit and (piece := file.read(min(BLOCK, limit + 1 - begin))):
@@ -132,7 +132,7 @@ def push(bundle: str | os.PathLike[str], url: str, *, replace: bool = False) -> 
     manifest, signature = source.manifest, signature_file(source)
     _check_apart(manifest)
     remote = _remote(url)
-    with _told(url):
+    with _remote_errors(url):
         there, moved = remote.read(MANIFEST, limits.JSON_BYTES), 0
         if there not in (None, source.text) and not replace:
             raise BuildError("output-exists", f"{url}: has another bundle", "give --force to replace it, or another URL")
@@ -202,7 +202,7 @@ def _remote(url: str) -> Remote:
 
 
 @contextmanager
-def _told(url: str) -> Iterator[None]:
+def _remote_errors(url: str) -> Iterator[None]:
     # aiohttp lies under several file systems, and has errors of its own.
     client: type[Exception] = getattr(sys.modules.get("aiohttp"), "ClientError", OSError)
     try:

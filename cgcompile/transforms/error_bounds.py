@@ -159,7 +159,7 @@ class _Lineage:
     def _follow(self, node: Node) -> None:
         passed: Dtypes = set().union(*[self.of(operand) for operand in node.all_input_nodes])
         viewed = _viewed(node)
-        written = _written(node)
+        written = _write_targets(node)
         if viewed is not None:
             self._base[node] = self._root(viewed)
         if viewed is None or written:
@@ -198,7 +198,7 @@ def _viewed(node: Node) -> Node | None:
     return None
 
 
-def _written(node: Node) -> list[Node]:
+def _write_targets(node: Node) -> list[Node]:
     """The tensors that a node writes to."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return []

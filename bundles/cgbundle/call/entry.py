@@ -115,7 +115,7 @@ class Entry:
         library = self._libraries.get(type(first))
         if library is None:
             library = self._libraries[type(first)] = library_of(first)
-        values, descriptors, casts = self._taken(library, tensors)
+        values, descriptors, casts = self._inputs_of(library, tensors)
         backend = self._backend
         device = common_device(self.inputs, descriptors, backend.device) if descriptors else None
         shapes = tuple([descriptor[1] for descriptor in descriptors])
@@ -155,7 +155,7 @@ class Entry:
                 results[index] = next((view for place, view in views.items() if tensors[place] is value), value)
         return results
 
-    def _taken(self, library: Library, tensors: Sequence[Any]) -> tuple[list[Any], list[Descriptor], list[int]]:
+    def _inputs_of(self, library: Library, tensors: Sequence[Any]) -> tuple[list[Any], list[Descriptor], list[int]]:
         """(the inputs as the library's tensors, their descriptors, the positions of those that are to be cast)."""
         values: list[Any] = []
         descriptors: list[Descriptor] = []

@@ -138,13 +138,13 @@ class _Forced(Interpreter):
 
     def run_node(self, node: Node) -> Any:
         if node in self._taken:
-            _, true, false, operands = [self._given(argument) for argument in node.args]
+            _, true, false, operands = [self._operands(argument) for argument in node.args]
             return _Forced(true if self._taken[node] else false, self._taken).run(*operands)
         if node.target in (torch.ops.aten._assert_async.msg, torch.ops.aten._assert_async.default):
             return None
         return super().run_node(node)
 
-    def _given(self, value: Any) -> Any:
+    def _operands(self, value: Any) -> Any:
         return torch.fx.node.map_arg(value, lambda node: self.env[node])
 
 
@@ -206,15 +206,17 @@ def verify(flat: FlatModule, tree: Tree, samples: Sequence[Sequence[torch.Tensor
             finally:
                 flat.way = before
             if not way.ended():
-                raise ModelError("data-dependent-branch", f"{_named(tree, path)}: eager PyTorch reads other values than the trace")
+                raise ModelError(
+                    "data-dependent-branch", f"{_path_text(tree, path)}: eager PyTorch reads other values than the trace"
+                )
             if _differ(expected, _seeded(forced, tensors), bound):
-                raise ModelError("export-differs", f"{_named(tree, path)}: the program computes another result than the model")
+                raise ModelError("export-differs", f"{_path_text(tree, path)}: the program computes another result than the model")
             compared = True
         not_compared += not compared
     return not_compared
 
 
-def _named(tree: Tree, path: Path) -> str:
+def _path_text(tree: Tree, path: Path) -> str:
     if not tree.root.questions:
         return "model"
     first = tree.root.questions[0]

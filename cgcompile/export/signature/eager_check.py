@@ -73,11 +73,12 @@ def eager_shapes(
         place = user_line(error, source.label) or source.label
         nested = _nested(flat) if isinstance(error, TypeError) else ""
         raise ModelError(
-            "size-excluded", f"{place}: the model fails in eager PyTorch at {_at(chosen) or 'its inputs'}: {_said(error)}{nested}"
+            "size-excluded",
+            f"{place}: the model fails in eager PyTorch at {_at(chosen) or 'its inputs'}: {_error_text(error)}{nested}",
         ) from error
 
 
-def _said(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     """What the model raised; PyTorch's own RuntimeError says by its text alone what it is."""
     refused, _ = refused_body(error)
     if refused:

@@ -57,12 +57,12 @@ def decided_alike(program: ExportedProgram) -> Iterator[None]:
     note, narrow = ShapeEnv._check_frozen, ShapeEnv._maybe_guard_rel
 
     def noted(self: Any, expr: Any, value: Any) -> None:
-        if self.frozen and _known(expr, limits):
+        if self.frozen and _has_limits(expr, limits):
             taken.setdefault(expr, value)
         note(self, expr, value)
 
     def narrowed(self: Any, expr: Any) -> None:
-        if not (self.frozen and _known(expr, limits)):
+        if not (self.frozen and _has_limits(expr, limits)):
             narrow(self, expr)
 
     with (
@@ -85,7 +85,7 @@ def _limits(program: ExportedProgram) -> dict[Any, tuple[int, int]]:
     return {symbol: (int(span.lower), int(span.upper)) for symbol, span in ranges.items() if isinstance(span.upper, sympy.Integer)}
 
 
-def _known(expr: Any, limits: Mapping[Any, tuple[int, int]]) -> bool:
+def _has_limits(expr: Any, limits: Mapping[Any, tuple[int, int]]) -> bool:
     symbols = getattr(expr, "free_symbols", None)
     return symbols is not None and bool(symbols) and symbols <= limits.keys()
 

@@ -127,13 +127,13 @@ def _list(known: Sequence[Explanation]) -> None:
     padding = [explanation for explanation in known if explanation.kind == "padding"]
     blocks.append(["what `build` and `inspect` say", *_columns([(word.name, "", word.headline) for word in padding])])
     errors = [explanation for explanation in known if explanation.kind == "error"]
-    for title, group in _met(errors).items():
+    for title, group in _errors_by_stage(errors).items():
         rows = [(explanation.name, str(explanation.exit_code), explanation.headline) for explanation in group]
         blocks.append([f"{count(len(group), 'error')} {title}, with the exit status", *_columns(rows)])
     _write("\n\n".join(map("\n".join, blocks)))
 
 
-def _met(errors: Sequence[Explanation]) -> dict[str, list[Explanation]]:
+def _errors_by_stage(errors: Sequence[Explanation]) -> dict[str, list[Explanation]]:
     """The errors by where somebody meets them, in the order in which people do."""
     groups: dict[str, list[Explanation]] = {title: [] for title in (*MET, LAST)}
     for explanation in errors:

@@ -99,7 +99,7 @@ def run(
         output_tensors: list[Tensor] = called.replay(input_tensors)
         replayed = time.perf_counter()
         warm = _repeated(program, spec.name, again, repeat or 0)
-    named_tensors = _named(spec, input_tensors, output_tensors)
+    named_tensors = _tensors_by_name(spec, input_tensors, output_tensors)
     rows = [_row(name, value) | {"values": preview(value)} for name, value in named_tensors]
     if outputs is not None:
         _write(outputs, named_tensors)
@@ -161,7 +161,7 @@ def _statistics(seconds: Sequence[float]) -> dict[str, float]:
     }  # fmt: skip
 
 
-def _named(entry: EntrySpec, input_tensors: list[Tensor], output_tensors: list[Tensor]) -> list[tuple[str, Tensor]]:
+def _tensors_by_name(entry: EntrySpec, input_tensors: list[Tensor], output_tensors: list[Tensor]) -> list[tuple[str, Tensor]]:
     """The outputs, and the inputs that the model writes to, each under a name of its own: an input's name, or `NAME.written` where
     an output is called that."""
     tensors = {spec.name: value for spec, value in zip(entry.outputs, output_tensors, strict=True)}

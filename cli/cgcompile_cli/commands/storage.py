@@ -31,7 +31,7 @@ def dir(as_json: AsJson = False) -> None:
         write_json(_plain(kept_stages))
     else:
         typer.echo(cache_place())
-        say(_told(kept_stages) or "empty")
+        say(_size_text(kept_stages) or "empty")
 
 
 def clean(as_json: AsJson = False) -> None:
@@ -46,7 +46,7 @@ def clean(as_json: AsJson = False) -> None:
     if as_json:
         write_json(_plain(removed))
     else:
-        say(f"{cache_place()}: removed {_told(removed) or 'nothing: it was empty'}")
+        say(f"{cache_place()}: removed {_size_text(removed) or 'nothing: it was empty'}")
 
 
 def _plain(kept_stages: Sequence[Kept]) -> dict[str, Any]:
@@ -59,7 +59,7 @@ def _plain(kept_stages: Sequence[Kept]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _told(kept_stages: Sequence[Kept]) -> str:
+def _size_text(kept_stages: Sequence[Kept]) -> str:
     """`12 files, 3.4 MiB (kernels 3.1 MiB, lowered 0.3 MiB)`, "" for none."""
     if not kept_stages:
         return ""
