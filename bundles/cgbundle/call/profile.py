@@ -37,7 +37,7 @@ class Row(NamedTuple):
 
 
 class Profile:
-    """The times of the calls that are made while it is entered: `with program.profile() as profile: program(x)`.
+    """The times of the calls inside `with program.profile() as profile:`.
 
     `spans` are in the order in which they ended.  `print` shows a table with a row for calls and a row for each step, in
     microseconds.  Steps on a GPU are timed with events.  A call is timed on the CPU, which does not wait for the GPU if the inputs

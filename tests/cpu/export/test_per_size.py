@@ -337,7 +337,7 @@ def test_a_model_that_does_otherwise_all_the_same(sizes: dict[str, tuple[int, ..
 
 
 def test_the_same_without_dimensions() -> None:
-    with raises("export-differs", match=r"test_per_size.py:\d+: while torch.export traces it, the model computes something else$"):
+    with raises("export-differs", match=r"test_per_size.py:\d+: while torch.export traces it, the model computes another result$"):
         export(load_source(Holding(by_the_stack).eval(), lambda: rows(2)), {})
 
 

@@ -186,7 +186,7 @@ def test_what_inputs_gives_is_one_argument_several_by_position_by_name_or_both(
 
 
 def test_two_arguments_of_one_name_are_refused() -> None:
-    with raises("source-invalid", match="two arguments of forward\\(\\) are called 'rest_0'"):
+    with raises("source-invalid", match="two arguments of forward\\(\\) have the name 'rest_0'"):
         sample_of(Plain(), ((X, Y, X), {"rest_0": X}))
 
 

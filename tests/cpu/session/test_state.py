@@ -144,7 +144,7 @@ class Reread(torch.nn.Module):
 
 @pytest.mark.parametrize("of_input", [True, False])
 def test_memory_seen_as_another_dtype_is_refused(of_input: bool, tmp_path: Path) -> None:
-    with raises("outputs-shared", match="sees memory as torch.int32 that it shares with a tensor of torch.float32"):
+    with raises("outputs-shared", match="views memory of a tensor of torch.float32 as torch.int32"):
         cgcompile.build(Reread(of_input), wide, sizes=[1, 4], out=tmp_path / "x.cgb", target="cpu")
 
 

@@ -178,7 +178,7 @@ def test_rows_are_reached_by_an_index_alone(use: Callable[..., Any], said: str) 
 )
 def test_python_may_not_read_the_number_of_rows(use: Callable[..., Any]) -> None:
     exported = [export(uses(use), {})]
-    with raises("state-refused", match=r"test_state_rows.py:.*forward\(\) is another program with 9 rows: "):
+    with raises("state-refused", match=r"test_state_rows.py:.*forward\(\) exports another program with 9 rows: "):
         same_with_more_rows(exported, 4, print)
     assert exported[0].source.model.cache.shape == (6, 3), "it has its own buffers again"
 

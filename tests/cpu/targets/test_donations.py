@@ -71,7 +71,7 @@ def test_names(pair: tuple[str, str], match: str) -> None:
 
 
 def test_a_pair_stands_once() -> None:
-    with raises("donation-unknown", match="prefill.output -> decode.hidden stands twice"):
+    with raises("donation-unknown", match="prefill.output -> decode.hidden is given twice"):
         donations_of([("prefill", "decode.hidden"), ("prefill.output", "decode.hidden")], ENTRIES)
 
 
