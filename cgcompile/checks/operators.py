@@ -152,7 +152,7 @@ def deterministic_scatter(context: RuleContext) -> Iterable[Finding]:
 
 
 def cudagraph_unsafe(context: RuleContext) -> Iterable[Finding]:
-    """An operator with a tag of its author that it cannot be captured.
+    """An operator whose author tagged it as unsafe for CUDA graphs.
 
     What it looks for: the tag `torch.Tag.cudagraph_unsafe`.
     Why CUDA forbids it: such an operator waits, allocates outside PyTorch's memory pools, or computes on the CPU.

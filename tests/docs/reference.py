@@ -268,8 +268,8 @@ def findings() -> str:
     """Every rule."""
     known = [explanation for explanation in explanations() if explanation.kind == "finding"]
     opening = (
-        "`cgcompile check` and `build` report these findings; `cgcompile explain NAME` shows the same text. Severity `refuse` stops "
-        "a build, `host` runs operations on the CPU between two graphs, `note` is for information."
+        "`cgcompile check` and `build` report these findings; `cgcompile explain NAME` shows the same text. Severity `refuse` "
+        "stops a build, `host` runs operations on the CPU between two graphs, `note` is for information."
     )
     return _page("Findings", opening, (part for explanation in known for part in _finding(explanation)))
 
