@@ -110,7 +110,7 @@ def asserted_value(context: RuleContext) -> Iterable[Finding]:
 def path(context: RuleContext) -> Iterable[Finding]:
     """Python that branches on the value of a tensor. All paths are in the bundle.
 
-    What it looks for: Python reads the truth of a tensor during the export (`if`, `while`, `and`, `assert`, a comparison of
+    What it looks for: Python reads the truth value of a tensor during the export (`if`, `while`, `and`, `assert`, a comparison of
     `.item()`).
     Why CUDA cares: a graph is a fixed sequence of kernels, so every such test becomes a branch like torch.cond.
     Effect: the model is exported once for each path, and paths that reach the same Python state are joined.  Every path is compared
@@ -143,7 +143,7 @@ def data_dependent_branch(context: RuleContext) -> Iterable[Finding]:
     """Python that branches on the value of a tensor, and whose paths cannot all be exported: `while error > bound:`,
     `range(int(n))`.
 
-    What it looks for: Python reads the truth or the number of a tensor during the export, and there are more paths than
+    What it looks for: Python reads the truth value or the number of a tensor during the export, and there are more paths than
     --max-paths, or a path cannot be exported.
     Why CUDA forbids it: a graph is a fixed sequence of kernels, and torch.export records one path through Python.
     Effect: no bundle can be built.  Other branches on data are notes: `path`, and `asserted-value` if one side fails.

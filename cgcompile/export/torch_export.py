@@ -323,7 +323,7 @@ def _explain(source: Source, error: Exception, sizes: Mapping[str, tuple[int, ..
         return ModelError(
             "export-differs",
             f"{place}: a traced tensor cannot become a {match[1]}",
-            f"compute with plain tensors here: call what {match[1]} does with its tensor, and leave out the class",
+            f"compute with plain tensors here: call the function that {match[1]} calls, without the class",
         )
     if untraced.BACKWARD in text:
         return ModelError(

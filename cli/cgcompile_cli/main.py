@@ -67,11 +67,11 @@ def cgcompile(
     """Ahead-of-time CUDA graphs for PyTorch: build a bundle once, and load
     it without torch in a fraction of a second.
 
-    Data goes to stdout, progress and messages to stderr.  Exit status: 0
+    Data goes to stdout, progress and messages to stderr. Exit status: 0
     ok; 1 the model or bundle has findings or fails verification; 2 wrong
-    usage or environment; 130, 143, 129 after Ctrl-C, SIGTERM, SIGHUP.  With
+    usage or environment; 130, 143, 129 after Ctrl-C, SIGTERM, SIGHUP. With
     --json an error is also an object on stdout: {"error": {"code",
-    "message", "where", "fix"}}.  Colours only on a terminal, and none where
+    "message", "where", "fix"}}. Colours only on a terminal, and none where
     NO_COLOR is set.
     """
 

@@ -126,7 +126,7 @@ AnyTarget = Annotated[
     typer.Option(
         "--target",
         metavar="TARGET",
-        help="auto (as for build), cuda, sm_90 and its like, or cpu; no GPU is needed.",
+        help="auto (as for build), cuda, a GPU architecture such as sm_90, or cpu; needs no GPU.",
         autocompletion=target_names,
     ),
 ]

@@ -85,7 +85,7 @@ class Entry:
         return self._build(self.replay_whole(flat))
 
     def replay(self, tensors: Sequence[Any]) -> list[Any]:
-        """The call with its inputs and outputs flat, in the order of the signature.  Raises as a call does."""
+        """A call with lists of inputs and outputs, in the order of the signature.  Raises the errors of a call."""
         outputs = self.replay_whole(tensors)
         return outputs if self._data_sizes is None else self._data_sizes.cut(outputs)
 

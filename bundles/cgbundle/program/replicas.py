@@ -73,7 +73,7 @@ class Replicas:
         return self._main(*args, **kwargs)
 
     def replay(self, tensors: Sequence[Any]) -> list[Any]:
-        """The call with its inputs and outputs flat, in the order of the signature, of the first entry.  Raises as a call does."""
+        """As `Entry.replay`, for the first entry."""
         return next(iter(self._entries.values())).replay(tensors)
 
     def session(self) -> Program:
@@ -127,7 +127,7 @@ class ReplicatedEntry:
             return self._each[number](*args, **kwargs)
 
     def replay(self, tensors: Sequence[Any]) -> list[Any]:
-        """The call with its inputs and outputs flat, in the order of the signature.  Raises as a call does."""
+        """A call with lists of inputs and outputs, in the order of the signature.  Raises the errors of a call."""
         self._check_state()
         with self._load.chosen(_device(tensors)) as number:
             return self._each[number].replay(tensors)
@@ -140,7 +140,7 @@ class ReplicatedEntry:
             raise CallError(
                 "replica-state",
                 f"the model keeps {self._state[0]!r} from call to call, and the next call may go to another device",
-                "call a session of its own: replicas.session()(...)",
+                "use a session: replicas.session()(...)",
             )
 
 

@@ -17,8 +17,8 @@ from .library import CPU, CUDA
 
 
 class Tensor:
-    """`shape` and `strides` in elements, `address` in bytes, in CPU memory unless `device` is a CUDA device number; `owner` keeps
-    the memory alive.  Supports DLPack and, on the CPU, NumPy's `__array_interface__`."""
+    """`shape` and `strides` count elements.  `address` is in CPU memory, or in the memory of the CUDA device number `device`.
+    `owner` keeps the memory alive.  Supports DLPack and, on the CPU, NumPy's `__array_interface__`."""
 
     __slots__ = ("_capsule", "_taken", "address", "device", "dtype", "owner", "shape", "strides")
 

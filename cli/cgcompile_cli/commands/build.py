@@ -67,7 +67,7 @@ def build(
         typer.Option(
             "--target",
             metavar="TARGET",
-            help="auto, cpu, x86-64-v3 (CPUs of that level), cuda, or sm_90 and its like; several: sm_80,sm_90,x86-64-v3.",
+            help="auto, cuda, cpu, a GPU architecture (sm_90), or a level of CPUs (x86-64-v3). Several: sm_80,sm_90,x86-64-v3.",
             autocompletion=target_names,
         ),
     ] = "auto",

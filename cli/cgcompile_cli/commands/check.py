@@ -150,7 +150,7 @@ def _regions(report: Report) -> RenderableType:
     from rich.tree import Tree
 
     if report.target == "cpu":
-        return Text("\nthe CPU runs the whole model as one piece: nothing is cut out of graphs")
+        return Text("\nthe target is the CPU, which has no CUDA graphs, so there are no host regions")
     if report.unpartitioned:
         return Text(f"\nno regions: {safe(report.unpartitioned)}")
     graphs = sum(region.kind == "graph" for region in report.regions)

@@ -98,7 +98,7 @@ def serve(
     answer at /v1/embeddings, /v1/rerank or /v1/classify. If a bundle has
     several entries, each is a model, NAME.ENTRY. One process serves all.
     --grpc-port 8001 serves the Open Inference Protocol over gRPC, too.
-    /health, /metrics, /v2/health/ready.
+    Other routes are /health, /metrics and /v2/health/ready.
 
     In a folder the highest version of each model serves. The server loads
     a new version beside the old one, replays its self-test, and switches to
