@@ -31,7 +31,7 @@ def sign(path: str | os.PathLike[str], key: str | os.PathLike[str]) -> Signed:
     """Signs the bundle at `path` with the private ed25519 key in the PEM file `key` (PKCS #8, not encrypted).
 
     Checks all files first, as load(check="full"), so that the signed manifest describes them.  Raises library-missing, key-invalid,
-    and the errors of `check_bundle`.
+    and the errors of `cgbundle.load`.
     """
     folder = os.fspath(path)
     private = _private_key(os.fspath(key))

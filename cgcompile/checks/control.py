@@ -10,7 +10,7 @@ from cgbundle.format.schema import Finding
 from ..export.higher_order.conditionals import COND, CONTROL_FLOW, WHILE, higher_order, is_conditional, obstacle
 from .context import HOST, NOTE, RuleContext, finding
 
-WHOLE = {COND: ", and both branches run there", WHILE: ", and every turn runs there"}
+WHOLE = {COND: ", and both branches run there", WHILE: ", and every iteration runs there"}
 """What becomes of a branch or a loop with something of the host's inside."""
 
 
@@ -35,14 +35,14 @@ def control_flow(context: RuleContext) -> Iterable[Finding]:
         reason = obstacle(node, context.program.graph_module)
         if is_conditional(node) and context.conditionals and not reason:
             yield finding(
-                "control-flow", NOTE, f"{name} decides on the GPU what runs", node,
+                "control-flow", NOTE, f"the GPU evaluates the condition of {name}", node,
                 "a conditional node of the graph: no extra launch, and the CPU does not wait", "none needed",
             )  # fmt: skip
         else:
             why = f"{WHOLE[name]}, since {reason}" if context.conditionals and is_conditional(node) else ""
             yield finding(
-                "control-flow", HOST, f"{name} decides on the CPU what runs{why}", node,
-                context.effect(top), "torch.where computes both branches and selects; a fixed loop can be a Python loop",
+                "control-flow", HOST, f"the CPU evaluates the condition of {name}{why}", node, context.effect(top),
+                "torch.where computes both branches and selects; with a fixed number of iterations, use a Python loop",
             )  # fmt: skip
 
 
@@ -51,16 +51,16 @@ def with_moved_control_flow(findings: Sequence[Finding], placed: Collection[str]
     inside = {cause.node: cause for cause in reversed(findings) if cause.severity == HOST and cause.rule != "control-flow"}
 
     def moved(finding: Finding) -> Finding:
-        name = finding.message.partition(" ")[0]
+        name = finding.message.rpartition(" ")[2]
         cause = inside.get(finding.node)
         cause_text = ", ".join(filter(None, [cause.rule, cause.where])) if cause else ""
         why = f"an operation inside it runs on the host ({cause_text})" if cause_text else "it is tied to an operation on the host"
         return replace(
             finding,
             severity=HOST,
-            message=f"{name} decides on the CPU what runs{WHOLE[name]}, since {why}",
+            message=f"the CPU evaluates the condition of {name}{WHOLE[name]}, since {why}",
             effect="this operation runs on the host between two graphs",
-            fix="take what runs on the host out of it",
+            fix="remove the operations that run on the host from it",
         )
 
     return tuple(

@@ -49,7 +49,7 @@ def build(
     sizes: Annotated[
         list[str] | None,
         typer.Option(
-            "--sizes", metavar="SIZES", help="Sizes to record: 1,8,32, or batch=1,8 for each dimension, decode:batch=1,8."
+            "--sizes", metavar="SIZES", help="Sizes to record: 1,8,32; by dimension batch=1,8; by entry decode:batch=1,8."
         ),
     ] = None,
     context: Context = None,

@@ -46,7 +46,7 @@ def check(
     model: ModelName,
     sizes: Annotated[
         list[str] | None,
-        typer.Option("--sizes", metavar="SIZES", help="Sizes to check for: 1,8,32, or batch=1,8 for each of several dimensions."),
+        typer.Option("--sizes", metavar="SIZES", help="Sizes to check: 1,8,32; by dimension batch=1,8; by entry decode:batch=1,8."),
     ] = None,
     context: Context = None,
     lanes: Lanes = None,
