@@ -221,7 +221,7 @@ CATALOGUE: Mapping[str, Cause] = {
     "input-value": Cause(CallError, 2, "The call failed because an index in an input is out of range.",
         "the range is the size of the indexed tensor, such as an embedding or a table of positions"),
     "input-layout": Cause(CallError, 2,
-        "An output shares memory with a part of an input, and the layout of this input has no such part.",
+        "An output is a view of an input, and the layout of this input does not allow the view.",
         "pass input.contiguous()"),
     "input-unwritable": Cause(CallError, 2,
         "The model writes to an input that is read-only, or that shares memory with another input or with itself.",

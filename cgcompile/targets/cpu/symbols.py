@@ -72,7 +72,9 @@ def decided_alike(program: ExportedProgram) -> Iterator[None]:
         yield
     for expr, value in taken.items():
         if (other := _otherwise(expr, value, limits)) is not None:
-            raise BuildError("size-decides", f"torch compiles other code at {other} than at the largest: {expr} is {value} there")
+            raise BuildError(
+                "size-decides", f"torch compiles different code for {other} than for the largest sizes: {expr} is {value} there"
+            )
 
 
 def _limits(program: ExportedProgram) -> dict[Any, tuple[int, int]]:

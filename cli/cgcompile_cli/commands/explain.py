@@ -106,7 +106,7 @@ def about(explanation: Explanation) -> str:
     if explanation.kind == "error":
         return f"an error of {explanation.package}: {explanation.error}, exit status {explanation.exit_code}"
     levels = [f"{severity} ({LEVELS[severity]})" for severity in explanation.severities]
-    return f"a finding: {' or '.join(levels)}" if levels else "a rule without findings of its own"
+    return f"a finding: {' or '.join(levels)}" if levels else "a rule (it reports no findings itself)"
 
 
 def _text(explanation: Explanation) -> str:
