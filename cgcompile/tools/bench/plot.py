@@ -39,7 +39,7 @@ MEANINGS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bar:
-    """A bar of pieces (class, length) with whiskers from `low` to `high`, in the panel's unit; `text` stands behind it."""
+    """A bar of pieces (class, length) with whiskers from `low` to `high`, in the panel's unit, followed by `text`."""
 
     name: str
     pieces: tuple[tuple[str, float], ...]
@@ -152,7 +152,7 @@ def _text(x: float, y: float, text: str, kind: str = "") -> str:
 
 
 def _safe(text: str) -> str:
-    """`text` for XML, with what is not printable left out: names come from a bundle."""
+    """`text` for XML, without characters that are not printable: names come from a bundle."""
     return escape("".join([c for c in text if c.isprintable()]))
 
 
