@@ -157,8 +157,8 @@ class Program(Entry):
     @property
     def session_memory(self) -> dict[str, int]:
         """Bytes of each memory that a new session takes.  On a GPU they are multiples of 2 MiB, without the driver's memory for
-        graphs.  On a CPU they do not include temporaries of a call, and `buffers`.  `code`: kernel images with writable variables,
-        which each session loads again, if there are any."""
+        graphs.  On a CPU they include neither the temporaries of a call nor `buffers`.  `code`: kernel images with writable
+        variables, which each session loads again, if there are any."""
         sizes = {name: size for name, size in self.memory.items() if name in PER_SESSION}
         code = self._backend.code_bytes
         return {**sizes, KERNEL_CODE: code} if code else sizes
