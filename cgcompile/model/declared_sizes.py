@@ -25,7 +25,7 @@ class SavedDimension(NamedTuple):
 Given = Sequence[int] | Sequence[str] | Mapping[str, Any] | str
 """[1, 8], {"batch": [1, 8]}, "1,8", or ["batch=1,8", "seq=32"].
 
-For several entries: {"decode": [1, 8]}, {"decode": {"batch": [1, 8]}}, or ["decode:batch=1,8"].  Sizes without an entry apply to all
+For several entries: {"decode": [1, 8]}, {"decode": {"batch": [1, 8]}} or ["decode:batch=1,8"].  Sizes without an entry apply to all
 entries that declare the dimension.  [1, 8] needs a single dimension in all entries.
 """
 
