@@ -265,8 +265,8 @@ class _Build:
         return node, params.conditional.phGraph_out[: last - first]
 
     def _connect(self, graphs: Sequence[Any], nodes: Sequence[Any]) -> None:
-        """Adds the edges of each graph, with one call for each kind of edge.  In a call with several kinds the driver (580,
-        CUDA 13.0) silently uses the kind of the first edge for all (tests/gpu/REPORT.md)."""
+        """Adds the edges, in a call for each graph and kind of edge.  Where a call has edges of several kinds, the driver gives all
+        of them the kind of the first, and reports no error (CUDA 13.0; tests/gpu/REPORT.md)."""
         table = self._table
         edges: dict[tuple[int, int, int, int], tuple[list[Any], list[Any]]] = {}
         columns = (table.edge_source, table.edge_target, table.edge_from_port, table.edge_to_port, table.edge_type)
@@ -276,8 +276,7 @@ class _Build:
             sources.append(nodes[source])
             targets.append(nodes[target])
         for (number, out, into, kind), (sources, targets) in edges.items():
-            plain = not (out or into or kind)
-            data = None if plain else [EdgeData(from_port=out, to_port=into, type=kind)] * len(sources)
+            data = [EdgeData(from_port=out, to_port=into, type=kind)] * len(sources) if out or into or kind else None
             call("cuGraphAddDependencies", graphs[number], sources, targets, data, detail=table.where)
 
 

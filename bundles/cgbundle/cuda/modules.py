@@ -86,9 +86,12 @@ class Modules:
             if not data.isascii():  # as PTX is, which tests bring
                 check_elf(data, f"{KERNELS}{image}")
             module = call("cuModuleLoadData", data, detail=f"kernels/{image}")
+            with ExitStack() as undo:
+                undo.callback(cu.cuModuleUnload, module)
+                for state in self._states.get(image, ()):
+                    self._restore(module, state)
+                undo.pop_all()
             self._modules[image] = module
-            for state in self._states.get(image, ()):
-                self._restore(module, state)
         return module
 
     def _restore(self, module: Any, state: ModuleState) -> None:

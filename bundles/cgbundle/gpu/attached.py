@@ -8,23 +8,24 @@ use lies in one arena of our own.  The caller's library (torch) goes on in the s
 from __future__ import annotations
 
 import os
-import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any
 
+from ..cuda.background import Background
 from ..cuda.driver import Context, Relaxed, call, driver_version
 from ..cuda.graph_executor import GraphExecutor
 from ..cuda.memory import Memories
 from ..errors import BundleError, CallError, EntryMissing, MachineError, ProgramClosed, meant
 from ..format.archive import Archive
+from ..format.file_names import kernel_images
 from ..format.schema import MEMORIES, Engine, EngineTensor, Manifest
 from ..format.spans import dense, moving, span_of
-from ..tables.table import Move, Table
-from ..tensors.library import Library, library_of
+from ..tables.table import Move
+from ..tensors.library import library_of
 from ..validate.contents import check_loaded
-from ..validate.engine import Key, decode_key, span_of_tensor
+from ..validate.engine import Key, check_engine_states, checked_table, decode_key, span_of_tensor
 from .device_bundle import DeviceBundle, check_driver
 
 if TYPE_CHECKING:
@@ -40,24 +41,27 @@ LEGACY_STREAM = 1
 class AttachedGraph:
     """One graph, over the tensors that were given to `attach`."""
 
-    __slots__ = ("_context", "_executor", "_graphs", "key")
+    __slots__ = ("_context", "_executor", "_graphs", "_position", "key")
 
-    def __init__(self, graphs: AttachedGraphs, key: Key, executor: GraphExecutor, context: Context) -> None:
-        self._graphs, self.key, self._executor, self._context = graphs, key, executor, context
+    def __init__(self, graphs: AttachedGraphs, key: Key, position: int, context: Context) -> None:
+        self._graphs, self.key, self._position, self._context = graphs, key, position, context
+        self._executor: GraphExecutor | None = None
 
     def replay(self, stream: int | None = None) -> None:
         """Launches the graph in the order of a stream, and returns before it is done.
 
         `stream`: the driver's handle, as `torch.cuda.Stream.cuda_stream` has it.  None: the current stream of the library that the
         tensors are of, in this thread.  Two graphs of one bundle share memory: launch them on one stream, or wait between them.
-        Raises program-closed, driver-failed.
+        Raises program-closed, driver-failed; and what building a graph raises, where `attach` left it for later: table-invalid,
+        OutOfMemory.
         """
         graphs = self._graphs
         if graphs.closed:
             raise ProgramClosed("program-closed", f"graph {self.key!r}: these graphs were closed", "attach them again")
         handle = graphs.stream() if stream is None else stream
+        executor = self._executor or graphs._built(self)
         with self._context:
-            self._executor.launch(handle)
+            executor.launch(handle)
 
 
 class AttachedGraphs(Mapping[Key, AttachedGraph]):
@@ -67,11 +71,17 @@ class AttachedGraphs(Mapping[Key, AttachedGraph]):
     tensors of the caller's library over this object's memory, valid until `close`.  `memory`: bytes of GPU memory that are taken.
     """
 
-    def __init__(self, cleanup: ExitStack, shared: DeviceBundle, library: Library, tensors: Mapping[str, Any]) -> None:
-        """`cleanup` frees everything but `shared`; `tensors` are the caller's, which must not be freed meanwhile."""
-        self._cleanup, self._shared, self._library, self._tensors = cleanup, shared, library, tensors
+    def __init__(
+        self, shared: DeviceBundle, cleanup: ExitStack, executor: Callable[[int], GraphExecutor], engine: Engine, placed: _Tensors
+    ) -> None:
+        """`cleanup` frees everything but `shared`; `executor` builds the graph at a position of the engine's; the caller's tensors,
+        `placed`, must not be freed meanwhile."""
+        self._shared, self._cleanup, self._executor, self._placed = shared, cleanup, executor, placed
         self._graphs: dict[Key, AttachedGraph] = {}
-        self._lock = threading.Lock()
+        for position, graph in enumerate(engine.graphs):
+            key = decode_key(graph.key, graph.file)
+            self._graphs[key] = AttachedGraph(self, key, position, shared.context)
+        self._background: Background | None = None
         self.tensors: Mapping[str, Any] = MappingProxyType({})
         self.memory: Mapping[str, int] = MappingProxyType({})
         self.closed = False
@@ -95,21 +105,23 @@ class AttachedGraphs(Mapping[Key, AttachedGraph]):
 
     def stream(self) -> int:
         """The current stream of the caller's library, as the driver's handle."""
-        handle = self._library.stream(self._shared.context.index)
+        handle = self._placed.library.stream(self._shared.context.index)
         return LEGACY_STREAM if handle is None else handle
 
     def close(self) -> None:
         """Waits for the GPU, and gives back what `attach` took; may be called twice.  The caller's own tensors stay."""
-        with self._lock:
+        with self._shared.lock:  # a graph that is being built is finished first
             if self.closed:
                 return
             self.closed = True
+        if self._background is not None:
+            self._background.stop()
         try:
             with self._shared.context:
                 call("cuCtxSynchronize")
             _free(self._shared.context, self._cleanup)
         finally:
-            self._graphs, self._tensors, self.tensors = {}, {}, MappingProxyType({})
+            self._graphs, self.tensors = {}, MappingProxyType({})
             self._shared.release()
 
     def __enter__(self) -> AttachedGraphs:
@@ -120,6 +132,27 @@ class AttachedGraphs(Mapping[Key, AttachedGraph]):
         """Closes them."""
         self.close()
 
+    def _built(self, graph: AttachedGraph) -> GraphExecutor:
+        """The graph as the driver launches it, which is built at the first call.  Raises program-closed."""
+        with self._shared.lock:
+            if self.closed:
+                raise ProgramClosed("program-closed", f"graph {graph.key!r}: these graphs were closed", "attach them again")
+            if graph._executor is None:
+                with self._shared.context, Relaxed():
+                    executor = self._executor(graph._position)
+                    self._cleanup.callback(executor.close)
+                    call("cuStreamSynchronize", self._shared.context.stream)  # its upload
+                graph._executor = executor
+            return graph._executor
+
+    def _rest(self) -> Iterator[None]:
+        """Builds what no replay has asked for yet, a graph at a step."""
+        for graph in list(self._graphs.values()):
+            if self.closed:
+                return
+            self._built(graph)
+            yield
+
 
 def attach(
     path: str | os.PathLike[str],
@@ -128,6 +161,7 @@ def attach(
     device: int | None = None,
     unverified: bool = False,
     key: Keys | None = None,
+    lazy: bool | None = None,
 ) -> AttachedGraphs:
     """The graphs that `cgcompile.save_graphs` saved at `path`, over `tensors`, in a process where torch and CUDA may be running.
 
@@ -138,12 +172,16 @@ def attach(
     - `device`: the GPU; None: that of the tensors.
     - `unverified`: True also takes graphs that were saved without a replay in a fresh process.
     - `key`: public ed25519 keys, one of which must have signed the bundle, as for `load`.  The signature is checked first.
+    - `lazy`: False builds every graph now, True at its first replay.  None builds the graphs in the background, or in a replay that
+      needs one before.
 
-    Everything is checked before anything is put on the GPU.  Raises bundle-missing, not-a-bundle, format-unsupported,
-    signature-missing, signature-wrong, key-invalid, manifest-invalid, file-damaged, table-invalid, bundle-kind, not-verified,
-    driver-differs, driver-too-old, wrong-machine, wrong-architecture, tensors-unlike, driver-failed, OutOfMemory.
+    All files and tensors are checked before anything is put on the GPU.  A graph's recording is checked when the graph is built.
+
+    Raises bundle-missing, not-a-bundle, format-unsupported, signature-missing, signature-wrong, key-invalid, manifest-invalid,
+    file-damaged, table-invalid, bundle-kind, not-verified, driver-differs, driver-too-old, wrong-machine, wrong-architecture,
+    tensors-unlike, driver-failed, OutOfMemory.
     """
-    return attach_poisoned(path, tensors, device=device, unverified=unverified, key=key)
+    return attach_poisoned(path, tensors, device=device, unverified=unverified, key=key, lazy=lazy)
 
 
 def attach_poisoned(
@@ -153,6 +191,7 @@ def attach_poisoned(
     device: int | None = None,
     unverified: bool = False,
     key: Keys | None = None,
+    lazy: bool | None = False,
     poison: int | None = None,
 ) -> AttachedGraphs:
     """`attach`; with `poison`, that byte fills the arena and every byte of kernel parameters that the recordings call undefined.
@@ -163,11 +202,12 @@ def attach_poisoned(
             from .. import signatures  # late: most bundles are not signed
 
             signatures.check(bundle, key)  # before the manifest is as much as parsed
-        check_loaded(bundle, full=key is not None)
+        check_loaded(bundle, full=key is not None, tables=False)
         engine = _engine(bundle, unverified)
         _check_driver(bundle.manifest)
+        check_engine_states(bundle)
         placed = _Tensors(engine, tensors, device)
-        attached = _attached(bundle, engine, placed, poison)
+        attached = _attached(bundle, engine, placed, lazy, poison)
         try:
             bundle.check_unchanged()
         except BundleError:
@@ -267,34 +307,36 @@ def _unlike(text: str) -> CallError:
     return CallError("tensors-unlike", text)
 
 
-def _attached(bundle: Archive, engine: Engine, placed: _Tensors, poison: int | None) -> AttachedGraphs:
+def _attached(bundle: Archive, engine: Engine, placed: _Tensors, lazy: bool | None, poison: int | None) -> AttachedGraphs:
     assert placed.device is not None
     shared = DeviceBundle(bundle, placed.device, "graph", poison, None, None)
-    context, cleanup = shared.context, ExitStack()
+    context, cleanup, images = shared.context, ExitStack(), kernel_images(bundle.manifest)
+    moves = _moves(engine, placed.bases, shared.sizes["inputs"])
+    sizes = {"arena": shared.sizes["arena"]}
+
+    def executor(position: int) -> GraphExecutor:
+        table = checked_table(bundle, position, images)
+        return GraphExecutor(context, table.moved(moves) or table, modules, memories.bases, context.stream, poison)
+
     with ExitStack() as undo:
         undo.callback(shared.release)
         undo.callback(_free, context, cleanup)
-        attached = AttachedGraphs(cleanup, shared, placed.library, placed.by_name)
-        sizes = {"arena": shared.sizes["arena"]}
         with context, Relaxed():
             memories = Memories(sizes, {"weights": shared.base}, cleanup, context.stream)
             if poison is not None:
                 memories.poison(poison, context.stream)
             modules = shared.modules(memories, cleanup)
-            moves = _moves(engine, placed.bases, shared.sizes["inputs"])
-            for graph in engine.graphs:
-                table = Table(bundle.data(graph.file), graph.file)
-                table = table.moved(moves) or table
-                executor = GraphExecutor(context, table, modules, memories.bases, context.stream, poison)
-                cleanup.callback(executor.close)
-                key = decode_key(graph.key, graph.file)
-                attached._graphs[key] = AttachedGraph(attached, key, executor, context)
+            attached = AttachedGraphs(shared, cleanup, executor, engine, placed)
             shared.settle()
             call("cuStreamSynchronize", context.stream)
             attached.tensors = MappingProxyType(_handed_out(engine, memories, placed, attached))
+        for _ in attached._rest() if lazy is False else ():
+            pass
         code, tables = shared.sizes.get("code", 0), shared.sizes.get("weights", 0)
         attached.memory = MappingProxyType({"arena": sizes["arena"], "weights": tables, "code": code})
         undo.pop_all()
+    if lazy is None:
+        attached._background = Background(attached._rest())
     return attached
 
 

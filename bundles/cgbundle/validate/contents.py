@@ -20,9 +20,10 @@ LARGE = (file_names.WEIGHTS, file_names.TABLES)
 """What only `full` hashes."""
 
 
-def check_loaded(bundle: Archive, *, full: bool = False) -> None:
+def check_loaded(bundle: Archive, *, full: bool = False, tables: bool = True) -> None:
     """What a program is made of: the manifest, its variant's files, and what they hold.  `full`: all files, and all of their
-    hashes.  Raises manifest-invalid, file-damaged, weights-invalid or table-invalid for the first invariant that does not hold."""
+    hashes.  `tables`: the recordings too.  Raises manifest-invalid, file-damaged, weights-invalid or table-invalid for the first
+    invariant that does not hold."""
     manifest = bundle.manifest
     check_manifest(manifest)
     for file in manifest.files if full or len(bundle.variants) == 1 else _own_files(manifest):
@@ -30,7 +31,7 @@ def check_loaded(bundle: Archive, *, full: bool = False) -> None:
         bundle.check_hash(file) if full or not later else bundle.check_size(file)
     check_weights(bundle)
     check_host_code(bundle)
-    if manifest.target.kind == "cuda":
+    if tables and manifest.target.kind == "cuda":
         check_tables(bundle)
 
 

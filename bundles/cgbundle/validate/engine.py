@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_right
+from collections.abc import Set
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import BundleError
 from ..format.archive import Archive
@@ -15,6 +16,9 @@ from ..format.limits import INTEGER, TABLE_ROWS
 from ..format.schema import MEMORIES, Engine, EngineTensor, Manifest
 from ..format.spans import graph_memories, span_of
 from . import require
+
+if TYPE_CHECKING:
+    from ..tables.table import Table
 
 LARGEST_ALIGNMENT = 256
 """torch's allocator aligns to 512; no kernel is known to want more than this."""
@@ -75,28 +79,45 @@ def span_of_tensor(engine: Engine, tensor: EngineTensor) -> int | None:
 
 def check_engine_tables(bundle: Archive) -> None:
     """Raises table-invalid or relocation-invalid unless every recording and the module states are sound."""
+    assert bundle.manifest.engine is not None
+    images = kernel_images(bundle.manifest)
+    for position in range(len(bundle.manifest.engine.graphs)):
+        checked_table(bundle, position, images)
+    check_engine_states(bundle)
+
+
+def checked_table(bundle: Archive, position: int, images: Set[str]) -> Table:
+    """The recording of the engine's graph at `position`; `images` are those of the bundle.  Raises table-invalid or
+    relocation-invalid unless it is sound."""
     from ..tables.table import Table
-    from .recordings import check_module_states, check_recording
+    from .recordings import check_recording
 
     manifest = bundle.manifest
     assert manifest.engine is not None
-    memories, images = graph_memories(manifest.memories), kernel_images(manifest)
-    for position, graph in enumerate(manifest.engine.graphs):
-        table = Table(bundle.data(graph.file), graph.file)
-        check_recording(table, memories, images)
-        if tuple(table.key) != (position,):
-            raise BundleError("table-invalid", f"{graph.file}: key: {tuple(table.key)}, the manifest uses it for {(position,)}")
-        used = {*table.relocation_memory.tolist(), *table.memset_memory.tolist(), *table.memcpy_memory.tolist()}
-        for memory in sorted(used.difference(USED)):
-            raise BundleError("table-invalid", f"{graph.file}: memory: {MEMORIES[memory]}, which an engine's graphs do not use")
-    if manifest.module_state:
-        from ..tables.module_state import decode_states
+    file = manifest.engine.graphs[position].file
+    table = Table(bundle.data(file), file)
+    check_recording(table, graph_memories(manifest.memories), images)
+    if tuple(table.key) != (position,):
+        raise BundleError("table-invalid", f"{file}: key: {tuple(table.key)}, the manifest uses it for {(position,)}")
+    used = {*table.relocation_memory.tolist(), *table.memset_memory.tolist(), *table.memcpy_memory.tolist()}
+    for memory in sorted(used.difference(USED)):
+        raise BundleError("table-invalid", f"{file}: memory: {MEMORIES[memory]}, which an engine's graphs do not use")
+    return table
 
-        states = decode_states(bundle.data(manifest.module_state), manifest.module_state)
-        check_module_states(states, manifest.module_state, memories, images)
-        for memory in sorted({row.target.memory for state in states for row in state.relocations} - {USED[0]}):
-            text = f"{manifest.module_state}: a variable points at memory {MEMORIES[memory]}, which moves with the engine's tensors"
-            raise BundleError("table-invalid", text)
+
+def check_engine_states(bundle: Archive) -> None:
+    """Raises table-invalid or relocation-invalid unless what the kernels' variables hold is sound."""
+    manifest = bundle.manifest
+    if not manifest.module_state:
+        return
+    from ..tables.module_state import decode_states
+    from .recordings import check_module_states
+
+    states = decode_states(bundle.data(manifest.module_state), manifest.module_state)
+    check_module_states(states, manifest.module_state, graph_memories(manifest.memories), kernel_images(manifest))
+    for memory in sorted({row.target.memory for state in states for row in state.relocations} - {USED[0]}):
+        text = f"{manifest.module_state}: a variable points at memory {MEMORIES[memory]}, which moves with the engine's tensors"
+        raise BundleError("table-invalid", text)
 
 
 # --- the keys of graphs, as text in a manifest: JSON of a number, a text, or a list of these for a tuple ---------------

@@ -87,9 +87,79 @@ def test_poison_changes_nothing(fake: FakeDriver, path: Path) -> None:
     assert out.read(8 * FLOATS) == expected(values)
 
 
+def built(fake: FakeDriver) -> int:
+    """How many executable graphs the driver was asked for."""
+    return fake.calls.count("cuGraphInstantiate")
+
+
+@pytest.mark.parametrize(("lazy", "at_first"), [(False, 2), (True, 0)])
+def test_graphs_are_built_now_or_at_their_first_replay(fake: FakeDriver, path: Path, lazy: bool, at_first: int) -> None:
+    x, out = Memory(512), Memory(512)
+    x.write(values := inputs(8))
+    with cgbundle.attach(path, tensors(x, out), lazy=lazy) as graphs:
+        assert built(fake) == at_first
+        for _ in range(2):
+            graphs[8, "rows"].replay()
+        assert out.read(8 * FLOATS) == expected(values)
+        assert built(fake) == (at_first or 1)
+    assert not fake.live
+
+
+def test_graphs_are_built_in_the_background(fake: FakeDriver, path: Path) -> None:
+    with cgbundle.attach(path, tensors(Memory(512), Memory(512))) as graphs:
+        assert graphs._background is not None
+        graphs._background._thread.join(10)
+        assert built(fake) == 2
+    assert not fake.live
+
+
+def test_a_graph_that_cannot_be_built_is_built_at_the_next_replay(fake: FakeDriver, path: Path) -> None:
+    x, out, failures = Memory(512), Memory(512), 0
+    values = inputs(8)
+    for number in range(60):
+        x.write(values)
+        with cgbundle.attach(path, tensors(x, out), lazy=True) as graphs:
+            fake.fail_at = len(fake.calls) + number
+            try:
+                graphs[8, "rows"].replay()
+            except CgbundleError:
+                failures += 1
+                if fake.calls[fake.fail_at] == "cuCtxPopCurrent":
+                    fake._current.stack.pop()  # which the failed call left
+            fake.fail_at = -1
+            graphs[8, "rows"].replay()
+            assert out.read(8 * FLOATS) == expected(values), f"call {number}"
+        assert not fake.live, f"call {number}"
+    assert failures > 10
+
+
+def test_no_graph_is_built_once_they_are_closed(fake: FakeDriver, path: Path) -> None:
+    graphs = cgbundle.attach(path, tensors(Memory(512), Memory(512)), lazy=True)
+    graph = graphs["small"]
+    graphs.close()
+    with raises("program-closed"):
+        graphs._built(graph)
+    assert not fake.live and not built(fake)
+
+
+def test_a_recording_is_checked_when_its_graph_is_built(fake: FakeDriver, tmp_path: Path) -> None:
+    def misnamed(image: str, position: int) -> Any:
+        return replace(engine_bundle.recording(image, position), key=(7,))
+
+    path = engine_bundle.write(tmp_path / "key.cgb", record=misnamed)
+    with raises("table-invalid", match=r"graphs/0.bin: key"):
+        cgbundle.attach(path, tensors(Memory(512), Memory(512)), lazy=False)
+    assert not fake.live
+    graphs = cgbundle.attach(path, tensors(Memory(512), Memory(512)), lazy=True)
+    with raises("table-invalid", match=r"graphs/0.bin: key"):
+        graphs["small"].replay()
+    graphs.close()
+    assert not fake.live and not built(fake)
+
+
 def test_whichever_call_fails_nothing_is_left(fake: FakeDriver, path: Path) -> None:
     x, out = Memory(512), Memory(512)
-    with cgbundle.attach(path, tensors(x, out)):
+    with cgbundle.attach(path, tensors(x, out), lazy=False):
         pass
     failures = 0
     for number in range(len(fake.calls)):
@@ -98,7 +168,7 @@ def test_whichever_call_fails_nothing_is_left(fake: FakeDriver, path: Path) -> N
         with pytest.MonkeyPatch.context() as patch:
             install(patch, failing)
             try:
-                graphs = cgbundle.attach(path, tensors(x, out))
+                graphs = cgbundle.attach(path, tensors(x, out), lazy=False)
                 failing.fail_at = -1  # a close in spite of errors is best effort
                 graphs.close()
             except CgbundleError:
