@@ -4,9 +4,9 @@
     program = cgbundle.load("gpt.cgb")
     logits = program(ids)
 
-Needs the standard library only; a GPU bundle needs the driver, a CPU bundle torch's shared libraries as files.  torch is never
-imported.  Everything else is loaded when `load` is called.  The package is typed; what a call returns follows
-from the model, and is Any.
+Needs the standard library only.  A GPU bundle needs the CUDA driver, and some CPU bundles need torch's shared libraries as files.
+torch is never imported.  `load` imports the other modules.  The package is typed; the type of a call's result is Any, because it
+depends on the model.
 """
 
 from __future__ import annotations

@@ -24,8 +24,8 @@ class Cause:
 
 
 class CgbundleError(Exception):
-    """Base of every error that is raised on purpose.  `code` names the cause in the catalogue, `hint` says what to do: a traceback
-    shows both, `str()` the cause alone."""
+    """Base class of all errors of cgbundle and cgcompile.  `code` is the code of the error, `hint` says what to do.  `str()` is the
+    message without the hint; a traceback shows both."""
 
     catalogue: ClassVar[Mapping[str, Cause]]
     escaped: ClassVar[bool] = False
@@ -40,13 +40,12 @@ class CgbundleError(Exception):
 
     @property
     def kind(self) -> str:
-        """The code spelled as a class is: FileDamaged."""
+        """The code in the spelling of a class: FileDamaged."""
         return self.code.title().replace("-", "")
 
     @property
     def where(self) -> str:
-        """What the message says it is about: `model.py:12`, `gpt.cgb`, `sizes`, a field of a manifest.  "" where it begins with a
-        sentence."""
+        """The start of the message, if it is a place: `model.py:12`, `gpt.cgb`, `sizes`, a field of a manifest.  Else ""."""
         return place(str(self))
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -54,13 +53,13 @@ class CgbundleError(Exception):
 
 
 class BundleError(CgbundleError):
-    """The path holds no sound bundle, or one that this runtime cannot read."""
+    """The path has no valid bundle, or a bundle that this runtime cannot read."""
 
     escaped = True
 
 
 class MachineError(CgbundleError):
-    """This machine cannot run the bundle, or a library or driver under it failed."""
+    """This machine cannot run the bundle, or a library or the driver failed."""
 
     escaped = True
 
@@ -70,7 +69,7 @@ class OutOfMemory(MachineError):
 
 
 class CallError(CgbundleError):
-    """A call that does not fit the bundle's signature, or the moment."""
+    """The call does not match the bundle's signature, or is not allowed in the current state."""
 
     escaped = True
 
@@ -129,138 +128,140 @@ def _cut(message: str) -> str:
 
 DAMAGED = "the bundle is damaged: copy or build it again"
 OTHER_TARGET = (
-    "`cgcompile inspect` shows what it was built for: copy it to such a machine (here `verify` without --run checks it), or build "
-    "for this one with --target"
+    "`cgcompile inspect` shows the machine that the bundle needs: copy it there, or build for this machine with --target "
+    "(`verify` without --run checks the files on any machine)"
 )
-GPU_LOG = "nvidia-smi and the system's log may say what is wrong with the GPU"
+GPU_LOG = "nvidia-smi and the system log may show the cause"
 
 CATALOGUE: Mapping[str, Cause] = {
     # --- the path ---
-    "bundle-missing": Cause(BundleError, 2, "There is nothing at the path.",
+    "bundle-missing": Cause(BundleError, 2, "The path does not exist.",
         "check the path; `cgcompile build MODEL -o PATH` writes a bundle"),
-    "not-a-bundle": Cause(BundleError, 2, "The path exists but holds no manifest: a plain file, or some other directory.",
+    "not-a-bundle": Cause(BundleError, 2, "The path has no manifest: it is a file, or another kind of directory.",
         "a bundle is the directory that `cgcompile build` writes"),
     # --- the bundle ---
-    "format-unsupported": Cause(BundleError, 2, "The bundle's format version is not one that this runtime reads.",
-        "upgrade cgcompile in this environment, or rebuild the bundle with the version installed here"),
+    "format-unsupported": Cause(BundleError, 2, "This runtime does not support the bundle's format version.",
+        "upgrade cgcompile in this environment, or build the bundle again with the installed version"),
     "manifest-invalid": Cause(BundleError, 1,
-        "The manifest is not JSON, lacks a field, or a field is wrong: the message starts with its path.",
+        "The manifest is not JSON, lacks a field, or has a wrong field. The message starts with the path of the field.",
         "the bundle is damaged or was edited: build it again"),
-    "file-damaged": Cause(BundleError, 1,
-        "A file of the bundle is missing, has another length, or another SHA-256 than the manifest says.", DAMAGED),
-    "image-invalid": Cause(BundleError, 1, "A kernel image or a shared object is no whole ELF file.", DAMAGED),
-    "weights-invalid": Cause(BundleError, 1,
-        "weights.safetensors has a bad header, or does not hold the tensors that the manifest names.", DAMAGED),
-    "table-invalid": Cause(BundleError, 1, "A recording's table has a bad header, column, reference or relocation.", DAMAGED),
+    "file-damaged": Cause(BundleError, 1, "A file of the bundle is missing, or its length or SHA-256 differs from the manifest.",
+        DAMAGED),
+    "image-invalid": Cause(BundleError, 1, "A kernel image or a shared object is not a complete ELF file.", DAMAGED),
+    "weights-invalid": Cause(BundleError, 1, "weights.safetensors has an invalid header, or lacks tensors of the manifest.",
+        DAMAGED),
+    "table-invalid": Cause(BundleError, 1, "The table of a recording has an invalid header, column, reference or relocation.",
+        DAMAGED),
     "relocation-invalid": Cause(BundleError, 1,
-        "An address of a recording lies outside its memory, or its place outside the parameters.", DAMAGED),
-    "signature-missing": Cause(BundleError, 1, "A key was given, and the bundle is not signed.",
-        "`cgcompile sign BUNDLE --key PRIVATE.pem` signs one; ask whoever made it"),
-    "signature-wrong": Cause(BundleError, 1,
-        "The signature is damaged, of another key than those given, or of another manifest than the bundle's.",
-        "do not load it: get the bundle, and the key, from their maker again"),
+        "A recording has an address outside its memory, or a relocation outside the kernel parameters.", DAMAGED),
+    "signature-missing": Cause(BundleError, 1, "A key was given, but the bundle is not signed.",
+        "ask the builder of the bundle to run `cgcompile sign BUNDLE --key PRIVATE.pem`"),
+    "signature-wrong": Cause(BundleError, 1, "The signature is damaged, or it belongs to another key or another manifest.",
+        "do not load the bundle: ask its builder for the bundle and the key again"),
     # --- the machine ---
-    "wrong-machine": Cause(MachineError, 2, "This machine's processor, GPU or driver cannot run the bundle's code.", OTHER_TARGET),
-    "wrong-architecture": Cause(MachineError, 2, "The GPU is of another architecture than the machine code of the bundle.",
+    "wrong-machine": Cause(MachineError, 2, "The processor, GPU or driver of this machine cannot run the bundle's code.",
         OTHER_TARGET),
-    "driver-too-old": Cause(MachineError, 2, "The CUDA driver is older than the bundle's code needs.", OTHER_TARGET),
-    "library-missing": Cause(MachineError, 2, "A shared library or package that the target or a key needs is not installed.",
-        "install what the message names: torch (which is never imported) for code of the CPU, cryptography for keys"),
-    "library-refused": Cause(MachineError, 2, "A shared object of the bundle, or a library under it, does not load, or not fit.",
-        "build the bundle again with the versions installed here, or install those that `cgcompile inspect` shows"),
-    "driver-failed": Cause(MachineError, 2, "A CUDA driver call failed; the message names the call and the driver's error.",
-        GPU_LOG),
+    "wrong-architecture": Cause(MachineError, 2, "The bundle's code is for another GPU architecture.", OTHER_TARGET),
+    "driver-too-old": Cause(MachineError, 2, "The bundle's code needs a newer CUDA driver.", OTHER_TARGET),
+    "library-missing": Cause(MachineError, 2,
+        "A shared library or Python package is not installed. The target, or the check of a key, needs it.",
+        "install what the message names: torch (never imported) for CPU code, cryptography for keys"),
+    "library-refused": Cause(MachineError, 2,
+        "A shared object of the bundle, or a library that it needs, cannot be loaded or is incompatible.",
+        "build the bundle again with the versions installed here, or install the versions that `cgcompile inspect` shows"),
+    "driver-failed": Cause(MachineError, 2, "A CUDA driver call failed. The message has the call and the driver's error.", GPU_LOG),
     "rank-timeout": Cause(MachineError, 2,
-        "A rank of a model over several GPUs has waited too long for another one, which was not called or is gone.",
-        "close the program and load the bundle again, on all ranks; load(..., timeout=) says how long they wait"),
-    "out-of-memory": Cause(OutOfMemory, 2, "The device has too little free memory; the message gives needed and free bytes.",
-        "give memory back first (nvidia-smi shows who has it), or build with smaller sizes"),
-    "driver-differs": Cause(MachineError, 2, "An engine's graphs were saved with another version of the CUDA driver.",
-        "save them again with this driver: remove the bundle, and start the engine twice"),
+        "A rank of a model over several GPUs waited too long for another rank, which made no call or has ended.",
+        "close the program and load the bundle again, on all ranks; load(..., timeout=) sets the seconds of the wait"),
+    "out-of-memory": Cause(OutOfMemory, 2, "The device has too little free memory. The message has the needed and the free bytes.",
+        "free memory first (nvidia-smi lists the processes), or build with smaller sizes"),
+    "driver-differs": Cause(MachineError, 2, "The graphs of an engine were saved with another version of the CUDA driver.",
+        "save the graphs again with this driver: remove the bundle, and start the engine twice"),
     # --- the call ---
-    "assertion-failed": Cause(CallError, 2, "The call is one that the model forbids: what a line of it asserts is not so.",
-        "give the call what that line of the model asserts, or build the model without it"),
+    "assertion-failed": Cause(CallError, 2, "An assertion of the model failed for this call.",
+        "change the inputs so that the assertion holds, or remove it from the model and build again"),
     "operation-refused": Cause(CallError, 2,
-        "Code of the model that the CPU runs raised an error inside a call: an operation refuses a value, most often.",
-        "eager PyTorch says the same for these inputs: look at their values; if it does not, install the torch that `cgcompile "
-        "inspect` shows"),
-    "key-invalid": Cause(CallError, 2, "A key is none of ed25519, cannot be read, or is the private one where the public is meant.",
+        "An operation on the CPU failed during a call, usually because it does not accept a value.",
+        "look at the values of the inputs: eager PyTorch should fail on them too; if it does not, install the torch that "
+        "`cgcompile inspect` shows"),
+    "key-invalid": Cause(CallError, 2, "A key is not an ed25519 key, cannot be read, or is private where a public key is needed.",
         "a key is a PEM file of `openssl pkey -pubout`, or 64 hexadecimal digits"),
-    "bundle-kind": Cause(CallError, 2, "A bundle of an engine's graphs was to be loaded, or one of a program to be attached.",
-        "cgbundle.attach(PATH, tensors) takes the graphs of an engine"),
-    "not-verified": Cause(CallError, 2, "An engine's graphs were saved without a replay in a fresh process.",
+    "bundle-kind": Cause(CallError, 2,
+        "`load` was called for a bundle of an engine's graphs, or `attach` for a bundle of a program.",
+        "use cgbundle.attach(PATH, tensors) for the graphs of an engine, cgbundle.load(PATH) for a program"),
+    "not-verified": Cause(CallError, 2, "The graphs of an engine were saved without verification in a fresh process.",
         "save them with verify=True, or attach them with unverified=True"),
-    "tensors-unlike": Cause(CallError, 2, "A tensor is missing, or lies otherwise than when the engine's graphs were saved.",
-        "give tensors of the same dtype, shape, strides and alignment; or save the graphs again: remove the bundle first"),
+    "tensors-unlike": Cause(CallError, 2,
+        "A tensor is missing, or its layout differs from the one when the engine's graphs were saved.",
+        "pass tensors of the same dtype, shape, strides and alignment; or remove the bundle, and save the graphs again"),
     "graph-missing": Cause(EntryMissing, 2, "No graph was saved under this key.", "`list(graphs)` has all keys"),
-    "option-refused": Cause(CallError, 2, "An option of `load` that means nothing for what the bundle was built for.",
-        "leave it out"),
+    "option-refused": Cause(CallError, 2, "An option of `load` does not apply to the target of the bundle.",
+        "leave the option out"),
     "replica-state": Cause(CallError, 2,
-        "A model that keeps state from call to call was called on several devices: the next call may go to another one.",
-        "call a session of its own, which stays on one device: replicas.session()(...)"),
+        "A model with state was called on several devices, where the next call may use another device.",
+        "use a session, which stays on one device: replicas.session()(...)"),
     "ranks-refused": Cause(CallError, 2,
-        "What a model over several GPUs does not do: sessions, updates, or a load on another number of devices than it has ranks.",
-        "`cgcompile inspect` says over how many GPUs the model is"),
+        "A model over several GPUs does not support sessions, updates, or a load on another number of devices than its ranks.",
+        "`cgcompile inspect` shows the number of GPUs of the model"),
     "ranks-unlike": Cause(CallError, 2,
-        "The processes of a model's ranks do not fit together: another bundle, a rank that comes twice, or calls of other sizes.",
-        "start one process for each rank, and call all of them alike, in one order; then load again, on all ranks"),
+        "The processes of the ranks do not match: they load another bundle, use one rank twice, or call other sizes.",
+        "start one process for each rank, and make the same calls in the same order; then load again on all ranks"),
     "input-structure": Cause(CallError, 2,
-        "The nesting, number, or names of the inputs differ from the signature, or a constant input has another value.",
-        "`cgcompile inspect` prints the signature and a call that works"),
-    "input-kind": Cause(CallError, 2, "An input is no tensor that the runtime can read (NumPy, torch, or DLPack).",
-        "pass NumPy arrays, torch or CuPy tensors, or others that speak DLPack, all inputs of one kind"),
-    "input-dtype": Cause(CallError, 2, "An input has another dtype.",
-        "convert it before the call, or load the bundle with cast=True, which allows casts that lose nothing"),
-    "input-device": Cause(CallError, 2, "An input lies on another device.",
+        "The nesting, number or names of the inputs differ from the signature, or a constant has another value.",
+        "`cgcompile inspect` prints the signature and a correct call"),
+    "input-kind": Cause(CallError, 2, "An input is not a NumPy array, a torch tensor, or a tensor with DLPack.",
+        "pass NumPy arrays, torch or CuPy tensors, or other tensors with DLPack, all inputs from one library"),
+    "input-dtype": Cause(CallError, 2, "An input has another dtype than the signature.",
+        "convert it before the call, or load the bundle with cast=True, which allows lossless casts"),
+    "input-device": Cause(CallError, 2, "An input is on another device than the program.",
         "move it to the program's device before the call"),
     "input-shape": Cause(CallError, 2,
-        "An input has another rank, or another size on a fixed axis, or a size that no dimension gives.",
-        "`cgcompile inspect` shows the shape of every input; a dimension by name may vary, a number may not"),
-    "input-value": Cause(CallError, 2, "An input that is an index has an element out of range, and the call failed.",
-        "the range follows from the size of what is indexed: an embedding, say, or a table of positions"),
+        "An input has a wrong number of axes, a wrong size on a fixed axis, or a size that no value of its dimension gives.",
+        "`cgcompile inspect` shows the shape of every input: named dimensions may vary, numbers may not"),
+    "input-value": Cause(CallError, 2, "The call failed because an index in an input is out of range.",
+        "the range is the size of the indexed tensor, such as an embedding or a table of positions"),
     "input-layout": Cause(CallError, 2,
-        "An output shares memory with a part of an input, which is laid out otherwise than recorded and has no such part.",
-        "pass .contiguous() of it"),
+        "An output is a view of an input, and the layout of this input does not allow the view.",
+        "pass input.contiguous()"),
     "input-unwritable": Cause(CallError, 2,
-        "An input that the model writes to cannot be written to, or shares memory with another input or with itself.",
-        "pass a tensor of its own, writable and without overlaps: a .clone() or .copy()"),
-    "dimension-disagrees": Cause(CallError, 2, "Two inputs give different sizes for one declared dimension.",
-        "give all inputs of one call the same sizes"),
+        "The model writes to an input that is read-only, or that shares memory with another input or with itself.",
+        "pass a writable tensor without overlaps, such as a .clone() or .copy()"),
+    "dimension-disagrees": Cause(CallError, 2, "Two inputs have different sizes for the same declared dimension.",
+        "pass inputs with the same size of this dimension"),
     "key-missing": Cause(CallError, 2,
-        "The int_key was not recorded, and the policy or the build's proof does not allow padding or chunks.",
-        "call it at a recorded size, or build the bundle with more --sizes; `cgcompile inspect` says why others are refused, and "
-        "`cgcompile explain padding` what a model can do about it"),
-    "stale-view": Cause(CallError, 2, 'An output handed out by `outputs="view"` was read after the next replay.',
+        "The int_key was not recorded, and on_miss or the build does not allow to pad or chunk the call.",
+        "call it at a recorded size, or build the bundle with more --sizes; `cgcompile inspect` shows why other sizes are "
+        "refused, and `cgcompile explain padding` how to change the model"),
+    "stale-view": Cause(CallError, 2, 'An output of `outputs="view"` was read after the next call.',
         'call .clone() before the next call, or load the bundle with outputs="copy"'),
     "program-closed": Cause(ProgramClosed, 2, "The program was closed.", "load the bundle again"),
     "session-busy": Cause(SessionBusy, 2, "Two threads used one session at once.",
-        "give every thread a session of its own: program.session()"),
+        "use one session for each thread: program.session()"),
     "process-forked": Cause(CallError, 2,
-        "The process was forked after the program was loaded, or after code for the CPU or a GPU had run in its parent.",
-        "load the bundle in the child before any call in the parent, or start processes by spawn, not by fork"),
-    "entry-missing": Cause(EntryMissing, 2, "The bundle has no entry of that name, or several of which the call names none.",
+        "The process was forked after the program was loaded, or after its parent ran code on the CPU or a GPU.",
+        "load the bundle in the child before any call in the parent, or start processes by spawn"),
+    "entry-missing": Cause(EntryMissing, 2, "The bundle has no entry of that name, or the call names none of several entries.",
         "`program.entries` lists them"),
-    "state-missing": Cause(StateMissing, 2, "The model has no state of that name, or none at all.",
-        "`program.state` lists what there is"),
-    "state-invalid": Cause(CallError, 2,
-        "A value for a state is of another dtype or shape, lies elsewhere, or is no tensor at all.",
-        "give a tensor of the dtype and shape that `program.state` has under that name"),
-    "state-rows": Cause(CallError, 2, "The model's state cannot have so many rows, or has no dimension of that name.",
-        "`cgcompile inspect` lists the dimensions of the state, and the fewest rows of each"),
+    "state-missing": Cause(StateMissing, 2, "The model has no state of that name.",
+        "`program.state` lists the names"),
+    "state-invalid": Cause(CallError, 2, "A value for a state is not a tensor, or its dtype, shape or device is wrong.",
+        "pass a tensor with the dtype and shape of `program.state[name]`"),
+    "state-rows": Cause(CallError, 2, "The model's state cannot have this number of rows, or has no dimension of that name.",
+        "`cgcompile inspect` lists the dimensions of the state, with the minimum number of rows of each"),
     "update-invalid": Cause(CallError, 2,
-        "What `program.update` was given does not fit: a name, a dtype, a shape, a file that is cut off, or a weight is missing.",
-        "give what the model's state_dict has; nothing was changed"),
+        "The weights for `program.update` are invalid: a wrong name, dtype or shape, a truncated file, or a missing weight.",
+        "pass the weights of the model's state_dict; the program was not changed"),
     "update-refused": Cause(CallError, 2,
-        "A weight cannot be updated: it is a constant of the model, state, or the build computed something of it that code holds.",
-        "`cgcompile inspect` lists these weights; build the bundle again with the new ones"),
-    "self-test-crashed": Cause(BundleError, 1, "The process that replays the self-test ended before it gave an answer.",
-        "build the bundle again with the versions installed here; if it stays, please report the model"),
+        "A weight cannot be updated: it is a constant, state, or the build used its value in the code.",
+        "`cgcompile inspect` lists these weights; build the bundle again with the new values"),
+    "self-test-crashed": Cause(BundleError, 1, "The process that replays the self-test ended without an answer.",
+        "build the bundle again with the versions installed here; if the error stays, please report the model"),
     "self-test-outdated": Cause(CallError, 2,
-        "The self-test of a program whose weights were updated: its outputs are those of the bundle's own weights.",
-        "load the bundle again to prove it; compare the updated program with eager PyTorch"),
+        "The self-test needs the bundle's own weights, but the weights of this program were updated.",
+        "load the bundle again to verify it; compare the updated program with eager PyTorch"),
     "capture-refused": Cause(CallError, 2,
-        "The caller's stream is being captured into a CUDA graph, and the call cannot become part of one.",
-        "call it outside the capture, or with tensors of the GPU and a bundle without host regions"),
+        "The caller's stream is being captured into a CUDA graph, and this call cannot be part of it.",
+        "call it outside the capture, or with tensors on the GPU and a bundle without host regions"),
 }  # fmt: skip
 
 CgbundleError.catalogue = CATALOGUE

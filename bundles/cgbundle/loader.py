@@ -67,38 +67,38 @@ def load(
     variant: str | None = None,
     state: Mapping[str, int] | None = None,
 ) -> Program | Replicas:
-    """Loads the bundle at `path`.  The program runs what was checked, even if the bundle is replaced or removed later.
+    """Loads the bundle at `path`.  The program keeps the checked files, even if the bundle is replaced or removed later.
 
     - `device`: the CUDA device; the cpu target ignores it.
-    - `on_miss`: what a call does whose size was not recorded.  "pad" takes the smallest recorded key that holds the call, "chunk"
-      wastes the fewest rows, "error" refuses.
-    - `outputs`: "copy" gives tensors that the caller owns.  "view" gives views that become stale with the next call.
-    - `check`: "load" checks every file but the data of the weights, "full" checks that, too.
-    - `weights`: "map" shares the file's pages with other processes.  "copy" reads the file into this process's memory, where later
-      writes to the file do not show.
+    - `on_miss`: for calls of sizes that were not recorded.  "pad" uses the smallest recorded key that holds the call, "chunk" the
+      chunks with the fewest padded rows, "error" raises key-missing.
+    - `outputs`: "copy" returns tensors that the caller owns.  "view" returns views that become stale with the next call.
+    - `check`: "load" checks every file except the data of the weights, "full" also checks these.
+    - `weights`: "map" shares the file's pages with other processes.  "copy" reads the file into this process's memory, so that
+      later writes to the file have no effect.
     - `mode`: "graph" replays recorded graphs, "stream" launches their kernels one by one.
-    - `lazy` (GPU): False builds every key's graph at load, True at its first call.  None builds the first key's graph at load,
-      and the others in the background, or in a call that needs one before.
+    - `lazy` (GPU): False builds every key's graph at load, True at its first call.  None builds the first key's graph at load, and
+      the others in the background, or in a call that needs one earlier.
     - `key`: public ed25519 keys, one of which must have signed the bundle: the path of a PEM file, 64 hexadecimal digits, or 32
       bytes.  Needs the extra `sign`.  The signature is checked first; then every file is hashed, as by check="full".
     - `threads`: CPU threads of a call, for the cpu target and for operations on the host beside a GPU.  Other programs and torch
-      keep their number.  Calls from several threads use this number each.  None: OMP_NUM_THREADS, else the quota of the
+      keep their own number.  If several threads call, each call uses this number.  None: OMP_NUM_THREADS, else the quota of the
       container, else the processors that the process may run on.
-    - `cast`: casts inputs where every value has an equal one in the expected dtype: int32 to int64, float16 or bfloat16 to
-      float32, bool to any.  This is NumPy's "safe" rule without int64 to float64.  An input that the model writes to is not cast.
-    - `variant`: the variant to load, such as "sm_90" or "x86-64-v3".  None: that of the GPU, else the one for CPUs that uses most
-      of this processor.
-    - `state`: rows of state by dimension, such as {"pages": 4096}.  Dimensions that are not named take what is of use, at most
-      nine tenths of the GPU memory that weights and temporaries leave, or half of the host's free memory.
-    - `replicas`: loads a copy on each of `devices` (None: every GPU), and gives one object that calls them: `Replicas`.
-    - `devices`: for a model over several GPUs, the device of each rank; None takes the first ones.  One process drives all.
-      Inputs are given once, outputs are those of rank 0.  `timeout`: seconds that a rank waits for another one.
-    - `rank`, `rendezvous`: for a model over several GPUs with a process for each rank, on `device`.  The processes meet at the
-      path `rendezvous`, which rank 0 makes and removes, and wait there for `timeout` seconds.  All of them make equal calls, and
-      get the outputs of their rank.
+    - `cast`: casts inputs if the cast is lossless for all values: int32 to int64, float16 or bfloat16 to float32, bool to any.
+      This is NumPy's "safe" rule without int64 to float64.  An input that the model writes to is not cast.
+    - `variant`: the variant to load, such as "sm_90" or "x86-64-v3".  None: the variant of this GPU, else the CPU variant with the
+      highest level that this processor has.
+    - `state`: rows of state by dimension, such as {"pages": 4096}.  Other dimensions take their maximum, but at most nine tenths of
+      the GPU memory that weights and temporaries leave free, or half of the host's free memory.
+    - `replicas`: loads a copy on each of `devices` (None: every GPU), and returns one object that calls them: `Replicas`.
+    - `devices`: for a model over several GPUs, the device of each rank; None uses the first ones.  One process drives all devices.
+      A call has the inputs once, and returns the outputs of rank 0.  `timeout`: seconds that a rank waits for another one.
+    - `rank`, `rendezvous`: for a model over several GPUs with a process for each rank, on `device`.  The processes connect at the
+      socket `rendezvous`, which rank 0 makes and removes, and wait there for `timeout` seconds.  All of them make the same calls,
+      and get the outputs of their rank.
 
-    Raises a CgbundleError; option-refused for `threads` if nothing runs on the CPU, for `replicas` if nothing runs on a GPU, and
-    for `devices` of a model for one device without `replicas`; ValueError for a value that an option does not have.
+    Raises a CgbundleError: option-refused for `threads` if no code runs on the CPU, for `replicas` if no code runs on a GPU, and
+    for `devices` without `replicas` if the model is for one device.  Raises ValueError for an unknown value of an option.
     """
     opened: Program | Replicas = _open(
         path, device, devices, replicas=replicas, mode=mode, on_miss=on_miss, outputs=outputs, check=check, weights=weights,

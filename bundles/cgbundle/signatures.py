@@ -76,7 +76,7 @@ def read(bundle: Archive) -> Signature | None:
     if data is None:
         return None
     if len(data) != SIGNATURE_BYTES:
-        raise BundleError("signature-wrong", f"{SIGNATURE}: longer or shorter than {SIGNATURE_BYTES} bytes")
+        raise BundleError("signature-wrong", f"{SIGNATURE}: expected {SIGNATURE_BYTES} bytes")
     return Signature(key=data[:KEY_BYTES], signature=data[KEY_BYTES:])
 
 
@@ -91,7 +91,7 @@ def check(bundle: Archive, keys: Keys) -> Signature:
     key = signature.key.hex()[:16]
     if signature.key not in trusted:
         names = " or ".join([f"{one.hex()[:16]}..." for one in trusted[:4]]) + (" or another" if len(trusted) > 4 else "")
-        raise BundleError("signature-wrong", f"{SIGNATURE}: by key {key}..., expected {names}")
+        raise BundleError("signature-wrong", f"{SIGNATURE}: signed with key {key}..., expected {names}")
     from cryptography.exceptions import InvalidSignature
 
     try:
@@ -108,7 +108,7 @@ def public_keys(keys: Keys) -> tuple[bytes, ...]:
         raise CallError("key-invalid", f"key: expected a path, 64 hexadecimal digits or 32 bytes, got {type(keys).__name__}")
     several = [keys] if isinstance(keys, str | bytes | os.PathLike) else list(keys)
     if not several:
-        raise CallError("key-invalid", "key: an empty list of keys, which no bundle can be signed by")
+        raise CallError("key-invalid", "key: expected at least one key, got an empty list")
     return tuple([_public_key(key) for key in several])
 
 
@@ -122,7 +122,7 @@ def _public_key(source: Key) -> bytes:
     else:
         raise CallError("key-invalid", f"key: expected a path, 64 hexadecimal digits or 32 bytes, got {type(source).__name__}")
     if len(key) != KEY_BYTES or key[:-1] + bytes([key[-1] & 0x7F]) in FORGEABLE:
-        raise CallError("key-invalid", f"{name}: no public key of ed25519")
+        raise CallError("key-invalid", f"{name}: not an ed25519 public key")
     return key
 
 
@@ -135,14 +135,16 @@ def _of_pem(path: str) -> bytes:
             text = file.read(MAX_BYTES + 1)
     except (OSError, ValueError) as error:  # ValueError: a path with a zero in it
         reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise CallError("key-invalid", f"{path[:200]}: no key of 64 hexadecimal digits, and as a file: {reason}") from None
+        raise CallError(
+            "key-invalid", f"{path[:200]}: not a key of 64 hexadecimal digits, and not a readable file: {reason}"
+        ) from None
     if b"PRIVATE KEY-----" in text:
-        raise CallError("key-invalid", f"{path}: a private key, where the public one is enough", PUBLIC)
+        raise CallError("key-invalid", f"{path}: a private key, expected the public key", PUBLIC)
     try:
         key = load_pem_public_key(text if len(text) <= MAX_BYTES and text.count(b"-----BEGIN ") == 1 else b"")
     except (ValueError, UnsupportedAlgorithm):
-        raise CallError("key-invalid", f"{path}: no PEM file with one public key") from None
+        raise CallError("key-invalid", f"{path}: not a PEM file with one public key") from None
     if not isinstance(key, ed25519().Ed25519PublicKey):
-        raise CallError("key-invalid", f"{path}: a key, but none of ed25519", "openssl genpkey -algorithm ed25519 makes one")
+        raise CallError("key-invalid", f"{path}: a key, but not an ed25519 key", "openssl genpkey -algorithm ed25519 makes one")
     raw: bytes = key.public_bytes_raw()
     return raw

@@ -136,7 +136,7 @@ def write_self_test(path: Path, self_tests: Mapping[str, Sequence[KeySelfTest]])
     """exam.safetensors: `8x128/input/0`, `8x128/output/0`, ..., `8x128/mutated/0`, `8x128/state/3`, `8x128/state-at/3` of entry
     `forward`, `decode/8x128/input/0`, ... of others.  `self_tests` by entry."""
     with open(path, "wb") as file:
-        safetensors_writer.write(file, _named(self_tests))
+        safetensors_writer.write(file, _tensors_by_name(self_tests))
 
 
 def replace_self_tests(path: Path, self_tests: Mapping[str, Sequence[KeySelfTest]]) -> None:
@@ -146,7 +146,7 @@ def replace_self_tests(path: Path, self_tests: Mapping[str, Sequence[KeySelfTest
     try:
         kept = {name: (row.dtype, row.shape, partial(known.data, name)) for name, row in known.entries.items()}
         with open(new, "wb") as file:
-            safetensors_writer.write(file, {**kept, **_named(self_tests)})
+            safetensors_writer.write(file, {**kept, **_tensors_by_name(self_tests)})
     finally:
         known.close()
     new.replace(path)
@@ -174,7 +174,7 @@ def read_self_test(path: Path, manifest: Manifest, entry: EntrySpec, key: IntKey
         stored.close()
 
 
-def _named(self_tests: Mapping[str, Sequence[KeySelfTest]]) -> dict[str, safetensors_writer.Tensor]:
+def _tensors_by_name(self_tests: Mapping[str, Sequence[KeySelfTest]]) -> dict[str, safetensors_writer.Tensor]:
     """The tensors of self-tests by their names in the file."""
     tensors: dict[str, safetensors_writer.Tensor] = {}
     for entry, self_test in [(entry, self_test) for entry, entry_tests in self_tests.items() for self_test in entry_tests]:

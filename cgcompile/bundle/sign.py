@@ -20,7 +20,7 @@ DECRYPT = "have openssl ask for its password: --key <(openssl pkey -in PRIVATE.p
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Signed:
-    """A signed bundle: its manifest, the public key (32 bytes), and whether there was a signature before, which is gone."""
+    """A signed bundle: its manifest, the public key (32 bytes), and whether an earlier signature was replaced."""
 
     manifest: Manifest
     key: bytes
@@ -30,8 +30,8 @@ class Signed:
 def sign(path: str | os.PathLike[str], key: str | os.PathLike[str]) -> Signed:
     """Signs the bundle at `path` with the private ed25519 key in the PEM file `key` (PKCS #8, not encrypted).
 
-    Everything in the bundle is checked first, as by load(check="full"): what was signed is what the manifest says.
-    Raises library-missing, key-invalid, and as `check_bundle`.
+    Checks all files first, as load(check="full"), so that the signed manifest describes them.  Raises library-missing, key-invalid,
+    and the errors of `cgbundle.load`.
     """
     folder = os.fspath(path)
     private = _private_key(os.fspath(key))
@@ -52,15 +52,15 @@ def _private_key(path: str) -> Any:
     with open(path, "rb") as file:
         text = file.read(signatures.MAX_BYTES)
     if b"BEGIN PUBLIC KEY" in text:
-        raise CallError("key-invalid", f"{path}: a public key: only the private one signs", MAKE)
+        raise CallError("key-invalid", f"{path}: a public key, expected the private key", MAKE)
     try:
         key = load_pem_private_key(text, None)
     except TypeError:
         raise CallError("key-invalid", f"{path}: the key is encrypted", DECRYPT) from None
     except (ValueError, UnsupportedAlgorithm):
-        raise CallError("key-invalid", f"{path}: no PEM file with a private key", MAKE) from None
+        raise CallError("key-invalid", f"{path}: not a PEM file with a private key", MAKE) from None
     if not isinstance(key, kind):
-        raise CallError("key-invalid", f"{path}: a private key, but none of ed25519", MAKE)
+        raise CallError("key-invalid", f"{path}: a private key, but not an ed25519 key", MAKE)
     return key
 
 

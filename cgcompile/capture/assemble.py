@@ -104,7 +104,7 @@ def assemble(
     of_key: dict[IntKey, list[tuple[RawGraph, ClassifiedGraph]]] = {}
     for graph, classification in zip(a.graphs, classified, strict=True):
         of_key.setdefault(graph.key, []).append((graph, classification))
-    held = {key: (outputs[0].entry, _held(a, of_key[key], outputs)) for key, outputs in donated.items()}
+    held = {key: (outputs[0].entry, _donated_ranges(a, of_key[key], outputs)) for key, outputs in donated.items()}
     kept = keep(a, held)
     graphs = {}
     for key, mine in of_key.items():
@@ -127,7 +127,7 @@ def classify_takes(a: Take, b: Take) -> ClassifiedTakes:
     return ClassifiedTakes(paired=paired, graphs=tuple(graphs), states=tuple(states))
 
 
-def _held(take: Take, graphs: Sequence[tuple[RawGraph, ClassifiedGraph]], outputs: Sequence[DonatedOutput]) -> list[int]:
+def _donated_ranges(take: Take, graphs: Sequence[tuple[RawGraph, ClassifiedGraph]], outputs: Sequence[DonatedOutput]) -> list[int]:
     """The ranges that donated outputs of a key lie in.  Raises donation-refused for one that lies in no segment of its own pool."""
     range_indices = []
     for output in outputs:

@@ -28,14 +28,14 @@ SUMS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def unknown_collective(context: RuleContext) -> Iterable[Finding]:
-    """An exchange of data between processes that no bundle holds.
+    """A collective that bundles do not support.
 
-    What it looks for: operators of torch.distributed but all_reduce, all_gather, reduce_scatter, all_to_all of equal parts and
-    broadcast, each over all ranks; sums of other dtypes than bfloat16, float16 and float32, reductions that are no sums, and any of
-    these in a branch or a loop.
-    Why: NCCL's kernels cannot be stored, and these are done by kernels of ours, which all ranks launch in one order.
+    What it looks for: operators of torch.distributed except all_reduce, all_gather, reduce_scatter, all_to_all of equal parts and
+    broadcast over all ranks.  Also sums of dtypes other than bfloat16, float16 and float32, other reductions, and collectives in a
+    branch or a loop.
+    Why: NCCL's kernels cannot be stored. cgcompile has its own kernels for these collectives, which all ranks launch in one order.
     Effect: no bundle can be built.
-    Fix: one of these collectives, of torch.distributed's functional ones, with group.WORLD.
+    Fix: use one of these functional collectives of torch.distributed, with group.WORLD.
     Source: torch/distributed/_functional_collectives.py; cgcompile/targets/collectives/kernels.py.
     """
     for node, top in context.calls():

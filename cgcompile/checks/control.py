@@ -10,7 +10,7 @@ from cgbundle.format.schema import Finding
 from ..export.higher_order.conditionals import COND, CONTROL_FLOW, WHILE, higher_order, is_conditional, obstacle
 from .context import HOST, NOTE, RuleContext, finding
 
-WHOLE = {COND: ", and both branches run there", WHILE: ", and every turn runs there"}
+WHOLE = {COND: ", and both branches run there", WHILE: ", and every iteration runs there"}
 """What becomes of a branch or a loop with something of the host's inside."""
 
 
@@ -18,11 +18,12 @@ def control_flow(context: RuleContext) -> Iterable[Finding]:
     """Control flow as operators: `torch.cond`, while_loop, map, scan.
 
     What it looks for: these higher-order operators, anywhere in the program.
-    Why CUDA forbids it: a tensor decides what runs and how often; a graph is a fixed order of kernels, but for its conditional
-    nodes (CUDA 12.4), whose bodies hold what a graph does.
-    Effect: `cond` and `while_loop` are conditional nodes: the GPU decides, and nothing waits.  Where something in a body is the
-    host's, the operator runs there as a whole: all its branches, every turn.  So do map and scan along a declared dimension.
-    Fix: `torch.where` computes both sides and chooses; a loop with a fixed number of turns in Python is unrolled.
+    Why CUDA forbids it: a tensor determines which operations run and how often.  A graph is a fixed sequence of kernels, except for
+    conditional nodes (CUDA 12.4), whose bodies have the same restrictions.
+    Effect: `cond` and `while_loop` become conditional nodes: the GPU decides, and nothing waits.  If an operation in a body must
+    run on the host, the whole operator runs there, with all branches and iterations.  So do map and scan along a declared
+    dimension.
+    Fix: `torch.where` computes both branches and selects; a Python loop with a fixed number of iterations is unrolled.
     Source: cuGraphConditionalHandleCreate (CUDA driver API); "Conditional ops" in Scheduler.should_partition
     (torch/_inductor/scheduler.py); is_cudagraph_unsafe_op in torch/_inductor/utils.py.
     """
@@ -34,14 +35,14 @@ def control_flow(context: RuleContext) -> Iterable[Finding]:
         reason = obstacle(node, context.program.graph_module)
         if is_conditional(node) and context.conditionals and not reason:
             yield finding(
-                "control-flow", NOTE, f"{name} decides on the GPU what runs", node,
-                "a conditional node of the graph: no launch of its own, and the CPU waits for nothing", "none needed",
+                "control-flow", NOTE, f"the GPU evaluates the condition of {name}", node,
+                "a conditional node of the graph: no extra launch, and the CPU does not wait", "none needed",
             )  # fmt: skip
         else:
             why = f"{WHOLE[name]}, since {reason}" if context.conditionals and is_conditional(node) else ""
             yield finding(
-                "control-flow", HOST, f"{name} decides on the CPU what runs{why}", node,
-                context.effect(top), "torch.where computes both sides and chooses; a fixed number of turns can be a Python loop",
+                "control-flow", HOST, f"the CPU evaluates the condition of {name}{why}", node, context.effect(top),
+                "torch.where computes both branches and selects; with a fixed number of iterations, use a Python loop",
             )  # fmt: skip
 
 
@@ -50,16 +51,16 @@ def with_moved_control_flow(findings: Sequence[Finding], placed: Collection[str]
     inside = {cause.node: cause for cause in reversed(findings) if cause.severity == HOST and cause.rule != "control-flow"}
 
     def moved(finding: Finding) -> Finding:
-        name = finding.message.partition(" ")[0]
+        name = finding.message.rpartition(" ")[2]
         cause = inside.get(finding.node)
         cause_text = ", ".join(filter(None, [cause.rule, cause.where])) if cause else ""
         why = f"an operation inside it runs on the host ({cause_text})" if cause_text else "it is tied to an operation on the host"
         return replace(
             finding,
             severity=HOST,
-            message=f"{name} decides on the CPU what runs{WHOLE[name]}, since {why}",
+            message=f"the CPU evaluates the condition of {name}{WHOLE[name]}, since {why}",
             effect="this operation runs on the host between two graphs",
-            fix="take what runs on the host out of it",
+            fix="remove the operations that run on the host from it",
         )
 
     return tuple(

@@ -15,31 +15,31 @@ from .host_placement import CPU_OPERATION, DEVICE_COPY, TENSOR_ASSERTIONS
 
 
 def device_copy(context: RuleContext) -> Iterable[Finding]:
-    """A copy from the GPU to the CPU that the user's code asks for: `.cpu()`, `.to("cpu")`, `device="cpu"`.
+    """A copy from the GPU to the CPU in the user's code: `.cpu()`, `.to("cpu")`, `device="cpu"`.
 
-    What it looks for: the marker `cgcompile::to_host` of such a move, where something uses the copy.  The way back is part of the
-    cut.
-    Why CUDA forbids it: the CPU waits for the copy, which a capture forbids; a replay runs no CPU code between its kernels.
-    Effect: a graph ends at the copy; it, and what the CPU computes from it, run between two graphs.
-    Fix: leave the move out where the GPU can do what follows.
+    What it looks for: the marker `cgcompile::to_host` of such a move, if the copy is used.  The copy back belongs to the same
+    finding.
+    Why CUDA forbids it: the CPU waits for the copy, which a capture does not allow; a replay runs no CPU code between its kernels.
+    Effect: the graph ends at the copy.  The copy, and the operations on the CPU after it, run between two graphs.
+    Fix: remove the move, if the GPU can run the following operations.
     Source: "DeviceCopy ops" in Scheduler.should_partition (torch/_inductor/scheduler.py).
     """
     for node, top in context.calls():
         if context.moved.get(node.name) == DEVICE_COPY and top == node.name and not _made_there(context, node):
             yield finding(
                 "device-copy", HOST, "a tensor is copied to the CPU" + (", which asserts its value" if _asserted(node) else ""),
-                node, context.effect(top), "leave the move to the CPU out where the GPU can compute what follows",
+                node, context.effect(top), "remove the move to the CPU, if the GPU can compute the next operations",
             )  # fmt: skip
 
 
 def cpu_operation(context: RuleContext) -> Iterable[Finding]:
     """An operation that the user's code runs on the CPU.
 
-    What it looks for: what makes tensors on the CPU, or takes some there and none on the GPU.  A weight goes with the other
-    tensors.
-    Why CUDA forbids it: a CUDA graph holds work of one GPU, and host functions that call no CUDA.
+    What it looks for: operations that create tensors on the CPU, or whose inputs are on the CPU only.  A weight moves to the device
+    of the other tensors.
+    Why CUDA forbids it: a CUDA graph holds work of one GPU, and host functions without CUDA calls.
     Effect: it is compiled for the CPU and runs between two graphs.
-    Fix: move the tensor to the GPU before, or leave the move to the CPU out.
+    Fix: move the tensor to the GPU before, or remove the move to the CPU.
     Source: "cpu ops" in Scheduler.should_partition (torch/_inductor/scheduler.py).
     """
     for node, top in context.calls():
@@ -78,9 +78,9 @@ def moved_to_gpu(context: RuleContext) -> Iterable[Finding]:
     """A move to a GPU in a model that is built for the CPU: `x.cuda()`, `.to("cuda")`, `device="cuda"`.
 
     What it looks for: such moves while the model is traced.
-    Why: a bundle for the CPU has one place for all tensors.
-    Effect: none on results: the move does nothing, where eager PyTorch fails without a GPU.
-    Fix: none needed; `device=x.device` follows the input.
+    Why: all tensors of a CPU bundle are on the CPU.
+    Effect: none on results: the move does nothing.  (Eager PyTorch fails without a GPU.)
+    Fix: none needed; `device=x.device` uses the input's device.
     Source: `TensorPlaces.named` in model/devices/tensor_places.py.
     """
     for obstacle in context.obstacles("moved-to-gpu"):
@@ -91,45 +91,46 @@ def moved_to_gpu(context: RuleContext) -> Iterable[Finding]:
 
 
 def wrapped_module(context: RuleContext) -> Iterable[Finding]:
-    """A module that torch.compile, nn.DataParallel or DistributedDataParallel wraps.
+    """A module inside torch.compile, nn.DataParallel or DistributedDataParallel.
 
-    What it looks for: such modules, the model itself or inside of it.
+    What it looks for: such modules: the model itself, or a module inside it.
     Why: a build compiles the model itself, for one device.
-    Effect: none on results: what is wrapped is built, and its weights have the names that they have there.
+    Effect: none on results: the inner module is built, and its weights have their inner names.
     Fix: none needed.
     Source: model/tracing/wrapped_modules.py.
     """
     for note in context.exported.source.notes:
         yield finding(
-            "wrapped-module", NOTE, note, None, "what is wrapped is built, without the wrapper's part of the weights' names",
+            "wrapped-module", NOTE, note, None, "the inner module is built, and weights have the names that they have there",
             "none needed",
         )  # fmt: skip
 
 
 def several_devices(context: RuleContext) -> Iterable[Finding]:
-    """Tensors of two devices in one operation, and devices other than one GPU and the CPU.
+    """Tensors of two devices in one operation, or devices other than one GPU and the CPU.
 
-    What it looks for: an operation on tensors of the GPU and one of the CPU that has dimensions; moves to `cuda:1`, to an xpu.
-    Why CUDA forbids it: a kernel reads the memory of its GPU, and PyTorch itself refuses the mixture.
+    What it looks for: an operation on a tensor of the GPU and a tensor of the CPU that has dimensions; moves to `cuda:1`, to an
+    xpu.
+    Why CUDA forbids it: a kernel reads the memory of its GPU, and PyTorch itself refuses such operations.
     Effect: no bundle can be built.
-    Fix: make tensors where the others are: `torch.arange(n, device=x.device)`.  A device chosen when the module was made is "cpu"
-    on a machine without a GPU.
+    Fix: create tensors on the device of the others: `torch.arange(n, device=x.device)`.  A device that the module chooses when it
+    is made is "cpu" on a machine without a GPU.
     Source: TensorIterator's check of devices; check_multiple_devices_or_any_cpu_nodes in torch/_inductor/cudagraph_utils.py.
     """
     for obstacle in context.obstacles("several-devices"):
         yield finding(
-            "several-devices", REFUSE, obstacle.message, obstacle, "a bundle runs on one GPU, and PyTorch refuses the mixture",
+            "several-devices", REFUSE, obstacle.message, obstacle, "PyTorch refuses tensors of two devices, and a bundle has one",
             "make the tensor where the others are: device=x.device, or .to(x.device)",
         )  # fmt: skip
 
 
 def pinned_memory(context: RuleContext) -> Iterable[Finding]:
-    """Pinned memory of the user's: `.pin_memory()`, `pin_memory=True`.
+    """Pinned memory in the user's code: `.pin_memory()`, `pin_memory=True`.
 
-    What it looks for: the calls, which device tracking sees.
+    What it looks for: these calls during the export.
     Why CUDA cares: cudaHostAlloc is forbidden under capture, and a recorded copy reads the same address in every replay.
-    Effect: none on results: the runtime copies between regions through memory of its own.
-    Fix: leave it out.
+    Effect: none on results: the runtime uses its own memory for copies between regions.
+    Fix: remove it.
     Source: the CUDA programming guide on stream capture and page-locked memory.
     """
     for obstacle in context.obstacles("pinned-memory"):

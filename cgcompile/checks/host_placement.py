@@ -24,12 +24,12 @@ from ..model.devices.markers import TO_DEVICE, TO_HOST
 DEVICE_COPY, CPU_OPERATION = "device-copy", "cpu-operation"
 
 FOLLOWER = "data-dependent-follower"
-"""An operation beside another that runs on the host.
+"""An operation next to another one that runs on the host.
 
-What it looks for: operations without a finding of their own that take or give a value whose size, or which itself, depends on data.
-Why: the host holds such a value, and a graph's sizes and addresses are fixed.
-Effect: the operation runs in the host region too; it is a reason of a region and never a finding of its own.
-Fix: what the finding beside it says.
+What it looks for: operations without their own finding, with an input or output whose size or value depends on data.
+Why: the host computes such a value, and the sizes and addresses of a graph are fixed.
+Effect: the operation runs in the host region too.  This is a reason for a region, never a finding.
+Fix: follow the advice of the finding next to it.
 Source: `data_dependent_nodes` in this file.
 """
 

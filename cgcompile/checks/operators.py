@@ -63,8 +63,8 @@ def boolean_index_put(context: RuleContext) -> Iterable[Finding]:
     """An assignment through a mask: `x[mask] = values`.
 
     What it looks for: index_put with an index of dtype bool or uint8.
-    Why CUDA forbids it: PyTorch turns the mask into positions with nonzero, whose size the CPU waits for.
-    Effect: it runs on the host.  One mask that takes one number (`x[mask] = 0`) is a note: Inductor makes a masked fill of it.
+    Why CUDA forbids it: PyTorch converts the mask into indices with nonzero, and the CPU waits for their number.
+    Effect: it runs on the host.  A mask with one number (`x[mask] = 0`) is a note: Inductor compiles it as a masked fill.
     Fix: `torch.where(mask, values, x)` with values of x's shape, or `x.masked_fill(mask, 0)`.
     Source: _fx_node_is_input_dependent_cudagraph_unsafe in utils.py, index_put_as_masked_fill in lowering.py of torch/_inductor.
     """
@@ -77,19 +77,20 @@ def boolean_index_put(context: RuleContext) -> Iterable[Finding]:
         if masks:
             filled = len(masks) == len(indices) == 1 and isinstance(value, Node) and value.meta["val"].dim() == 0
             yield finding(
-                "boolean-index-put", NOTE if filled else HOST, "an assignment through a mask needs the positions of its True", node,
+                "boolean-index-put", NOTE if filled else HOST, "an assignment through a mask needs the indices of True", node,
                 "it is lowered as a masked fill, which a graph holds" if filled else context.effect(top),
                 "x.masked_fill(mask, value), or torch.where(mask, values, x)", top,
             )  # fmt: skip
 
 
 def incompatible_operator(context: RuleContext) -> Iterable[Finding]:
-    """An operator that breaks under capture: observers of quantization, jagged conversions, decompositions of matrices.
+    """An operator that fails under capture: observers of quantization, jagged conversions, matrix decompositions.
 
-    What it looks for: the lists INCOMPATIBLE and WAITING.
-    Why CUDA forbids it: their kernels wait for the GPU, or allocate by what they find there.
-    Effect: it runs on the host; a decomposition refuses the build, since the code of a host region cannot call it.
-    Fix: convert the quantized model (`convert_fx`, `convert_pt2e`); pad; `torch.linalg.inv_ex` and its kind, which do not wait.
+    What it looks for: the operators in the lists INCOMPATIBLE and WAITING.
+    Why CUDA forbids it: their kernels wait for the GPU, or allocate memory that depends on data.
+    Effect: it runs on the host.  A matrix decomposition refuses the build, because the code of a host region cannot call it.
+    Fix: convert the quantized model (`convert_fx`, `convert_pt2e`); pad; use functions that do not wait, such as
+    `torch.linalg.inv_ex`.
     Source: FORBIDDEN_CUDAGRAPH_OPS in torch/_inductor/utils.py; _linalg_check_errors in ATen's BatchLinearAlgebra.cpp.
     """
     for node, top in context.calls():
@@ -97,7 +98,7 @@ def incompatible_operator(context: RuleContext) -> Iterable[Finding]:
             yield finding(
                 "incompatible-operator", REFUSE, f"{operator(node)} waits for the GPU to say whether it failed", node,
                 "it cannot be captured, and a region of the host cannot call it",
-                f"{other}(...) gives the same and does not wait" if other else "compute it beforehand, and pass the result in", top,
+                f"{other}(...) computes the same and does not wait" if other else "compute it outside, pass it as an input", top,
             )  # fmt: skip
         if str(node.target) in INCOMPATIBLE:
             yield finding(
@@ -107,12 +108,12 @@ def incompatible_operator(context: RuleContext) -> Iterable[Finding]:
 
 
 def sparse_output(context: RuleContext) -> Iterable[Finding]:
-    """A tensor that is not dense: sparse COO, CSR and their kind, nested, mkldnn.
+    """A tensor that is not dense: sparse COO, CSR and similar layouts, nested, mkldnn.
 
-    What it looks for: the layout of every value of the program, and of the constants that it reads.
+    What it looks for: the layout of every value and constant of the program.
     Why CUDA forbids it: the number of stored elements depends on data, and the CPU waits for it.
-    Effect: no bundle can be built: memory is planned, and copied between regions, as dense tensors.
-    Fix: dense tensors and masks.
+    Effect: no bundle can be built: the memory plan and the copies between regions support dense tensors only.
+    Fix: use dense tensors and masks.
     Source: is_cudagraph_unsafe_fx_node in torch/_inductor/utils.py (is_sparse of a value).
     """
     for node, top in context.calls():
@@ -132,12 +133,12 @@ def sparse_output(context: RuleContext) -> Iterable[Finding]:
 
 
 def deterministic_scatter(context: RuleContext) -> Iterable[Finding]:
-    """Scatters while `torch.use_deterministic_algorithms(True)` is on.
+    """Scatters while `torch.use_deterministic_algorithms(True)` is set.
 
-    What it looks for: the operators DETERMINISTIC_SCATTER when the switch is on during the build.
-    Why CUDA forbids it: the deterministic implementations sort, and wait for the GPU on the way.
+    What it looks for: the operators DETERMINISTIC_SCATTER, if the option is set during the build.
+    Why CUDA forbids it: the deterministic implementations sort and wait for the GPU.
     Effect: it runs on the host.
-    Fix: switch deterministic algorithms off for the build, or write the scatter as a matrix product with a one-hot matrix.
+    Fix: turn deterministic algorithms off for the build, or write the scatter as a matrix product with a one-hot matrix.
     Source: get_first_incompatible_cudagraph_node in torch/_inductor/utils.py.
     """
     if not torch.are_deterministic_algorithms_enabled():
@@ -151,12 +152,12 @@ def deterministic_scatter(context: RuleContext) -> Iterable[Finding]:
 
 
 def cudagraph_unsafe(context: RuleContext) -> Iterable[Finding]:
-    """An operator whose author says that it cannot be captured.
+    """An operator whose author tagged it as unsafe for CUDA graphs.
 
     What it looks for: the tag `torch.Tag.cudagraph_unsafe`.
-    Why CUDA forbids it: the author knows: it waits, allocates outside PyTorch's pools, or computes on the CPU.
+    Why CUDA forbids it: such an operator waits, allocates outside PyTorch's memory pools, or computes on the CPU.
     Effect: it runs on the host.
-    Fix: if the operator can be captured after all, take the tag off.
+    Fix: if the operator can be captured, remove the tag.
     Source: torch.Tag.cudagraph_unsafe (tags.yaml); is_cudagraph_unsafe_fx_node in torch/_inductor/utils.py.
     """
     for node, top in context.calls():
@@ -170,8 +171,8 @@ def cudagraph_unsafe(context: RuleContext) -> Iterable[Finding]:
 def fallback_op(context: RuleContext) -> Iterable[Finding]:
     """An operator that the user keeps on the host with --fallback-op.
 
-    What it looks for: calls of the operators named: `aten.topk` and `aten::topk` are all overloads, `aten.topk.default` is one.
-    Why: an operator that cannot be captured and is not known to; an experiment.
+    What it looks for: calls of the named operators: `aten.topk` and `aten::topk` are all overloads, `aten.topk.default` is one.
+    Why: the user knows that the operator cannot be captured, or wants to try it on the host.
     Effect: it runs on the host.
     Fix: leave the option out.
     Source: config.custom_should_partition_ops in torch/_inductor/config.py.
@@ -187,11 +188,11 @@ def fallback_op(context: RuleContext) -> Iterable[Finding]:
 def custom_operator(context: RuleContext) -> Iterable[Finding]:
     """An operator of another library.
 
-    What it looks for: namespaces that are not PyTorch's.
-    Why CUDA cares: it may be recorded only if it works on the current stream, waits for nothing, allocates through PyTorch, and
-    keeps no state.
-    Effect: it is recorded as it is.  Recording in two processes and the replay at other addresses find what it hides.
-    Fix: tag it `torch.Tag.cudagraph_unsafe`, or name it with --fallback-op, if it cannot be captured.
+    What it looks for: operators outside of PyTorch's namespaces.
+    Why CUDA cares: it can be recorded only if it uses the current stream, does not wait, allocates through PyTorch, and keeps no
+    state.
+    Effect: it is recorded.  The comparison of two recordings, and the replay at other addresses, detect violations.
+    Fix: if it cannot be captured, tag it with `torch.Tag.cudagraph_unsafe`, or name it with --fallback-op.
     Source: the notes on custom operators in the torch.library documentation.
     """
     for node, top in context.calls():
@@ -199,18 +200,19 @@ def custom_operator(context: RuleContext) -> Iterable[Finding]:
         if foreign and node.target._schema.name not in OURS:
             yield finding(
                 "custom-operator", NOTE, f"{operator(node)} is an operator of another library", node,
-                "it is recorded as it is: it must not wait for the GPU, nor allocate outside PyTorch",
+                "it is recorded: it must not wait for the GPU, nor allocate outside PyTorch",
                 f"keep it on the host with --fallback-op {operator(node)} if it cannot be captured", top,
             )  # fmt: skip
 
 
 def quantized_weights(context: RuleContext) -> Iterable[Finding]:
-    """A model whose weights are stored in fewer bits than calls compute with.
+    """A model whose weights are stored in fewer bits than the dtype of its calls.
 
-    What it looks for: a model that says so of itself, as `--weights int8` makes them.
-    Why: its results are not those of the folder's weights.
-    Effect: the self-test compares with eager PyTorch over the same quantized weights; how far these are from the folder's is told.
-    Fix: none needed; without `--weights` the folder's weights are used.
+    What it looks for: a model that declares this, as `--weights int8` makes them.
+    Why: its results differ from those of the folder's weights.
+    Effect: the self-test compares with eager PyTorch and the same quantized weights.  The finding says how far the results are from
+    those of the folder's weights.
+    Fix: none needed; without `--weights` the bundle has the folder's weights.
     Source: language_models/int8_network.py.
     """
     quantization = getattr(context.exported.source.model, "quantization", None)
@@ -223,12 +225,12 @@ def quantized_weights(context: RuleContext) -> Iterable[Finding]:
 
 
 def operators_without_code(program: ExportedProgram, on_host: Collection[str] | None = None) -> Iterable[Finding]:
-    """Operators of other libraries that would need Python at run time.
+    """Operators of other libraries that need Python at run time.
 
-    What it looks for: such operators among the nodes `on_host`, all nodes for None, whose code PyTorch cannot trace.
-    Why: code for the host is compiled, and the process that serves it has no Python of the library's.
+    What it looks for: operators among the nodes `on_host` (None: all nodes) whose code PyTorch cannot trace.
+    Why: code for the host is compiled, and the serving process does not have the library's Python code.
     Effect: no bundle can be built.
-    Fix: write it with torch.library.custom_op over PyTorch's own operations, or take it out of the model.
+    Fix: write it with torch.library.custom_op and PyTorch's own operations, or remove it from the model.
     Source: transforms/inlining.py, which traces those that can be.
     """
     foreign = {op for op in custom_operators(program) if op._schema.name not in OURS}  # ours are known to be traced

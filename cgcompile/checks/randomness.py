@@ -37,20 +37,20 @@ def with_moved_draws(findings: Sequence[Finding], placed: Collection[str], progr
 def random_operation(context: RuleContext) -> Iterable[Finding]:
     """An operation that draws random numbers: dropout in training, rand, bernoulli, multinomial, attention with dropout.
 
-    What it looks for: operators tagged `nondeterministic_seeded`, and attention, but for those that draw nothing.
-    Why CUDA cares: a bundle without torch has no generator that could be registered with a graph, and would repeat its numbers.  So
-    the program computes them itself, from a seed and a count of its calls in its state.
-    Effect: fresh numbers at every call, and in every turn of a loop, not PyTorch's; `program.seed(n)` repeats them.  Refused are
-    other operators (poisson, binomial, gamma), generators of the user's, operators inside of scan or map, those inside
-    of branches and loops that run on the host, and a second program that computes its own.
-    Fix: none needed; `model.eval()` if this is dropout and was not meant.  Else pass the random tensor as an input.
+    What it looks for: operators with the tag `nondeterministic_seeded`, and attention, except for calls that draw nothing.
+    Why CUDA cares: a bundle without torch has no generator to register with a graph, and would repeat its numbers.  So the program
+    computes the numbers itself, from a seed and a count of its calls in its state.
+    Effect: every call and every iteration of a loop has new numbers, which differ from PyTorch's; `program.seed(n)` repeats them.
+    These are refused: other operators (poisson, binomial, gamma), the user's generators, operators inside of scan or map, operators
+    inside of branches and loops that run on the host, and a second program with its own random numbers.
+    Fix: none needed; call `model.eval()` if the dropout is not intended.  Otherwise pass the random tensor as an input.
     Source: torch.Tag.nondeterministic_seeded; torch.cuda.CUDAGraph.register_generator_state; transforms/rng.
     """
     saved = generator_buffers(context.program)
     if len(saved) + draws(context.program) > 1:
         yield finding(
-            "random-operation", REFUSE, "the model draws random numbers beside a saved program that computes its own", None,
-            "a bundle has one generator, and would leave the other without a seed", "build from the model that was saved",
+            "random-operation", REFUSE, "the model draws random numbers, and calls a saved program that also draws them", None,
+            "a bundle has one generator, so the other would have no seed", "build from the model that was saved",
         )  # fmt: skip
     rewritten = set(drawn(context.program.graph_module))
     for node, top in context.calls():
@@ -78,12 +78,13 @@ def _obstacle(node: Node, top: str) -> str:
 
 
 def rng_state_operation(context: RuleContext) -> Iterable[Finding]:
-    """Operators that save or restore the state of a random generator: activation checkpointing makes them.
+    """Operators that save or restore the state of a random generator, as activation checkpointing does.
 
-    What it looks for: the higher-order operators run_and_save_rng_state, run_with_rng_state and their graph-safe kind.
-    Why CUDA forbids it: the state is read to and set from the CPU, which waits for the GPU; in a replay nobody sets it.
+    What it looks for: the higher-order operators run_and_save_rng_state and run_with_rng_state, and their graph-safe versions.
+    Why CUDA forbids it: the state is read and set on the CPU, which waits for the GPU; a replay does not do that.
     Effect: no bundle can be built.
-    Fix: inference needs no activation checkpointing: `model.gradient_checkpointing_disable()`, or call the module itself.
+    Fix: inference needs no activation checkpointing: call `model.gradient_checkpointing_disable()`, or the module without the
+    checkpoint.
     Source: FORBIDDEN_CUDAGRAPH_OPS in torch/_inductor/utils.py.
     """
     for node, top in context.calls():
@@ -95,12 +96,12 @@ def rng_state_operation(context: RuleContext) -> Iterable[Finding]:
 
 
 def training_mode(context: RuleContext) -> Iterable[Finding]:
-    """A model in training mode that holds dropout or batch normalization, which behave differently there.
+    """A model in training mode with dropout or batch normalization, which behave differently in training.
 
     What it looks for: `module.training` and modules of these kinds.
-    Why it matters: both are built as they are (random-operation, mutated-buffer), which is rarely what inference means.
-    Effect: information; the other rules say what follows.
-    Fix: leave `--train` out (`train=True` in Python), which alone builds a model in training mode.
+    Why it matters: they are built in training mode (random-operation, mutated-buffer), which is rarely intended for inference.
+    Effect: information; see the other findings.
+    Fix: leave `--train` out (`train=True` in Python): without it the build uses eval().
     Source: torch.nn.Module.eval.
     """
     modules = list(context.exported.flat.model.modules())

@@ -16,12 +16,12 @@ UNUSED = "none: calls with other values gave the same; a bundle does without"
 def python_random(context: RuleContext) -> Iterable[Finding]:
     """Random numbers that forward() draws from Python or NumPy: `random.random()`, `numpy.random.rand()`, a `default_rng`.
 
-    What it looks for: generators whose state a call moves, the global ones and those that the model holds; then calls with other
-    numbers, those at either end of their range too.
-    Why CUDA forbids it: a replay runs no Python, and torch.export makes the number a constant of its program.
-    Effect: no bundle can be built: it would have the number of its export in every call.  Numbers that change no result (layerdrop,
-    outside of training) are only noted.
-    Fix: draw with torch (`torch.rand(())`), which gives fresh numbers at every call; or pass the number as an input.
+    What it looks for: generators whose state changes in a call: the global ones, and those in attributes of the model.  Then the
+    model is called with other numbers, also with those at the ends of the range.
+    Why CUDA forbids it: a replay runs no Python, and torch.export stores the number as a constant of its program.
+    Effect: no bundle can be built: every call would have the number of the export.  If the numbers change no result (layerdrop,
+    outside of training), it is only a note.
+    Fix: draw with torch (`torch.rand(())`), which gives new numbers at every call; or pass the number as an input.
     Source: torch.export runs Python once, while it traces; model/nondeterminism.
     """
     for obstacle in context.obstacles("python-random"):
@@ -34,51 +34,51 @@ def python_random(context: RuleContext) -> Iterable[Finding]:
 
 
 def clock_read(context: RuleContext) -> Iterable[Finding]:
-    """The time, which forward() reads: `time.time()`, `time.perf_counter()`, `datetime.now()`.
+    """A model that reads the time in forward(): `time.time()`, `time.perf_counter()`, `datetime.now()`.
 
-    What it looks for: calls of these in the model's own code; then calls with the clock put forward.
-    Why CUDA forbids it: a replay runs no Python, and torch.export makes the time a constant of its program.
-    Effect: no bundle can be built: it would have the time of its export in every call.  Where no result depends on it, as where a
-    model times itself, it is only noted.  `datetime` cannot be put forward, and is refused.
-    Fix: pass the time as an input; read it outside of forward() where it is only shown.
+    What it looks for: calls of these functions in the model's own code.  Then the model is called with the clock set forward.
+    Why CUDA forbids it: a replay runs no Python, and torch.export stores the time as a constant of its program.
+    Effect: no bundle can be built: every call would have the time of the export.  If no result depends on the time, it is only a
+    note.  `datetime` cannot be set forward, and is refused.
+    Fix: pass the time as an input; if the model only displays it, read it outside of forward().
     Source: torch.export runs Python once, while it traces; model/nondeterminism.
     """
     for obstacle in context.obstacles("clock-read"):
         yield finding(
             "clock-read", REFUSE, obstacle.message, obstacle, "a bundle would have the time of its build in every call",
-            "pass the time as an input; where it is only shown, read it outside of forward()",
+            "pass the time as an input; if it is only displayed, read it outside of forward()",
         )  # fmt: skip
     for obstacle in context.obstacles("unused-clock"):
         yield finding("clock-read", NOTE, f"{obstacle.message}, which changes no result", obstacle, UNUSED, "none needed")
 
 
 def unrepeatable_result(context: RuleContext) -> Iterable[Finding]:
-    """A model that gives other results for the same inputs, torch's random numbers being the same.
+    """A model with different results for the same inputs and the same seed of torch.
 
-    What it looks for: two calls in eager PyTorch on the CPU whose results differ by more than rounding does.
-    Why CUDA forbids it: a bundle gives the same every time, and nothing says which of the results is right.
+    What it looks for: two calls in eager PyTorch on the CPU whose results differ by more than rounding.
+    Why CUDA forbids it: a bundle has the same result every time, and it is not known which of the two is right.
     Effect: no bundle can be built.
-    Fix: take out what is no input: memory that nothing wrote (`torch.empty`), random bytes of the system (`uuid`, `secrets`, an
-    unseeded `default_rng()`), the order of a set; or pass it as an input.
+    Fix: remove sources of other values: uninitialized memory (`torch.empty`), random bytes of the system (`uuid`, `secrets`, an
+    unseeded `default_rng()`), the order of a set; or pass the value as an input.
     Source: model/nondeterminism.
     """
     for obstacle in context.obstacles("unrepeatable-result"):
         yield finding(
-            "unrepeatable-result", REFUSE, obstacle.message, obstacle, "a bundle would have one of them for ever",
-            "take out what is no input (torch.empty, an unseeded generator, the order of a set), or pass it as one",
+            "unrepeatable-result", REFUSE, obstacle.message, obstacle, "every call of a bundle would return the same one",
+            "remove other sources of values (torch.empty, an unseeded generator, the order of a set), or make them inputs",
         )  # fmt: skip
 
 
 def earlier_calls(context: RuleContext) -> Iterable[Finding]:
-    """Results that depend on earlier calls: an attribute that one call sets from its input's values and a later call reads, a
-    counter in Python, a global.
+    """Results that depend on earlier calls: an attribute that one call sets from its inputs and a later call reads, a counter in
+    Python, a global variable.
 
-    What it looks for: a model that was just made, in a process that has not called it, is called with inputs that the export has
-    not seen, A, B and A again at every int_key, then at all in reverse order.  Every call is compared with the exported program.
-    Why CUDA forbids it: a replay runs no Python.  What earlier calls left in Python is what they left at the build.
-    Effect: no bundle can be built.  An attribute that depends on shapes, dtypes or weights alone changes no result, and builds.
-    Fix: compute the value in every call, or keep it in a buffer: `self.register_buffer(name, torch.zeros(()))`, and write to that.
-    A model that draws its first parameters in its first call, as gpytorch's ApproximateGP does, is called once before the build.
+    What it looks for: a fresh process creates the model and calls it with new inputs A, B and A again at every int_key, then at all
+    int_keys in reverse order.  Every call is compared with the exported program.
+    Why CUDA forbids it: a replay runs no Python.  The Python state stays as it was at the build.
+    Effect: no bundle can be built.  An attribute that depends only on shapes, dtypes or weights changes no result, and builds.
+    Fix: compute the value in every call, or keep it in a buffer: `self.register_buffer(name, torch.zeros(()))`.  If the model draws
+    its parameters in its first call, as gpytorch's ApproximateGP does, call it once before the build.
     Source: model/nondeterminism/fresh_process.py and pipeline/sequences.py.
     """
     for obstacle in context.obstacles("earlier-calls"):
@@ -90,12 +90,15 @@ def earlier_calls(context: RuleContext) -> Iterable[Finding]:
 
 
 def widened_bound(prepared: Prepared) -> Iterable[Finding]:
-    """An output that may differ from eager PyTorch by more than its dtype's bound, as eager PyTorch itself is less exact.
+    """An output that may differ from eager PyTorch by more than its dtype's bound, because eager PyTorch itself is less exact.
 
-    What it looks for: eager PyTorch again, with float32 inputs a rounding step off; on a GPU also a second time, and without TF32.
-    Why it matters: the proof of a bundle compares with that bound (`cgcompile inspect` shows it): a wider one catches less.
-    Effect: information.  A result that is a small difference of large numbers, or that rounds inside, has no more digits than that.
-    Fix: none needed; build the model in a wider dtype where the digits matter.
+    What it looks for: a second run of eager PyTorch with float32 inputs changed by a rounding step; on a GPU also an unchanged run,
+    and one without TF32.
+    Why it matters: the verification of a bundle uses this bound (`cgcompile inspect` shows it), and a wider bound detects fewer
+    defects.
+    Effect: information.  The small difference of two large numbers, and a result that was rounded inside the model, have no more
+    exact digits.
+    Fix: none needed; if the digits matter, build the model in a wider dtype.
     Source: transforms/error_bounds.py.
     """
     for bound in error_bounds(prepared):

@@ -26,13 +26,13 @@ SELECTS = (aten.select.int, aten.slice.Tensor, aten.narrow.default, aten.select_
 
 
 def host_scalar(context: RuleContext) -> Iterable[Finding]:
-    """A number that Python reads out of a tensor: `.item()`, `int(x)`, `float(x)`, `.tolist()`.
+    """A number that Python reads from a tensor: `.item()`, `int(x)`, `float(x)`, `.tolist()`.
 
-    What it looks for: `aten.item` and `aten._local_scalar_dense`, but for reads that only select (data-dependent-select).
-    Why CUDA forbids it: the CPU waits for the number; a stream under capture cannot be waited for, and a replay has no CPU that
-    could.  ("Prohibited and Unhandled Operations" in the CUDA programming guide, error cudaErrorStreamCaptureUnsupported.)
-    Effect: the read, and every operation that takes the number, run on the host, between two graphs.
-    Fix: keep the number as a tensor of no dimensions: `x * x.max()` is what `x * x.max().item()` is.
+    What it looks for: `aten.item` and `aten._local_scalar_dense`, except for reads that only select (data-dependent-select).
+    Why CUDA forbids it: the CPU waits for the number.  A stream under capture cannot be synchronized, and a replay runs no CPU
+    code.  ("Prohibited and Unhandled Operations" in the CUDA programming guide, error cudaErrorStreamCaptureUnsupported.)
+    Effect: the read, and every operation that uses the number, run on the host, between two graphs.
+    Fix: keep the number as a tensor of no dimensions: write `x * x.max()` instead of `x * x.max().item()`.
     Source: FORBIDDEN_CUDAGRAPH_OPS and get_first_incompatible_cudagraph_node in torch/_inductor/utils.py.
     """
     for node, top in context.calls():
@@ -55,11 +55,11 @@ def selects(node: Node) -> bool:
 def assert_scalar(context: RuleContext) -> Iterable[Finding]:
     """An assertion about a number that depends on data.
 
-    What it looks for: `aten._assert_scalar` and `aten.sym_constrain_range`.  Not those that torch.export adds at the line that made
-    the number or size: these belong to another finding.
+    What it looks for: `aten._assert_scalar` and `aten.sym_constrain_range`.  Assertions that torch.export adds at the line of the
+    number or size belong to another finding.
     Why CUDA forbids it: the CPU would have to know the number (host-scalar).
-    Effect: none by itself: it goes to the host with the number that it is about.
-    Fix: none needed; `torch._assert_async` asserts in the graph, where the GPU is here.
+    Effect: none by itself: the assertion runs on the host with the number.
+    Fix: none needed; `torch._assert_async` asserts in the graph, if the GPU is in this machine.
     Source: FORBIDDEN_CUDAGRAPH_OPS in torch/_inductor/utils.py names aten._assert_scalar.
     """
     seen = {place(node)[0] for node, _ in context.calls() if introduces_symbols(node)}
@@ -78,27 +78,27 @@ def tensor_assertion(context: RuleContext) -> Iterable[Finding]:
     """An assertion about a tensor, `torch._assert_async`, in a model that is cross-compiled.
 
     What it looks for: `aten._assert_async` outside of branches and loops.
-    Why CUDA cares: Triton has no kernel for it, and one that fails ends the use of the GPU by its process.
+    Why CUDA cares: Triton has no kernel for it, and a failing assertion on the GPU makes the GPU unusable for the process.
     Effect: the host checks it, between two graphs.
-    Fix: leave it out where calls cannot fail it.
+    Fix: remove it if it cannot fail.
     Source: TENSOR_ASSERTIONS in checks/host_placement.py.
     """
     for node, top in context.calls():
         if context.cross_compiled and node.target in TENSOR_ASSERTIONS and top == node.name:
             yield finding(
                 "tensor-assertion", HOST, "an assertion about a tensor is checked on the CPU", node, context.effect(top),
-                "leave it out where calls cannot fail it",
+                "remove it if it cannot fail",
             )  # fmt: skip
 
 
 def asserted_value(context: RuleContext) -> Iterable[Finding]:
-    """A branch on data, or a number that shapes follow from, where Python can go on one way alone: `if mask.any(): raise`.
+    """A branch or a shape that depends on data, where the model works with one value only: `if mask.any(): raise`.
 
-    What it looks for: Python asks a tensor for its value during the export, and fails with every other value that was tried: the
-    number below and above, the other side of the branch.
+    What it looks for: Python reads the value of a tensor during the export, and fails with all other values that were tried: the
+    next lower and higher number, the other branch.
     Why CUDA cares: torch.export records one path through Python.
-    Effect: the host checks at every call that the value is that of the example inputs; another one is an error, as in PyTorch.
-    Fix: none needed where calls keep to it; else as for data-dependent-branch.
+    Effect: the host checks at every call that the value is that of the example inputs.  Another value is an error, as in PyTorch.
+    Fix: none needed if calls have this value; otherwise see data-dependent-branch.
     Source: `past_branches` in export/torch_export.py.
     """
     for obstacle in context.obstacles("asserted-value"):
@@ -108,50 +108,53 @@ def asserted_value(context: RuleContext) -> Iterable[Finding]:
 
 
 def path(context: RuleContext) -> Iterable[Finding]:
-    """Python that branches on the value of a tensor, where every way through it is in the bundle.
+    """Python that branches on the value of a tensor. All paths are in the bundle.
 
-    What it looks for: Python asks a tensor for its truth during the export (`if`, `while`, `and`, `assert`, a comparison of
+    What it looks for: Python reads the truth value of a tensor during the export (`if`, `while`, `and`, `assert`, a comparison of
     `.item()`).
-    Why CUDA cares: a graph is a fixed order of kernels: each such question becomes a branch like torch.cond.
-    Effect: the model is exported once for each way that is not the rest of another; every path is compared with eager PyTorch.
+    Why CUDA cares: a graph is a fixed sequence of kernels, so every such test becomes a branch like torch.cond.
+    Effect: the model is exported once for each path, and paths that reach the same Python state are joined.  Every path is compared
+    with eager PyTorch.
     Fix: none needed.
     Source: export/paths.
     """
     for obstacle in context.obstacles("path"):
-        yield finding("path", NOTE, obstacle.message, obstacle, "a branch of the program, as torch.cond is one", "none needed")
+        yield finding("path", NOTE, obstacle.message, obstacle, "a branch of the program, like torch.cond", "none needed")
 
 
 def baked_weight(context: RuleContext) -> Iterable[Finding]:
     """Python that reads the value of a weight: `if self.flag > 0`, `torch.arange(int(self.count))`, the times of a solver.
 
-    What it looks for: Python asks for a value during the export that follows from parameters, buffers that no call writes to, and
-    constants alone.
-    Why CUDA cares: a graph is a fixed order of kernels, and the program goes on by this value.
-    Effect: the build computes the value; an update of a loaded program takes no other values of these weights.
-    Fix: none needed; for a weight that may be replaced compute with the tensor: torch.where, `x * self.scale`.
+    What it looks for: Python reads a value during the export that depends only on parameters, constants, and buffers that no call
+    writes to.
+    Why CUDA cares: a graph is a fixed sequence of kernels, and the exported program depends on this value.
+    Effect: the build computes the value.  An update of a loaded program cannot change these weights.
+    Fix: none needed; for a weight that you want to update, compute with the tensor: torch.where, `x * self.scale`.
     Source: `KnownValues` in model/devices/known_values.py.
     """
     for obstacle in context.obstacles("baked-weight"):
         yield finding(
             "baked-weight", NOTE, obstacle.message, obstacle, "program.update refuses other values of it",
-            "none needed; for a weight that may be replaced compute with the tensor (torch.where)",
+            "none needed; for a weight that you want to update, compute with the tensor (torch.where)",
         )  # fmt: skip
 
 
 def data_dependent_branch(context: RuleContext) -> Iterable[Finding]:
-    """Python that branches on the value of a tensor where not every way can be followed: `while error > bound:`, `range(int(n))`.
+    """Python that branches on the value of a tensor, and whose paths cannot all be exported: `while error > bound:`,
+    `range(int(n))`.
 
-    What it looks for: Python asks a tensor for its truth or its number during the export, and there are more ways than --max-paths,
-    or a way cannot be exported.
-    Why CUDA forbids it: a graph is a fixed order of kernels, and torch.export records one path through Python.
-    Effect: no bundle can be built.  Other branches on data are notes (path), and those of which one side fails (asserted-value).
-    Fix: for a loop that data ends (`range(int(n))`, `while`) `torch.while_loop`, or `range(N)` with a `break`; for a loop over what
-    was chosen (`for expert in hit.nonzero()`), one over all, with a weight of 0 for the rest.
+    What it looks for: Python reads the truth value or the number of a tensor during the export, and there are more paths than
+    --max-paths, or a path cannot be exported.
+    Why CUDA forbids it: a graph is a fixed sequence of kernels, and torch.export records one path through Python.
+    Effect: no bundle can be built.  Other branches on data are notes: `path`, and `asserted-value` if one side fails.
+    Fix: for a loop whose end depends on data (`range(int(n))`, `while`), use `torch.while_loop`, or `range(N)` with a `break`.  For
+    a loop over selected elements (`for expert in hit.nonzero()`), loop over all elements, with weight 0 for those that are not
+    selected.
     Source: torch.export refuses it as GuardOnDataDependentSymNode; export/paths.
     """
     for obstacle in context.obstacles("data-dependent-branch"):
         yield finding(
             "data-dependent-branch", REFUSE, obstacle.message, obstacle,
-            "the bundle would hold only the way that the example inputs took",
+            "the bundle would hold only the path of the example inputs",
             branch_fix(obstacle.source, obstacle.message),
         )  # fmt: skip

@@ -37,16 +37,16 @@ FIX = "pad to a fixed size, and pass a mask or a length as a tensor"
 def data_dependent_shape(context: RuleContext) -> Iterable[Finding]:
     """An operation whose result has a size that depends on the values of its inputs: nonzero, `x[mask]`, unique, bincount, ...
 
-    What it looks for: a value with an unbacked symbol in its sizes, strides or offset that no input has; outputs with such a size.
-    Why CUDA forbids it: the host waits for the size to allocate the result and choose the next grid; a recorded kernel has both
-    fixed.
-    Effect: it and what takes such a value run on the host, until sizes are known again.  An output, and what leads to it, is
-    computed at a size that holds any selection, in the graph; a call returns it with its true size, and is never padded or chunked
-    into chunks.  Selections are nonzero, where, masks as indices, masked_select, unique, unique_consecutive and torchvision's nms;
-    between them and the output may be operators that keep rows apart, sort, cat, sums, softmax and products of matrices.  Other
-    outputs are refused: sizes without a bound (repeat_interleave with a tensor, bincount), rows in another order (flip), writes in
-    place.
-    Fix: see FIXES: a mask instead of a selection, a fixed size and padding, a length as a tensor.
+    What it looks for: a value with an unbacked symbol in its sizes, strides or offset that no input has, and outputs with such a
+    size.
+    Why CUDA forbids it: the host waits for the size to allocate the result and to set the next grid; a recorded kernel has a fixed
+    allocation and grid.
+    Effect: the operation and its users run on the host, until sizes are known again.  An output of this kind is computed in the
+    graph, at the largest possible size.  A call returns it with its true size, and is never padded or chunked.  This works for
+    nonzero, where, masks as indices, masked_select, unique, unique_consecutive and torchvision's nms.  After them there may be
+    operators that compute each row by itself, sort, cat, sums, softmax and matrix products.  Other outputs are refused: sizes
+    without a bound (repeat_interleave with a tensor, bincount), rows in another order (flip), writes in place.
+    Fix: use a mask instead of a selection; pad to a fixed size; return a length as a tensor.
     Source: get_first_incompatible_cudagraph_node in torch/_inductor/utils.py; "unbacked binding ops" in Scheduler.should_partition,
     torch/_inductor/scheduler.py.
     """
@@ -64,34 +64,34 @@ def data_dependent_shape(context: RuleContext) -> Iterable[Finding]:
             size = f"{text(bounded[place].bound)} elements along axis {bounded[place].axis}"
             yield finding(
                 "data-dependent-shape", NOTE, f"the output {name!r} has a size that depends on data", node,
-                f"it is computed with {size}, and returned with those that count; no call is padded or chunked", "",
+                f"it is computed with {size}, and returned with its true size; no call is padded or chunked", "",
             )  # fmt: skip
         if _sizes(node):
             yield finding(
                 "data-dependent-shape", REFUSE, f"the output {name!r} has a size that depends on data", node,
-                f"a bundle states the shape of every output, and this one has no bound: {context.exported.unbounded or 'its size'}",
+                f"the size of an output must have a bound, and this one has none: {context.exported.unbounded or 'its size'}",
                 "return it padded to a fixed size, and the length as a tensor",
             )  # fmt: skip
         elif depends(node):
             yield finding(
                 "data-dependent-shape", REFUSE, f"the output {name!r} is a view at a place that depends on data", node,
-                "a bundle states where every output lies", "return a copy of it: .clone()",
+                "the address of every output is fixed", "return a copy of it: .clone()",
             )  # fmt: skip
 
 
 def data_dependent_select(context: RuleContext) -> Iterable[Finding]:
-    """A position that a tensor holds: `x[i]`, `x[:n]`, `x.narrow(0, i, 1)` with tensors of no dimensions.
+    """An index or a bound that is a tensor: `x[i]`, `x[:n]`, `x.narrow(0, i, 1)` with tensors of no dimensions.
 
-    What it looks for: a number that the CPU reads out of a tensor (host-scalar) and uses as an index or a bound only.
-    Why CUDA forbids it: the host waits for the address of the view that PyTorch makes; a recorded kernel has its addresses fixed.
-    Effect: the read, the view and what is computed from it run on the host.
-    Fix: `x.index_select(0, i.reshape(1)).squeeze(0)` or torch.gather; for a bound, compare `torch.arange(len) < n` and mask.
+    What it looks for: a number that the CPU reads from a tensor (host-scalar) and uses only as an index or a bound.
+    Why CUDA forbids it: the host waits for the address of the view, and a recorded kernel has fixed addresses.
+    Effect: the read, the view and all operations on the view run on the host.
+    Fix: use `x.index_select(0, i.reshape(1)).squeeze(0)` or torch.gather; for a bound, use a mask: `torch.arange(len) < n`.
     Source: unbacked symbols in the storage offset: get_first_incompatible_cudagraph_node in torch/_inductor/utils.py.
     """
     for node, top in context.calls():
         if node.target in READS and selects(node):
             yield finding(
-                "data-dependent-select", HOST, "the CPU reads a position out of a tensor to index with it", node,
+                "data-dependent-select", HOST, "the CPU reads an index from a tensor", node,
                 context.effect(top),
                 "x.index_select(axis, i.reshape(1)) or torch.gather reads the position on the GPU; mask instead of x[:n]", top,
             )  # fmt: skip

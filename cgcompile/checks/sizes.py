@@ -15,12 +15,14 @@ from .context import NOTE, RuleContext, finding
 
 
 def non_tensor_input(context: RuleContext) -> Iterable[Finding]:
-    """An input that is a number or a text.
+    """An input that is a number or a string.
 
-    What it looks for: what `inputs()` passes that is no tensor.  Defaults of forward() that it does not pass are none.
-    Why CUDA cares: a number is baked into the launch parameters of the kernels; another number needs another recording.
-    Effect: the bundle holds the program for this value, and refuses calls with another, or without it where the default differs.
-    Fix: pass a tensor of no dimensions, or leave it so.
+    What it looks for: arguments of `inputs()` that are not tensors.  Defaults of forward() that `inputs()` does not pass do not
+    count.
+    Why CUDA cares: a number is part of the launch parameters of the kernels; another number needs another recording.
+    Effect: the bundle holds the program for this value.  A call with another value is an error, and so is a call without it if the
+    default differs.
+    Fix: none needed; for several values, pass a tensor of no dimensions.
     Source: the handling of non-tensor inputs in torch/_inductor/cudagraph_trees.py (int keys); guards in torch.export.
     """
     for name, value in _numbers_and_texts(context.exported.flat.like):
@@ -39,12 +41,12 @@ def _numbers_and_texts(like: Sample) -> Iterator[tuple[str, Any]]:
 
 
 def too_many_keys(sizes: Mapping[str, tuple[int, ...]], limit: int) -> Iterable[Finding]:
-    """More int_keys than are built without being asked.
+    """More int_keys than the default limit.
 
     What it looks for: the product of the sizes of the declared dimensions.
-    Why it matters: every int_key is a recording of every graph region: tables, a self-test, seconds of build time.
-    Effect: `cgcompile build` refuses until it is told with --max-keys.
-    Fix: fewer sizes: `cgcompile sizes` chooses those that waste the least padding on a trace of requests.
+    Why it matters: every int_key is a recording of every graph region, with tables, a self-test, and seconds of build time.
+    Effect: `cgcompile build` refuses, unless --max-keys is larger.
+    Fix: use fewer sizes: `cgcompile sizes` chooses those that waste the least padding for a log of requests.
     Source: PyTorch warns in the same place: cudagraph_dynamic_shape_warn_limit in torch/_inductor/config.py.
     """
     keys = prod(len(values) for values in sizes.values())
@@ -56,16 +58,16 @@ def too_many_keys(sizes: Mapping[str, tuple[int, ...]], limit: int) -> Iterable[
 
 
 def small_region(nodes: Sequence[Node]) -> Iterable[Finding]:
-    """Operations that could be in a graph, and run in the host region around them.
+    """Operations that could be in a graph, but run in the host region around them.
 
-    What it looks for: what the partitioner merged into a host region: a graph of a few kernels between two host regions.
-    Why it matters: a graph costs a launch, copies and a wait for the GPU; a few small operations cost less where the tensors are.
+    What it looks for: operations that the partitioner merged into a host region: a few kernels between two host regions.
+    Why it matters: a graph costs a launch, copies and a wait for the GPU; a few small operations cost less on the host.
     Effect: none on results.
-    Fix: none needed; removing the obstacles around it removes the host regions.
+    Fix: none needed; remove the obstacles around it to remove the host regions.
     Source: SMALL in cgcompile/partition/split.py; cudagraph_min_partition_size in torch/_inductor/config.py.
     """
     count = f"{len(nodes)} operation{'' if len(nodes) == 1 else 's'}"
     yield finding(
         "small-region", NOTE, f"{count} between host regions, too few for a graph", nodes[0],
-        "they run on the host, with what is around them", "remove the obstacles around them",
+        "they run in the host region around them", "remove the obstacles around them",
     )  # fmt: skip

@@ -28,10 +28,10 @@ RETURN = "return the new value as an output, and pass it in as an input"
 def mutated_buffer(context: RuleContext) -> Iterable[Finding]:
     """A buffer that forward() writes to: a cache, running statistics, a counter.
 
-    What it looks for: the buffers that the functional form of the program gives new values.
+    What it looks for: buffers that get new values in the functional form of the program.
     Why CUDA cares: a replay writes to the same address each time.  Such a buffer is state of a session, in memory that all int_keys
-    share.  It starts as the model's buffer was at the build; `program.state` and `program.reset()` read, write and reset it.
-    Effect: a call is neither padded nor chunked, since padding would be written, too.
+    share.  It starts with the value of the model's buffer; `program.state` reads and writes it, and `program.reset()` resets it.
+    Effect: calls are neither padded nor chunked, because padding would be written too.
     Fix: none needed; or return the new value as an output, and pass it in as an input.
     Source: check_for_mutation in torch/_inductor/cudagraph_utils.py excepts static inputs (buffers).
     """
@@ -56,46 +56,48 @@ def _folded(written: list[tuple[str, Node | None]]) -> list[tuple[str, Node | No
 
 
 def mutated_attribute(context: RuleContext) -> Iterable[Finding]:
-    """An attribute that forward() changes at every call and that is no buffer: a list that grows, an object kept for the next call.
+    """An attribute that forward() changes at every call and that is not a buffer: a list that grows, an object kept for the next
+    call.
 
-    What it looks for: attributes of modules that the second call with the same inputs changes, too (model/tracing/attributes.py).
-    Why CUDA cares: a replay runs kernels and no Python; the attribute would stay what it was when the model was traced.
-    Effect: no bundle can be built: its results would be those of the first call for ever.  One that a call assigns before it reads
-    it carries nothing to the next call: it changes no result, and is only noted.  A number, and a tensor that keeps its shape and
-    dtype, become a buffer as long as the build takes; what no result depends on is only noted: a number, and tensors in a list, a
-    dict or a buffer that calls make anew at every size.
-    Fix: `self.register_buffer(name, torch.zeros(()))`, and write to it: that is state, and kept from call to call.
+    What it looks for: attributes of modules that also change in a second call with the same inputs (model/tracing/attributes.py).
+    Why CUDA cares: a replay runs kernels and no Python, so the attribute would keep its value from the export.
+    Effect: no bundle can be built, because all its results would be those of the first call.  If every call assigns the attribute
+    before it reads it, no result changes, and it is only a note.  A number, or a tensor that keeps its shape and dtype, is a buffer
+    during the build.  It is also only a note if no result depends on the attribute: a number, or tensors in a list, a dict or a
+    buffer that calls create again at every size.
+    Fix: use a buffer, `self.register_buffer(name, torch.zeros(()))`, and write to it: it becomes state, which lasts from call to
+    call.
     Source: torch.export traces Python once ("attributes assigned during export").
     """
     for obstacle in context.obstacles("mutated-attribute"):
         yield finding(
             "mutated-attribute", REFUSE, obstacle.message, obstacle,
-            "a replay runs no Python: it would stay what it was at the build", ATTRIBUTE_FIX,
+            "a replay runs no Python, so it would keep its value from the build", ATTRIBUTE_FIX,
         )  # fmt: skip
     for obstacle in context.obstacles("assigned-attribute"):
         yield finding(
             "mutated-attribute", NOTE, f"{obstacle.message}, and reads it only afterwards", obstacle,
-            "none on results: no call hands it to the next; a bundle has no attributes", "return it, if its value is wanted",
+            "none on results: every call assigns it first; a bundle has no attributes", "return it, if you need its value",
         )  # fmt: skip
     for obstacle in context.obstacles("unread-attribute"):
         yield finding(
             "mutated-attribute", NOTE, f"{obstacle.message}, and no result depends on it", obstacle,
-            "a bundle does not count", "none needed; to keep it, return it, or register a buffer",
+            "a bundle does not keep it", "none needed; to keep it, return it, or register a buffer",
         )  # fmt: skip
 
 
 def mutated_input(context: RuleContext) -> Iterable[Finding]:
     """An input that forward() writes to.
 
-    What it looks for: the inputs that the functional form of the program gives new values.
-    Why CUDA cares: a graph writes to its own static copy, which the runtime copies back to the caller's tensor.
-    Effect: the copy back, and a call is neither padded nor chunked.  Refused is an input whose elements share memory, with each
-    other or another input: there a write shows elsewhere too.
+    What it looks for: inputs that get new values in the functional form of the program.
+    Why CUDA cares: a graph writes to its static copy, which the runtime copies back to the caller's tensor.
+    Effect: a copy back; calls are neither padded nor chunked.  An input whose elements share memory with each other or with another
+    input is refused, because a write would change other elements too.
     Fix: none needed; or clone the input before writing, and return the result.
     Source: check_for_mutation and get_input_storage_mutation_reason in torch/_inductor/cudagraph_utils.py.
     """
     for target in sorted(set(context.functionalized.user_inputs_to_mutate.values())):
-        name, other = _named(context, target), _shared(context, target)
+        name, other = _input_name(context, target), _shared(context, target)
         severity, effect, fix = (
             (REFUSE, f"it shares memory with {other}, where the write would show in eager PyTorch and not in a bundle", CLONE)
             if other
@@ -112,11 +114,12 @@ def mutated_input(context: RuleContext) -> Iterable[Finding]:
 
 
 def overlapping_input(context: RuleContext) -> Iterable[Finding]:
-    """Inputs whose elements share memory: an expanded tensor, two inputs that are views of one.
+    """Inputs whose elements share memory: an expanded tensor, or two inputs that are views of one tensor.
 
-    What it looks for: the example inputs: a stride of 0 along an axis longer than 1, and two inputs in one storage.
-    Why CUDA cares: a graph reads its inputs from static buffers, each of its own and dense; the sharing is gone.
-    Effect: none on results while nothing writes to them (mutated-input refuses that); an expanded input is copied out.
+    What it looks for: example inputs with stride 0 along an axis longer than 1, and two inputs in one storage.
+    Why CUDA cares: a graph reads every input from its own dense static buffer, where the elements do not share memory.
+    Effect: none on results, as long as no operation writes to them (mutated-input refuses that).  An expanded input is copied to
+    its full size.
     Fix: pass the small tensor, and expand it inside forward().
     Source: get_expanded_dims in torch/_inductor/compile_fx.py, and check_memory_overlap in PyTorch.
     """
@@ -125,13 +128,13 @@ def overlapping_input(context: RuleContext) -> Iterable[Finding]:
         if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
             yield finding(
                 "overlapping-input", NOTE, f"the input {name!r} is expanded: its elements share memory", None,
-                "every call copies it out in full", "pass the small tensor, and expand it inside forward()",
+                "every call copies it at its full size", "pass the small tensor, and expand it inside forward()",
             )  # fmt: skip
         storage = tensor.untyped_storage().data_ptr()
         if storage and storage in owners:
             yield finding(
                 "overlapping-input", NOTE, f"the inputs {owners[storage]!r} and {name!r} share memory", None,
-                "every call copies each for itself", "pass the tensor once, and take its parts inside forward()",
+                "every call copies both", "pass the tensor once, and take its parts inside forward()",
             )  # fmt: skip
         owners.setdefault(storage, name)
 
@@ -140,9 +143,9 @@ def aliased_output(context: RuleContext) -> Iterable[Finding]:
     """An output that is an input or a weight, or a view of one.
 
     What it looks for: outputs of the program that share memory with one of its inputs, before anything is lowered.
-    Why CUDA cares: a graph's inputs lie in static buffers that the next call overwrites.
-    Effect: the output is the caller's own tensor, the weight or the state, or a view of it: a write to one shows in the other.
-    Fix: none needed; clone it in forward() for a tensor that nothing else changes.
+    Why CUDA cares: the inputs of a graph are in static buffers, which the next call overwrites.
+    Effect: the output shares memory with the caller's tensor, the weight or the state: a write to one shows in the other.
+    Fix: none needed; clone it in forward() if you need a separate tensor.
     Source: OutputAliasInfo in torch/_inductor/cudagraph_trees.py.
     """
     weights = weight_placeholders(context.program)
@@ -153,7 +156,7 @@ def aliased_output(context: RuleContext) -> Iterable[Finding]:
                 kind = _kind(context, owners[storage].name, owners[storage].name in weights)
                 yield finding(
                     "aliased-output", NOTE, f"the output {name!r} shares memory with {kind}", node,
-                    "it is handed out as a look at it, as in eager PyTorch, never as a copy",
+                    "a call returns a view of it, as in eager PyTorch, not a copy",
                     "none needed; or clone it in forward() for a tensor that nothing else changes",
                 )  # fmt: skip
 
@@ -167,13 +170,13 @@ def _storages(node: Node) -> Iterator[int]:
 def _kind(context: RuleContext, placeholder: str, weight: bool) -> str:
     """What an output shares memory with, in words."""
     if not weight:
-        return f"the input {_named(context, placeholder)!r}"
+        return f"the input {_input_name(context, placeholder)!r}"
     target = weight_placeholders(context.program)[placeholder]
     what = "buffer" if target in context.functionalized.buffers_to_mutate.values() else "weight"
     return f"the {what} {target.removeprefix(PREFIX)!r}"
 
 
-def _named(context: RuleContext, placeholder: str) -> str:
+def _input_name(context: RuleContext, placeholder: str) -> str:
     """The user's name of an input."""
     user = [name for name in context.program.graph_signature.user_inputs if isinstance(name, str)]
     leaves = context.exported.flat.like.leaves

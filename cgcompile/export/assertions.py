@@ -78,7 +78,7 @@ def _name_assertions(program: ExportedProgram) -> None:
 
 
 def asserted(nodes: Sequence[Node], message: str = "") -> str:
-    """What the failure of one of these assertions says: `model.py:12: the model asserts what is not so: torch._check(n > 3)`."""
+    """What the failure of one of these assertions says: `model.py:12: an assertion of the model failed: torch._check(n > 3)`."""
     places = dict([place(node) for node in nodes])
     where = " or ".join(places) or "model"
     what = message or next((line for line in places.values() if line), "") or "torch._assert_async"

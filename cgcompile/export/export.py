@@ -128,7 +128,7 @@ def _exported(
     except ModelError as error:
         if left and error.code in STOPPED:  # the likelier cause, and one that has to go anyway
             raise ModelError(
-                "state-changed", f"{left[0].where or source.label}: {left[0].message}, which is no buffer: {error}", ATTRIBUTE_FIX
+                "state-changed", f"{left[0].where or source.label}: {left[0].message}, not a buffer: {error}", ATTRIBUTE_FIX
             ) from error
         raise
     flat.watch = unwatched

@@ -75,7 +75,7 @@ def first_calls(source: Source, flat: FlatModule, sizes: Mapping[str, tuple[int,
         outside += outside_values(flat, largest, (), replace(observed(flat, largest, drawn_from, after), reads=()))
     return FirstCalls(
         calls=tuple(calls), shapes=tuple(shapes), changes=changes, counters=kept, holding=holding, outside=outside,
-        written=_written(source.model, versions), first=first, second=second,
+        written=_changed_weights(source.model, versions), first=first, second=second,
     )  # fmt: skip
 
 
@@ -134,7 +134,7 @@ def sample_at(source: Source, sizes: Mapping[str, tuple[int, ...]], pick: int) -
     return sample(source, {name: values[pick] for name, values in sizes.items()}).tensors
 
 
-def _written(model: torch.nn.Module, versions: Mapping[int, int | None]) -> frozenset[str]:
+def _changed_weights(model: torch.nn.Module, versions: Mapping[int, int | None]) -> frozenset[str]:
     """The parameters and buffers that are others, or were written to.  `versions`: of each before, by its id."""
     nothing = object()
     weights = held_weights(model)

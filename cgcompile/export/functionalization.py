@@ -58,7 +58,7 @@ def functional(program: ExportedProgram) -> ExportGraphSignature:
         if where := _written_constant(program) or ("model" if "register it as buffer" in str(error) else ""):  # torch's words
             raise ModelError(
                 "state-changed",
-                f"{where}: forward() writes to a tensor that is an attribute of something and no buffer",
+                f"{where}: forward() writes to a tensor in an attribute, which is not a buffer",
                 f"{ATTRIBUTE_FIX}; let inputs() give a cache of transformers as an argument",
             ) from error
         if shared := _shared_buffers(program):
@@ -75,13 +75,13 @@ def functional(program: ExportedProgram) -> ExportGraphSignature:
         if operator:
             raise ModelError(
                 "export-failed",
-                f"{where or 'model'}: a body of {operator} writes to an operand, of which torch.export makes no functional form",
+                f"{where or 'model'}: a body of {operator} writes to an operand, which torch.export cannot make functional",
                 WRITES_FIX,
             ) from error
         raise ModelError(
             "export-failed",
             f"model: torch.export cannot make the program functional: {type(error).__name__}: {first_line(error)}",
-            "leave torch.no_grad and torch.set_grad_enabled out of forward(): a bundle computes no gradients",
+            "remove torch.no_grad and torch.set_grad_enabled from forward(): a bundle computes no gradients",
         ) from error
 
 

@@ -301,7 +301,7 @@ def _explain(source: Source, error: Exception, sizes: Mapping[str, tuple[int, ..
             return ModelError(
                 "size-excluded",
                 f"{source.label}: dimension {name!r} cannot vary: the model's code fixes it to {fixed[name]}",
-                f"remove what depends on the value of {name} (an if, int(), a constant in a view), or declare no such dimension",
+                f"remove code that depends on the value of {name} (an if, int(), a constant in a view), or do not declare it",
             )
         if re.search(rf"\b{name}\b", text) and "onstraint" in text:
             lines = [line.strip(" -*") for line in text.splitlines() if re.search(rf"\b{name}\b", line)]
@@ -318,12 +318,12 @@ def _explain(source: Source, error: Exception, sizes: Mapping[str, tuple[int, ..
         what = f" ({error.func})" if isinstance(error, DynamicOutputShapeException) else ""
         return ModelError("data-dependent-shape", f"{place}: the size of a tensor depends on data{what}{called_by(error)}")
     if NUMPY in text:
-        return ModelError("numpy-untraceable", f"{place}: NumPy cannot be traced: torch.export has no values to give it")
+        return ModelError("numpy-untraceable", f"{place}: NumPy cannot be traced: torch.export has no values for it")
     if match := SUBCLASS.search(text):
         return ModelError(
             "export-differs",
-            f"{place}: a tensor that is traced cannot become a {match[1]}",
-            f"compute with plain tensors here: call what {match[1]} does with its tensor, and leave out the class",
+            f"{place}: a traced tensor cannot become a {match[1]}",
+            f"compute with plain tensors here: call the function that {match[1]} calls, without the class",
         )
     if untraced.BACKWARD in text:
         return ModelError(
@@ -337,7 +337,7 @@ def _explain(source: Source, error: Exception, sizes: Mapping[str, tuple[int, ..
         return ModelError("export-differs", f"{place}: while torch.export traces it, the model fails here: {said}")
     refused, hint = refused_body(error)
     said = refused or f"{type(error).__name__}: {first_line(error)}"
-    return ModelError("export-failed", f"{place}: torch.export cannot take the model: {said}", hint)
+    return ModelError("export-failed", f"{place}: torch.export cannot export the model: {said}", hint)
 
 
 def branch(where: str, line: str, message: str = BRANCH) -> ModelError:

@@ -1,4 +1,5 @@
-"""A folder in the Hub's layout, read as JSON and headers: what it lacks is told before torch and transformers are imported."""
+"""A folder in the Hub's layout, read as JSON and tensor headers, so that missing files are reported before torch and transformers
+are imported."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from ..errors import ModelError
 CONFIG, INDEX, WHOLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
-"""Files of which a tokenizer has at least one."""
+"""A tokenizer has at least one of these files."""
 
 UNQUANTIZED = "take the folder of the same model in bfloat16, float16 or float32"
 DOWNLOAD = "download the folder again, with every file of it"
@@ -22,8 +23,8 @@ LONGEST_HEADER = 100 << 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelFolder:
-    """A folder that has all its files.  `label` is what the user typed, `name` that of the folder, `config` what config.json says,
-    `text` its part about the text model, `weight_bytes` by the dtypes of safetensors ("BF16")."""
+    """A complete folder.  `label` is the user's text, `name` the folder's name, `config` the contents of config.json, `text` its
+    section for the text model, `weight_bytes` the bytes by dtype of safetensors ("BF16")."""
 
     label: str
     name: str
@@ -33,7 +34,7 @@ class ModelFolder:
 
     @property
     def weights(self) -> int:
-        """How many numbers the weights are."""
+        """The number of elements of all weights."""
         return sum(size // WIDTHS.get(dtype, 4) for dtype, size in self.weight_bytes.items())
 
 
@@ -41,7 +42,7 @@ WIDTHS = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
 
 
 def read_folder(label: str) -> ModelFolder:
-    """Raises folder-invalid for a folder that lacks a file, or has one that is damaged or quantized."""
+    """Raises folder-invalid if a file is missing, damaged or quantized."""
     folder = Path(label)
     config = read_json(folder / CONFIG)
     if not isinstance(config.get("model_type"), str):
@@ -61,7 +62,7 @@ def read_folder(label: str) -> ModelFolder:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files of safetensors.  Raises folder-invalid where one is missing."""
+    """The safetensors files.  Raises folder-invalid if one is missing."""
     if (folder / INDEX).is_file():
         named = read_json(folder / INDEX).get("weight_map")
         if not isinstance(named, dict) or not named or not all(isinstance(name, str) for name in named.values()):
@@ -81,8 +82,8 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def tensor_bytes(path: Path) -> dict[str, int]:
-    """The bytes of a file's tensors by their dtype.  Raises folder-invalid for a file that is no safetensors, is cut short, or
-    holds floats of eight bits."""
+    """The bytes of a file's tensors by their dtype.  Raises folder-invalid for a file that is not in the format safetensors, is
+    truncated, or holds 8-bit floats."""
     length = path.stat().st_size
     with path.open("rb") as file:
         header = int.from_bytes(file.read(8), "little")

@@ -34,7 +34,7 @@ def check_gguf(label: str, folder: Path, force: bool) -> None:
         raise BuildError("source-missing", f"{label}: no such file")
     with path.open("rb") as file:
         if file.read(len(MAGIC)) != MAGIC:
-            raise ModelError("folder-invalid", f"{label}: it is no GGUF file", "download it again")
+            raise ModelError("folder-invalid", f"{label}: not a GGUF file", "download it again")
     for package in PACKAGES:
         if importlib.util.find_spec(package) is None:
             what = f"reading a GGUF file needs {package}, of the extras llm and gguf, which is not installed"

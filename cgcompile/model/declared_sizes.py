@@ -25,12 +25,12 @@ class SavedDimension(NamedTuple):
 Given = Sequence[int] | Sequence[str] | Mapping[str, Any] | str
 """[1, 8], {"batch": [1, 8]}, "1,8", or ["batch=1,8", "seq=32"].
 
-Of several entries {"decode": [1, 8]}, {"decode": {"batch": [1, 8]}}, or ["decode:batch=1,8"].  What names no entry holds for all
-that declare the dimension, and [1, 8] where all declare the same one.
+For several entries: {"decode": [1, 8]}, {"decode": {"batch": [1, 8]}} or ["decode:batch=1,8"].  Sizes without an entry apply to all
+entries that declare the dimension.  [1, 8] needs a single dimension in all entries.
 """
 
 Inputs = Callable[..., Any] | Mapping[str, Callable[..., Any]]
-"""What makes example inputs: a function for `forward`, or one for each method that is an entry."""
+"""A function that makes example inputs for `forward`, or one for each method that is an entry."""
 
 
 def sizes_of_entries(option: Given, dimensions: Mapping[str, Sequence[str]]) -> dict[str, Given]:
@@ -51,7 +51,7 @@ def sizes_of_entries(option: Given, dimensions: Mapping[str, Sequence[str]]) -> 
         entries = [entry] if entry else [name for name in dimensions if _names_one_of(part, dimensions[name])]
         if not entries:
             raise BuildError(
-                "sizes-invalid", f"sizes: {_shown(part)} is of no entry (there are {', '.join(dimensions)})",
+                "sizes-invalid", f"sizes: {_first_text(part)} names no entry (there are {', '.join(dimensions)})",
                 "name the entry: --sizes decode:batch=1,8",
             )  # fmt: skip
         for name in entries:
@@ -71,7 +71,7 @@ def _entry_of(item: Any, dimensions: Mapping[str, Sequence[str]]) -> tuple[str, 
     name = entry.strip()
     if name not in dimensions:
         raise BuildError(
-            "sizes-invalid", f"sizes: {name!r} is no entry{meant(name, dimensions)} (there are {', '.join(dimensions)})"
+            "sizes-invalid", f"sizes: there is no entry {name!r}{meant(name, dimensions)} (there are {', '.join(dimensions)})"
         )
     return name, [rest]
 
@@ -83,7 +83,7 @@ def _names_one_of(part: Any, dimensions: Sequence[str]) -> bool:
     return str(part[0]).partition("=")[0].strip() in dimensions
 
 
-def _shown(part: Any) -> str:
+def _first_text(part: Any) -> str:
     return repr(next(iter(part)))
 
 
@@ -116,7 +116,7 @@ def _declared(
             meant = f" (did you mean {near}?)" if near else ""
             raise BuildError(
                 "sizes-invalid",
-                f"sizes: {name!r} is no declared dimension{meant} (declared: {known})",
+                f"sizes: there is no declared dimension {name!r}{meant} (declared: {known})",
                 "dimensions are the parameters of inputs()" if saved is None else _standing(saved) or STATIC,
             )
         if name in by_name:

@@ -87,7 +87,7 @@ def _same_structure(source: Source, first: Sample, other: Sample, name: str) -> 
         if (path, attribute, value) not in other.contexts:
             raise ModelError(
                 "source-invalid", f"{source.label}: input {path!r}: its {attribute}, {value!r}, changes with {name}",
-                "what is no tensor has to be the same at all sizes",
+                "arguments that are not tensors must be the same at all sizes",
             )  # fmt: skip
 
 

@@ -67,7 +67,7 @@ def load_sources(
         )
         return _declared(sources, module, label)
     if kind == "folder":
-        raise ModelError("source-invalid", f"{label}: the folder of a language model, where a model file is expected")
+        raise ModelError("source-invalid", f"{label}: the folder of a language model, expected a model file")
     path, _, attribute = label.partition(":")
     module = _import(path, label)
     sources = _from_module(
@@ -116,7 +116,7 @@ def declared_rows(state: Any, model: torch.nn.Module, label: str) -> tuple[State
     state_rows = [_checked(name, sorted(buffers), most.get(name), known, label) for name, buffers in by_dimension.items()]
     twice = [name for name in known if sum(name in row.buffers for row in state_rows) > 1]
     if twice:
-        raise ModelError("state-refused", f"{label}: state: {twice[0]!r} is of two dimensions")
+        raise ModelError("state-refused", f"{label}: state: {twice[0]!r} has two dimensions")
     return tuple(state_rows)
 
 
@@ -137,7 +137,7 @@ def _checked(name: str, buffers: Sequence[str], most: int | None, known: Mapping
         raise ModelError("state-refused", f"{label}: state: buffer {buffer!r} {text}")
     if most is not None and most < number:
         text = f"{label}: state: at most {most} {name} are of use, and the model has {number}"
-        raise ModelError("state-refused", text, "make the model with fewer: as many are the least that a load takes")
+        raise ModelError("state-refused", text, "make the model with fewer rows: its number is the minimum for a load")
     return StateRows(name=name, buffers=tuple(buffers), number=number, most=most)
 
 
@@ -189,7 +189,7 @@ def _check_entries(makers: Mapping[Any, Any], model: torch.nn.Module, label: str
         raise ModelError("source-invalid", f"{label}: entries() names no method of the model")
     for entry, maker in makers.items():
         if not isinstance(entry, str) or not entry.isidentifier() or entry.startswith("_"):
-            raise ModelError("source-invalid", f"{label}: entries(): {entry!r} is no name of a method")
+            raise ModelError("source-invalid", f"{label}: entries(): {entry!r} is not the name of a method")
         if entry != FORWARD and not inspect.ismethod(getattr(model, entry, None)):
             raise ModelError("source-invalid", f"{label}: entries(): {type(model).__name__} has no method {entry!r}")
         if not callable(maker):
@@ -207,7 +207,7 @@ def _given_inputs(module: ModuleType, label: str) -> Any:
     if not isinstance(makers, Mapping):
         raise ModelError(
             "source-invalid",
-            f"{label}: entries() gave {type(makers).__name__}, expected a dict from methods to what makes their inputs",
+            f"{label}: entries() gave {type(makers).__name__}, expected a dict from methods to functions that make their inputs",
         )
     return makers
 

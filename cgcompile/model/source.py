@@ -220,7 +220,7 @@ def _bind(source: Source, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> l
     names = [name for name, _, _ in entries]
     for name in names:
         if names.count(name) > 1:
-            raise ModelError("source-invalid", f"{source.label}: two arguments of {source.entry}() are called {name!r}")
+            raise ModelError("source-invalid", f"{source.label}: two arguments of {source.entry}() have the name {name!r}")
     return entries
 
 

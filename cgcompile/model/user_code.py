@@ -24,18 +24,17 @@ OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 """The folder of the compiler."""
 
 MODELS = os.path.join(OURS, "language_models", "")
-"""The folder of models of ours: to the rest of the compiler their code is a user's."""
+"""The folder of models that belong to cgcompile.  The compiler treats their code as a user's."""
 
 
 def is_ours(filename: str) -> bool:
-    """Whether a file is the compiler's, and none of its models'."""
+    """Whether a file belongs to the compiler, but not to its models."""
     return filename.startswith(OURS) and not filename.startswith(MODELS)
 
 
 def user_line(error: BaseException, label: str) -> str:
-    """`model.py:12` of the innermost frame of the traceback that lies in the user's code, or "".
-
-    Where an installed package raised it, `model.py:12: transformers/models/x.py:34`: the user's line that led there, and its own.
+    """`model.py:12`, the innermost line of the traceback in the user's code, or "".  If an installed package raised the error,
+    `model.py:12: transformers/models/x.py:34`: the user's line, and the line of the package.
     """
     frames = [frame for frame in reversed(traceback.extract_tb(error.__traceback__)) if is_user_file(frame.filename)]
     if not frames:
@@ -68,7 +67,7 @@ def is_user_file(filename: str) -> bool:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line that says something, without the place in a library's C++ that raised it."""
+    """The first line with text, without the C++ file and line."""
     lines = [LIBRARY_SOURCE.sub(" ", line).strip() for line in text_of(error).splitlines()]
     return next(filter(None, lines), "no message")
 
@@ -81,7 +80,7 @@ def text_of(error: BaseException) -> str:
 
 
 def can_be_asked(value: object) -> bool:
-    """Whether an object, whose class may be the user's, says without raising of what class it is, and which attributes it has."""
+    """Whether the class and the attributes of an object can be read without an exception; its class may be the user's."""
     with suppress(Exception), plain_errors():
         isinstance(value, int), callable(value), hasattr(value, "__dict__") and vars(value)
         return True
@@ -89,15 +88,14 @@ def can_be_asked(value: object) -> bool:
 
 
 PASSED_ON = (KeyboardInterrupt, GeneratorExit)
-"""What no code of a model means when it raises it, or lets it through."""
+"""Exceptions that do not come from the model's code."""
 
 
 @contextmanager
 def plain_errors() -> Iterator[None]:
-    """What the user's code raises inside, as exceptions that all code here can handle.
-
-    A class of the user's own, one that is no Exception (as SystemExit is none), or one whose text cannot be made, becomes one of
-    that name and text, derived from Python's own."""
+    """Converts exceptions of the user's code inside this context to standard ones.  A user's class, a class that is not an
+    Exception (SystemExit), or one whose text cannot be made, becomes a class of the same name and text, derived from a standard
+    class."""
     try:
         yield
     except PASSED_ON:
@@ -122,14 +120,14 @@ def _handled(error: BaseException) -> bool:
 
 
 BASES = (ValueError, TypeError, IndexError, AssertionError)
-"""What it is derived from where it is one of these, else RuntimeError."""
+"""The base classes that are kept; others become RuntimeError."""
 
 HANDLED = frozenset({"builtins", "torch", "cgcompile", "cgbundle", "sympy", "triton"})
 """Packages whose exceptions are known here."""
 
 
 def here() -> tuple[str, str]:
-    """(file:line, source line) of the user's code that runs, or ("", "")."""
+    """(file:line, source line) of the running user's code, or ("", "")."""
     frame = _user_frame()
     return ("", "") if frame is None else line_of(frame.f_code.co_filename, frame.f_lineno)
 
@@ -140,7 +138,7 @@ def line_of(file: str, line: int) -> tuple[str, str]:
 
 
 def user_frame() -> str:
-    """The frame of the user's code that runs as a traceback spells it, or ""."""
+    """The frame of the running user's code as text of a traceback, or ""."""
     frame = _user_frame()
     if frame is None:
         return ""
@@ -149,7 +147,7 @@ def user_frame() -> str:
 
 
 def _user_frame() -> FrameType | None:
-    """The innermost frame of the user's that a frame of ours called: whoever called us, the command line say, is not the model."""
+    """The innermost frame of the user's code that a frame of the compiler called.  Callers of the compiler do not count."""
     innermost: FrameType | None = None
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -173,19 +171,18 @@ LIBRARY_SOURCE = re.compile(r'(?:\s*\bat )?"?(?:/|\.\./)[^\s"]*\.(?:cpp|cc|cu|cu
 """`/pytorch/aten/src/x.cpp:12: `, ` at "/pytorch/c10/x.cpp":12, `: a file of the machine that torch was built on."""
 
 STRING = re.compile(r"""'[^']*'|"[^"]*"|#.*""")
-"""What brackets do not count in: a string, a comment."""
+"""Strings and comments, whose brackets do not count."""
 
 PAIRS = {"(": ")", "[": "]", "{": "}"}
-"""What closes an opened bracket."""
+"""The closing bracket of each opening bracket."""
 
 INSTALLED = re.compile(r".*[/\\](?:site|dist)-packages[/\\]")
-"""What stands before the path of an installed package's file: where the environment is, which no bundle holds."""
+"""The start of the path of an installed package's file: the path of the environment, which bundles must not hold."""
 
 
 def shown(file: str) -> str:
-    """The path of a user's file as messages show it, and bundles store it.
-
-    `transformers/models/x.py` of an installed package, in whichever environment; relative where it lies under the current folder.
+    """The path of a user's file for messages and bundles.  For an installed package it is `transformers/models/x.py`, without the
+    environment.  It is relative if the file is under the current folder.
     """
     if installed := INSTALLED.match(file):
         return file[installed.end() :]
@@ -199,18 +196,18 @@ def place(node: Node | None) -> tuple[str, str]:
 
 
 def called_from(node: Node | None) -> str:
-    """Where a node comes from an installed package, the line of the user's own code that called it: ", called from model.py:12"."""
+    """If a node comes from an installed package, the user's line that called it: ", called from model.py:12"."""
     return _caller([(file, int(line)) for file, line, _ in _frames_of(node)])
 
 
 def called_by(error: BaseException) -> str:
-    """The same of the innermost frame of the user's code that an error came through."""
+    """The same for the innermost frame of the user's code in a traceback."""
     frames = [(frame.filename, frame.lineno or 0) for frame in reversed(traceback.extract_tb(error.__traceback__))]
     return _caller([(file, line) for file, line in frames if is_user_file(file)])
 
 
 def called_here() -> str:
-    """The same of the code that runs."""
+    """The same for the running code."""
     frames: list[tuple[str, int]] = []
     frame = _user_frame()
     while frame is not None and not is_ours(frame.f_code.co_filename):
@@ -228,14 +225,14 @@ def _caller(frames: Sequence[tuple[str, int]]) -> str:
 
 
 def _frames_of(node: Node | None) -> list[tuple[str, str, str]]:
-    """(file, line, source line) of the user's code that led to a node, the innermost first."""
+    """(file, line, source line) of the frames of the user's code that made a node, the innermost first."""
     trace = (node.meta.get("stack_trace") or "") if node is not None else ""
     frames = re.findall(r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]*)', trace)
     return [frame for frame in reversed(frames) if is_user_file(frame[0])]
 
 
 def whole(code: str) -> str:
-    """A line of a statement, with `...` for what follows on other lines: `x = f(` is `x = f(...)`."""
+    """The first line of a statement, with `...` for its other lines: `x = f(` is `x = f(...)`."""
     opened: list[str] = []
     for char in STRING.sub("", code):
         if char in PAIRS:
@@ -258,7 +255,7 @@ def defined(function: Callable[..., Any]) -> tuple[str, str]:
 
 
 def call_user(function: Callable[..., Any], what: str, label: str, *args: Any, **kwargs: Any) -> Any:
-    """Calls the user's code; whatever it raises becomes one line with the place."""
+    """Calls the user's code.  An exception becomes an error of one line with the place."""
     try:
         with plain_errors():
             return function(*args, **kwargs)
@@ -269,14 +266,14 @@ def call_user(function: Callable[..., Any], what: str, label: str, *args: Any, *
     except Exception as error:
         if isinstance(error.__cause__, SystemExit):
             text = f"{user_line(error, label) or label}: {what} ended the program: SystemExit: {first_line(error)}"
-            raise ModelError("source-invalid", text, 'put what a script does under `if __name__ == "__main__":`') from error
+            raise ModelError("source-invalid", text, 'put the code of the script under `if __name__ == "__main__":`') from error
         message = f"{user_line(error, label) or label}: {what} failed: {type(error).__name__}: {first_line(error)}"
         raise ModelError("source-invalid", message, _cure(error)) from error
 
 
 def _cure(error: Exception) -> str:
-    """What to do where the user's own code raised this, or a package that it calls: the exception's last note, or what its class
-    suggests."""
+    """The hint for an exception of the user's code, or of a package that it calls: the last note of the exception, or a hint for
+    its class."""
     if notes := getattr(error, "__notes__", None):
         return str(notes[-1])
     if isinstance(error, ModuleNotFoundError) and error.name:
@@ -289,9 +286,8 @@ def _cure(error: Exception) -> str:
 
 
 def mismatch(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """What of a call's arguments no parameter takes, and what is missing: all of it, a misspelt name with its closest match.
-
-    "" where `signature` can be bound to them.
+    """The arguments that match no parameter, with the closest name, and the missing arguments.  "" if `signature` can be bound to
+    the call.
     """
     try:
         signature.bind(*args, **kwargs)
@@ -315,6 +311,6 @@ def mismatch(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[
 
 
 def _unknown(name: str, missing: Sequence[str], free: Sequence[str]) -> str:
-    """Of a name that no parameter has: what was most likely meant, what is missing before the rest."""
+    """The parameter with the closest name, of the missing ones first."""
     near = closest(name, missing) or closest(name, free)
     return f"no parameter is called {name!r}" + (f" (did you mean {near!r}?)" if near else "")

@@ -72,5 +72,5 @@ def _exported(region: RegionModule, key: IntKey, arguments: Sequence[torch.Tenso
     except Exception as error:
         raise BuildError(
             "lowering-broken",
-            f"int_key {key}, {region.planned.name}: torch.export cannot take it alone: {type(error).__name__}: {first_line(error)}",
+            f"int_key {key}, {region.planned.name}: torch.export cannot export it: {type(error).__name__}: {first_line(error)}",
         ) from error

@@ -31,7 +31,7 @@ def same_launches(
     varying = {PREFIX + name for group in rows for name in group.buffers}
     other = make(others)
     for key in other[0].traced:
-        said = [_said(lowered.traced[key], compiled, varying) for lowered, compiled in (reference, other)]
+        said = [_recording_inputs(lowered.traced[key], compiled, varying) for lowered, compiled in (reference, other)]
         if said[0] != said[1]:
             text = (
                 f"int_key {key}: with more {' or '.join([group.name for group in rows])} the kernels or their arguments are others"
@@ -39,7 +39,7 @@ def same_launches(
             raise ModelError("state-refused", text, "let no operator of the model read the size of the state")
 
 
-def _said(lowered: Lowered, compiled: CompiledPrograms, varying: set[str]) -> object:
+def _recording_inputs(lowered: Lowered, compiled: CompiledPrograms, varying: set[str]) -> object:
     """All that a program's recording follows from but the bytes of state that has any number of rows: what Inductor wrote may name
     that number where the compiler drops it."""
     buffers = [replace(row, nbytes=0) if row.kind == WEIGHT and row.name in varying else row for row in lowered.buffers]

@@ -210,8 +210,8 @@ def proved(
             if not crossing_difference.error <= within:
                 raise BuildError(
                     "proof-failed",
-                    f"int_key {key_text(dimensions, trial.key, entry)}: what the interpreted kernels give to the host differs from "
-                    f"eager PyTorch by {crossing_difference.error:.1e}, allowed {within:.1e}: {crossing_difference.text}",
+                    f"int_key {key_text(dimensions, trial.key, entry)}: the values from interpreted kernels to the host differ "
+                    f"from eager PyTorch by {crossing_difference.error:.1e}, allowed {within:.1e}: {crossing_difference.text}",
                     REPORT,
                 )
         seen = trial.seen(outcome)

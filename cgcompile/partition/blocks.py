@@ -112,7 +112,7 @@ def _block(source: GraphModule, module: GraphModule, layers: bool) -> Block:
             straight[-1].append(node)
     (output,) = module.graph.find_nodes(op="output")
     groups = [pieces(nodes) if layers else [nodes] for nodes in straight]
-    wanted = _wanted([group for cut in groups for group in cut], conditionals, output)
+    wanted = _crossing_nodes([group for cut in groups for group in cut], conditionals, output)
     parts: list[Part] = []
     for number, cut in enumerate(groups):
         for group in cut:
@@ -192,7 +192,7 @@ def _names(graph: Graph) -> dict[Node, str]:
     }
 
 
-def _wanted(groups: Sequence[Sequence[Node]], conditionals: Sequence[Node], output: Node) -> set[Node]:
+def _crossing_nodes(groups: Sequence[Sequence[Node]], conditionals: Sequence[Node], output: Node) -> set[Node]:
     """The nodes whose values cross from one part to another."""
     wanted = {source for node in (*conditionals, output) for source in node.all_input_nodes}
     for group in groups:

@@ -106,7 +106,7 @@ def _isolated(region: PlannedRegion, module: GraphModule, on_host: set[str]) -> 
             planned=region, module=module, passed_through={name: node.name for name, node in zip(region.outputs, outs, strict=True)}
         )
     for place, name in enumerate(region.outputs):  # what lies behind them is a clone already
-        if region.kind == "host" or name in on_host or _given(outs[place]):
+        if region.kind == "host" or name in on_host or _is_region_input(outs[place]):
             with module.graph.inserting_before(output):
                 outs[place] = module.graph.call_function(
                     torch.ops.aten.clone.default, (outs[place],), {"memory_format": torch.contiguous_format}
@@ -116,7 +116,7 @@ def _isolated(region: PlannedRegion, module: GraphModule, on_host: set[str]) -> 
     return RegionModule(planned=region, module=module, passed_through={})
 
 
-def _given(node: Node) -> bool:
+def _is_region_input(node: Node) -> bool:
     """Whether a tensor is an input of the region, or a view of one."""
     while is_view(node):
         node = node.all_input_nodes[0]

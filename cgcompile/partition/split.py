@@ -125,7 +125,7 @@ def _placed(program: ExportedProgram, known: NodeKinds, placements: Mapping[str,
         if name not in names and name not in inner:
             raise BuildError("node-unknown", f"the program has no node {name!r}")
         if name in names and names[name].op != "call_function":
-            raise BuildError("node-unknown", f"node {name!r} is no operation")
+            raise BuildError("node-unknown", f"node {name!r} is not an operation")
     return {names.get(name) or inner[name]: reason for name, reason in placements.items()}
 
 
@@ -239,7 +239,7 @@ def _partition(
                 operations=_names([node for node in nodes if _computes(node, known)]),
                 inputs=_names(sorted([node for node in reads[number] if maker.get(node) != number], key=order.__getitem__)),
                 outputs=_names(outputs),
-                written=_names(sorted(_written(nodes, needed.writes), key=order.__getitem__)),
+                written=_names(sorted(_lasting_writes(nodes, needed.writes), key=order.__getitem__)),
             )
         )
         lost = [node for node in mine if kind == "host" and node not in reasons and not is_free(node)]
@@ -254,7 +254,7 @@ def _partition(
     )
 
 
-def _written(nodes: Sequence[Node], writes: WriteConstraints) -> set[Node]:
+def _lasting_writes(nodes: Sequence[Node], writes: WriteConstraints) -> set[Node]:
     """What the nodes write to and outlives the call."""
     return {target for node in nodes for target in writes.written.get(node, ()) if target in writes.outliving}
 

@@ -84,14 +84,14 @@ def _memories(nodes: Sequence[Node]) -> dict[Node, Node]:
     for node in nodes:
         home[node] = node
         same = [first.setdefault(storage, node) for storage in storages(node.meta.get("val"))]
-        for other in [*same, *_shown(node)]:
+        for other in [*same, *_viewed_inputs(node)]:
             if other in home and find(other) is not find(node):
                 old, new = find(node), find(other)
                 home[old] = new
     return {node: find(node) for node in nodes}
 
 
-def _shown(node: Node) -> list[Node]:
+def _viewed_inputs(node: Node) -> list[Node]:
     """The inputs that a node's result is or may be a view of, by the schema and its tags.  Dropout outside training gives its input
     itself, where export saw a copy."""
     if torch.Tag.maybe_aliasing_or_mutating in getattr(node.target, "tags", ()):

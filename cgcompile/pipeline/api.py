@@ -113,59 +113,63 @@ def build(
     - `model`: a path of a model.py, `package.module:attribute`, a path of a saved .pt2, the folder of a language model
       (config.json, safetensors and a tokenizer, as on the Hub), a .gguf file (it becomes such a folder beside `out`), or a module.
     - `inputs`: for a module, the function that makes its example inputs, or a dict from methods to such functions.
-    - `sizes`: of the declared dimensions: [1, 8, 32], {"batch": [1, 8], "seq": [128]}, or by entry {"decode": [1, 8]}.
+    - `sizes`: sizes of the declared dimensions: [1, 8, 32], {"batch": [1, 8], "seq": [128]}, or by entry {"decode": [1, 8]}.
     - `target`: auto, cuda, cpu (processors like this one), a GPU architecture (sm_90), or a level of processors (x86-64-v3,
-      armv8-a).  Several, "sm_80,sm_90,x86-64-v3", make one bundle with a variant each; GPUs are then cross-compiled.
+      armv8-a).  Several, "sm_80,sm_90,x86-64-v3", make one bundle with a variant for each; GPU variants are cross-compiled.
     - `donations`: pairs of an output of one entry and an input that reads it in place, such as
       ("prefill.hidden", "decode.hidden").  A model file has a function `donations` instead.
-    - `state`: buffers whose number of rows a load chooses: {"keys_*": "pages"}, or {"keys_*": ("pages", 4096)} with the most
-      rows that are of use.  A model file has a function `state` instead.
-    - `train`: keeps a model in training mode instead of eval().  A module in memory gets its modes back.
+    - `state`: buffers whose number of rows a load chooses: {"keys_*": "pages"}, or {"keys_*": ("pages", 4096)} with the maximum
+      number of rows.  A model file has a function `state` instead.
+    - `train`: keeps a model in training mode instead of calling eval().  A module in memory has its earlier mode after the build.
 
     How it is built:
 
-    - `lower`: eager, inductor or max-autotune; the cpu target has inductor alone.
-    - `autotune`: on the GPU that the bundle is for, builds all of these and one in Triton alone, proves and times them, and keeps
-      the fastest at every int_key.  `autotune_timeout`: seconds after which the search ends with what it has.
-    - `specialize`: "size" lowers every int_key by itself, "shared" all at once with dynamic shapes (fewer images, slower kernels).
-    - `record`: capture (a GPU that is here), cross-compile (without a GPU), or auto.
-    - `prove`: interpret or none, for a cross-compiled bundle; all others are replayed.  `prove_budget`: seconds after which
-      interpreting ends.  The smallest int_key is always proved; the rest is then listed as not proved.
-    - `fallback_ops`: operators that stay on the host between two graphs, such as "mylib::op".
-    - `standalone`: whether a bundle for the CPU brings the functions of torch's libraries that its code calls, so that it serves
-      without torch.  None: where that is possible.  True refuses the rest by name, False uses torch's.
-    - `world`: the number of GPUs of one host that share the model, 2 to 8.  `model(rank, world)` of the model file gives a share,
+    - `lower`: eager, inductor or max-autotune; for the cpu target only inductor.
+    - `autotune`: builds all of these and one with Triton kernels only, on the GPU that the bundle is for.  Verifies and times them,
+      and keeps the fastest at every int_key.  `autotune_timeout`: seconds after which the search ends with the lowerings that are
+      ready.
+    - `specialize`: "size" lowers every int_key separately, "shared" all together with dynamic shapes (fewer images, slower
+      kernels).
+    - `record`: capture (on a GPU of this machine), cross-compile (without a GPU), or auto.
+    - `prove`: interpret or none, for a cross-compiled bundle; other bundles are replayed.  `prove_budget`: seconds after which the
+      interpreter stops.  The smallest int_key is always verified; those that were not are listed.
+    - `fallback_ops`: operators that run on the host between two graphs, such as "mylib::op".
+    - `standalone`: whether a CPU bundle contains all functions that its code calls, so that it serves without torch.  None: if
+      possible.  True refuses other models, and names the function.  False uses torch's libraries.
+    - `world`: the number of GPUs of one host that share the model, 2 to 8.  `model(rank, world)` of the model file returns a share,
       and `forward` calls functional collectives of torch.distributed.  Such a bundle is always cross-compiled.
     - `split`: "layers" distributes the layers of a plain `model()` over these GPUs, about the same bytes on each.  One GPU works
       at a time.
 
     What stops a build:
 
-    - `strict`: findings that put operations on the host are errors.
+    - `strict`: operations that would run on the host are errors.
     - `allow`: rules whose findings are allowed; the manifest names them.  A refusal cannot be allowed.  "mismatched-integers"
       allows integers that rounding can change.  Indices that point at equal floats need no such option.
-    - `max_keys`: the most int_keys.  `max_paths`: the most ways through the model's Python (`if`, `while`, `assert` on tensors).
+    - `max_keys`: the maximum number of int_keys.  `max_paths`: the maximum number of paths through the model's Python code (`if`,
+      `while`, `assert` on tensors).
     - `force`: replaces an existing bundle.
 
-    For the folder of a language model, which takes no `sizes`.  The build raises language-model-refused if the text of a small
-    copy differs from that of transformers:
+    For the folder of a language model, without `sizes`.  The build raises language-model-refused if a small copy of the model
+    writes another text than transformers:
 
     - `context`: tokens of the longest text.  Default: the model's, at most 8192 on a GPU and 2048 on a CPU.
     - `lanes`: how many texts share a call.  Default: 1, 8 and 32, on a CPU 1 and 4.
-    - `chunk`: how many tokens of prompts a call reads, in multiples of 64.  A call reads several prompts where the model keeps
-      only keys and values.  Default: 128 and 512, on a CPU 64.
+    - `chunk`: how many tokens of prompts a call reads, in multiples of 64.  A call reads several prompts if the model caches only
+      keys and values.  Default: 128 and 512, on a CPU 64.
     - `dtype`: bfloat16, float16 or float32.  Default: that of config.json, on a CPU float32.
     - `weights`: "int8" stores weights in 8 bits with a scale for every row, for a CPU.  Calls compute in float32.
     - `adapters`: how many LoRA adapters a loaded bundle holds; each text of a call names its own.  Default: none.
       `adapter_rank`: their largest rank.  Default: 16.
 
-    `progress`: a function of an `Event`, "bar" (on stderr), "silent", or None: shown where stderr is a terminal or a notebook.
+    `progress`: a function that takes an `Event`, "bar" (on stderr), "silent", or None, which shows progress if stderr is a terminal
+    or a notebook.
 
-    One build at a time writes to `out`: a second one raises output-busy when it begins.  Readers by path see the old or the new
-    bundle at any moment.  An exception, KeyboardInterrupt too, leaves no files and no processes.  The command turns SIGTERM and
-    SIGHUP into an exception.  A program of your own has to do so, or the next build removes the unfinished bundle.
+    One build at a time writes to `out`: a second one raises output-busy.  A process that reads the path gets the old or the new
+    bundle.  After an exception, also KeyboardInterrupt, no files and no processes are left.  The command turns SIGTERM and SIGHUP
+    into an exception.  If your program does not, the next build removes the unfinished bundle.
 
-    Raises a CgbundleError, mostly a BuildError, whose `code` is listed on the page "Errors".  Nothing is published then.
+    Raises a CgbundleError, mostly a BuildError.  The page "Errors" lists its `code`.  Nothing is published then.
     """
     with watcher(progress) as tell:
         if is_gguf(model):
@@ -232,16 +236,16 @@ def check(
     adapter_rank: int | None = None,
     progress: Progress = None,
 ) -> Report:
-    """Every obstacle between a model and a bundle, and the regions that a build would make.  Nothing is built, no GPU is needed.
+    """Reports all findings for a model, and the regions that a build would make.  Builds nothing, and needs no GPU.
 
-    `model`, `inputs` and `sizes` as for `build`; a dimension without sizes is checked for some.  `target`: as for
-    `build`, auto too; cuda is checked without a GPU as well.
+    `model`, `inputs` and `sizes` as for `build`; a dimension without sizes is checked for assumed sizes.  `target`: as for `build`;
+    cuda needs no GPU.
 
-    `strict`: findings that put operations on the host refuse.  `fallback_ops`: operators that are kept on
-    the host, e.g. "mylib::op".  `train`, `max_paths`, `context`, `lanes`, `chunk`, `dtype`, `weights`, `adapters`,
-    `adapter_rank` and `progress` as for `build`: what takes long is torch's import.
+    `strict`: operations that would run on the host are refused.  `fallback_ops`: operators that run on the host, such as
+    "mylib::op".  `train`, `max_paths`, `context`, `lanes`, `chunk`, `dtype`, `weights`, `adapters`, `adapter_rank` and `progress`
+    as for `build`.  Most of the time is the import of torch.
 
-    Raises a BuildError where the model cannot even be exported for another reason than a rule's, and for wrong arguments.
+    Raises a BuildError for wrong arguments, and if the model cannot be exported for a reason that is not a finding.
     """
     language = LanguageOptions(
         context=context, lanes=lanes, chunk=chunk, dtype=dtype, weights=weights, adapters=adapters, adapter_rank=adapter_rank

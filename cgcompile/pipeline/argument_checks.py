@@ -88,11 +88,11 @@ def _check_world(model: Any, options: Options) -> str:
         text = f"world={options.world}: every rank is made in a process of its own, which a module in memory or a .pt2 cannot be"
         raise BuildError("world-refused", text, "give a model.py or package.module:attribute with model(rank, world)")
     if is_cpu(options.target):
-        raise BuildError("world-refused", f"world={options.world}: the target {options.target} is one device")
+        raise BuildError("world-refused", f"world={options.world}: the target {options.target} has one device")
     if options.record == "capture":
         raise BuildError("world-refused", f"world={options.world}: NCCL's kernels cannot be captured, the bundle is cross-compiled")
     if options.donations:
-        raise BuildError("world-refused", f"world={options.world}: donations are of one device")
+        raise BuildError("world-refused", f"world={options.world}: donations need one device")
     return "cross-compile"
 
 
@@ -179,7 +179,7 @@ def _module(path: str, label: str) -> Definitions | None:
     places: Sequence[str] | None = None
     for depth, part in enumerate((outer, *inner)):
         name = ".".join([outer, *inner][: depth + 1])
-        spec = _found(name, places)
+        spec = _module_spec(name, places)
         if spec is None and not depth:
             raise missing_module(part, label)
         if spec is None or (depth < len(inner) and spec.submodule_search_locations is None):
@@ -189,7 +189,7 @@ def _module(path: str, label: str) -> Definitions | None:
     return definitions(Path(file), label) if file and file.endswith(".py") else None
 
 
-def _found(name: str, places: Sequence[str] | None) -> Any:
+def _module_spec(name: str, places: Sequence[str] | None) -> Any:
     """The specification of a module, found as the importer does, and in the current folder."""
     for finder in sys.meta_path:
         if (spec := finder.find_spec(name, places)) is not None:

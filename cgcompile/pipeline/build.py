@@ -233,7 +233,7 @@ def _refuse_rows(source: Source, placements: Sequence[Placements], several: bool
         what, remedy = "operations of the model are on the host, beside a GPU", "`cgcompile check` lists them"
     else:
         return
-    raise ModelError("state-refused", f"{source.label}: state: {what}, where no number of rows can be chosen at a load", remedy)
+    raise ModelError("state-refused", f"{source.label}: state: {what}, so a load cannot choose the number of rows", remedy)
 
 
 def _again(model: Any, options: Options) -> Callable[[], Sequence[Source]] | None:

@@ -49,7 +49,7 @@ from .sequences import with_sequences
 from .training_mode import evaluated
 
 ASSUMED = (2, 8)
-"""Sizes of a dimension that the user gives none for: a report needs a range, not a list."""
+"""Assumed sizes of a dimension without sizes: a report needs a range, not a list."""
 
 
 def check(
@@ -78,7 +78,7 @@ def check(
         if fresh:
             fresh = models_at(Place(device=CPU, target_device=model_device, capability=capability_of(target)), fresh, sources, None)
         sources = tuple([replace(source, target_device=model_device, capability=capability_of(target)) for source in sources])
-        wanted = [_wanted(source, by_entry.get(source.entry), several) for source in sources]
+        wanted = [_entry_sizes(source, by_entry.get(source.entry), several) for source in sources]
         exported = [_exported(source, dims, max_paths, alone=not several) for source, dims in zip(sources, wanted, strict=True)]
         exported = _unwritten(exported, max_paths)
         whole = [one for one in exported if isinstance(one, Exported)]
@@ -94,15 +94,15 @@ def check(
     return replace(reports[0], mode=mode, others=tuple([replace(report, mode=mode) for report in reports[1:]]))
 
 
-def _wanted(source: Source, sizes: Given | None, several: bool) -> dict[str, tuple[int, ...]]:
-    """The sizes of one entry: those that were given for it, else assumed ones."""
+def _entry_sizes(source: Source, sizes: Given | None, several: bool) -> dict[str, tuple[int, ...]]:
+    """The sizes of one entry from the user, else assumed ones."""
     if sizes is None:
         return assumed_sizes(tuple(source.dimensions), source.saved, ASSUMED)
     return declared_sizes(sizes, source.dimensions, source.saved, source.entry if several else "")
 
 
 def _exported(source: Source, sizes: dict[str, tuple[int, ...]], max_paths: int, *, alone: bool) -> Exported | Finding:
-    """The entry, exported, or the finding of the rule at which torch.export stopped."""
+    """The exported entry, or the finding that stopped the export."""
     try:
         return with_bounded_outputs(export(source, sizes, alone=alone, max_paths=max_paths))
     except ModelError as error:
@@ -112,7 +112,7 @@ def _exported(source: Source, sizes: dict[str, tuple[int, ...]], max_paths: int,
 
 
 def _unwritten(exported: list[Exported | Finding], max_paths: int) -> list[Exported | Finding]:
-    """The entries, none of which knows the value of a buffer that another one writes to."""
+    """The entries.  No entry treats a buffer that another one writes to as constant."""
     whole = [one for one in exported if isinstance(one, Exported)]
     try:
         unwritten = iter(with_unwritten(whole, max_paths))
@@ -134,7 +134,7 @@ def _report(
     *,
     assumed: bool,
 ) -> tuple[Report, EntryBuild | None]:
-    """The report of one entry, and what a build would know of it, None where there can be none."""
+    """The report of one entry, and the data for a build, None if no bundle can be built."""
     named, recorder = target, recorder_for(target)
     target = "cpu" if recorder == "host" else "cuda"
     collected: list[Finding] = []
@@ -184,7 +184,7 @@ def _report(
 
 
 def _stopped(error: ModelError) -> Finding:
-    """The finding of a rule that torch.export stopped at.  Raises `error` where no rule knows it."""
+    """The finding for an error of torch.export.  Raises `error` if no rule describes it."""
     cause = error.__cause__.__cause__ if isinstance(error.__cause__, WayStopped) else error.__cause__
     where, line = user_place(cause) if cause is not None else ("", "")
     caller = called_by(cause) if cause is not None else ""
@@ -212,7 +212,7 @@ def _stopped(error: ModelError) -> Finding:
 def _regions(
     parts: Partition, exported: Exported, program: ExportedProgram
 ) -> tuple[tuple[RegionReport, ...], tuple[tuple[str, int], ...]]:
-    """The regions, and what crosses back to the caller."""
+    """The regions, and the values that return to the caller."""
     largest = {name: values[-1] for name, values in exported.sizes.items()}
     modules = region_modules(program, parts, sample(exported.source, largest).tensors)
     nodes = {node.name: node for node in program.graph.nodes}
@@ -235,7 +235,7 @@ def _regions(
 
 
 def _with_partition(findings: Sequence[Finding], parts: Partition, program: ExportedProgram) -> list[Finding]:
-    """The findings with the effect that the partition gives them, and a note for every graph that would have been too small."""
+    """The findings with their effect on the partition, and a note for every graph that was too small."""
     nodes = {node.name: node for node in program.graph.nodes}
     exact = [
         replace(finding, effect=effect_of(parts, finding.node)) if finding.severity == "host" and finding.node else finding

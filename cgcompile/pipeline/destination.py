@@ -24,7 +24,7 @@ def destination_path(out: str | os.PathLike[str] | None, name: str) -> Path:
     """The path of a bundle, by default the model's name + `.cgb`.  Raises output-unwritable where none can be written."""
     path = Path(out) if out is not None else Path(f"{name}.cgb")
     if path.exists() and not _replaceable(path):
-        raise BuildError("output-unwritable", f"{path}: exists and is no bundle", OTHER_NAME)
+        raise BuildError("output-unwritable", f"{path}: exists and is not a bundle", OTHER_NAME)
     folder = path.absolute().parent
     if not folder.is_dir():
         raise BuildError("output-unwritable", f"{path}: the folder {folder} does not exist")
@@ -52,7 +52,7 @@ def staged_bundle(path: Path, force: bool) -> Iterator[Path]:
     """`staged` for the time of a whole build.  Raises output-exists and output-busy at once, or at the end for what came meanwhile;
     disk-full and output-unwritable for the folder and what is written to it."""
     with ExitStack() as stack:
-        with _told(path):
+        with _destination_errors(path):
             folder = stack.enter_context(staged(path, replace=force))
         try:
             with space_told(folder, OUTPUT):
@@ -62,7 +62,7 @@ def staged_bundle(path: Path, force: bool) -> Iterator[Path]:
             if error.errno in FULL or (isinstance(written, str) and Path(written).is_relative_to(folder)):
                 raise _refusal(path, error) from error
             raise  # of a file of the model's, say
-        with _told(path):
+        with _destination_errors(path):
             stack.close()
 
 
@@ -79,7 +79,7 @@ def link(file: Path, place: Path) -> None:
 
 
 @contextmanager
-def _told(path: Path) -> Iterator[None]:
+def _destination_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:

@@ -73,7 +73,7 @@ def split_targets(target: str) -> list[str]:
 class Built:
     """A published bundle, its manifest, and the seconds that each stage took.  It prints as three lines.
 
-    `variants`: the names of the variants of a build for several targets; `manifest` is then the first one's.
+    `variants`: the names of the variants of a build for several targets; `manifest` is then that of the first variant.
     """
 
     path: Path
@@ -111,8 +111,8 @@ class Built:
 class RegionReport:
     """A region that a build would make.
 
-    `operations` are operators and how often each is called, the most frequent first.  `reads` are the values that cross to it, with
-    the bytes of each at the largest sizes.
+    `operations` are operators with their number of calls, the most frequent first.  `reads` are the values that it gets from other
+    regions, with their bytes at the largest sizes.
     """
 
     name: str
@@ -124,14 +124,14 @@ class RegionReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Report:
-    """What `check` found of an entry of the model, and in `others` of its other ones.  It prints as a line per finding.
+    """The findings of `check` for an entry of the model, and in `others` for its other entries.  `print` shows a line for each
+    finding.
 
-    `target` is "cuda" or "cpu"; `sizes` those that the report is about, `assumed` the dimensions that the user gave no size for,
-    `axes` which axes of the inputs each is the size of, in words.
-    `mode`: what to say of a model that was left in training mode, "" for others.
-    `per_size`: why every int_key is exported by itself, "" where one program is for all.
-    `regions` are those that a build would make, `returned` what crosses back to the caller.  Both are empty for the cpu target,
-    which has no graphs, and where nothing can be built: `unpartitioned` says why then.
+    `target` is "cuda" or "cpu".  `sizes` are the checked sizes, `assumed` the dimensions without sizes from the user, `axes` the
+    axes of the inputs of each dimension, as text.  `mode`: a note about training mode, or "".  `per_size`: why every int_key is
+    exported separately, "" if one program serves all.  `regions` are those that a build would make, `returned` the values that the
+    program returns.  Both are empty for the cpu target, which has no graphs, and if no bundle can be built: `unpartitioned` has the
+    reason.
     """
 
     name: str

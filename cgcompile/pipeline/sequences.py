@@ -136,7 +136,7 @@ def _difference(exported: Exported, programs: _Programs, model: FreshModel, call
         program_results, called = _both(programs, model, call, tensors, seed, reset=True)
     if called.raised:
         if call.declared:
-            raise ModelError("eager-failed", f"{called.raised} ({_text(exported, call)}, of a model that was not called before)")
+            raise ModelError("eager-failed", f"{called.raised} ({_text(exported, call)}, in a new copy of the model)")
         return ""
     if isinstance(program_results, str):
         asserted = any(obstacle.rule == "asserted-value" for obstacle in exported.obstacles)  # a bundle refuses such a call by name

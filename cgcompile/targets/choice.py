@@ -104,7 +104,7 @@ def _chosen(target: str, lower: str, specialize: str, record: str, prove: str, a
     if record == "capture":
         raise BuildError(
             "target-unavailable",
-            f"target {target}: this machine {f'has {here}' if here else 'has no GPU'}, and only a GPU that is here can be captured",
+            f"target {target}: this machine {f'has {here}' if here else 'has no GPU'}, and a capture needs this GPU",
             "leave --record out: the bundle is then cross-compiled",
         )
     return _cross_compile(wanted, lower, specialize, wanted == here, autotune)

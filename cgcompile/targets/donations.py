@@ -21,11 +21,11 @@ def donations_of(pairs: Iterable[DonationNames], entries: Sequence[EntryBuild]) 
     """
     donations: dict[tuple[str, int, str, int], Donation] = {}
     for pair in pairs:
-        source, output = _named(pair, 0, entries)
-        target, taken = _named(pair, 1, entries)
+        source, output = _entry_and_position(pair, 0, entries)
+        target, taken = _entry_and_position(pair, 1, entries)
         row = Donation(source=source.name, output=output, target=target.name, input=taken)
         if row in donations.values():
-            raise ModelError("donation-unknown", f"donations(): {_shown(pair)} stands twice")
+            raise ModelError("donation-unknown", f"donations(): {_pair_text(pair)} is given twice")
         _check(pair, source, output, target, taken)
         donations[(row.source, row.output, row.target, row.input)] = row
     return tuple([row for _, row in sorted(donations.items())])
@@ -41,12 +41,12 @@ def check_layouts(manifest: Manifest) -> None:
             pair = f"{row.source}.{source.outputs[row.output].name}", f"{row.target}.{target.inputs[row.input].name}"
             raise ModelError(
                 "donation-unlike",
-                f"donations(): {_shown(pair)}: the output lies in another order of its axes than the input",
-                "return it .contiguous(), or let inputs() give a tensor that is laid out as the output is",
+                f"donations(): {_pair_text(pair)}: the axes of the output and of the input have different orders in memory",
+                "return output.contiguous(), or let inputs() return a tensor with the layout of the output",
             )
 
 
-def _named(pair: DonationNames, side: int, entries: Sequence[EntryBuild]) -> tuple[EntryBuild, int]:
+def _entry_and_position(pair: DonationNames, side: int, entries: Sequence[EntryBuild]) -> tuple[EntryBuild, int]:
     """The entry and the position of one side of a pair."""
     name, _, rest = pair[side].partition(".")
     entry = next((entry for entry in entries if entry.name == name), None)
@@ -54,7 +54,7 @@ def _named(pair: DonationNames, side: int, entries: Sequence[EntryBuild]) -> tup
         names = [entry.name for entry in entries]
         raise ModelError(
             "donation-unknown",
-            f"donations(): {_shown(pair)}: {name!r} is no entry{meant(name, names)}; the entries are {', '.join(names)}",
+            f"donations(): {_pair_text(pair)}: {name!r} is no entry{meant(name, names)}; the entries are {', '.join(names)}",
         )
     signature = entry.prepared.signature
     kind, specs = ("input", signature.inputs) if side else ("output", signature.outputs)
@@ -63,21 +63,21 @@ def _named(pair: DonationNames, side: int, entries: Sequence[EntryBuild]) -> tup
         return entry, 0
     if rest not in names:
         has = ", ".join([f"{name}.{spec_name}" for spec_name in names])
-        raise ModelError("donation-unknown", f"donations(): {_shown(pair)}: {pair[side]!r} is no {kind}: {name!r} has {has}")
+        raise ModelError("donation-unknown", f"donations(): {_pair_text(pair)}: {pair[side]!r} is no {kind}: {name!r} has {has}")
     return entry, names.index(rest)
 
 
 def _check(pair: DonationNames, source: EntryBuild, output: int, target: EntryBuild, taken: int) -> None:
     output_spec, wanted = source.prepared.signature.outputs[output], target.prepared.signature.inputs[taken]
-    where = f"donations(): {_shown(pair)}"
+    where = f"donations(): {_pair_text(pair)}"
     if output_spec.dtype != wanted.dtype:
         raise ModelError("donation-unlike", f"{where}: the output is {output_spec.dtype}, the input {wanted.dtype}")
     if not _shapes(source, output_spec) & _shapes(target, wanted):
-        raise ModelError("donation-unlike", f"{where}: they have the same shape at no sizes that are built")
+        raise ModelError("donation-unlike", f"{where}: their shapes are equal at none of the built sizes")
     shared = next((alias for alias in source.prepared.aliases if alias.output == output and alias.memory != "outputs"), None)
     if shared is not None:
         what = "one of its inputs" if shared.memory == "inputs" else f"buffer {shared.name!r}"
-        raise ModelError("donation-refused", f"{where}: the output is {what} itself, and lies there")
+        raise ModelError("donation-refused", f"{where}: the output is {what} itself")
     if any(output in (row.output, row.count) for row in source.prepared.signature.data_sizes):
         raise ModelError("donation-refused", f"{where}: the size of the output depends on data")
     if taken in target.prepared.written:
@@ -89,5 +89,5 @@ def _shapes(entry: EntryBuild, spec: TensorSpec) -> set[tuple[int, ...]]:
     return {tuple([evaluate(size, dict(zip(entry.sizes, key, strict=True))) for size in spec.shape]) for key in entry.keys}
 
 
-def _shown(pair: DonationNames) -> str:
+def _pair_text(pair: DonationNames) -> str:
     return f"{pair[0]} -> {pair[1]}"

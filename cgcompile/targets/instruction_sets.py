@@ -1,8 +1,7 @@
-"""Instruction sets: the levels of processors that a bundle can be built for, and what code that a compiler made needs.
-
-What code needs is asked of the compiler: the macros that it defines for the options which the code was compiled with.  A macro and
-the kernel's name for the same set, in /proc/cpuinfo, mostly differ in underscores alone; the rest is in tables here.  x86-64: x86
-psABI and arch/x86/include/asm/cpufeatures.h.  aarch64: Arm C Language Extensions and Documentation/arch/arm64/elf_hwcaps.rst.
+"""Instruction sets: the levels of processors for which bundles are built, and the sets that compiled code needs.  The compiler's
+macros, for the options of the code, show the needed sets.  The name of a macro and the name in /proc/cpuinfo mostly differ only in
+underscores; tables here have the exceptions.  x86-64: x86 psABI and arch/x86/include/asm/cpufeatures.h.  aarch64: Arm C Language
+Extensions and Documentation/arch/arm64/elf_hwcaps.rst.
 """
 
 from __future__ import annotations
@@ -15,15 +14,14 @@ from dataclasses import dataclass
 from ..errors import BuildError
 
 X86_64, AARCH64 = "x86_64", "aarch64"
-"""What os.uname calls the machines."""
+"""The names of machines in os.uname."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Level:
-    """A level of the x86-64 psABI, or a version of the Arm architecture's A profile, by the name that compilers give it (-march).
-
-    `machine` as os.uname has it, `features` as /proc/cpuinfo names them.  `vector_bits`: Inductor's vectors (`cpp.simdlen`), 1 for
-    none: it has none of SSE, and NEON's have 128.
+    """A level of the x86-64 psABI, or a version of the Arm architecture's A profile, by its name for -march.  `machine` is a name
+    of os.uname, `features` are names in /proc/cpuinfo.  `vector_bits`: the vectors of Inductor's code (`cpp.simdlen`), 1 for none,
+    as with SSE; NEON has 128.
     """
 
     name: str
@@ -48,10 +46,11 @@ LEVELS = (
 )
 
 COMMON = ("x86-64-v3", "armv8.2-a", "x86-64-v2", "armv8-a")
-"""What every host of a GPU from sm_80 on has (AVX2; Arm's atomics), the best first, and what is left where the builder lacks it."""
+"""Levels for host regions of cross-compiled bundles, the highest first: all hosts of GPUs from sm_80 on have AVX2, or Arm's
+atomics.  Lower levels are for builders without these."""
 
 SWITCHED_OFF = ("-mno-sse4a", "-mno-xop", "-mno-fma4", "-mno-tbm")
-"""With -march=native: instruction sets that processors of one maker have and that gain nothing, but which compilers may use."""
+"""Sets that are turned off with -march=native: only processors of one vendor have them, and they bring no speed."""
 
 UNUSED = frozenset({
     "adx", "aes", "cldemote", "clflushopt", "clwb", "clzero", "enqcmd", "fsgsbase", "fxsr", "hreset", "invpcid", "kl", "lwp",
@@ -59,11 +58,12 @@ UNUSED = frozenset({
     "rtm", "serialize", "sgx", "sha", "sha512", "shstk", "sm3", "sm4", "tsxldtrk", "uintr", "usermsr", "vaes", "waitpkg",
     "wbnoinvd", "widekl", "xsave", "xsavec", "xsaveopt", "xsaves",
 })  # fmt: skip
-"""x86: sets that -march=native turns on, and that GCC and Clang use only where the source names them, which Inductor's does not:
-cryptography, random numbers, cache control, saving registers, and what is the kernel's.  (`prfchw`: elsewhere it does nothing.)"""
+"""x86: sets that -march=native turns on, but that compilers use only for intrinsics, which Inductor's code does not have:
+cryptography, random numbers, cache control, saving registers, and instructions for kernels.  (`prfchw` does nothing on other
+processors.)"""
 
 X86_NAMES = {"sse3": "pni", "lzcnt": "abm", "bmi": "bmi1", "pclmul": "pclmulqdq", "lahfsahf": "lahf_lm"}
-"""Macros, in small letters, that the kernel calls otherwise."""
+"""Macros, in lower case, whose name in /proc/cpuinfo differs."""
 
 ARM_NAMES = {
     "__ARM_NEON": "asimd", "__ARM_FEATURE_ATOMICS": "atomics", "__ARM_FEATURE_BF16_SCALAR_ARITHMETIC": "bf16",
@@ -76,10 +76,10 @@ ARM_NAMES = {
     "__ARM_FEATURE_SVE_MATMUL_FP32": "svef32mm", "__ARM_FEATURE_SVE_MATMUL_FP64": "svef64mm",
     "__ARM_FEATURE_SVE_MATMUL_INT8": "svei8mm",
 }  # fmt: skip
-"""aarch64: the macros of sets that compilers use by themselves.  Cryptography, random numbers and memory tags are none."""
+"""aarch64: the macros of sets that compilers use without intrinsics: not cryptography, random numbers and memory tags."""
 
 SVE_BITS = "__ARM_FEATURE_SVE_BITS"
-"""aarch64: the length of vectors that code relies on, 0 for any."""
+"""aarch64: the vector length that the code needs, 0 for any."""
 
 
 def level_of(name: str) -> Level | None:
@@ -88,13 +88,13 @@ def level_of(name: str) -> Level | None:
 
 
 def common_level(machine: str, flags: Collection[str]) -> Level | None:
-    """What code is compiled for that runs beside a GPU on other machines: the best level of COMMON that this one has, too."""
+    """The level of host code beside a GPU on other machines: the highest level of COMMON that this machine also has."""
     rows = [row for name in COMMON for row in LEVELS if row.name == name]
     return next((row for row in rows if not foreign(row, machine, flags)), None)
 
 
 def foreign(level: Level, machine: str, flags: Collection[str]) -> str:
-    """Why a machine, with `flags` of /proc/cpuinfo, cannot run code of that level; "" where it can."""
+    """Why a machine with these `flags` of /proc/cpuinfo cannot run code of this level; "" if it can."""
     if machine != level.machine:
         return f"its code is for {level.machine}, and this machine is {machine}"
     missing = sorted(set(level.features) - set(flags))
@@ -102,17 +102,17 @@ def foreign(level: Level, machine: str, flags: Collection[str]) -> str:
 
 
 def check_level(level: Level, machine: str, flags: Collection[str]) -> None:
-    """Raises target-unavailable where `foreign` has a reason."""
+    """Raises target-unavailable if `foreign` returns a reason."""
     if why := foreign(level, machine, flags):
         hint = "name a lower level, or build on another machine" if machine == level.machine else ""
-        raise BuildError("target-unavailable", f"target {level.name}: {why}; what is built here is proved by running it", hint)
+        raise BuildError("target-unavailable", f"target {level.name}: {why}; a build verifies its code by running it", hint)
 
 
 def needed(
     ask: Callable[..., Mapping[str, str]], options: Collection[Sequence[str]], machine: str, flags: Collection[str]
 ) -> tuple[str, ...]:
-    """What code that was compiled with each of these lists of `options` needs, of what /proc/cpuinfo lists as `flags` here, sorted.
-    `ask`: the `macros` of the compiler.  Raises compiler-failed."""
+    """The sets among `flags`, those of /proc/cpuinfo on this machine, that code compiled with these lists of `options` needs,
+    sorted.  `ask`: the function `macros` of the compiler.  Raises compiler-failed."""
     plain = ask()
     features: set[str] = set()
     for option in options:
@@ -132,7 +132,7 @@ def _x86(turned_on: Mapping[str, str], flags: Collection[str]) -> set[str]:
 
 
 def _arm(defined: Mapping[str, str], flags: Collection[str]) -> set[str]:
-    """Of all macros: `asimd` is on without any option, and still no processor has to have it."""
+    """The sets of macros.  `asimd` is on without any option, but the code may not need it."""
     length = int(defined.get(SVE_BITS, "0") or 0)
     return ({ARM_NAMES[macro] for macro in defined if macro in ARM_NAMES} & set(flags)) | ({f"sve{length}"} if length else set())
 
@@ -142,7 +142,7 @@ def _letters(name: str) -> str:
 
 
 def macros(compiler: str, *options: str) -> dict[str, str]:
-    """What the compiler defines by itself with these options.  Raises compiler-failed where it does not say."""
+    """The macros that the compiler defines with these options.  Raises compiler-failed if it does not print them."""
     command = [compiler, *options, "-dM", "-E", "-x", "c++", os.devnull]
     try:
         listed = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)

@@ -31,12 +31,12 @@ CARD, VARIANTS = "README.md", "build"
 def model_repository(
     bundles: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str], *, base_model: str = "", license: str = ""
 ) -> Path:
-    """Writes `bundles`, paths of bundles of one model, as a repository at `out`, whole or not at all; returns its path.  Files are
-    hard links where that can be.
+    """Writes `bundles`, paths of bundles of one model, as a repository at `out`, atomically.  Returns its path.  Files are hard
+    links if possible.
 
-    `base_model` is the name on the Hub of what they were built from, `license` one of the Hub's identifiers; both are in the card.
-    Upload it with `huggingface_hub.upload_folder(repo_id=..., folder_path=out)`.
-    Raises output-exists, also for two bundles for one kind of machine; output-unwritable; and as `cgbundle.load` with check="full".
+    `base_model` is the name of the original model on the Hub, `license` an identifier of the Hub.  Both are in the model card.
+    Upload it with `huggingface_hub.upload_folder(repo_id=..., folder_path=out)`.  Raises output-exists, also for two bundles for
+    one kind of machine, output-unwritable, and the errors of `cgbundle.load` with check="full".
     """
     place = Path(out)
     check_free(place, False)

@@ -49,7 +49,7 @@ BLOCK = 4 * CHUNK
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Transferred:
-    """A bundle that was pushed or pulled: where it is now, its manifest, and the bytes that travelled this time."""
+    """A bundle that was pushed or pulled: its new place, its manifest, and the bytes that were sent this time."""
 
     place: str
     manifest: Manifest
@@ -77,7 +77,7 @@ class Remote:
         if "http" in self.system.protocol:  # as a stream: of a part, fsspec takes as much as the server sends
             ranged = {"Range": f"bytes={begin}-"} if begin else {}
             options = {"block_size": 0, "headers": self.system.kwargs.get("headers", {}) | ranged}
-        with _told(f"{self.url}/{name}"), self.system.open(self.path(name), "rb", **options) as file:
+        with _remote_errors(f"{self.url}/{name}"), self.system.open(self.path(name), "rb", **options) as file:
             if options["block_size"]:
                 file.seek(begin)
             while begin <= limit and (piece := file.read(min(BLOCK, limit + 1 - begin))):
@@ -121,19 +121,18 @@ class Remote:
 
 
 def push(bundle: str | os.PathLike[str], url: str, *, replace: bool = False) -> Transferred:
-    """Puts the bundle at `bundle` to `url`, which names the bundle's own folder there; `replace` a bundle that is there.
+    """Copies the bundle at `bundle` to `url`, the folder of the bundle there.  `replace`: replaces an existing bundle.
 
-    Every file is checked first, as by load(check="full").  What an earlier push left, and what the bundle there has in common with
-    this one, does not travel again.  The files of one that is replaced are removed by its manifest, if that is sound.
-    Raises output-exists, extra-missing, remote-invalid, remote-failed, and as `cgbundle.load` for what is no sound bundle, here or
-    there.
+    Checks every file first, as load(check="full").  Does not send files again that an earlier push sent, or that the remote bundle
+    already has.  Removes the files of a replaced bundle, if its manifest is valid.  Raises output-exists, extra-missing,
+    remote-invalid, remote-failed, and the errors of `cgbundle.load` for a damaged bundle, here or there.
     """
     source = Archive(os.fspath(bundle))
     check_bundle(source, "full")
     manifest, signature = source.manifest, signature_file(source)
     _check_apart(manifest)
     remote = _remote(url)
-    with _told(url):
+    with _remote_errors(url):
         there, moved = remote.read(MANIFEST, limits.JSON_BYTES), 0
         if there not in (None, source.text) and not replace:
             raise BuildError("output-exists", f"{url}: has another bundle", "give --force to replace it, or another URL")
@@ -150,20 +149,19 @@ def push(bundle: str | os.PathLike[str], url: str, *, replace: bool = False) -> 
 
 
 def pull(url: str, out: str | os.PathLike[str] | None = None, *, replace: bool = False) -> Transferred:
-    """Gets the bundle at `url`, to `out` (default: the last part of the URL), where it is whole or absent; `replace` one that
-    is there.
+    """Copies the bundle at `url` to `out` (default: the last part of the URL), atomically.  `replace`: replaces an existing bundle.
 
-    What an interrupted pull of the same bundle left beside `out` is gone on with, where it is this user's alone.
+    Continues an interrupted pull of the same bundle, if its files beside `out` belong to this user only.
 
-    Raises as `push`, not-a-bundle where the URL has no whole bundle, output-unwritable, output-busy, disk-full, and file-damaged
-    for files that are not the manifest's.
+    Raises as `push`, not-a-bundle if the URL has no complete bundle, output-unwritable, output-busy, disk-full, and file-damaged
+    for files that differ from the manifest.
     """
     remote = _remote(url)
     place = destination_path(out, url.rstrip("/").rpartition("/")[2].removesuffix(".cgb") or "bundle")
     check_free(place, replace)
     text, signature = remote.read(MANIFEST, limits.JSON_BYTES), remote.read(SIGNATURE, SIGNATURE_BYTES)
     if text is None:
-        raise BundleError("not-a-bundle", f"{url}: no {MANIFEST} there: no bundle, or one that was not pushed to its end")
+        raise BundleError("not-a-bundle", f"{url}: no {MANIFEST} there: not a bundle, or its push is not complete")
     manifest = _manifest(text, url)
     left = place.parent / f".{place.name}.{hashlib.sha256(text).hexdigest()[:16]}.pull"
     distinct = sorted({file.sha256: file for file in manifest.files}.values(), key=lambda file: -file.bytes)  # the longest first
@@ -204,7 +202,7 @@ def _remote(url: str) -> Remote:
 
 
 @contextmanager
-def _told(url: str) -> Iterator[None]:
+def _remote_errors(url: str) -> Iterator[None]:
     # aiohttp lies under several file systems, and has errors of its own.
     client: type[Exception] = getattr(sys.modules.get("aiohttp"), "ClientError", OSError)
     try:
@@ -285,5 +283,5 @@ def _get(remote: Remote, folder: Path, file: File) -> int:
                 return moved
             if not begun:
                 place.unlink()
-                raise BundleError("file-damaged", f"{remote.url}/{file.path}: {done} bytes that are not the manifest's")
+                raise BundleError("file-damaged", f"{remote.url}/{file.path}: {done} bytes that differ from the manifest")
             out.truncate(0)  # what was left may be at fault: once more, all of it

@@ -1,3 +1,3 @@
-"""Program in, program out, and what is proved about programs.
-Random numbers, padding, outputs that share memory, custom operators of host regions.
+"""Transforms of programs, and proofs about programs: random numbers, padding, outputs that share memory, custom operators of host
+regions.
 """

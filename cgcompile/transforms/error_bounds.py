@@ -1,7 +1,6 @@
-"""How far every output of a program, and all that a call leaves behind, may be from eager PyTorch.
-
-Integers and booleans have to be equal.  The bound of any other is that of its own dtype, or of the coarsest floating dtype that
-operations on the way to it give: logits that are float32 only at their end were rounded to bfloat16 before.
+"""The allowed difference from eager PyTorch, for outputs and for everything that a call changes.  Integers and booleans have to be
+equal.  The bound of a float is that of its dtype, or of the coarsest floating dtype of the operations before it: float32 logits may
+have been rounded to bfloat16 before.
 """
 
 from __future__ import annotations
@@ -27,15 +26,15 @@ from .prepared import Prepared
 Dtypes = set[torch.dtype]
 
 FLOAT8 = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})
-"""On the way to a result these are storage: what is read out of them is exact, and sums over it are in a wider dtype."""
+"""These dtypes only store values: reads of them are exact, and sums over them use a wider dtype."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ErrorBound:
     """The bound of one tensor, as `comparison.difference` measures it.  `title` names it as `self_test_tensors` does.
 
-    `rounded`: floats were computed on the way to it, so that an integer may turn over where two were nearly equal.  `widened`: the
-    bound that it had before eager PyTorch's own differences widened it, 0 where they did not.
+    `rounded`: it depends on computed floats, so rounding can change an integer.  `widened`: its bound before eager PyTorch's own
+    differences widened it, 0 if they did not.
     """
 
     title: str
@@ -61,8 +60,8 @@ def error_bounds(prepared: Prepared, weights: Sequence[Weight] = ()) -> tuple[Er
 
 
 SPREADS, MOST = 4.0, tolerance(torch.bfloat16)
-"""What eager PyTorch differs from itself was measured once, on one draw of inputs.  Beyond MOST a comparison says nothing,
-and the model should be built in a wider dtype."""
+"""Eager PyTorch's own difference is measured once, with one draw of inputs.  Beyond MOST a comparison has no meaning, and the model
+should be built in a wider dtype."""
 
 
 def _spread_out(bound: ErrorBound, spread: float) -> ErrorBound:
@@ -71,7 +70,7 @@ def _spread_out(bound: ErrorBound, spread: float) -> ErrorBound:
 
 
 def _on_gpu(bounds: Sequence[ErrorBound], programs: Programs) -> tuple[ErrorBound, ...]:
-    """The bounds where eager PyTorch runs on a GPU, which may round float32 to TF32."""
+    """The bounds if eager PyTorch runs on a GPU, which may round float32 to TF32."""
     tf32 = _rounds_to_tf32(programs)
     return tuple([replace(limit, bound=max(limit.bound, TF32)) if tf32 and limit.bound >= FLOAT32 else limit for limit in bounds])
 
@@ -83,7 +82,7 @@ def _rounds_to_tf32(programs: Programs) -> bool:
 
 
 def selection_floor(prepared: Prepared, bounds: Sequence[ErrorBound]) -> float:
-    """The least bound of computed floats that an index is selected from: what `bounds` were widened to, and that of TF32."""
+    """The minimum bound of computed floats from which an index is selected: the widened `bounds`, and that of TF32."""
     widened = max((limit.bound for limit in bounds if limit.widened), default=0.0)
     return max(widened, TF32 if prepared.on_gpu and _rounds_to_tf32(prepared.programs) else 0.0)
 
@@ -91,8 +90,8 @@ def selection_floor(prepared: Prepared, bounds: Sequence[ErrorBound]) -> float:
 FLOAT32 = tolerance(torch.float32)
 
 TF32 = 5e-3
-"""The bound where eager PyTorch itself rounds float32 operands to TF32 (10 bits of mantissa, 5e-4), which cuDNN does by
-default: the lowered kernels may not.  Measured: 3.8e-4 (a ViT's patches), 4.4e-4 (an LSTM), 2.8e-3 (a BiT)."""
+"""The bound if eager PyTorch rounds float32 operands to TF32 (10 bits of mantissa, 5e-4), which cuDNN does by default: the lowered
+kernels may not.  Measured: 3.8e-4 (a ViT's patches), 4.4e-4 (an LSTM), 2.8e-3 (a BiT)."""
 
 _CUDNN = frozenset(
     f"aten::{name}"
@@ -134,7 +133,7 @@ def _bound(name: str, dtype: str, passed: Dtypes) -> ErrorBound:
 
 
 class _Lineage:
-    """The floating dtypes that operations gave on the way to every node; views of a tensor, and what is written to it, are one."""
+    """The floating dtypes of the operations before every node.  A tensor, its views and the values written to it count as one."""
 
     def __init__(self, program: ExportedProgram) -> None:
         self._base: dict[Node, Node] = {}
@@ -153,13 +152,13 @@ class _Lineage:
                 self._add(placeholders[owners.get(spec.target, spec.target)], self.of(leaf))
 
     def of(self, node: object) -> Dtypes:
-        """The floating dtypes on the way to a node."""
+        """The floating dtypes of the operations before a node."""
         return self._dtypes.get(self._root(node), set()) if isinstance(node, Node) else set()
 
     def _follow(self, node: Node) -> None:
         passed: Dtypes = set().union(*[self.of(operand) for operand in node.all_input_nodes])
         viewed = _viewed(node)
-        written = _written(node)
+        written = _write_targets(node)
         if viewed is not None:
             self._base[node] = self._root(viewed)
         if viewed is None or written:
@@ -176,14 +175,14 @@ class _Lineage:
 
 
 def _computed(module: GraphModule) -> Dtypes:
-    """What the operations inside a higher-order operator give."""
+    """The dtypes of the operations inside a higher-order operator."""
     graphs = [part.graph for part in module.modules() if isinstance(part, GraphModule)]
     return set().union(*[_floats(node.meta.get("val")) for graph in graphs for node in graph.nodes if node.op == "call_function"])
 
 
 def _viewed(node: Node) -> Node | None:
-    """The tensor that the node's result is a view of, or itself after a write; None where it is computed.  A conversion computes,
-    though its schema speaks of a view."""
+    """The tensor of which the node's result is a view, or which it wrote to; None if the result is computed.  A conversion is a
+    computation, although its schema declares a view."""
     if node.target is operator.getitem:
         return node.all_input_nodes[0]
     if not isinstance(node.target, torch._ops.OpOverload):
@@ -198,7 +197,7 @@ def _viewed(node: Node) -> Node | None:
     return None
 
 
-def _written(node: Node) -> list[Node]:
+def _write_targets(node: Node) -> list[Node]:
     """The tensors that a node writes to."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return []

@@ -1,7 +1,5 @@
-"""Operations and buffers that a transform adds to an exported program's graph.
-
-Private interface (torch 2.11, 2.13): `torch._dispatch.python.enable_python_dispatcher`, under which a composite operator falls
-apart as in torch.export.
+"""Adds operations and buffers to an exported program's graph.  Private interface (torch 2.11, 2.13):
+`torch._dispatch.python.enable_python_dispatcher`, which decomposes composite operators as in torch.export.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from torch.fx.node import map_arg
 
 
 def add_buffer(graph: Graph, specs: Sequence[InputSpec], name: str, value: Tensor) -> tuple[Node, list[InputSpec]]:
-    """The placeholder of a new buffer, after those of the parameters and buffers, and the inputs with it."""
+    """Adds a buffer.  Returns its placeholder, which follows those of parameters and buffers."""
     specs = list(specs)
     place = max([index + 1 for index, spec in enumerate(specs) if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER)], default=0)
     placeholders = graph.find_nodes(op="placeholder")
@@ -42,7 +40,8 @@ def insert(
     table: Mapping[Any, Callable[..., Any]] = MappingProxyType({}),
     origin: Mapping[str, Any] = MappingProxyType({}),
 ) -> Any:
-    """Inserts before `place` what `function`, decomposed by `table`, does to the values of `inputs`.  Gives its result's nodes."""
+    """Inserts the operations of `function`, decomposed by `table`, on the values of `inputs`, before `place`.  Returns the nodes of
+    its result."""
     graph, values = place.graph, [node.meta["val"] for node in inputs]
     with values[0].fake_mode, enable_python_dispatcher(), torch.no_grad():
         traced = make_fx(function, decomposition_table=dict(table))(*values)

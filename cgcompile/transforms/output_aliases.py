@@ -217,7 +217,7 @@ def _among(outputs: Sequence[torch.Tensor], rest: Iterable[int], names: Sequence
                     continue
                 if not _inside(outputs[index], outputs[base]):
                     raise ModelError(
-                        "outputs-shared", f"outputs {names[base]!r} and {names[index]!r} overlap, and neither holds the other"
+                        "outputs-shared", f"outputs {names[base]!r} and {names[index]!r} overlap, and neither contains the other"
                     )
                 bases[index] = base
                 break
@@ -227,9 +227,7 @@ def _among(outputs: Sequence[torch.Tensor], rest: Iterable[int], names: Sequence
 def _check_dtype(name: str, output: torch.Tensor, other: torch.Tensor) -> None:
     """Raises outputs-shared for the same memory seen as another dtype (`view(dtype)`, `view_as_real`)."""
     if output.dtype != other.dtype:
-        raise ModelError(
-            "outputs-shared", f"output {name!r} sees memory as {output.dtype} that it shares with a tensor of {other.dtype}"
-        )
+        raise ModelError("outputs-shared", f"output {name!r} views memory of a tensor of {other.dtype} as {output.dtype}")
 
 
 _Memory = tuple[int, bool, bool]

@@ -71,7 +71,7 @@ def prepare(
     written = tuple(sorted({i for signature in signatures for i in written_inputs(signature)}))
     if not (signature.outputs or written or state):
         label, entry = exported.source.label, exported.source.entry
-        raise ModelError("structure-unsupported", f"{label}: {entry}() gives no tensor, and writes to no buffer or input")
+        raise ModelError("structure-unsupported", f"{label}: {entry}() returns no tensor, and writes to no buffer or input")
     generator = next((name for _, program in programs.distinct if (name := generator_buffer(program))), "")
     reference: Reference = ProgramModule([program for _, program in programs.distinct]) if generator else exported.flat
     aliases = find_aliases(exported, signature.outputs, state)

@@ -141,7 +141,7 @@ class _Rewriting:
         }
         self._places: dict[Any, Node] = {}
         self._part = 0  # how many branches and loops are behind
-        self._written = {node for writer in module.graph.nodes for node in _written(writer)}
+        self._written = {node for writer in module.graph.nodes for node in _write_targets(writer)}
         self._keys: dict[Node, Any] = {}
 
     def run(self) -> None:
@@ -342,7 +342,7 @@ def _is_row(indices: Any) -> bool:
     return isinstance(first, Node) and first.meta["val"].dtype in (torch.int64, torch.int32)
 
 
-def _written(node: Node) -> Iterator[Node]:
+def _write_targets(node: Node) -> Iterator[Node]:
     schema = getattr(node.target, "_schema", None)
     if schema is not None and schema.is_mutable:
         for about, value in zip(schema.arguments, node.args, strict=False):

@@ -57,7 +57,7 @@ def cache_folder() -> Path:
     """`cache_place`, which is made where it is not there.  Raises cache-unsafe when it is not the user's own, and
     cache-unwritable."""
     folder = cache_place()
-    with _told(folder):
+    with _cache_errors(folder):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder = folder.resolve()  # the user's own link may lead elsewhere; what it leads to is looked at
         os.close(_opened(folder))
@@ -135,7 +135,7 @@ def remember(path: Path, record: object) -> None:
     """Keeps a record of dataclasses; another process that asks meanwhile finds nothing or all of it.  Raises cache-unsafe,
     cache-unwritable and disk-full, and TypeError for what `record_codec` cannot hold."""
     data = encode(record)
-    with _told(path.parent):
+    with _cache_errors(path.parent):
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         os.close(_opened(path.parent))
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=BEGUN)  # mode 0600
@@ -167,7 +167,7 @@ def kept() -> tuple[Kept, ...]:
 def remove_kept() -> tuple[Kept, ...]:
     """Removes what is in the cache, but no file or folder of another's; returns what `kept` did.  A build that runs meanwhile makes
     again what it misses.  Raises cache-unsafe, cache-unwritable."""
-    with _told(cache_place()):
+    with _cache_errors(cache_place()):
         removed = _counted(lambda name, folder: os.unlink(name, dir_fd=folder))
         for removed_stage in removed:
             with suppress(OSError):  # something else is in it, or a build has put something there
@@ -256,7 +256,7 @@ def _private(about: os.stat_result) -> bool:
 
 
 @contextmanager
-def _told(folder: Path) -> Iterator[None]:
+def _cache_errors(folder: Path) -> Iterator[None]:
     """Says of what cannot be written that it is the cache."""
     try:
         yield

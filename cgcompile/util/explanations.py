@@ -1,7 +1,6 @@
-"""What every finding and every error means, and what to do about it: the rules' docstrings and the catalogues of errors, as rows.
-Beside them why a dimension is not padded, which is neither.
-
-Rules are functions over programs of torch; here their source is read and not imported, so that explaining one needs no torch.
+"""Explanations of findings and errors as rows, from the docstrings of rules and the catalogues of errors.  Also the reasons why a
+dimension is not padded.  Rules are functions over programs of torch.  Their source is read, not imported, so that an explanation
+needs no torch.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ RULES = ("checks", "offline/lower/coverage.py")
 """Where the rules are, below this package: a folder of files, and a file."""
 
 ALLOWABLE = "tensors/self_test_tensors.py"
-"""Below cgbundle: the rule that the self-test of a bundle knows."""
+"""The file in cgbundle with the rule of the self-test."""
 
 LABELS = {"What it looks for": "what", "Effect": "effect", "Fix": "fix", "Source": "source"}
-"""How a paragraph of a rule's docstring begins, and the field it becomes; "Why ..." is `why`."""
+"""The first words of a paragraph in a rule's docstring, and its field; "Why ..." is `why`."""
 
 CLEARLY = 0.05
-"""How much less like what was typed a name is, of 1, that is not worth suggesting beside the nearest."""
+"""A name is not suggested if its similarity, from 0 to 1, is lower by this than that of the nearest name."""
 
 SEVERITIES = {"REFUSE": "refuse", "HOST": "host", "NOTE": "note"}
 """The constants of checks/context.py."""
@@ -38,11 +37,10 @@ SEVERITIES = {"REFUSE": "refuse", "HOST": "host", "NOTE": "note"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Explanation:
-    """A finding, an error or `padding`: its name, what it is in one line, and more fields in their order, such as ("fix", "...").
-
-    `kind`: "finding", "error", or "padding", whose fields are the reasons that are printed.
-    `severities` of a finding: refuse, host, note; () for one that only explains another.
-    `package`, `error` and `exit_code` of an error: who raises it, as which class, and what the command returns.
+    """A finding, an error or `padding`: its name, a headline, and more fields in order, such as ("fix", "...").  `kind`: "finding",
+    "error", or "padding", whose fields are the printed reasons.  `severities` of a finding: refuse, host, note; () for one that
+    only explains another.  `package`, `error` and `exit_code` of an error: who raises it, as which class, and what the command
+    returns.
     """
 
     name: str
@@ -56,8 +54,8 @@ class Explanation:
 
 
 def explanations(more: Mapping[str, Mapping[str, Cause]] | None = None) -> tuple[Explanation, ...]:
-    """All of them: findings by name, `padding`, then the errors of each catalogue in its order.  A few names are a finding's and an
-    error's.
+    """All explanations: findings by name, `padding`, then the errors of each catalogue in its order.  A few names belong to a
+    finding and to an error.
 
     `more`: further catalogues of errors, by the package that raises them.
     """
@@ -69,7 +67,7 @@ def explanations(more: Mapping[str, Mapping[str, Cause]] | None = None) -> tuple
 
 
 def nearest(name: str, known: Iterable[str]) -> list[str]:
-    """The names that are most like a mistyped one, the nearest first: that one alone where it is clearly nearest."""
+    """The names most similar to a mistyped one, the nearest first; only one if it is clearly the nearest."""
     wanted = spelled(name)
     close = difflib.get_close_matches(wanted, sorted(set(known)), n=3)
     likeness = [difflib.SequenceMatcher(None, candidate, wanted).ratio() for candidate in close]
@@ -110,7 +108,7 @@ def _of_place(place: Traversable) -> Iterator[Explanation]:
 
 
 def _of_source(tree: ast.Module) -> Iterator[Explanation]:
-    """Functions whose docstring is a rule's, and names of rules with such a text below them."""
+    """Explanations from functions with a rule's docstring, and from constants with such a text after them."""
     for node, after in zip(tree.body, [*tree.body[1:], None], strict=True):
         if isinstance(node, ast.FunctionDef) and _is_rule(text := ast.get_docstring(node) or ""):
             yield _finding(_name(node), text, _severities(node) or _severities(tree))  # the file's, where a helper makes it
@@ -125,7 +123,7 @@ def _is_rule(text: str) -> bool:
 
 
 def _name(rule: ast.FunctionDef) -> str:
-    """The function's own name as users type it; of those with `operators_without_` the singular that findings have."""
+    """The function's name as users type it; `operators_without_...` becomes the singular of the finding."""
     return rule.name.replace("operators_", "operator_").replace("_", "-")
 
 

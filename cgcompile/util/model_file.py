@@ -124,7 +124,7 @@ def check_saved(label: str) -> None:
         return
     if "data.pkl" in names:
         writer = "torch.jit.save" if "constants.pkl" in names else "torch.save"
-        raise ModelError("source-invalid", f"{label}: a file of {writer} is no exported program", LOAD)
+        raise ModelError("source-invalid", f"{label}: a file of {writer} is not an exported program", LOAD)
     raise ModelError("source-invalid", f"{label}: a zip archive without an exported program", SAVE)
 
 
@@ -164,7 +164,7 @@ def missing_attribute(path: str, attribute: str, label: str) -> BuildError:
 
 def undefined(name: str, label: str) -> ModelError:
     """The refusal of a model file without a function that it has to define."""
-    return ModelError("source-invalid", f"{label}: no {name}() in it", f"a model file defines {EXAMPLES[name]}")
+    return ModelError("source-invalid", f"{label}: it has no {name}()", f"a model file defines {EXAMPLES[name]}")
 
 
 EXAMPLES = {"model": "def model() -> torch.nn.Module", "inputs": "def inputs(batch: int) -> tuple[torch.Tensor, ...]"}

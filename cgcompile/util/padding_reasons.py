@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-HEADLINE = "Why a dimension is never padded, so that calls of other sizes than the recorded ones are refused."
+HEADLINE = "Why a dimension is never padded, so that only the recorded sizes work."
 
 ALWAYS = (
-    "recording the sizes that are needed (`--sizes seq=9,16,64`) always helps. Else it depends on the reason, which `build` and "
-    "`inspect` print under `padding`; where an operator is named, so is its line"
+    "recording the sizes that you need (`--sizes seq=9,16,64`) always helps. Otherwise it depends on the reason, which `build` and "
+    "`inspect` print under `padding`, with the operator and its line if there is one"
 )
 
 
@@ -25,65 +25,66 @@ class PaddingReason(NamedTuple):
 
 REASONS = (
     PaddingReason(
-        "`sum joins what lies along seq (model.py:14: ...)`; so `mean`, `amax`, `softmax`, ...",
-        "that operator reads what is filled up, and zeros there are not nothing: a mean divides by their number, a maximum of "
+        "`sum combines elements along seq (model.py:14: ...)`; also `mean`, `amax`, `softmax`, ...",
+        "the operator reads the padded elements, and zeros change its result: a mean divides by their number, a maximum of "
         "negative numbers becomes 0, a softmax gives them weight",
-        "hide them before that line with an input that is 0 there: `(x * mask).sum(1) / mask.sum(1)`, "
+        "hide the padded elements before that line with an input that is 0 there: `(x * mask).sum(1) / mask.sum(1)`, "
         "`scores.masked_fill(mask == 0, -inf)` before `softmax` or `amax`",
     ),
     PaddingReason(
-        "the same, though there is a mask that hides where it is True",
-        "a short call is filled up with zeros, its mask too: this one then shows what is filled up. PyTorch's "
+        "the same, although there is a mask that hides elements where it is True",
+        "the mask of a short call is padded with zeros too, and such a mask does not hide the padded elements. PyTorch's "
         "`key_padding_mask` is of this kind",
-        'turn it round, so that zero means "hidden": `inputs()` draws `True` where a token counts, and `forward()` uses `~mask`, '
+        'invert the mask, so that zero means "hidden": `inputs()` draws `True` for real tokens, and `forward()` uses `~mask`, '
         "as in `key_padding_mask=~mask`",
     ),
     PaddingReason(
-        "the same, though zero in the mask means hidden",
-        "something is added after the mask was used, a bias say; or a value that depends on the padded rows decides for all; or "
-        "attention adds a mask of floats to its scores, where 0 hides nothing",
-        "use the mask last before the sum; give attention a mask of dtype bool, `mask != 0`",
+        "the same, although zero in the mask means hidden",
+        "an operator after the mask adds a value, such as a bias; or a comparison of a padded value affects all rows; or attention "
+        "adds a mask of floats to its scores, where 0 hides nothing",
+        "apply the mask directly before the sum; use a mask of dtype bool in attention, `mask != 0`",
     ),
     PaddingReason(
-        "`...; output 'y' changes by 1.0e-01 where a trial with seq=15 was filled up with zeros to 16`",
-        "the model's own outputs differ, too, in eager PyTorch; the operator before it, where there is one, is the first that does",
-        "as for that operator; often there is no mask among the inputs at all, or the last position is read, `x[:, -1]`: give its "
-        "index as an input",
+        "`...; output 'y' changes by 1.0e-01 where a trial with seq=15 was padded with zeros to 16`",
+        "an output of the model in eager PyTorch differs after padding; the operator before it, if there is one, is the first that "
+        "differs",
+        "as for that operator; often the inputs have no mask, or the model reads the last position, `x[:, -1]`: pass its index as "
+        "an input",
     ),
     PaddingReason(
         "`view fails (RuntimeError) (model.py:16: ...)`, or another operator that `fails`",
-        "your model runs; that operator does not at the sizes, or over the layouts, that the proof compares",
-        "write that step otherwise: `reshape` for `view`; own attention as "
-        "`F.scaled_dot_product_attention(q, k, v, attn_mask=(mask != 0)[:, None, None, :])`",
+        "the model runs, but this operator fails at the sizes or layouts that the proof compares",
+        "use another operator: `reshape` instead of `view`; "
+        "`F.scaled_dot_product_attention(q, k, v, attn_mask=(mask != 0)[:, None, None, :])` instead of your own attention",
     ),
     PaddingReason(
-        "`what scan makes of padded entries along seq is not known`",
-        "the operator runs a function of yours for every entry, and the proof does not look into it",
-        "write it without that operator, or record the sizes",
+        "`the effect of scan on padded elements along seq is not known`",
+        "the operator calls your function for every element, and the proof does not analyze that function",
+        "use other operators, or record the sizes",
     ),
     PaddingReason(
         "`the model fails (...) at seq=5`",
-        "the module cannot run at a size between the declared ones",
-        "take out what the size decides, or declare only sizes that it takes",
+        "the model does not work at a size between the declared ones",
+        "remove the code that depends on the size, or declare only sizes that work",
     ),
     PaddingReason(
         "`... cannot be compared at two sizes`, `... exported per size ...`",
-        "Python, or an operator, does other things at each size",
-        "no `if` and no `int()` of that size in `forward()`",
+        "Python code, or an operator, works differently at each size",
+        "remove `if` and `int()` of that size from `forward()`",
     ),
     PaddingReason(
-        "`output 'y' has a shape of its own`, `an output does not begin with what lies along seq`",
-        "the call's part of an output is not its beginning: it was flipped, or laid behind something",
-        "return it in the call's order",
+        "`output 'y' has the unexpected shape [3, 4]`, `an output does not begin with the elements along seq`",
+        "the rows of the call are not the first rows of the output: the model flipped it, or put other rows before them",
+        "return the rows in the order of the call",
     ),
     PaddingReason(
         "`output 'y' is a part of an input`",
-        "it would show the frame, and not your tensor",
+        "the output would be a part of the padded input, not of your tensor",
         "return a `clone()`",
     ),
     PaddingReason(
         "`forward() writes to its buffer 'cache'`, `... to its input 'x'`, `draws random numbers`",
-        "a padded call would write, or draw, more than yours",
-        "none: record the sizes; a decoder's batch has lanes that stand empty",
+        "a padded call would write to more elements, or draw more numbers",
+        "record the sizes; for a decoder, leave lanes of the batch empty",
     ),
 )

@@ -18,8 +18,8 @@ from ..errors import BuildError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Event:
-    """`state` is start, detail or done; `seconds` since the stage began (0.0 at start).  `text` is "" at start, and what the stage
-    gave when it is done."""
+    """`state` is start, detail or done; `seconds` since the stage began (0.0 at start).  `text` is "" at start, and the result of
+    the stage when it is done."""
 
     stage: str
     state: str
@@ -83,7 +83,7 @@ class Stages:
 
 
 Progress = Watcher | Literal["bar", "silent"] | None
-"""Who is told of stages: a function, or "bar" (shown), "silent" (not), None (shown where somebody looks)."""
+"""How stages are reported: to a function, "bar" (shown), "silent" (not shown), None (shown on a terminal or in a notebook)."""
 
 NAMES = 10
 """Columns for the name of a stage."""

@@ -34,7 +34,7 @@ def scratch_folder() -> Iterator[Path]:
     started them by a moment and still write there.  So removing is tried again; what is left after PATIENCE stays, since the build
     itself is done.  Raises scratch-unwritable where there can be none, and disk-full for what fails since its disk is full."""
     _remove_leftovers(Path(tempfile.gettempdir()))
-    folder = _made()
+    folder = _new_folder()
     with _locked(folder):
         try:
             with space_told(folder, SCRATCH):
@@ -47,7 +47,7 @@ def scratch_folder() -> Iterator[Path]:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-def _made() -> Path:
+def _new_folder() -> Path:
     try:
         return Path(tempfile.mkdtemp(prefix=PREFIX))
     except OSError as error:

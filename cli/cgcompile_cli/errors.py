@@ -45,7 +45,7 @@ class UsageError(CgbundleError):
 
 UsageError.catalogue = {
     "usage": Cause(
-        UsageError, ENVIRONMENT, "Options or a file that do not fit the command.", "`cgcompile COMMAND --help` lists the options"
+        UsageError, ENVIRONMENT, "Options or a file do not match the command.", "`cgcompile COMMAND --help` lists the options"
     )
 }
 
@@ -136,12 +136,12 @@ def _more_keys(error: CgbundleError, arguments: Sequence[str]) -> str:
 def _easier(error: CgbundleError, arguments: Sequence[str]) -> str:
     if COMMAND in error.hint:
         return error.hint
-    easier = f"{again(arguments, '--lower', 'eager')}, or what to cut out: {_check(arguments)}"
+    easier = f"{again(arguments, '--lower', 'eager')}, or find the operation: {_check(arguments)}"
     return error.hint if "eager" in arguments else easier
 
 
 def _cut(error: CgbundleError, arguments: Sequence[str]) -> str:
-    return f"it has to run in a host region; which operation it is: {_check(arguments)}"
+    return f"the operation must run in a host region; to find it: {_check(arguments)}"
 
 
 def _check(arguments: Sequence[str]) -> str:

@@ -46,7 +46,7 @@ def parse(entry: EntrySpec, text: str) -> tuple[int, ...]:
         raise CallError(
             "key-missing",
             f"no int_key {text!r}: the bundle has {listed([spell(recorded_key) for recorded_key in recorded])}{shape}",
-            "name a recorded one; calls of other sizes are served by them where the dimension is padded or chunked",
+            "give a recorded int_key; calls of other sizes use one of them if the dimension can be padded or chunked",
         )
     return key
 

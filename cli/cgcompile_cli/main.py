@@ -64,14 +64,15 @@ def _version(wanted: bool) -> None:
 def cgcompile(
     version: Annotated[bool, typer.Option("--version", help="Show the version.", callback=_version, is_eager=True)] = False,
 ) -> None:
-    """Ahead-of-time CUDA graphs for PyTorch: build a bundle once, load it in a
-    fraction of a second without torch.
+    """Ahead-of-time CUDA graphs for PyTorch: build a bundle once, and load
+    it without torch in a fraction of a second.
 
-    Data goes to stdout, progress and messages to stderr. Exit status: 0 ok;
-    1 the model or bundle has findings or fails verification; 2 usage or
-    environment; 130, 143, 129 for Ctrl-C, SIGTERM, SIGHUP. With --json an
-    error is an object on stdout, too: {"error": {"code", "message", "where",
-    "fix"}}. Colours only on a terminal, and none where NO_COLOR is set.
+    Data goes to stdout, progress and messages to stderr. Exit status: 0
+    ok; 1 the model or bundle has findings or fails verification; 2 wrong
+    usage or environment; 130, 143, 129 after Ctrl-C, SIGTERM, SIGHUP. With
+    --json an error is also an object on stdout: {"error": {"code",
+    "message", "where", "fix"}}. Colours only on a terminal, and none where
+    NO_COLOR is set.
     """
 
 
@@ -89,7 +90,7 @@ app.command("explain", cls=Command)(explain.explain)
 app.command("targets", cls=Command)(doctor.targets)
 app.command("operators", cls=Command)(operators.operators)
 app.command("doctor", cls=Command)(doctor.doctor)
-caches = typer.Typer(help="Show or remove what builds keep for the next one.", no_args_is_help=True)
+caches = typer.Typer(help="Show or remove the cache of builds.", no_args_is_help=True)
 caches.command("dir", cls=Command)(storage.dir)
 caches.command("clean", cls=Command)(storage.clean)
 app.add_typer(caches, name="cache")

@@ -81,30 +81,34 @@ ModelName = Annotated[
 
 Context = Annotated[
     int | None,
-    typer.Option("--context", min=1, metavar="N", help="Of a folder: tokens of the longest text."),
+    typer.Option("--context", min=1, metavar="N", help="For a folder: tokens of the longest text."),
 ]
 
 Lanes = Annotated[
-    str | None, typer.Option("--lanes", metavar="LANES", help="Of a folder: how many texts share a call, e.g. 1,8,32.")
+    str | None, typer.Option("--lanes", metavar="LANES", help="For a folder: how many texts share a call, e.g. 1,8,32.")
 ]
 
 Chunk = Annotated[
     str | None,
-    typer.Option("--chunk", metavar="TOKENS", help="Of a folder: how many tokens of prompts a call reads, e.g. 128,512,2048."),
+    typer.Option("--chunk", metavar="TOKENS", help="For a folder: how many tokens of prompts a call reads, e.g. 128,512,2048."),
 ]
 
 Weights = Annotated[
-    str | None, typer.Option("--weights", metavar="TYPE", help="Of a folder, for a CPU: int8, weights stored in 8 bits.")
+    str | None, typer.Option("--weights", metavar="TYPE", help="For a folder, on a CPU: int8, weights stored in 8 bits.")
 ]
 
 Dtype = Annotated[
     str | None,
-    typer.Option("--dtype", metavar="DTYPE", help="Of a folder: bfloat16, float16 or float32. Default: its own; CPU: float32."),
+    typer.Option(
+        "--dtype", metavar="DTYPE", help="For a folder: bfloat16, float16 or float32. Default: as in config.json, on a CPU float32."
+    ),
 ]
 
 Adapters = Annotated[
     int | None,
-    typer.Option("--adapters", min=1, metavar="N", help="Of a folder: how many LoRA adapters it can hold. Default: none."),
+    typer.Option(
+        "--adapters", min=1, metavar="N", help="For a folder: how many LoRA adapters a loaded bundle can hold. Default: none."
+    ),
 ]
 
 AdapterRank = Annotated[
@@ -122,7 +126,7 @@ AnyTarget = Annotated[
     typer.Option(
         "--target",
         metavar="TARGET",
-        help="auto (as for build), cuda, sm_90 and its like, or cpu; no GPU is needed.",
+        help="auto (as for build), cuda, a GPU architecture such as sm_90, or cpu; needs no GPU.",
         autocompletion=target_names,
     ),
 ]
@@ -131,13 +135,13 @@ AnyTarget = Annotated[
 MaxPaths = Annotated[
     int,
     typer.Option(
-        "--max-paths", min=1, metavar="N", help="The most ways through the model's Python (if, while on tensors) to follow."
+        "--max-paths", min=1, metavar="N", help="Maximum number of paths through the model's Python code (if, while on tensors)."
     ),
 ]
 
 FallbackOps = Annotated[
     list[str] | None,
-    typer.Option("--fallback-op", metavar="NAME", help="Keep an operator out of graphs, e.g. mylib::op; may be repeated."),
+    typer.Option("--fallback-op", metavar="NAME", help="Run an operator on the host, e.g. mylib::op; may be repeated."),
 ]
 
 

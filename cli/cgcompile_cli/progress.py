@@ -109,7 +109,7 @@ class Progress:
             if self._estimate is not None:
                 self._estimate.done(event.stage, event.seconds)
             return
-        left = self._left(event.stage, event.seconds)
+        left = self._time_left(event.stage, event.seconds)
         still = f", about {_about(left.seconds)} left" if left is not None else ""
         if self._live is None and event.state == "start" and event.stage in LONG:
             begin(event.stage, LONG[event.stage] + still)
@@ -133,7 +133,7 @@ class Progress:
         """A row for every stage that is done: seconds, those of processors, and the most memory until then."""
         return table(("", ">seconds", ">processor", ">in others", ">memory", ">of the largest other"), self._rows)
 
-    def _left(self, stage: str, seconds: float) -> Left | None:
+    def _time_left(self, stage: str, seconds: float) -> Left | None:
         return self._estimate.left(stage, seconds) if self._estimate is not None else None
 
     def _due(self, event: Event) -> bool:
@@ -167,7 +167,7 @@ class Progress:
             line.add_column(no_wrap=True, overflow="ellipsis")
         if self._stage:
             taken = time.perf_counter() - self._begin
-            left = self._left(self._stage, taken)
+            left = self._time_left(self._stage, taken)
             bar = ProgressBar(total=1.0, completed=left.part, width=BAR) if left is not None else ""
             still = f"{_about(left.seconds)} left" if left is not None else ""
             line.add_row(f"{safe(self._stage):<{NAMES}} {taken:>8.1f} s", self._spinner, bar, still, safe(self._detail))

@@ -200,7 +200,7 @@ def commands() -> str:
     """The reference of the command line."""
     group: Any = typer.main.get_command(app)
     opening = _prose(_help(group))
-    every = "Every command has `--help`. What is listed as `--name / -n` may be written either way."
+    every = "Every command has `--help`. `--name / -n` are two spellings of one option."
     return _page("Commands", f"{opening}\n\n{every}", (part for name, command in _tree(group) for part in _command(name, command)))
 
 
@@ -268,8 +268,8 @@ def findings() -> str:
     """Every rule."""
     known = [explanation for explanation in explanations() if explanation.kind == "finding"]
     opening = (
-        "What `cgcompile check` and `build` may find in a model; `cgcompile explain NAME` shows the same. A finding of severity "
-        "`refuse` stops a build, `host` puts operations on the CPU between two graphs, `note` is for information."
+        "`cgcompile check` and `build` report these findings; `cgcompile explain NAME` shows the same text. Severity `refuse` "
+        "stops a build, `host` runs operations on the CPU between two graphs, `note` is for information."
     )
     return _page("Findings", opening, (part for explanation in known for part in _finding(explanation)))
 
@@ -291,10 +291,9 @@ def errors() -> str:
     """Every code of every catalogue."""
     known = [explanation for explanation in explanations({"cgcompile_cli": UsageError.catalogue}) if explanation.kind == "error"]
     opening = (
-        "An error is one line that says what is wrong, where, what was expected and what came; a `hint:` line says what to do. "
-        "`error.code` names the cause, `error.where` the place, `error.hint` the cure; `--json` has the same. The hint "
-        "below is the general one; where the place of the error knows better, it says so. "
-        "`cgcompile explain CODE` shows the same."
+        "An error is one line with the cause, the place, what was expected and what was given. A `hint:` line says what to do. "
+        "In Python these are `error.code`, `error.where` and `error.hint`, and `--json` prints them too. This page has the general "
+        "hints; an error may have a more specific one. `cgcompile explain CODE` shows the same text."
     )
     return _page("Errors", opening, (part for package in TITLES for part in _catalogue(package, known)))
 
@@ -303,7 +302,7 @@ def _catalogue(package: str, known: list[Explanation]) -> Iterator[str]:
     yield f"## {TITLES[package]}"
     rows = [row for row in known if row.package == package]
     yield "\n".join([
-        "| code | raised as, exit status | cause | cure |", "|---|---|---|---|",
+        "| code | raised as, exit status | cause | what to do |", "|---|---|---|---|",
         *[f"| `{row.name}` | {row.error}, {row.exit_code} | {_cell(row.headline)} | {_cell(dict(row.fields)['fix'])} |"
           for row in rows],
     ])  # fmt: skip

@@ -82,9 +82,10 @@ def run(script: str, bundle: Path) -> list[str]:
 
 
 def test_a_forked_process_says_so_and_the_parent_goes_on(tokens: Path) -> None:
-    loaded = "process-forked: program 'tokens' was loaded before this process was forked, and works in its parent alone"
+    loaded = "process-forked: program 'tokens' was loaded before this process was forked, and works in the parent only"
     assert run(FORK, tokens) == [
-        loaded, loaded, "process-forked: this process was forked from one that used the GPU: CUDA does not work here", "(2, 4, 64)"
+        loaded, loaded, "process-forked: this process was forked after its parent had used the GPU: CUDA does not work here",
+        "(2, 4, 64)",
     ]  # fmt: skip
 
 

@@ -161,12 +161,12 @@ def test_every_code_is_provoked_by_a_test(code: str) -> None:
             ModelError("lowering-failed", "int_key (8,): no"),
             ["build", "--quiet", "m.py", "--sizes=1,8", "-o", "m.cgb", "--lower", "max-autotune", "--target", "cuda"],
             "cgcompile build --quiet m.py --sizes=1,8 -o m.cgb --lower max-autotune --target cuda --lower eager, "
-            "or what to cut out: cgcompile check m.py --sizes=1,8 --target cuda",
+            "or find the operation: cgcompile check m.py --sizes=1,8 --target cuda",
         ),
         (
             ModelError("not-capturable", "int_key (8,): no"),
             ["build", "m.py", "--sizes", "batch=1", "--sizes", "seq=8", "--force", "-o", "m.cgb"],
-            "it has to run in a host region; which operation it is: cgcompile check m.py --sizes batch=1 --sizes seq=8",
+            "the operation must run in a host region; to find it: cgcompile check m.py --sizes batch=1 --sizes seq=8",
         ),
         (
             ModelError("operator-without-kernel", "fft", "keep it on the host: cgcompile build ... --fallback-op aten.fft"),

@@ -118,7 +118,7 @@ class OutputAliases:
                 name, output = self._inputs[alias.index].name, self._outputs[alias.output].name
                 raise CallError(
                     "input-layout",
-                    f"input {name!r}: output {output!r} shares its memory, and it is laid out otherwise than recorded",
+                    f"input {name!r}: output {output!r} shares its memory, and its layout is not the recorded one",
                 )
             strides = [step // item for step in there[1]]
             part = library.as_strided(value, seen.value.dtype, seen.value.shape, strides, there[0])

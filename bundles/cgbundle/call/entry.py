@@ -30,9 +30,9 @@ PLANS = 4096
 class Entry:
     """An entry of a session.
 
-    `name` is that of the model's method.  `int_keys` are the recorded sizes, as tuples in the order of the declared dimensions;
-    `inputs` and `outputs` the signature (`TensorSpec`s); `spec` everything else about it (an `EntrySpec`), and `manifest` about the
-    bundle.
+    `name` is the name of the model's method.  `int_keys` are the recorded sizes, as tuples in the order of the declared dimensions.
+    `inputs` and `outputs` are the signature (`TensorSpec`s).  `spec` has all other data of the entry (an `EntrySpec`), and
+    `manifest` that of the bundle.
     """
 
     def __init__(
@@ -76,21 +76,21 @@ class Entry:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Replays the model.
 
-        Inputs as the model takes them, by position or by name: NumPy arrays, torch tensors, or anything that speaks DLPack, all of
-        one kind.  The result is of the same kind, row-major, nested as the model's own: an instance of a class of the model's is a
-        Record of its fields, and is given as one, as a dict, or as whatever has these attributes.  Raises a
-        CallError that names the input, the axis, what was expected and what came.
+        Takes the arguments of the model, by position or by name: NumPy arrays, torch tensors, or other tensors with DLPack, all
+        from one library.  Returns tensors of the same library, row-major, nested as in the model.  A Record takes the place of an
+        instance of one of the model's classes.  An argument of such a class may be a Record, a dict, or an object with these
+        attributes.  Raises a CallError that names the input, the axis, what was expected and what was given.
         """
         flat = args if len(args) == self._flat and not kwargs else self._flatten(args, kwargs)
         return self._build(self.replay_whole(flat))
 
     def replay(self, tensors: Sequence[Any]) -> list[Any]:
-        """The call with its inputs and outputs flat, in the order of the signature.  Raises as a call does."""
+        """A call with lists of inputs and outputs, in the order of the signature.  Raises the errors of a call."""
         outputs = self.replay_whole(tensors)
         return outputs if self._data_sizes is None else self._data_sizes.cut(outputs)
 
     def replay_whole(self, tensors: Sequence[Any]) -> list[Any]:
-        """As `replay`; outputs whose sizes depend on data are as they were recorded, with zeros behind what counts."""
+        """As `replay`.  Outputs whose sizes depend on data have their recorded size, with zeros after the valid elements."""
         known = self._known.last
         if known is not None:
             passed = known.guard(tensors)
@@ -115,7 +115,7 @@ class Entry:
         library = self._libraries.get(type(first))
         if library is None:
             library = self._libraries[type(first)] = library_of(first)
-        values, descriptors, casts = self._taken(library, tensors)
+        values, descriptors, casts = self._inputs_of(library, tensors)
         backend = self._backend
         device = common_device(self.inputs, descriptors, backend.device) if descriptors else None
         shapes = tuple([descriptor[1] for descriptor in descriptors])
@@ -155,7 +155,7 @@ class Entry:
                 results[index] = next((view for place, view in views.items() if tensors[place] is value), value)
         return results
 
-    def _taken(self, library: Library, tensors: Sequence[Any]) -> tuple[list[Any], list[Descriptor], list[int]]:
+    def _inputs_of(self, library: Library, tensors: Sequence[Any]) -> tuple[list[Any], list[Descriptor], list[int]]:
         """(the inputs as the library's tensors, their descriptors, the positions of those that are to be cast)."""
         values: list[Any] = []
         descriptors: list[Descriptor] = []
@@ -227,10 +227,10 @@ class Entry:
         return library.describe(values[index])[0]
 
     def buffers(self, int_key: tuple[int, ...]) -> list[Tensor]:
-        """The static input buffers of a recorded key, in the order of the signature, on the program's device, without gaps.  A call
-        with these tensors, or with other libraries' over them (`torch.from_dlpack`), copies nothing in.
+        """The static input buffers of a recorded key, in the order of the signature, dense, on the program's device.  A call with
+        these tensors, or with tensors of another library over them (`torch.from_dlpack`), copies no inputs.
 
-        On a GPU those of all keys lie over each other: a call of another key overwrites them.  They are good until the session is
+        On a GPU the buffers of all keys share memory: a call of another key overwrites them.  They are valid until the session is
         closed.  Raises key-missing.
         """
         from ..tensors.tensor import Tensor  # a call with inputs of NumPy needs none
@@ -243,8 +243,8 @@ class Entry:
         return [Tensor(at, row.dtype, row.shape, row.strides, owner, device) for at, row in zip(addresses, rows, strict=True)]
 
     def warmup(self, *int_keys: tuple[int, ...]) -> None:
-        """`Program.warmup` for this entry: calls of each of `int_keys`, of all its recorded ones where none is given.  Raises
-        key-missing, and what a call raises."""
+        """`Program.warmup` for this entry: calls each of `int_keys` (default: all recorded ones).  Raises key-missing, and the
+        errors of a call."""
         from .warmup import warm_up  # few programs ask for it
 
         for key in int_keys:
@@ -252,7 +252,7 @@ class Entry:
         warm_up(self._session, self.manifest, [(self.spec, key, self.replay) for key in int_keys or self.int_keys])
 
     def watch(self, profile: Profile | None) -> None:
-        """From now on calls are told to a profile; None ends it."""
+        """Reports later calls to a profile; None ends this."""
         self._known.clear()  # they go round the steps that a profile times
         self._flatten, self._build, self._flat = self._ends
         if profile is not None:
@@ -260,11 +260,11 @@ class Entry:
 
     @property
     def epoch(self) -> Epoch:
-        """What counts the calls that make views of this entry's outputs stale: its own where they are donated."""
+        """Counts the calls that make views of this entry's outputs stale.  Donated outputs have a counter of their own."""
         return self._outputs.entry_epoch or self._outputs.epoch
 
     def forget(self) -> None:
-        """Lets go of what calls have kept; for a session that is closed."""
+        """Frees what calls have cached, when a session is closed."""
         self._outputs.close()
         self._known.clear()
         self._held = ()

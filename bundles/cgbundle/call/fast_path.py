@@ -1,7 +1,6 @@
-"""The fast path of repeated calls with the same layout: inputs of the GPU as they were recorded, and outputs in memory that stays.
-
-Such a call is one guard of the library's, and a straight line of what is left to do.  Every microsecond of it is measured
-(tests/bench/gpu/dispatch.py): names are bound ahead, and nothing is asked that cannot have changed.
+"""The fast path of repeated calls with the same layout: GPU inputs with the recorded layout, and outputs at fixed addresses.  Such
+a call is one guard in the tensor library, then a fixed list of steps.  Every microsecond counts (tests/bench/gpu/dispatch.py):
+names are bound in advance, and values that cannot change are not checked.
 """
 
 from __future__ import annotations
@@ -18,25 +17,23 @@ if TYPE_CHECKING:
     from .backend import Backend
 
 KEPT = 4096
-"""Kinds of calls that are remembered; beyond that all are forgotten and made again as needed."""
+"""Maximum number of cached kinds of calls.  Above it the cache is cleared."""
 
 LIKE = 8
-"""Kinds of calls that are remembered of one shape: what the first input's shape does not tell apart is tried one by one."""
+"""Maximum number of cached kinds with the same shape of the first input.  These are tried one after the other."""
 
 Replay = Callable[[list[int], Sequence[View]], list[Any]]
 """(addresses of the inputs, views among the inputs) -> outputs."""
 
 
 Fresh = Callable[[], "tuple[Any, Sequence[int]] | None"]
-"""Makes what copies of outputs go to: what a call gives, and the address of each, of as many bytes.  None where there is no such
-memory."""
+"""Allocates the outputs of a call.  Returns them and their addresses, or None if there is not enough memory."""
 
 
 class Caller(NamedTuple):
-    """What a backend needs to know of who makes fast calls of a program.
-
-    `stream`: the current one of a device.  `counts`: the `number` of each is one more with every call.  `finish` gives the outputs
-    of a replay in the order of a stream.  `fresh`: where a replay copies the outputs itself, a call gives what this makes.
+    """The caller of a program's fast path, as its backend sees it.  `stream` returns the current stream of a device.  `counts`:
+    counters whose `number` every call increments.  `finish` returns the outputs of a replay, ordered on a stream.  `fresh`
+    allocates the outputs, if the replay copies to them itself.
     """
 
     stream: Callable[[int], int | None]
@@ -46,15 +43,15 @@ class Caller(NamedTuple):
 
 
 class Known(NamedTuple):
-    """A kind of call: `guard` tells it from others, and gives the addresses of the inputs for `replay`."""
+    """A kind of call: `guard` checks whether a call is of this kind, and returns the addresses of its inputs for `replay`."""
 
     guard: Guard
     replay: Replay
 
 
 class StaticOutput(NamedTuple):
-    """An output that stays in place: what the signature says of it, the caller's tensor over the runtime's memory, and what counts
-    the calls that overwrite it."""
+    """An output at a fixed address: its signature, the caller's tensor over the runtime's memory, and the counter of calls that
+    overwrite it."""
 
     spec: TensorSpec
     value: Any
@@ -75,7 +72,7 @@ class KnownCalls:
         return self._count
 
     def find(self, tensors: Sequence[Any]) -> tuple[Known, tuple[list[int], Any]] | None:
-        """The one for a call with these inputs, and what its guard gives."""
+        """The kind of a call with these inputs, and the result of its guard."""
         shape = getattr(tensors[0], "shape", None) if tensors else None
         for known in self._by_shape.get(shape, ()):  # type: ignore[arg-type]
             passed = known.guard(tensors)
@@ -85,7 +82,7 @@ class KnownCalls:
         return None
 
     def add(self, tensors: Sequence[Any], known: Known) -> None:
-        """For calls with inputs like these, which its guard passes again or not at all."""
+        """Adds a kind for calls with inputs like these."""
         if known.guard(tensors) is None:
             return
         if self._count >= KEPT:
@@ -106,8 +103,8 @@ class KnownCalls:
 def replay(
     backend: Backend, library: Library, program: int, outputs: Sequence[StaticOutput], counts: Sequence[Epoch], *, views: bool
 ) -> Replay | None:
-    """Replays a program, by its number among those of all entries, and gives views or copies; None where the backend has no fast
-    path for it.  `counts`: what counts its calls."""
+    """A function that replays a program, by its number among all entries, and returns views or copies; None if the backend has no
+    fast path for it.  `counts`: the counters of its calls."""
     if views:
         caller = Caller(library.stream, counts, _viewing(library, outputs), None)
     else:
@@ -126,9 +123,9 @@ def _viewing(library: Library, outputs: Sequence[StaticOutput]) -> Callable[[Any
 def _copying(
     backend: Backend, library: Library, outputs: Sequence[StaticOutput], fresh: Fresh | None
 ) -> Callable[[Any], list[Any]]:
-    """Copies by the driver to what `fresh` makes, or by the library.  Kernels are not given the copies' addresses instead, as they
-    are those of inputs: one may write behind an output's last byte (a padded product of which a part is the output), and no bundle
-    says how far."""
+    """Copies outputs with the driver to tensors of `fresh`, or with the tensor library.  Kernels read inputs in place, but do not
+    write to the copies directly: a kernel may write beyond the end of an output (a padded matrix product), and the bundle does not
+    store how far."""
     copied, copy, values = backend.copy, library.copy, [value for _, value, _ in outputs]
     places = [_place(library.describe(value)) for value in values]
 
@@ -145,7 +142,8 @@ def _copying(
 
 
 def _fresh(library: Library, outputs: Sequence[StaticOutput]) -> Fresh | None:
-    """Makes the tensors that outputs are copied to; None where the library is to copy one, which is not row-major or empty."""
+    """A function that allocates the tensors for copies of outputs; None if the library has to copy an output that is empty or not
+    row-major."""
     values, empty_like = [value for _, value, _ in outputs], library.empty_like
     if not all(_place(library.describe(value))[1] for value in values):
         return None
@@ -164,6 +162,6 @@ def _fresh(library: Library, outputs: Sequence[StaticOutput]) -> Fresh | None:
 
 
 def _place(descriptor: Descriptor) -> tuple[int, int]:
-    """The address and bytes of a tensor that is row-major; 0 where the library is to copy it."""
+    """The address and bytes of a row-major tensor; 0 if the library has to copy it."""
     address, shape, dtype, strides, _ = descriptor
     return (address, prod(shape) * DTYPES[dtype]) if strides is None else (0, 0)

@@ -1,5 +1,5 @@
-"""Forks of this process.  A child inherits memory, but neither the threads of OpenMP, on which code for the CPU runs, nor the GPU's
-context: a call there would wait for ever, or fail without a reason that helps."""
+"""Forks of this process.  A child inherits memory, but not OpenMP's threads, which run CPU code, and not the GPU's context.  A call
+in the child would hang, or fail with an unclear error."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ from ..errors import CallError
 
 
 class Forks:
-    """What is true of a whole process, and so stands once.
-
-    `number` counts the forks that led to this process.  `threads` and `gpu` say that this process has run code for the CPU, and has
-    a context on a GPU; `lost_threads` and `lost_gpu` that a process which it was forked from had.
+    """The state of the whole process.  `number` counts the forks that led to this process.  `threads` and `gpu`: this process has
+    run CPU code, or has a GPU context.  `lost_threads` and `lost_gpu`: a process from which it was forked had.
     """
 
     __slots__ = ("gpu", "lost_gpu", "lost_threads", "number", "threads")
@@ -28,16 +26,16 @@ class Forks:
         self.threads = self.gpu = False
 
     def check_threads(self) -> None:
-        """Raises process-forked where code for the CPU would wait for threads that only a parent has."""
+        """Raises process-forked if CPU code would wait for threads of a parent."""
         if self.lost_threads:
             raise CallError(
-                "process-forked", "this process was forked from one that had run code for the CPU, whose threads it lacks"
+                "process-forked", "this process was forked after its parent had run CPU code, whose threads do not exist here"
             )
 
     def check_gpu(self) -> None:
-        """Raises process-forked where the driver refuses to work: CUDA cannot be used after a fork."""
+        """Raises process-forked if a parent used the GPU: CUDA does not work after a fork."""
         if self.lost_gpu:
-            raise CallError("process-forked", "this process was forked from one that used the GPU: CUDA does not work here")
+            raise CallError("process-forked", "this process was forked after its parent had used the GPU: CUDA does not work here")
 
 
 FORKS = Forks()
@@ -45,5 +43,5 @@ os.register_at_fork(after_in_child=FORKS.count)
 
 
 def forked(name: str) -> CallError:
-    """The error of whoever uses, after a fork, a program that was loaded before."""
-    return CallError("process-forked", f"program {name!r} was loaded before this process was forked, and works in its parent alone")
+    """The error for a program that was loaded before a fork and is used after it."""
+    return CallError("process-forked", f"program {name!r} was loaded before this process was forked, and works in the parent only")

@@ -17,17 +17,17 @@ if TYPE_CHECKING:
     from .backend import Backend, Results
 
 LARGE = 128 << 10
-"""Bytes from which on a caller is given an output's own memory, where no replay writes there again.  A copy of less takes no longer
-than the question whether that is so, 1 us (two cores)."""
+"""Outputs of at least this size are returned without a copy, if no replay writes to their memory again.  A smaller copy takes no
+longer than this check, 1 us (two cores)."""
 
 Call = tuple[Library, int | None, Any]
-"""The caller's library, the device that its tensors lie on, and the `stream` of the backend.  A plain tuple: every call makes
+"""The caller's library, the device of its tensors, and the `stream` of the backend.  A plain tuple, because every call makes
 one."""
 
 
 class Epoch:
-    """Counts the replays of a session, or those of one entry where `entry` names it.  `closed`: its memory is about to go, also
-    under a replay that still runs."""
+    """Counts the replays of a session, or of the entry named by `entry`.  `closed`: its memory will be freed, even during a
+    replay."""
 
     __slots__ = ("closed", "entry", "number")
 
@@ -46,12 +46,11 @@ class Session:
 
 
 class View:
-    """An output of call number `call`, handed out without a copy (`outputs="view"`).  `tensor` is the caller's kind of tensor over
-    the runtime's memory; `clone()` a copy that stays.
+    """An output of call number `call`, without a copy (`outputs="view"`).  `tensor` is a tensor of the caller's library over the
+    runtime's memory.  `clone()` copies it.
 
-    Shape and dtype may be read at any time; everything else raises stale-view once the session has been called again.  One that
-    is donated to another entry (`Manifest.donations`) stays until its own entry is called again.  A view is an input as the tensor
-    is.
+    Shape and dtype may be read at any time.  Everything else raises stale-view after the next call of the session.  A donated
+    output (`Manifest.donations`) is valid until its own entry is called again.  A view may be an input of a call.
     """
 
     __slots__ = ("_epoch", "_library", "_spec", "_value", "call")
@@ -71,12 +70,12 @@ class View:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of this call's output."""
+        """The shape of this call's output."""
         return tuple(self._value.shape)
 
     @property
     def tensor(self) -> Any:
-        """The output itself, valid until the next call."""
+        """The output, valid until the next call."""
         epoch = self._epoch
         if epoch.number != self.call or epoch.closed:
             of = f" of {epoch.entry!r}" if epoch.entry else ""
@@ -85,15 +84,15 @@ class View:
         return self._value
 
     def clone(self) -> Any:
-        """A copy of the caller's kind that no later call touches."""
+        """A copy in the caller's library, which later calls do not change."""
         return self._library.copy(self.tensor)
 
     def part(self, slices: tuple[slice, ...]) -> View:
-        """A view of a part of this one, good as long as this is.  Raises stale-view."""
+        """A view of a part of this view, valid as long as this view.  Raises stale-view."""
         return View(self._spec, self.tensor[slices], self._library, self._epoch, self.call)
 
     def __getitem__(self, index: Any) -> Any:
-        """A part of the tensor, as its library gives it.  Raises stale-view."""
+        """A part of the tensor, as in its library.  Raises stale-view."""
         return self.tensor[index]
 
     def __len__(self) -> int:
@@ -120,14 +119,14 @@ class View:
 
 
 class Extents(NamedTuple):
-    """Of a program's outputs and inputs the bytes from the first to the last; `large`: which outputs a caller may be given."""
+    """The sizes in memory of a program's outputs and inputs, in bytes; `large`: the outputs that may be returned without a copy."""
 
     outputs: Sequence[int]
     inputs: Sequence[int]
     large: Sequence[int]
 
     def apart(self, outputs: Sequence[int], inputs: Sequence[int]) -> list[int]:
-        """The large outputs that share no byte with another output, or with an input, which lie at these addresses."""
+        """The large outputs that do not overlap another output or an input at these addresses."""
         places = sorted(zip((*outputs, *inputs), (*self.outputs, *self.inputs), range(len(outputs) + len(inputs)), strict=True))
         alone, furthest = [], 0
         for row, (begin, size, index) in enumerate(places):
@@ -139,7 +138,7 @@ class Extents(NamedTuple):
 
 
 class Outputs:
-    """Runs programs for calls; `views`: what it hands out is guarded, and the next replay overwrites it.
+    """Runs programs for calls; `views`: returns guarded views, which the next replay overwrites.
 
     `aliases` is None for an entry whose outputs share no memory with anything; `epoch` counts the session's replays, `entry_epoch`
     those of the entry, None where none of its outputs is donated, and `epochs` has the one of each output.
@@ -169,7 +168,7 @@ class Outputs:
         self._extents: dict[int, Extents] = {}  # by program
 
     def replay(self, call: Call, program: int, addresses: list[int], parts: Sequence[tuple[Slices, Slices]] | None) -> list[Any]:
-        """Replays on inputs at `addresses`; `parts` are the slices of the outputs that count (None: they count whole)."""
+        """Replays with inputs at `addresses`; `parts` are the valid slices of the outputs (None: all)."""
         library, views, aliases = call[0], self._views, self._aliases
         if aliases is None and parts is None and not views:
             return self._copied(call, program, addresses)
@@ -195,11 +194,11 @@ class Outputs:
             output[placed] = value[taken]
 
     def static(self, library: Library, program: int) -> list[Any] | None:
-        """The outputs of a program that has run, as the library's tensors over memory that stays; None where it does not."""
+        """The outputs of a program as the library's tensors at fixed addresses; None if the addresses change."""
         return self._static.get((library.name, program))
 
     def guard(self, library: Library, values: Sequence[Any]) -> list[Any]:
-        """The values as views of the replay that was the last to begin."""
+        """The values as views that belong to the latest replay."""
         rows = zip(self._specs, values, self.epochs, strict=True)
         return [View(spec, value, library, epoch, epoch.number) for spec, value, epoch in rows]
 
@@ -207,7 +206,7 @@ class Outputs:
         self._static.clear()
 
     def _copied(self, call: Call, program: int, addresses: list[int]) -> list[Any]:
-        """Replays, and gives tensors that are the caller's: copies, or large outputs in memory that nothing else uses."""
+        """Replays, and returns tensors that the caller owns: copies, or large outputs whose memory is not used otherwise."""
         library, device, stream = call
         results, copy = self._backend.run(self._first + program, addresses, device, stream), library.copy
         if results.static:
@@ -228,7 +227,7 @@ class Outputs:
         return values
 
     def _wrapped(self, call: Call, program: int, addresses: list[int]) -> list[Any]:
-        """Replays, and gives the outputs as the caller's tensors over the runtime's memory."""
+        """Replays, and returns the outputs as tensors of the caller's library over the runtime's memory."""
         library, device, stream = call
         return self._over(library, program, self._backend.run(self._first + program, addresses, device, stream))
 
@@ -257,5 +256,5 @@ class Outputs:
 
 
 def _strides(value: Value) -> Sequence[int]:
-    """Of a dense value those of a row-major tensor: an axis of one element may have any."""
+    """The strides of a dense value as a row-major tensor has them, because an axis of one element may have any stride."""
     return dense(value.shape) if is_dense(value.shape, value.strides) else value.strides

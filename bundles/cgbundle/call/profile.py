@@ -37,10 +37,11 @@ class Row(NamedTuple):
 
 
 class Profile:
-    """The times of the calls that are made while it is entered: `with program.profile() as profile: program(x)`.
+    """The times of the calls inside `with program.profile() as profile:`.
 
-    `spans` are in the order in which they ended.  Printed it is a table: a row for calls and one for each step, in microseconds.
-    Steps of a GPU are timed there, by events; a call is timed on the CPU, which does not wait for the GPU where inputs lie on it.
+    `spans` are in the order in which they ended.  `print` shows a table with a row for calls and a row for each step, in
+    microseconds.  Steps on a GPU are timed with events.  A call is timed on the CPU, which does not wait for the GPU if the inputs
+    are on the GPU.
     """
 
     GPU = "GPU"
@@ -66,7 +67,7 @@ class Profile:
             self.spans.append(Span(name, start, end, track or f"thread {get_ident()}"))
 
     def timed(self, name: str, run: Callable[..., Any]) -> Callable[..., Any]:
-        """`run`, which adds a span named so to this profile."""
+        """Wraps `run`, so that each call adds a span of this name to the profile."""
 
         def timed(*arguments: Any) -> Any:
             start = perf_counter()
@@ -77,7 +78,7 @@ class Profile:
         return timed
 
     def begin(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """`run`, with which a call of this thread begins."""
+        """Wraps `run`, the first step of a call in this thread."""
 
         def begun(*arguments: Any) -> Any:
             self._begun[get_ident()] = perf_counter()
@@ -86,7 +87,7 @@ class Profile:
         return begun
 
     def end(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """`run`, with which the call of this thread ends."""
+        """Wraps `run`, the last step of a call in this thread."""
 
         def ended(*arguments: Any) -> Any:
             result = run(*arguments)

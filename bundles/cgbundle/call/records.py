@@ -19,7 +19,7 @@ from .outputs import View
 
 
 class Record:
-    """The fields of an instance.  Equal to another of the same class name and fields whose values are equal; pickled by names."""
+    """The fields of an instance of one of the model's classes.  Equal if class name, fields and values are equal."""
 
     __fields__: ClassVar[tuple[str, ...]] = ()
     __kind__: ClassVar[str] = "object"

@@ -127,7 +127,7 @@ def _flatten(tree: Tree, value: Any, where: str, tensors: list[Any]) -> None:
             raise CallError(
                 "input-structure",
                 f"input {where!r}: the bundle was built for the constant {short(body)}, got {_brief(value)}",
-                "the value is part of what was recorded: build another bundle for another",
+                "the value is part of the recording: build another bundle for another value",
             )
     elif kind == "dict":
         keys = [key for key, _ in body]

@@ -98,7 +98,7 @@ def _interface(bundle: Archive, threads: int | None) -> libtorch.LibTorch:
     if interface is None:
         check_elf(code, file, SHARED_OBJECT)  # of a damaged one this says what is wrong
         raise MachineError(
-            "library-refused", f"{file}: does not bring what the bundle says that it brings", "build the bundle again"
+            "library-refused", f"{file}: lacks the runtime functions that the manifest promises", "build the bundle again"
         )
     return interface
 

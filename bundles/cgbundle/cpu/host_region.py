@@ -1,6 +1,6 @@
-"""Host regions: a shared object made by AOTInductor, run through its C interface
-(torch/csrc/inductor/aoti_runtime/interface.h), with its constants in memory of ours.  And the outputs of its runs: tensors of the
-code's own, which are freed with their last holder, and the dtypes, shapes and strides that they are held to."""
+"""Host regions: a shared object of AOTInductor, run through its C interface (torch/csrc/inductor/aoti_runtime/interface.h), with
+constants in the runtime's memory.  Also the outputs of its runs, which the code allocates and which are freed with their last
+reference, and the check of their dtypes, shapes and strides."""
 
 from __future__ import annotations
 
@@ -27,28 +27,28 @@ CPU_DEVICE = 0
 """c10::DeviceType::CPU."""
 
 FORGETFUL = ((2, 13),)
-"""Versions of torch whose containers make a handle of each constant that they are given, and never free it: 370 bytes each
-(MaybeOwningAtenTensorHandle, torch/csrc/inductor/aoti_runtime/utils.h).  A version that frees them must not stand here."""
+"""Versions of torch whose containers make a handle for each constant, and never free it: 370 bytes each
+(MaybeOwningAtenTensorHandle, torch/csrc/inductor/aoti_runtime/utils.h).  Do not list a version that frees them."""
 
 POINTER_BYTES, STRIDE_BYTES = ctypes.sizeof(c_void_p), ctypes.sizeof(c_int64)
 
 CONSTANT_BYTES = 64
-"""What AOTInductor rounds the bytes of a constant up to (AOTI_CONST_ALIGNMENT)."""
+"""AOTInductor rounds the bytes of a constant up to a multiple of this (AOTI_CONST_ALIGNMENT)."""
 
-ASSERTS = "the model asserts what is not so"
-"""What a build writes into the text of every assertion of the model's, behind its line."""
+ASSERTS = "an assertion of the model failed"
+"""The text that a build writes into the message of every assertion of the model, after its line."""
 
 API_CALL = " API call failed at "
-"""What the text of an error has where a function of torch's libraries failed, which have the cause."""
+"""Part of an error's text if a function of torch's libraries failed; these have the cause."""
 
 NO_MEMORY = ("DefaultCPUAllocator", "std::bad_alloc")
-"""What the text of an error has where memory ran out: of torch's allocator, and of C++."""
+"""Part of an error's text if memory ran out: from torch's allocator, and from C++."""
 
 MODEL_PREFIX = "model."
-"""What the shared object's names of constants begin with, beside the model's own."""
+"""Prefix of constants in the shared object, before the model's own names."""
 
 INSTANCES = 4
-"""Replays of one region that may run at once; a further one waits.  An instance shares the constants and costs a few KB."""
+"""Maximum number of concurrent replays of one region; others wait.  An instance shares the constants and costs a few KB."""
 
 
 FUNCTIONS = tuple([
@@ -58,7 +58,7 @@ FUNCTIONS = tuple([
         "GetConstantOriginalFQN", "GetConstantDtype", "GetConstantDataSize", "UpdateUserManagedConstantBufferPairs",
     )
 ])  # fmt: skip
-"""What is called of the C interface."""
+"""The functions of the C interface that the runtime calls."""
 
 
 class _Pair(ctypes.Structure):
@@ -78,7 +78,7 @@ class Layout:
 
 
 def layout_of(row: Value | Weight, torch: LibTorch) -> Layout:
-    """The layout of a value or weight.  Raises library-refused where this torch has no such dtype."""
+    """The layout of a value or weight.  Raises library-refused if this torch does not have the dtype."""
     return Layout(torch.dtype(row.dtype), row.shape, row.strides)
 
 
@@ -93,9 +93,9 @@ def open_region(
     *,
     fixed: bool = False,
 ) -> HostRegion:
-    """A host region of a bundle, ready to run.  Its constants are used in place, where the weights are `placed` (None for a
-    region without constants) or in memory state at `state`; both must stay until it is closed.
-    `fixed`: nobody writes to the weights meanwhile.  Raises library-refused."""
+    """A host region of a bundle, ready to run.  Its constants are used in place, where the weights are `placed` (None for a region
+    without constants) or in memory state at `state`; both must stay until it is closed.  `fixed`: the weights do not change until
+    then.  Raises library-refused."""
     opened = HostRegion(bundle.data(region.file), torch, region.file, instances, bundle.manifest.target.torch)
     try:
         opened.check_constants([(name, bundle.manifest.weights[index]) for name, index in region.constants])  # as it was built
@@ -120,11 +120,11 @@ def open_region(
 class HostRegion:
     """One loaded shared object, from the bytes of its file.
 
-    Thread-safe: up to `instances` runs at a time, the rest wait.  Several of equal bytes share the code alone.  Closed by `close`,
-    or when nobody holds it any more, as a run does; in a forked process by `close` alone.
+    Thread-safe: up to `instances` runs at a time, the rest wait.  Several with equal bytes share only the code.  It is closed by
+    `close`, or with its last reference (a run has one); in a forked process only by `close`.
 
-    Raises image-invalid for a file that is cut off, library-refused, with the library's own message, when it cannot be loaded.
-    `built_with`: the version of torch that made it, "" where it is not known.
+    Raises image-invalid for a truncated file, and library-refused, with the library's message, if it cannot be loaded.
+    `built_with`: the version of torch that made it, "" if unknown.
     """
 
     def __init__(self, data: bytes, torch: LibTorch, where: str, instances: int = INSTANCES, built_with: str = "") -> None:
@@ -149,7 +149,7 @@ class HostRegion:
         self._container = c_void_p(self._owned[0])
 
     def fix(self, address: int, size: int) -> None:
-        """Says that nobody writes there until this is closed: code that brings its own products keeps what it makes of them."""
+        """Declares that the weights do not change until this is closed: code with its own matrix products caches packed weights."""
         function = getattr(self._library, "cgbundle_fix", None)
         if function is not None:
             self._fixed.append(address)
@@ -170,10 +170,9 @@ class HostRegion:
         return names
 
     def check_constants(self, bound: Sequence[tuple[str, Weight]]) -> None:
-        """Raises library-refused unless `bound`, pairs of the code's own name of a constant and a weight, has each constant once.
-
-        The weight must be the one that the code names, of its dtype, and no larger than its storage was.  It is smaller where it
-        was a part of a larger tensor.
+        """Raises library-refused unless `bound`, pairs of a constant's name in the code and a weight, has each constant once.  The
+        weight must have the name and the dtype of the code, and at most the size of its storage.  It is smaller if it was a part of
+        a larger tensor.
         """
         library, container, rows = self._library, self._container, dict(bound)
         names = self.constants()
@@ -198,7 +197,8 @@ class HostRegion:
         return MachineError("library-refused", f"{self._where}: constant {text}", "build the bundle again")
 
     def bind(self, constants: Mapping[str, tuple[int, Layout]]) -> None:
-        """Gives the region its constants by the shared object's names: (address, layout); the memory, used in place, stays ours."""
+        """Sets the constants of the region, by their names in the shared object: (address, layout).  The runtime keeps ownership of
+        the memory, which is used in place."""
         pairs = (_Pair * len(constants))()
         for pair, (name, (address, layout)) in zip(pairs, constants.items(), strict=True):
             handle = c_void_p()
@@ -214,18 +214,19 @@ class HostRegion:
             self._handles += self._own_handles()
 
     def _own_handles(self) -> list[int | None]:
-        """The handles that the container made of ours."""
+        """The container's handles of these constants."""
         entries, count = POINTER(_Pair)(), c_size_t()
         extract = getattr(self._library, "AOTInductorModelContainerExtractConstantsMapEntries", None)
         if extract is None:  # code of another version than the bundle says
             raise MachineError(
-                "library-refused", f"{self._where}: is not of the torch that the bundle names", "build the bundle again"
+                "library-refused", f"{self._where}: was not built with the torch of the manifest", "build the bundle again"
             )
         self._check(extract(self._container, byref(entries), byref(count), c_bool(False)))
         return [entries[index].handle for index in range(count.value)]
 
     def check_counts(self, inputs: int, outputs: int) -> None:
-        """Raises library-refused unless the region takes and gives so many tensors: `run` with another number ends the process."""
+        """Raises library-refused unless the region has these numbers of inputs and outputs: `run` with another number crashes the
+        process."""
         for kind, count, name in (("inputs", inputs, "GetNumInputs"), ("outputs", outputs, "GetNumOutputs")):
             number = c_size_t()
             self._check(self._library[f"AOTInductorModelContainer{name}"](self._container, byref(number)))
@@ -233,8 +234,8 @@ class HostRegion:
                 raise MachineError("library-refused", f"{self._where}: has {number.value} {kind}, the bundle says {count}")
 
     def run(self, addresses: Sequence[int], layouts: Sequence[Layout], outputs: ctypes.Array[c_void_p]) -> None:
-        """Runs on CPU memory; puts the handles of output tensors into `outputs`, for the caller to delete.  Raises what the model's
-        code says: assertion-failed, operation-refused; and out-of-memory."""
+        """Runs on CPU memory; puts the handles of output tensors into `outputs`, for the caller to delete.  Raises the errors of
+        the model's code, assertion-failed and operation-refused, and out-of-memory."""
         inputs = handles_type(len(addresses))()
         place = addressof(inputs)
         for address, layout in zip(addresses, layouts, strict=True):
@@ -257,18 +258,16 @@ class HostRegion:
             raise MachineError("library-refused", f"{self._where}: {self._last_error() or 'the shared object failed'}")
 
     def _failed_call(self) -> CallError | OutOfMemory:
-        """The error of a run: what torch's code threw, for the values that it was given or for want of memory."""
+        """The error of a run, from an exception of torch's code because of its input values or of missing memory."""
         message = self._last_error()
         if ASSERTS in message:
             return CallError("assertion-failed", message.removeprefix("Expected "))
         if any(text in message for text in NO_MEMORY):
-            return OutOfMemory(
-                "out-of-memory", f"{self._where}: {message}", "give memory of this machine back, or call smaller sizes"
-            )
+            return OutOfMemory("out-of-memory", f"{self._where}: {message}", "free memory of this machine, or call smaller sizes")
         return CallError("operation-refused", f"{self._where}: {message or 'the shared object failed'}")
 
     def _last_error(self) -> str:
-        """The first line of what the shared object said last, "" where it said nothing."""
+        """The first line of the last error of the shared object, or ""."""
         text = c_char_p()
         last = getattr(self._library, "AOTInductorGetLastError", None)  # of torch 2.13, else of silent_errors.h
         if last is not None:
@@ -283,25 +282,25 @@ class HostRegion:
 # --- outputs of runs ----------------------------------------------------------------------------------------------------
 
 Found = tuple[int, tuple[int, ...], tuple[int, ...]]
-"""What `LibTorch.layout` gives: torch's number of the dtype, shape, strides in elements."""
+"""The result of `LibTorch.layout`: torch's number of the dtype, shape, strides in elements."""
 
 
 @lru_cache(maxsize=256)
 def handles_type(count: int) -> type[Array[c_void_p]]:
-    """The array of so many handles of tensors."""
+    """The type of an array of this many tensor handles."""
     return c_void_p * count
 
 
 ALL: Any = itemgetter(slice(None))
-"""The elements of an array, as a list: an array of ctypes' is slow to go through."""
+"""The elements of a ctypes array as a list, because its iteration is slow."""
 
 
 class RegionOutputs:
     """The `count` output tensors of one replay, in memory of torch's allocator until `release`, or until the last reference to this
     goes.
 
-    The replay puts their handles into `handles`, which are 0 before: it may be interrupted at any point, and each tensor is freed
-    once, by functions of C.  To be made takes microseconds: `free` has those that were released, for the next replays.
+    The replay writes their handles to `handles`, which are 0 before.  It may be interrupted at any point: C functions free each
+    tensor once.  Creation takes microseconds, so `free` keeps released ones for the next replays.
     """
 
     __slots__ = ("__weakref__", "_free", "_left", "_torch", "addresses", "handles")
@@ -317,13 +316,13 @@ class RegionOutputs:
         when_gone(self, map(torch.delete, filter(None, rest)))
 
     def transfer_ownership(self, index: int) -> RegionOutputs:
-        """The tensor, which is no longer kept here."""
+        """Returns the tensor, and removes it here."""
         kept = RegionOutputs(self._torch, 1)
         kept.handles[0], self.handles[index] = self.handles[index], None
         return kept
 
     def release(self) -> None:
-        """Frees the tensors; nobody uses them any more."""
+        """Frees the tensors, which are not used any more."""
         left, handles = self._left, self.handles
         left[:], handles[:] = [0, *handles[:]], [None] * len(handles)  # at once: nothing is called
         make_calls(map(self._torch.delete, filter(None, iter(left.pop, 0))))
@@ -332,7 +331,7 @@ class RegionOutputs:
 
 
 def check_layout(layout: Found, dtype: int, row: Value, where: str) -> None:
-    """Raises library-refused unless a tensor of the code's is laid out as `row` says; `dtype` is torch's number of the row's.
+    """Raises library-refused unless the layout of the code's tensor is that of `row`; `dtype` is torch's number of the row's dtype.
 
     `where` names the shared object and the output.  Strides of axes of one element, and of empty tensors, do not count.
     """
@@ -345,12 +344,9 @@ def check_layout(layout: Found, dtype: int, row: Value, where: str) -> None:
 
 
 class OutputLayouts:
-    """How the outputs of a program of the cpu target have to lie.
-
-    Dtypes and shapes follow from those of the inputs: they are compared at the first replay.  Strides may follow from what the
-    inputs hold, as those of a column of a tensor as wide as a sum: they are compared at every replay.
-
-    An output that shares memory is read there; the code gives a copy.
+    """The expected layouts of a CPU program's outputs.  Dtypes and shapes depend on those of the inputs only: they are compared at
+    the first replay.  Strides may depend on the values of inputs, such as a column of a tensor whose width is a sum: they are
+    compared at every replay.  An output that shares memory is read there; the code returns a copy.
     """
 
     __slots__ = ("_handed", "_rows", "_strides", "_torch", "_where")
@@ -367,7 +363,7 @@ class OutputLayouts:
         self._strides: list[tuple[int, int, bytes]] | None = None
 
     def addresses(self, handles: Array[c_void_p]) -> list[int]:
-        """Where the tensors of one replay begin.  Raises library-refused, naming the output, for one that lies otherwise."""
+        """The addresses of one replay's tensors.  Raises library-refused with the name of an output whose layout differs."""
         torch, words = self._torch, self._handed()
         place = addressof(words)
         for handle in handles:

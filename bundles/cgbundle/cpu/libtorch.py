@@ -225,7 +225,7 @@ def load_shared_object(data: bytes, where: str, needed: tuple[str, ...]) -> ctyp
             library = _LOADED[digest] = _load(data, digest, where)
     for name in needed:
         if not hasattr(library, name):
-            raise MachineError("library-refused", f"{where}: has no function {name}: not the code of a region")
+            raise MachineError("library-refused", f"{where}: has no function {name}: it is not the code of a region")
     return library
 
 
@@ -233,7 +233,7 @@ def _load(data: bytes, digest: str, where: str) -> ctypes.CDLL:
     try:
         descriptor = os.memfd_create(f"cgbundle-{os.path.basename(where)}-{digest[:16]}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     except OSError as error:
-        raise MachineError("library-refused", f"{where}: the system gives no memory to load code from: {error.strerror}") from None
+        raise MachineError("library-refused", f"{where}: cannot create memory for the code: {error.strerror}") from None
     try:
         written = 0
         while written < len(data):

@@ -46,7 +46,7 @@ def check(call: str, result: int | tuple[Any, ...], detail: str = "") -> Any:
         if error == ASSERT:
             raise MachineError(
                 "driver-failed",
-                f"{call}{about}: {_name(error)}: a kernel found an index out of range, or what the model asserts is not so",
+                f"{call}{about}: {_name(error)}: an index is out of range, or an assertion of the model failed",
                 "start a new process: this one cannot use the GPU any more; its standard error names the assertion",
             )
         raise MachineError("driver-failed", f"{call}{about}: {_name(error)}")
@@ -93,7 +93,7 @@ class Context:
         self._forks = FORKS.number
         count = device_count()
         if not 0 <= index < count:
-            raise MachineError("wrong-machine", f"device {index}: this machine shows {count} GPU{'' if count == 1 else 's'}")
+            raise MachineError("wrong-machine", f"device {index}: this machine has {count} visible GPU{'' if count == 1 else 's'}")
         self.index = index
         self.device = call("cuDeviceGet", index)
         self.handle = call("cuDevicePrimaryCtxRetain", self.device)

@@ -68,7 +68,7 @@ class StreamExecutor:
         if self._where:
             raise CallError(
                 "capture-refused",
-                f"{self._where}: mode 'stream' asks the device which branch to take, which no capture allows",
+                f"{self._where}: mode 'stream' reads the branch from the device, which is not allowed in a capture",
                 "load the bundle with mode='graph'",
             )
         self.launch(stream)

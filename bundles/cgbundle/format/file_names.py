@@ -87,7 +87,7 @@ def _folder(entry: str) -> str:
 def entry_named(manifest: Manifest, name: str = "") -> EntrySpec:
     """An entry, by default the first.  Raises entry-missing, and bundle-kind for a bundle that has none at all."""
     if manifest.engine is not None:
-        raise CallError("bundle-kind", "the bundle holds graphs of an engine, no program")
+        raise CallError("bundle-kind", "the bundle holds graphs of an engine, not a program")
     entry = next((entry for entry in manifest.entries if entry.name == name), None) if name else manifest.entries[0]
     if entry is None:
         raise missing_entry(name, [entry.name for entry in manifest.entries])

@@ -1,5 +1,5 @@
 """JSON that nobody vouches for: its length, its number of values and its depth are seen from the bytes, before it is parsed.  No
-name stands twice in an object: readers differ in which one they take.
+name occurs twice in an object: readers differ in which one they take.
 And the numbers, names and texts in a manifest: their types and limits, and their errors.
 
 The parser of the standard library makes 25 bytes of objects from one byte of text, and goes as deep as the stack or beyond it.
@@ -74,7 +74,7 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     members = dict(pairs)
     if len(members) != len(pairs):
         [(name, _)] = Counter([name for name, _ in pairs]).most_common(1)
-        raise ValueError(f"{name[:40]!r} stands twice in an object")
+        raise ValueError(f"{name[:40]!r} occurs twice in an object")
     return members
 
 

@@ -123,7 +123,7 @@ def _record(kind: type) -> Decoder:
         fields = {field: decoders[field](item, prefix + field) for field, item in value.items()}
         for field, item in fields.items():
             if field in absent and item == absent[field] and type(item) is type(absent[field]):
-                raise BundleError("manifest-invalid", f"{prefix}{field}: has its default, and has to be left out")
+                raise BundleError("manifest-invalid", f"{prefix}{field}: has its default value, which must be left out")
         return kind(**fields)
 
     return decoder

@@ -56,7 +56,7 @@ def open_directory(path: str) -> int:
     except FileNotFoundError:
         if not os.path.lexists(path):
             raise BundleError("bundle-missing", f"{path}: no such bundle") from None
-        raise BundleError("not-a-bundle", f"{path}: a symbolic link to nothing, not a bundle") from None
+        raise BundleError("not-a-bundle", f"{path}: a broken symbolic link, not a bundle") from None
     except NotADirectoryError:
         raise BundleError("not-a-bundle", f"{path}: a file, not a bundle directory") from None
     except ValueError:

@@ -248,8 +248,8 @@ class DataSize:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """What a check found.  `node` names a node of the exported program, and is absent where the finding concerns the whole model;
-    `where` is the user's file:line."""
+    """A finding of a check.  `node` names a node of the exported program, "" for the whole model.  `where` is the user's
+    file:line."""
 
     rule: Name
     severity: Literal["refuse", "host", "note"]
@@ -444,14 +444,14 @@ class Engine:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
-    """Everything about a bundle but its bulk.
+    """All data of a bundle except weights, images and tables.
 
-    `entries`: at least one; `forward`, where there is one, is the first.  `random`: the position in `weights` of the state of the
-    random numbers, int64 [seed, calls so far].  `frozen`: the weights that no update may change, by position.  `memories`: their
-    bytes, by name.  `state_dimensions`: of which state `load` chooses the number of rows, by name.
-    `donations`: outputs that a later call takes where they lie; `donated`: where they lie on a GPU.  `allowed`:
-    rules that the user allowed to be broken.  `world`: which rank of a model over several devices this is.  `engine`: the bundle
-    holds graphs that another program captured, and no entries."""
+    `entries`: at least one; `forward`, if there is one, is the first.  `random`: the position in `weights` of the state of the
+    random numbers, int64 [seed, number of calls].  `frozen`: weights that no update may change, by position.  `memories`: the bytes
+    of each memory, by name.  `state_dimensions`: the dimensions of state whose number of rows `load` chooses.  `donations`: outputs
+    that a later call reads in place; `donated`: their ranges on a GPU.  `allowed`: rules whose findings the user allowed.  `world`:
+    the rank of this bundle, for a model over several devices.  `engine`: graphs that another program captured, instead of
+    entries."""
 
     version: int
     name: Name

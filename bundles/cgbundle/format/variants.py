@@ -57,7 +57,7 @@ def check_variants(manifests: Sequence[Manifest]) -> None:
             raise BundleError("manifest-invalid", f"{where}.world: a model over several devices has no variants")
         first = manifests[0]
         if [_called(entry) for entry in manifest.entries] != [_called(entry) for entry in first.entries]:
-            raise BundleError("manifest-invalid", f"{where}.entries: are called otherwise than those of {names[0]}")
+            raise BundleError("manifest-invalid", f"{where}.entries: have other names than those of {names[0]}")
         if manifest.files != first.files or manifest.provenance != first.provenance or manifest.name != first.name:
             raise BundleError("manifest-invalid", f"{where}: has another name, origin or other files than {names[0]}")
         if _state(manifest) != _state(first):

@@ -86,7 +86,7 @@ def open_bundle(
         bundle = Archive(os.fspath(path), copy_weights=weights == "copy")
         _check(bundle, check, key, variant, first)
         if bundle.manifest.engine is not None:
-            raise CallError("bundle-kind", f"{bundle.path}: holds graphs of an engine, no program")
+            raise CallError("bundle-kind", f"{bundle.path}: holds graphs of an engine, not a program")
         if replicas:
             from .replicas import check_replicas, open_replicas  # few programs are on several devices
 

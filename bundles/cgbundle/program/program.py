@@ -63,13 +63,13 @@ class Sessions:
 class Program(Entry):
     """A model, ready to be called; a context manager that closes.
 
-    Made by `cgbundle.load`, when several threads may call it and wait for each other where they have to, or by `session`, when one
-    thread at a time may.
+    `cgbundle.load` returns one that several threads may call; they wait for each other.  `session` returns one for a single thread
+    at a time.
 
-    `entries` are its callables by name: `program.decode(...)`, or `program["decode"](...)` where a name is one of the program's
-    own.  A call of the program itself goes to `forward`, or to the only entry.  `memory` are the bytes of each memory; `state`
-    what the model keeps from call to call (a State), the same for all entries; `manifest` everything else (a Manifest).  As an
-    Entry the program is the first one.
+    `entries` are its callables by name: `program.decode(...)`, or `program["decode"](...)` if the program has a method of that
+    name.  A call of the program itself calls `forward`, or the only entry.  `memory` has the bytes of each memory, `state` the
+    state that lasts from call to call (a State), the same for all entries, and `manifest` all other data (a Manifest).  The
+    attributes of Entry are those of the first entry.
     """
 
     def __init__(
@@ -139,11 +139,11 @@ class Program(Entry):
     # --- sessions and what lasts from call to call ------------------------------------------------------------
 
     def session(self) -> Program:
-        """A further session of the model: state, static inputs, arena and stream of its own, over the same weights and kernels.
+        """A new session of the model, with its own state, static inputs, arena and stream, and the same weights and kernels.
 
-        Sessions run side by side, each in one thread at a time: a second thread raises SessionBusy.  Its state begins as it was
-        when the bundle was made, its random numbers from a seed of its own.  Closed as a program is, or with the one that was
-        loaded; collected when it is forgotten.  Raises ProgramClosed, OutOfMemory.
+        Sessions run in parallel, each in one thread at a time: a second thread raises SessionBusy.  Its state starts with the
+        initial values of the bundle, its random numbers with a new seed.  It is closed by `close`, with the loaded program, or when
+        it is garbage collected.  Raises ProgramClosed, OutOfMemory.
         """
         root = self._root or self
         policies = (root._on_miss, "view" if root._views else "copy", root._cast)
@@ -156,26 +156,26 @@ class Program(Entry):
 
     @property
     def session_memory(self) -> dict[str, int]:
-        """Bytes of each memory that one more session takes: on a GPU in steps of 2 MiB, and the driver's graphs beside them; on a
-        CPU besides what the code needs during a call, and the `buffers` that are asked for.  `code`: the kernel images with
-        variables that kernels may write, of which each session loads its own; not named where there are none."""
+        """Bytes of each memory that a new session takes.  On a GPU they are multiples of 2 MiB, without the driver's memory for
+        graphs.  On a CPU they include neither the temporaries of a call nor `buffers`.  `code`: kernel images with writable
+        variables, which each session loads again, if there are any."""
         sizes = {name: size for name, size in self.memory.items() if name in PER_SESSION}
         code = self._backend.code_bytes
         return {**sizes, KERNEL_CODE: code} if code else sizes
 
     @property
     def updated(self) -> bool:
-        """Whether `update` has put weights in place since the bundle was loaded, be they its own once more: the self-test is about
-        the weights that were loaded.  Raises ProgramClosed."""
+        """Whether `update` was called since the bundle was loaded, even with the bundle's own weights.  The self-test needs the
+        loaded weights.  Raises ProgramClosed."""
         return self._backend.updated
 
     def reset(self) -> None:
-        """Brings back what all state held at first, in order with the calls; random numbers go on."""
+        """Resets all state to its initial values, in order with the calls.  Random numbers continue."""
         self.state.reset()
 
     def seed(self, number: int) -> None:
-        """Begins the random numbers anew: equal seeds give equal numbers, call by call.  Raises ValueError unless
-        0 <= number < 2**63, StateMissing for a model that draws none."""
+        """Seeds the random numbers: after equal seeds, calls draw equal numbers.  Raises ValueError unless 0 <= number < 2**63,
+        StateMissing if the model draws none."""
         self.state.seed(number)
 
     def state_bytes(self, weight: int) -> bytes:
@@ -183,29 +183,29 @@ class Program(Entry):
         return self.state.fetch(weight)
 
     def update(self, weights: str | os.PathLike[str] | Mapping[str, Any], *, partial: bool = False) -> None:
-        """Other weights in place of the bundle's, in this program and all of its sessions; the graphs stay.
+        """Replaces the weights in this program and all of its sessions.  The graphs stay.
 
         `weights`: a safetensors file, the index of one in several files (`model.safetensors.index.json`, as the Hugging Face Hub
         has it), a folder with one of these, another bundle, or a mapping of names to tensors (NumPy, torch, CuPy, DLPack).  Names,
-        dtypes and shapes are those of the model's state_dict.  Of tied weights one is enough.  `partial`: weights that are not
-        given stay as they are; else all have to be given.
+        dtypes and shapes are those of the model's state_dict.  Of tied weights one is enough.  `partial`: other weights stay; False
+        needs all weights.
 
-        Everything is read and checked first: where this raises, nothing has changed.  A call that began before uses the old weights
-        to its end, one that begins after this has returned the new ones, in every session.  Calls inside of CUDA graphs that the
-        caller captured are the caller's to order.  State stays: it is none of the weights.
+        Everything is read and checked first: if this raises, nothing has changed.  A call that began before uses the old weights to
+        its end.  A call that begins after this has returned uses the new weights, in every session.  The caller has to order calls
+        inside its own CUDA graphs.  State does not change.
 
-        Raises update-invalid for what does not fit, update-refused for a weight that the build made a part of the code (`inspect`
-        lists them), ProgramClosed, OutOfMemory.
+        Raises update-invalid for wrong weights, update-refused for a weight that is part of the code (`inspect` lists them),
+        ProgramClosed, OutOfMemory.
         """
         update_all([self], weights, partial=partial)
 
     def warmup(self, *int_keys: tuple[int, ...]) -> None:
-        """Pays the costs of first calls ahead: reads the weights, builds what `lazy=True` put off, and makes a call of each of
-        `int_keys` (default: all recorded ones of all entries), with the inputs that the build proved it with.
+        """Does the extra work of first calls: reads the weights, builds the graphs that `lazy=True` deferred, and makes a call of
+        each of `int_keys` (default: all recorded ones of all entries) with the inputs of the self-test.
 
-        Keys are of `forward`, or of the only entry; `program.decode.warmup(key)` takes those of another one.
-        State and random numbers are then what they were; views that were handed out are stale.  OpenMP's threads belong to the
-        thread that calls: do it in the one that serves.  Raises key-missing, EntryMissing, and what a call raises.
+        `int_keys` are those of `forward`, or of the only entry; for another entry call `program.decode.warmup(key)`.  State and
+        random numbers do not change.  Earlier views become stale.  OpenMP's threads belong to the calling thread, so call it in the
+        thread that serves.  Raises key-missing, EntryMissing, and the errors of a call.
         """
         from ..call.warmup import warm_up  # few programs ask for it
 
@@ -217,7 +217,7 @@ class Program(Entry):
         warm_up(self._session, self.manifest, [(entry.spec, key, entry.replay) for entry in entries for key in entry.int_keys])
 
     def profile(self) -> Profile:
-        """Times the calls that are made inside `with program.profile() as profile:`, and every step of theirs.
+        """Times the calls inside `with program.profile() as profile:`, and each of their steps.
 
         `print(profile)` shows a table, `profile.save("trace.json")` writes a Chrome trace, which chrome://tracing and Perfetto
         read, `profile.rows()` and `profile.spans` are the numbers.  On a GPU steps are timed there, by two events each.
@@ -227,8 +227,7 @@ class Program(Entry):
         return Profile(self.manifest.name, self._watch_all)
 
     def open_self_test(self) -> Mapped:
-        """The self-test of the bundle that was loaded, to be closed by the caller.  For verification.  Raises ProgramClosed,
-        weights-invalid."""
+        """The self-test of the loaded bundle.  The caller closes it.  For verification.  Raises ProgramClosed, weights-invalid."""
         from ..format.file_names import SELF_TEST  # no call needs it
         from ..format.safetensors import Mapped
 
@@ -237,13 +236,13 @@ class Program(Entry):
         return Mapped(self._session.self_test.descriptor, SELF_TEST)
 
     def poison(self, byte: int, *, reserved: bool = True) -> None:
-        """Overwrites with `byte` what no replay may rely on: results must not change.  `reserved`: also the outputs that a later
-        call may take where they lie.  For verification."""
+        """Overwrites with `byte` the memory whose contents no replay may depend on: results must not change.  `reserved`: also
+        donated outputs, which a later call may read.  For verification."""
         self._backend.poison(byte, reserved=reserved)
 
     def close(self) -> None:
-        """Waits for running calls, then frees everything; closing the program that was loaded closes its sessions.  Calling a
-        closed program raises ProgramClosed; closing twice does nothing."""
+        """Waits for running calls, then frees all memory.  Closing the loaded program closes its sessions.  Calls of a closed
+        program raise ProgramClosed; closing twice does nothing."""
         if self._backend.device is not None:
             for epoch in (self._session.epoch, *[entry.epoch for entry in self.entries.values()]):
                 epoch.closed = True  # views of the GPU's memory end here, also those that a running call will give

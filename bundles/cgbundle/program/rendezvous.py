@@ -207,7 +207,7 @@ def _received(connection: socket.socket, until: float, missing: Sequence[int], t
 
 def _late(missing: Sequence[int], timeout: float) -> MachineError:
     who = ", ".join(map(str, missing))
-    return MachineError("rank-timeout", f"rank {who} has not come within {timeout:g} s, or has gone again")
+    return MachineError("rank-timeout", f"rank {who} did not connect within {timeout:g} s, or has disconnected")
 
 
 def _close_all(descriptors: Sequence[int]) -> None:

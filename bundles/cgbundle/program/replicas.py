@@ -25,15 +25,14 @@ from .program import Program, update_all
 class Replicas:
     """A program on each of several devices; a context manager that closes all.
 
-    Made by `cgbundle.load(..., replicas=True)`.  A call goes to one of them: the one on whose GPU its inputs lie, and with inputs
-    of the CPU the one that the fewest calls are running in, equal ones in turn.  Any number of threads may call.
+    `cgbundle.load(..., replicas=True)` returns it.  A call with inputs on a GPU runs on that GPU.  A call with inputs on the CPU
+    runs on the copy with the fewest running calls, in turns if several have the fewest.  Any number of threads may call.
 
-    `programs` are the copies, in the order of `devices`, to be used by themselves too.  `entries` are called as those of a program:
+    `programs` are the copies, in the order of `devices`, and may be called directly.  `entries` are called as those of a program:
     `replicas.decode(...)`, `replicas["decode"](...)`.  `int_keys`, `inputs`, `outputs` and `manifest` are those of every copy;
-    `memory` are the bytes of each memory on each device.
+    `memory` has the bytes of each memory on each device.
 
-    A model that keeps state from call to call is called through `session()`, which stays on one device.  Random numbers are every
-    copy's own.
+    A model with state is called through `session()`, which stays on one device.  Every copy has its own random numbers.
     """
 
     def __init__(self, programs: Sequence[Program]) -> None:
@@ -68,25 +67,25 @@ class Replicas:
         raise missing_attribute(self, name, entries)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Replays the model on one of the devices; takes, gives and raises what `Entry` does, and replica-state."""
+        """Replays the model on one of the devices, as a call of an `Entry`.  Also raises replica-state."""
         if self._main is None:
             return self.programs[0](*args, **kwargs)  # which says that no entry is called so
         return self._main(*args, **kwargs)
 
     def replay(self, tensors: Sequence[Any]) -> list[Any]:
-        """The call with its inputs and outputs flat, in the order of the signature, of the first entry.  Raises as a call does."""
+        """As `Entry.replay`, for the first entry."""
         return next(iter(self._entries.values())).replay(tensors)
 
     def session(self) -> Program:
-        """A session, as of a program, on the device whose turn it is: its state stays there.  Raises as `Program.session`."""
+        """A session on the next device in turn, where its state stays.  Raises as `Program.session`."""
         with self._load.lock:
             number = self._sessions
             self._sessions = (number + 1) % len(self.programs)
         return self.programs[number].session()
 
     def update(self, weights: str | os.PathLike[str] | Mapping[str, Any], *, partial: bool = False) -> None:
-        """Other weights on all devices, as `Program.update` does on one: on all or on none.  Calls on different devices need not
-        begin to use them at the same moment.  Tensors of a GPU are refused, as they lie on one alone."""
+        """Replaces the weights on all devices or on none, as `Program.update`.  Devices may start to use them at different times.
+        Tensors on a GPU are refused."""
         update_all(self.programs, weights, partial=partial)
 
     def warmup(self, *int_keys: tuple[int, ...]) -> None:
@@ -128,7 +127,7 @@ class ReplicatedEntry:
             return self._each[number](*args, **kwargs)
 
     def replay(self, tensors: Sequence[Any]) -> list[Any]:
-        """The call with its inputs and outputs flat, in the order of the signature.  Raises as a call does."""
+        """A call with lists of inputs and outputs, in the order of the signature.  Raises the errors of a call."""
         self._check_state()
         with self._load.chosen(_device(tensors)) as number:
             return self._each[number].replay(tensors)
@@ -141,7 +140,7 @@ class ReplicatedEntry:
             raise CallError(
                 "replica-state",
                 f"the model keeps {self._state[0]!r} from call to call, and the next call may go to another device",
-                "call a session of its own: replicas.session()(...)",
+                "use a session: replicas.session()(...)",
             )
 
 

@@ -25,8 +25,8 @@ class State(Mapping[str, Tensor]):
     """The state of one session, by the names of the model's buffers; empty for a model that changes none.
 
     `state[name]` is a copy in CPU memory, `state[name] = value` writes, both in order with the session's calls.  A value is a NumPy
-    array, a torch tensor of the CPU or the program's GPU, a `Tensor`, or speaks DLPack.  Raises ProgramClosed, SessionBusy,
-    and StateMissing, which is a KeyError.
+    array, a torch tensor on the CPU or the program's GPU, a `Tensor`, or another tensor with DLPack.  Raises ProgramClosed,
+    SessionBusy, and StateMissing, which is a KeyError.
 
     `rows`: the numbers of rows that `load` chose, by the names of the dimensions: {"pages": 4096}.
     """
@@ -40,7 +40,7 @@ class State(Mapping[str, Tensor]):
         self.rows = {dimension.name: manifest.weights[dimension.weights[0]].shape[0] for dimension in manifest.state_dimensions}
 
     def __getitem__(self, name: str) -> Tensor:
-        """A copy in the host's memory, when the calls before are done.  Raises state-missing, capture-refused."""
+        """A copy in host memory, after the earlier calls are done.  Raises state-missing, capture-refused."""
         index, weight = self._row(name)
         raw = self.fetch(index)
         memory = from_bytes(raw, "uint8", (len(raw),))
@@ -60,8 +60,8 @@ class State(Mapping[str, Tensor]):
         during(backend, caller, lambda stream: backend.store(index, address, device, stream))
 
     def view(self, name: str) -> Tensor:
-        """The state itself, where it lies: what is written to this tensor, the next call sees.  On a GPU the order against calls is
-        the caller's to keep, and the tensor must not be used after the session was closed."""
+        """The state itself, without a copy: the next call reads what is written to this tensor.  On a GPU the caller has to order
+        its accesses with the calls, and must not use the tensor after the session is closed."""
         index, weight = self._row(name)
         backend = self._backend
         with backend.turn:  # which raises where the session was closed
@@ -73,12 +73,12 @@ class State(Mapping[str, Tensor]):
         return during(self._backend, None, lambda stream: self._backend.fetch(weight, stream))
 
     def reset(self) -> None:
-        """Brings back what all state held at first but that of the random numbers, in order with the calls."""
+        """Resets all state except the random numbers to its initial values, in order with the calls."""
         self._refuse_capture()
         during(self._backend, None, self._backend.reset)
 
     def seed(self, number: int) -> None:
-        """Begins the random numbers anew, as `Program.seed`."""
+        """Seeds the random numbers, as `Program.seed`."""
         if self._random is None:
             raise StateMissing("state-missing", f"program {self._program!r} has no seed: its model draws no random numbers")
         if not 0 <= number < SEEDS:

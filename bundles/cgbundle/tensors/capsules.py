@@ -130,7 +130,7 @@ def read(value: Any, name: str) -> tuple[int, str, Sequence[int], Sequence[int] 
         capsule = value.__dlpack__(**options)
     except REFUSALS as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise CallError("input-kind", f"input {name!r}: its library does not share it: {reason}") from None
+        raise CallError("input-kind", f"input {name!r}: its library does not export it: {reason}") from None
     if not _capsule_is(capsule, b"dltensor"):
         kind = type(capsule).__name__
         what = "one that is used up, or of another kind" if kind == "PyCapsule" else kind

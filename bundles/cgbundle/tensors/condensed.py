@@ -120,7 +120,7 @@ def compare_stored(self_test: Mapped, name: str, dtype: str, got: bytes) -> tupl
             if any((self_test.entries[part].dtype, self_test.entries[part].shape) != shape for part, shape in shapes.items()):
                 break
             return compare(dtype, {ending: bytes(stored(self_test, name + ending)) for ending in endings}, got)
-    raise BundleError("weights-invalid", f"{SELF_TEST}: tensor {name!r}: what takes its place does not fit {elements} elements")
+    raise BundleError("weights-invalid", f"{SELF_TEST}: tensor {name!r}: its condensed form does not match {elements} elements")
 
 
 def stand_in(entries: Mapping[str, Entry], name: str) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ def _check(value: Tensor, name: str) -> None:
     """Raises input-kind for a tensor that the caller has made of what is none."""
     numbers = [value.address, *value.shape, *value.strides, *(() if value.device is None else (value.device,))]
     if value.dtype not in DTYPES or any([type(number) is not int for number in numbers]):
-        raise CallError("input-kind", f"input {name!r}: a cgbundle.Tensor of numbers and a dtype that are none")
+        raise CallError("input-kind", f"input {name!r}: a cgbundle.Tensor with an invalid dtype, address, shape, strides or device")
     if value.device is None:
         check_place(value.address, value.dtype, value.shape, value.strides, name)
 

@@ -173,4 +173,4 @@ def check_place(address: int, dtype: str, shape: Sequence[int], strides: Sequenc
         fine = first > 0 and last < ADDRESSES
     if not fine:
         layout = f"shape {list(shape)}, strides {None if strides is None else list(strides)}, address {address:#x}"
-        raise CallError("input-kind", f"input {name!r}: no memory has {layout}")
+        raise CallError("input-kind", f"input {name!r}: this is not valid memory: {layout}")

@@ -13,24 +13,24 @@ if TYPE_CHECKING:
     from .tensor import Tensor
 
 WAIVER = "mismatched-integers"
-"""Integers or booleans that come out otherwise than in eager PyTorch, and follow from rounded floats.
+"""Integers or booleans that differ from eager PyTorch's, because they depend on rounded floats.
 
-What it looks for: outputs of such a dtype that differ when the build compares a bundle with eager PyTorch, other than indices that
-point at floats which are equal within tolerance.
-Why: compiled code leaves roundings out that eager PyTorch makes, and they decide a comparison or a conversion.
-Effect: the build fails as proof-failed. With --allow, the share that differed is stored as the output's bound.
-Fix: return the floats that they follow from, or allow it.
+What it looks for: outputs of such a dtype that differ when the build compares the bundle with eager PyTorch.  Indices of floats
+that are equal within tolerance do not count.
+Why: compiled code rounds less often than eager PyTorch, and that can change a comparison or a conversion.
+Effect: the build fails with proof-failed.  With --allow, the fraction that differed is stored as the output's bound.
+Fix: return the floats instead, or allow it.
 Source: the rule of comparison in cgbundle/tensors/comparison.py.
 """
 
 NEAR_TIES = "near-ties"
-"""Indices that another processor may select otherwise, of floats that are equal within tolerance.
+"""Indices that another processor may select differently, because their floats are equal within tolerance.
 
-What it looks for: what `argmax`, `topk`, `sort`, `multinomial` and their like select in the self-test, where another element is
+What it looks for: indices of `argmax`, `topk`, `sort`, `multinomial` and similar operators in the self-test, if another element is
 within tolerance of the selected one.
-Why: kernels of another processor round otherwise, and that decides between the two.
-Effect: the share of such indices is stored as the output's bound, and `cgcompile verify --run` allows as many to differ.
-Fix: nothing has to be done; where other indices than eager PyTorch's do harm, select among wider floats.
+Why: kernels of another processor round differently, and may select the other element.
+Effect: the fraction of such indices is stored as the output's bound, and `cgcompile verify --run` allows this fraction to differ.
+Fix: none needed; if the indices must be those of eager PyTorch, select among floats of a wider dtype.
 Source: cgcompile/transforms/near_ties.
 """
 

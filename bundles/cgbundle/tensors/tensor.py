@@ -17,8 +17,8 @@ from .library import CPU, CUDA
 
 
 class Tensor:
-    """`shape` and `strides` in elements, `address` in bytes, in CPU memory unless `device` is a CUDA device number; `owner` keeps
-    the memory alive.  Speaks DLPack and, on the CPU, NumPy's `__array_interface__`."""
+    """`shape` and `strides` count elements.  `address` is in CPU memory, or in the memory of the CUDA device number `device`.
+    `owner` keeps the memory alive.  Supports DLPack and, on the CPU, NumPy's `__array_interface__`."""
 
     __slots__ = ("_capsule", "_taken", "address", "device", "dtype", "owner", "shape", "strides")
 
@@ -36,7 +36,7 @@ class Tensor:
 
     @property
     def contiguous(self) -> bool:
-        """Whether the elements lie row-major without gaps."""
+        """Whether the elements are row-major and dense."""
         return is_dense(self.shape, self.strides)
 
     def __getitem__(self, slices: tuple[slice, ...]) -> Tensor:
@@ -53,13 +53,13 @@ class Tensor:
         copy(self[slices], value)
 
     def clone(self) -> Tensor:
-        """A row-major copy in memory of its own.  Raises BufferError on a GPU, as `tobytes` does."""
+        """A row-major copy.  Raises BufferError on a GPU, as `tobytes` does."""
         fresh = empty(self.dtype, self.shape)
         copy(fresh, self)
         return fresh
 
     def tobytes(self) -> bytes:
-        """The elements row-major."""
+        """The bytes of the elements, row-major."""
         _check_near(self)
         source = self if self.contiguous else self.clone()
         return ctypes.string_at(source.address, prod(self.shape) * DTYPES[self.dtype])

@@ -41,7 +41,7 @@ class Torch(Library):
             descriptor = self.describe(value)
         except RuntimeError as error:  # a nested tensor
             reason = (str(error).splitlines() or [""])[0]
-            raise CallError("input-kind", f"input {name!r}: torch does not say where it lies: {reason}") from None
+            raise CallError("input-kind", f"input {name!r}: torch gives no address for it: {reason}") from None
         if not descriptor[0] and value.numel():
             raise CallError("input-kind", f"input {name!r}: expected a tensor with values, got {kind_of(value)} without memory")
         return value, descriptor

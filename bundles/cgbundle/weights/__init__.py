@@ -1,1 +1,1 @@
-"""Weights on their way: from files to the memory that calls read them from, and new ones in place of those."""
+"""Loads weights from files into the memory of calls, and replaces them by `Program.update`."""

@@ -403,4 +403,4 @@ def _check_complete(manifest: Manifest, fixed: Mapping[str, FrozenWeight], chose
 def _check_kept(name: str, contents: Contents, row: Weight, fixed: FrozenWeight) -> None:
     if contents.digest(row) != fixed.sha256:
         reason = REASONS[fixed.reason].format(where=fixed.where)
-        raise CallError("update-refused", f"weight {name!r} {reason}, and what is given differs", HINTS[fixed.reason])
+        raise CallError("update-refused", f"weight {name!r} {reason}, and the new value differs", HINTS[fixed.reason])

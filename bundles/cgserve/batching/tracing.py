@@ -1,7 +1,6 @@
-"""Spans of requests for OpenTelemetry, where its package is there: a request, how long it waited, and its replay.
-
-They go where the process's tracer provider sends them: `pip install opentelemetry-distro opentelemetry-exporter-otlp`, then
-`opentelemetry-instrument cgcompile serve models`.  Without the package nothing is done.
+"""Spans of requests for OpenTelemetry, if its package is installed: a request, its time in the queue, and its replay.  The tracer
+provider of the process exports them: `pip install opentelemetry-distro opentelemetry-exporter-otlp`, then `opentelemetry-instrument
+cgcompile serve models`.  Without the package nothing is done.
 """
 
 from __future__ import annotations
@@ -56,8 +55,7 @@ class Traced:
 
 
 def batch_spans(batch: Batch, recorded: int) -> None:
-    """The spans of a batch that has just been answered: in each request's own, `queue` and `replay`.  `recorded`: rows that were
-    computed."""
+    """Adds the spans `queue` and `replay` to every request of an answered batch.  `recorded`: number of computed rows."""
     if trace is None:
         return
     end = time.time_ns()

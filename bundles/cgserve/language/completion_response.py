@@ -1,4 +1,4 @@
-"""The answer over HTTP to a body that asks for completions: in one, or piece by piece as server-sent events."""
+"""The HTTP response to a request for completions: as a whole, or as a stream of server-sent events."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from .engine import Busy, ModelFailed, Stopping, Stream
 from .prompt_reader import PromptReader
 
 PATHS = {"/v1/completions": False, "/v1/chat/completions": True}
-"""What answers, and whether it is a chat."""
+"""The model that answers, and whether the request is a chat."""
 
 
 TOGETHER = 64
-"""Events that are sent together at most."""
+"""Maximum number of events that are sent together."""
 
 
 class Completion(Response):
-    """The answer to a body: its requests live as long as it is being sent."""
+    """The response to a body.  Its requests are closed when it has been sent."""
 
     def __init__(self, reader: PromptReader, path: str, body: bytes) -> None:
         self._reader, self._path, self._body, self._chat = reader, path, body, PATHS[path]
@@ -80,7 +80,7 @@ class Completion(Response):
             metrics.answered(self._path, code)
 
     async def _pieces(self, stream: Stream, answers: Sequence[Answer], began: float) -> AsyncGenerator[tuple[int, Piece]]:
-        """(index, piece) of all choices as they come."""
+        """(index, piece) of all choices, in the order of arrival."""
         metrics = self._served.metrics
         try:
             async with asyncio.timeout(self._served.seconds):
@@ -102,7 +102,7 @@ class Completion(Response):
             metrics.generated.inc(sum(answer.count for answer in answers))
 
     def _check_rules(self, index: int) -> None:
-        """Raises Refusal where the grammar engine gave up on an answer."""
+        """Raises Refusal if the grammar engine failed for an answer."""
         rules = self._requests[index].rules
         if rules is not None and rules.failure is not None:
             raise Refusal(400, f"{self._form}: the grammar engine gave up: {rules.failure}", self._form)
@@ -110,7 +110,7 @@ class Completion(Response):
     async def _whole(
         self, asked: Asked, pieces: AsyncIterator[tuple[int, Piece]], answers: Sequence[Answer], prompts: int
     ) -> Response:
-        """The answer in one."""
+        """The response as a whole."""
         by_choice: list[list[Piece]] = [[] for _ in answers]
         async for index, piece in pieces:
             by_choice[index].append(piece)
@@ -125,8 +125,8 @@ class Completion(Response):
         self, asked: Asked, stream: Stream, pieces: AsyncIterator[tuple[int, Piece]], answers: Sequence[Answer], prompts: int,
         send: Send,
     ) -> None:  # fmt: skip
-        """The answer piece by piece, as server-sent events; those that are there together are sent together.  What fails on the way
-        is the last event."""
+        """The response as a stream of server-sent events.  Available events are sent together.  An error during the stream is its
+        last event."""
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
         head, spoken, begun, unsent = self._head(asked), set[int](), False, list[str]()
 

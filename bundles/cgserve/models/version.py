@@ -106,7 +106,7 @@ class Version:
             for name, folder in self._adapters.items():
                 await self.language.load_adapter(name, folder)
         elif self._adapters:
-            raise ValueError("--adapter: the bundle is none of a language model")
+            raise ValueError("--adapter: the bundle is not one of a language model")
         for name, each_ports in ports.items():
             shown = self.model if len(program.entries) == 1 else f"{self.model}.{name}"
 

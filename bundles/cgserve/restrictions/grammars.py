@@ -12,14 +12,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""How JSON is written: a model that may write any white space may write it for ever."""
+"""How JSON is written.  With arbitrary white space a model could write white space forever."""
 
 ANYTHING = {"type": "object"}
 """The schema of `json_object`."""
 
 
 LARGEST = 1 << 16
-"""Characters of a grammar: the engine takes seconds for one of a few times as many."""
+"""Maximum number of characters of a grammar.  The engine takes seconds for a grammar a few times larger."""
 
 
 class MissingEngine(Exception):
@@ -27,33 +27,33 @@ class MissingEngine(Exception):
 
 
 class Matcher(Protocol):
-    """Where a text is in its grammar."""
+    """The state of a text in its grammar."""
 
     def take(self, token: int) -> str | None:
-        """Goes on by a token.  Why the engine gave up, or None."""
+        """Adds a token.  Returns the error of the engine, or None."""
 
     def write(self, words: array[Any]) -> str | None:
-        """Writes the mask of the next token.  Why the engine gave up, or None."""
+        """Writes the mask of the next token.  Returns the error of the engine, or None."""
 
 
 class GrammarMatcher:
-    """A matcher of llguidance.  The engine keeps no interpreter while it works."""
+    """A matcher of llguidance.  The engine releases the interpreter's lock while it computes."""
 
     def __init__(self, matcher: Any) -> None:
         self._matcher = matcher
 
     def copy(self) -> GrammarMatcher:
-        """For another text of the same grammar."""
+        """A copy for another text of the same grammar."""
         return GrammarMatcher(self._matcher.deep_copy())
 
     def take(self, token: int) -> str | None:
-        """As `Matcher.take`; what comes behind the end counts for nothing."""
+        """As `Matcher.take`.  Tokens after the end of the grammar are ignored."""
         if self._matcher.is_stopped() and not self._matcher.is_error():
             return None
         return None if self._matcher.consume_token(token) else one_line(self._matcher.get_error())
 
     def write(self, words: array[Any]) -> str | None:
-        """As `Matcher.write`; behind the end, that of the tokens that end a text."""
+        """As `Matcher.write`.  After the end of the grammar, the mask allows the tokens that end a text."""
         self._matcher.unsafe_compute_mask_ptr(words.buffer_info()[0], len(words) * words.itemsize)
         return one_line(self._matcher.get_error()) if self._matcher.is_error() else None
 
@@ -62,8 +62,8 @@ class Grammars:
     """The grammar engine over the tokens of a model."""
 
     def __init__(self, tokenizer: str, vocabulary: int, ends: Sequence[int]) -> None:
-        """`tokenizer`: what tokenizer.json has; `vocabulary`: tokens of the model; `ends`: tokens that end a text.  Raises
-        MissingEngine, and ValueError for a tokenizer that the engine does not know."""
+        """`tokenizer`: the contents of tokenizer.json; `vocabulary`: number of tokens; `ends`: tokens that end a text.  Raises
+        MissingEngine, and ValueError for a tokenizer that the engine does not support."""
         try:
             import llguidance
         except ImportError as error:
@@ -74,7 +74,7 @@ class Grammars:
         self._tokens = llguidance.LLTokenizer(tokenizer, n_vocab=vocabulary, eos_token=list(ends))
 
     def special(self, tags: Sequence[str]) -> dict[str, int]:
-        """Those of some texts that are one token each which the engine does not count as text, and the tokens."""
+        """Of these texts, those that are single special tokens of the engine, with their tokens."""
         special_tokens = {}
         for tag in tags:
             tokens = self._tokens.tokenize_str(tag, parse_special=True)
@@ -83,7 +83,7 @@ class Grammars:
         return special_tokens
 
     def matcher(self, grammar: str) -> GrammarMatcher:
-        """The beginning of a text.  Raises ValueError for a grammar that the engine does not take."""
+        """The state at the start of a text.  Raises ValueError for a grammar that the engine does not support."""
         if len(grammar) > LARGEST:
             raise ValueError(f"{len(grammar)} characters of schemas; at most {LARGEST} may be")
         matcher = self._engine.LLMatcher(self._tokens, grammar, log_level=0)
@@ -98,6 +98,6 @@ def schema_rule(name: str, schema: Mapping[str, Any]) -> str:
 
 
 def one_line(text: str) -> str:
-    """What a message of the engine says first: behind it come the grammar and the engine's state."""
+    """The first part of an engine's message, which is followed by the grammar and the engine's state."""
     said = re.split(r"<state>|\n\s*\d+ \| ", text)[0]
     return " ".join(said.rpartition("failed to compile JSON schema: ")[2].split()) or "the grammar engine gave up"

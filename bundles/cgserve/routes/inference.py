@@ -82,11 +82,11 @@ class Inference:
         return JSONResponse({"ready": True})
 
     async def _model_ready(self, request: Request) -> Response:
-        self.find(*_named(request))
+        self.find(*_model_and_version(request))
         return JSONResponse({"ready": True})
 
     async def _model(self, request: Request) -> Response:
-        return JSONResponse(self.metadata(*_named(request)))
+        return JSONResponse(self.metadata(*_model_and_version(request)))
 
     async def _index(self, _: Request) -> Response:
         return JSONResponse(self.index())
@@ -154,7 +154,9 @@ class Inference:
 
     async def _infer(self, request: Request) -> Response:
         body = await request.body()
-        return await self.answer(*_named(request), request.headers, lambda serving, tell: infer(serving, request, body, tell))
+        return await self.answer(
+            *_model_and_version(request), request.headers, lambda serving, tell: infer(serving, request, body, tell)
+        )
 
     def entry(self, name: str, wanted: str | None) -> Serving:
         """The version that serves a model, and the entry; `wanted`: of this number.  Raises Refusal."""
@@ -179,7 +181,7 @@ class Inference:
         return model.current
 
 
-def _named(request: Request) -> tuple[str, str | None]:
+def _model_and_version(request: Request) -> tuple[str, str | None]:
     """The model and the version that a path names."""
     return request.path_params["model"], request.path_params.get("version")
 

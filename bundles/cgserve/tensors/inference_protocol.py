@@ -114,7 +114,7 @@ def read_request(body: bytes, header: str | None, inputs: Sequence[Port], output
     parameters = _parameters(request, "the request")
     timeout = check_request(parameters)
     tensors = _tensors(request.get("inputs"), behind, inputs)
-    return Request(name, tensors, _asked(request.get("outputs"), parameters, outputs), timeout)
+    return Request(name, tensors, _requested_outputs(request.get("outputs"), parameters, outputs), timeout)
 
 
 def write_response(
@@ -220,7 +220,7 @@ def _refuse(text: str) -> NoReturn:
 
 
 def _refuse_constant(word: str) -> NoReturn:
-    raise ValueError(f"{word} is none of JSON's numbers: send the tensor as binary data")
+    raise ValueError(f"{word} is not a number of JSON: send the tensor as binary data")
 
 
 def _split(body: bytes, header: str | None) -> tuple[bytes, memoryview]:
@@ -290,7 +290,7 @@ def _packed(port: Port, data: object, elements: int) -> bytes:
         _refuse(f"{where}: an element that {port.datatype} cannot hold")
 
 
-def _asked(listed: object, parameters: Mapping[str, Any], outputs: Sequence[Port]) -> tuple[Asked, ...]:
+def _requested_outputs(listed: object, parameters: Mapping[str, Any], outputs: Sequence[Port]) -> tuple[Asked, ...]:
     default = parameters.get("binary_data_output", False)
     if type(default) is not bool:
         _refuse("parameters: binary_data_output: expected true or false")

@@ -141,7 +141,7 @@ class _Growing:
             foreign = set(held) if last.owned else set(last.changing)
             tensors = []
             for result in tree_leaves(lowered(*operands)):
-                one = _own(result) if _storage(result) in foreign or _overlaps(result) else result
+                one = _dense_copy(result) if _storage(result) in foreign or _overlaps(result) else result
                 foreign |= {_storage(one)} if last.owned else set()
                 tensors.append(one)
             return tensors
@@ -181,7 +181,7 @@ class _Growing:
         first = _operands(part.carried, values)
 
         def begin() -> list[Tensor]:
-            return [_own(tensor) for tensor in first]
+            return [_dense_copy(tensor) for tensor in first]
 
         where = f"{self.where}, what {part.name} carries"
         self.warm(begin, where, lambda: None)
@@ -209,7 +209,7 @@ class _Growing:
 
     def _set_condition(self, value: Any, steps: list[Step], number: int | None = None) -> int:
         if not isinstance(value, Tensor):
-            raise ModelError("not-capturable", f"{self.where}: a number decides what runs, no tensor")
+            raise ModelError("not-capturable", f"{self.where}: the branch depends on a number of Python, not on a tensor")
         if number is None:
             number, self.conditionals = self.conditionals, self.conditionals + 1
         steps.append(SetCondition(conditional=number, byte=tensor_place(value)))
@@ -250,7 +250,7 @@ def _overlaps(tensor: Tensor) -> bool:
     return any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
-def _own(tensor: Tensor) -> Tensor:
+def _dense_copy(tensor: Tensor) -> Tensor:
     """A dense copy."""
     return tensor.clone(memory_format=torch.preserve_format)
 

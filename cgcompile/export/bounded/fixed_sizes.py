@@ -83,7 +83,7 @@ def _replace(
     """Changes the graph in place.  Gives the new names of values that are taken out, the axes that have counts, and whether an
     assertion was left out that the answers make true.  Raises Unsupported."""
     graph = root.graph
-    region = _found(graph)
+    region = _dynamic_nodes(graph)
     said = [node for node in region if node.target in SAID]
     rest = [node for node in region if node.target not in SAID and (depends(node) or _gives_tensor(node))]
     outputs = [(value, spec.kind) for value, spec in zip(graph.output_node().args[0], specs, strict=True)]
@@ -118,7 +118,7 @@ def _replace(
     return renamed, tuple([(at, axis) for at, axis, _ in axes]), assumes
 
 
-def _found(graph: Graph) -> list[Node]:
+def _dynamic_nodes(graph: Graph) -> list[Node]:
     """The operations whose sizes depend on data, what takes one of these or its size, and conditions about sizes."""
     region: dict[Node, None] = {}
     for node in graph.nodes:

@@ -1,4 +1,4 @@
-"""The part of a program that leads to outputs of sizes that depend on data, run at sizes that hold any selection.
+"""Runs the part of a program that computes outputs of sizes that depend on data, at the largest possible sizes.
 
 Private interfaces (torch 2.11, 2.13): `torch._dispatch.python.enable_python_dispatcher`, `torch.fx.traceback.preserve_node_meta`.
 """
@@ -31,10 +31,10 @@ MASKS = (torch.bool, torch.uint8)
 """Dtypes of an index that is a mask."""
 
 INDEXED = {"index_select": "index", "gather": "index", "embedding": "indices"}
-"""Operators that take positions, and the argument that has them."""
+"""Operators with indices, and the argument that has the indices."""
 
 DIVISIONS = frozenset(["floor_divide", "remainder.Tensor", "remainder.Scalar_Tensor", "fmod.Tensor", "div.Tensor_mode"])
-"""Of integers, a processor may stop where the divisor is 0."""
+"""Integer operators that may trap if the divisor is 0."""
 
 SIZED = frozenset({
     "_unsafe_view", "arange", "expand", "flatten.using_ints", "full", "new_full", "new_ones", "new_zeros", "ones",
@@ -43,22 +43,21 @@ SIZED = frozenset({
 """Operators whose numbers are sizes."""
 
 NUMBERS = (aten.sym_size.int, torch.sym_min, torch.sym_max)
-"""What gives a number, beside Python's own operators."""
+"""Operators that return a number, besides Python's operators."""
 
 NEUTRAL: dict[str, float] = {
     "sum.dim_IntList": 0, "any.dim": 0, "any.dims": 0, "all.dim": 1, "all.dims": 1, "softmax.int": -inf, "log_softmax.int": -inf,
 }  # fmt: skip
-"""Operators along an axis, and what an element has to be to count for nothing."""
+"""Operators along an axis, and their neutral element."""
 
 PRODUCTS = ("matmul", "mm", "bmm")
 
 
 class Interpreter:
-    """Runs nodes.  `values`: what they give, padded, and what they take from the rest of the program; `counts`: grows by what they
-    select; `same`: nodes that compute what another one in front of them does, with that one.
-
-    A position beyond the selected rows, which eager PyTorch refuses, is out of bounds here too.  Not where the model is `told_gpu`:
-    there that would read and write other memory, or end the process's use of the GPU.
+    """Runs nodes.  `values`: their padded results, and their inputs from the rest of the program.  `counts`: the number of rows of
+    each selection.  `same`: nodes with the same computation as an earlier node.  An index beyond the selected rows, which eager
+    PyTorch refuses, is out of bounds here too.  With `told_gpu` it is not, because it would access other memory, or make the GPU
+    unusable.
     """
 
     def __init__(
@@ -81,7 +80,7 @@ class Interpreter:
         self.values[node] = self._result(node)
 
     def masked(self, node: Node) -> Tensor:
-        """A result, with zeros behind its true sizes."""
+        """A result, with zeros after its true sizes."""
         outcome: Tensor = self.counts.masked(self.values[node], node_axes(node))
         return outcome
 
@@ -111,7 +110,7 @@ class Interpreter:
         return node.target(*args, **kwargs)
 
     def _rows(self, node: Node) -> Any:
-        """An operator that keeps rows apart.  Positions behind the true sizes are 0, divisors 1."""
+        """An operator that computes each row by itself.  Indices after the true sizes are 0, divisors are 1."""
         check_rows(node)
         name = name_of(node)
         inputs = arguments(node)
@@ -139,7 +138,7 @@ class Interpreter:
         return node.target(*args, **kwargs)
 
     def _reduced(self, node: Node, inputs: Mapping[str, Any]) -> Any:
-        """A reduction over a bounded axis of a tensor that has another one."""
+        """A reduction over a bounded axis of a tensor with another bounded axis."""
         source, name = inputs["self"], name_of(node)
         axes, rank = node_axes(source), source.meta["val"].dim()
         named = inputs["dim"]
@@ -153,7 +152,7 @@ class Interpreter:
         return node.target(*args, **kwargs)
 
     def _product(self, node: Node) -> Any:
-        """A product of matrices: what is summed over is 0 where it does not count."""
+        """A matrix product: elements after the true sizes are 0."""
         factors = []
         for place, argument in enumerate(node.args):
             rank, axes = argument.meta["val"].dim(), node_axes(argument)
@@ -162,7 +161,7 @@ class Interpreter:
         return node.target(*factors)
 
     def _einsum(self, node: Node, inputs: Mapping[str, Any]) -> Any:
-        """A sum of products by letters: what is summed over is 0 where it does not count."""
+        """An einsum: elements after the true sizes are 0."""
         letters, _, kept = inputs["equation"].replace(" ", "").partition("->")
         if "." in letters or "->" not in inputs["equation"]:
             raise Unsupported(str(node.target))
@@ -177,11 +176,11 @@ class Interpreter:
     # --- selections -------------------------------------------------------------------------------------------
 
     def first(self, node: Any) -> Any:
-        """The first node that computes what this one does; itself where there is none."""
+        """The first node with the same computation, or the node itself."""
         return self._same.get(node, node)
 
     def _select(self, mask: Node, result: Any) -> Selected:
-        """The positions where a mask is true; `result` has them along an axis of a new size."""
+        """The indices at which a mask is true; `result` has them along an axis of a new size."""
         if not mask.meta["val"].dim():
             raise Unsupported("a mask without axes")
         mask = self.first(mask)
@@ -198,7 +197,7 @@ class Interpreter:
         return self._selected[mask]
 
     def _new(self, result: Any) -> Any:
-        """The expression of the size that a selection has: the one that nothing had before."""
+        """The expression of the size of a selection: the new symbol."""
         fresh = [expr for expr in _sizes(result) if not self.counts.knows(expr)]
         if len(fresh) != 1:
             raise Unsupported("the size of a selection")
@@ -223,7 +222,7 @@ class Interpreter:
         return aten.index.Tensor(self.values[inputs["self"]], indices)
 
     def _positions_in(self, node: Node, source: Node, axis: int, *, negative: bool = False) -> Tensor:
-        """Positions along an axis of a tensor, 0 where they do not count; `negative`: -1 is the last one that counts."""
+        """Indices along an axis of a tensor, 0 after the true size; `negative`: -1 is the last valid row."""
         positions = self.counts.masked(self.values[node], node_axes(node))
         size = node_axes(source).get(axis)
         if size is None:
@@ -276,7 +275,7 @@ class Interpreter:
     # --- along a bounded axis ---------------------------------------------------------------------------------
 
     def _slice(self, node: Node, inputs: Mapping[str, Any]) -> Any:
-        """`x[:k]`: as many elements as there are, k at the most."""
+        """`x[:k]`: at most k elements."""
         source, dim, end = inputs["self"], inputs["dim"], inputs["end"]
         axis = dim % source.meta["val"].dim()
         if axis not in node_axes(source):
@@ -303,7 +302,7 @@ class Interpreter:
         return aten.slice.Tensor(x, axis, 0, end) if shorter else x
 
     def _split(self, node: Node, inputs: Mapping[str, Any]) -> Any:
-        """Parts of a bounded axis behind each other, whose sizes are made of such ones."""
+        """Splits a bounded axis into consecutive parts of sizes that depend on data."""
         source, axis = inputs["self"], inputs["dim"] % inputs["self"].meta["val"].dim()
         if axis not in node_axes(source):
             return self._rows(node)
@@ -318,7 +317,7 @@ class Interpreter:
         return parts
 
     def _joined(self, node: Node, inputs: Mapping[str, Any]) -> Any:
-        """Tensors behind each other along a bounded axis: what does not count goes behind them all."""
+        """Concatenates tensors along a bounded axis.  Elements after their true sizes move to the end."""
         parts = inputs["tensors"]
         axis = inputs["dim"] % node.meta["val"].dim()
         if axis not in node_axes(node) or any(part.meta["val"].dim() != node.meta["val"].dim() for part in parts):
@@ -343,7 +342,7 @@ class Interpreter:
 
 
 def taken_by(region: Sequence[Node]) -> list[Node]:
-    """What nodes take from the rest of their program.  Raises Unsupported where that depends on data, too, or is a graph."""
+    """The inputs of nodes from the rest of their program.  Raises Unsupported if an input depends on data, or is a graph."""
     members = set(region)
     taken = list(dict.fromkeys([source for node in region for source in node.all_input_nodes if source not in members]))
     if any("val" not in node.meta for node in taken) or any(map(depends, taken)):
@@ -352,7 +351,7 @@ def taken_by(region: Sequence[Node]) -> list[Node]:
 
 
 def traced(padded: Callable[..., Any], taken: Sequence[Node]) -> GraphModule:
-    """The graph of a function of these nodes' values.  Raises Unsupported where PyTorch cannot compute it."""
+    """The graph of a function of these nodes' values.  Raises Unsupported if PyTorch cannot compute it."""
     values = [node.meta["val"] for node in taken]
     mode = next(leaf.fake_mode for leaf in tree_leaves(values) if hasattr(leaf, "fake_mode"))
     with mode, enable_python_dispatcher(), torch.no_grad(), preserve_node_meta():
@@ -371,8 +370,8 @@ def _sizes(result: Any) -> list[Any]:
 
 
 def chain(nodes: Sequence[Node], outputs: Sequence[Node]) -> list[Node]:
-    """The nodes, in order, that outputs of sizes that depend on data follow from, back to where values have fixed sizes; and the
-    other results of these."""
+    """The nodes, in order, that compute outputs of sizes that depend on data, back to values of fixed sizes; and the other results
+    of these nodes."""
     waiting, region = [node for node in outputs if depends(node)], set()
     while waiting:
         node = waiting.pop()

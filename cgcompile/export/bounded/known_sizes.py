@@ -39,7 +39,7 @@ def lowest(graph: Graph, answers: Sequence[bool]) -> dict[Any, int]:
     low: dict[Any, int] = {}
     markers = graph.find_nodes(op="call_function", target=ASKED)
     for marker, answer in zip(markers, answers, strict=True):
-        fact = _said(marker.args[0][0])
+        fact = _size_comparison(marker.args[0][0])
         if fact is None:
             continue
         fact = fact if answer else sympy.Not(fact)
@@ -59,7 +59,7 @@ def holds(condition: Any, low: Mapping[Any, int]) -> bool:
     return bool(condition.subs(values) == True)  # noqa: E712  sympy's own
 
 
-def _said(node: Node) -> Any:
+def _size_comparison(node: Node) -> Any:
     """The comparison of one size that depends on data with a number that a node computes; None for anything else."""
     name = node.target.overloadpacket.__name__ if isinstance(node.target, torch._ops.OpOverload) else ""
     if name not in COMPARISONS:

@@ -105,10 +105,10 @@ class Ways:
     def branch(self, line: Line, number: int) -> Branch:
         """What happens with the other answer to question `number` of a line."""
         if (line, number) not in self._branches:
-            self._branches[line, number] = self._found(line, number)
+            self._branches[line, number] = self._branch(line, number)
         return self._branches[line, number]
 
-    def _found(self, line: Line, number: int) -> Branch:
+    def _branch(self, line: Line, number: int) -> Branch:
         forced = (*line.answers[:number], not line.answers[number])
         self._check_bounded(line, number, forced)
         other = self._line(forced)

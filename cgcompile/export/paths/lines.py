@@ -120,7 +120,7 @@ def _line(exported: ExportedProgram, way: TracedWay, *, told_gpu: bool) -> Line:
     try:
         program = functional_form(exported)
     except Exception as error:
-        raise ModelError("export-failed", f"model: a way has no functional form: {first_line(error)}") from error
+        raise ModelError("export-failed", f"model: torch.export cannot make a path functional: {first_line(error)}") from error
     with_tensors(program.graph)
     fixed = with_fixed_sizes(program, [question.answer for question in way.questions], told_gpu=told_gpu)
     program = fixed.program

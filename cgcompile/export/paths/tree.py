@@ -54,7 +54,7 @@ def tree(flat: FlatModule, attempt: Callable[[], ExportedProgram], most: int, to
     ways = Ways(flat, export_way, most)
     root = ways.root()
     if isinstance(root, Raised):
-        raise ModelError("export-failed", f"{root.where or 'model'}: the model raises on every way: {root.message}")
+        raise ModelError("export-failed", f"{root.where or 'model'}: the model raises on every path: {root.message}")
     if not root.questions and not any(root.reads) and not any(map(any, root.sizes)):
         return None
     tell(f"torch.export of {len(ways.lines)} ways as one program")

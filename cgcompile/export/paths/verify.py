@@ -121,7 +121,7 @@ class _ForcedModule(torch.nn.Module):
         questions = [node.meta.get("question") for node in conditionals(tree.whole)]
         branches = list(conditionals(self._program))
         if len(branches) != len(questions):
-            raise ModelError("export-failed", "the program has not as many branches as the model has questions")
+            raise ModelError("export-failed", "the program has another number of branches than the model")
         self._taken = {
             node: taken.get(question) for node, question in zip(branches, questions, strict=True) if question is not None
         }
@@ -138,13 +138,13 @@ class _Forced(Interpreter):
 
     def run_node(self, node: Node) -> Any:
         if node in self._taken:
-            _, true, false, operands = [self._given(argument) for argument in node.args]
+            _, true, false, operands = [self._operands(argument) for argument in node.args]
             return _Forced(true if self._taken[node] else false, self._taken).run(*operands)
         if node.target in (torch.ops.aten._assert_async.msg, torch.ops.aten._assert_async.default):
             return None
         return super().run_node(node)
 
-    def _given(self, value: Any) -> Any:
+    def _operands(self, value: Any) -> Any:
         return torch.fx.node.map_arg(value, lambda node: self.env[node])
 
 
@@ -207,16 +207,16 @@ def verify(flat: FlatModule, tree: Tree, samples: Sequence[Sequence[torch.Tensor
                 flat.way = before
             if not way.ended():
                 raise ModelError(
-                    "data-dependent-branch", f"{_named(tree, path)}: eager PyTorch asks for other values than its trace"
+                    "data-dependent-branch", f"{_path_text(tree, path)}: eager PyTorch reads other values than the trace"
                 )
             if _differ(expected, _seeded(forced, tensors), bound):
-                raise ModelError("export-differs", f"{_named(tree, path)}: the model computes something else than its program")
+                raise ModelError("export-differs", f"{_path_text(tree, path)}: the program computes another result than the model")
             compared = True
         not_compared += not compared
     return not_compared
 
 
-def _named(tree: Tree, path: Path) -> str:
+def _path_text(tree: Tree, path: Path) -> str:
     if not tree.root.questions:
         return "model"
     first = tree.root.questions[0]

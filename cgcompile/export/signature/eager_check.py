@@ -73,11 +73,12 @@ def eager_shapes(
         place = user_line(error, source.label) or source.label
         nested = _nested(flat) if isinstance(error, TypeError) else ""
         raise ModelError(
-            "size-excluded", f"{place}: the model fails in eager PyTorch at {_at(chosen) or 'its inputs'}: {_said(error)}{nested}"
+            "size-excluded",
+            f"{place}: the model fails in eager PyTorch at {_at(chosen) or 'its inputs'}: {_error_text(error)}{nested}",
         ) from error
 
 
-def _said(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     """What the model raised; PyTorch's own RuntimeError says by its text alone what it is."""
     refused, _ = refused_body(error)
     if refused:
@@ -136,7 +137,7 @@ def check_dynamic(
         ones = any(evaluate(size, chosen) == 1 for shape in shapes for size in shape if not isinstance(size, int))
         if (ones or key == keys[0]) and _differ(flat, exported, sample(source, chosen).tensors, bound):
             raise ModelError(
-                "size-excluded", f"{source.label}: at {_at(chosen)} the model computes something else than its program"
+                "size-excluded", f"{source.label}: at {_at(chosen)} the exported program computes another result than the model"
             )
 
 
@@ -150,7 +151,7 @@ def check_static(
     if _differ(flat, ProgramModule([program]), tensors, FAR):
         where = definition(written_method(source.model, source.entry)) or source.label
         at = f" at {_at(chosen)}" if chosen else ""
-        raise ModelError("export-differs", f"{where}: while torch.export traces it, the model computes something else{at}")
+        raise ModelError("export-differs", f"{where}: while torch.export traces it, the model computes another result{at}")
 
 
 def _at(chosen: Mapping[str, int]) -> str:

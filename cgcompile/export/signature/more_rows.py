@@ -48,8 +48,8 @@ def same_with_more_rows(entries: Sequence[Exported], max_paths: int, tell: Tell)
             where = place(node)[0] or source.label
             raise ModelError(
                 "state-refused",
-                f"{where}: {source.entry}() is another program with {counted}: {what}",
-                "let nothing depend on the number of rows: read it nowhere in the model, and index the rows",
+                f"{where}: {source.entry}() exports another program with {counted}: {what}",
+                "do not read the number of rows in the model; index the rows",
             )
 
 

@@ -125,7 +125,7 @@ def _inferred(exported: Exported, name: str, index: int) -> TensorSpec:
             seen = ", ".join(f"{shape[axis]} at {'x'.join(map(str, sizes.values()))}" for sizes, shape in shapes[:4])
             raise ModelError(
                 "shape-irregular",
-                f"{label}: output {name!r}, axis {axis}: its sizes follow no rule, and are too many for a list: {seen}, ...",
+                f"{label}: output {name!r}, axis {axis}: its sizes follow no rule, and are too many to list: {seen}, ...",
             )
         axis_sizes.append(size)
     return TensorSpec(name=name, dtype=dtype_name(nodes[0].dtype), shape=tuple(axis_sizes), order=tuple(range(len(axis_sizes))))

@@ -39,7 +39,7 @@ def operate(places: TensorPlaces, func: Any, args: list[Any], kwargs: dict[str, 
     if isinstance(func, torch._ops.OpOverload):  # of a saved program, whose devices are those where it was exported
         args, kwargs = pytree.tree_map_only(torch.device, lambda it: it if it.type == "meta" else places.real, (args, kwargs))
     else:
-        wanted = _wanted(places, kwargs)
+        wanted = _requested_device(places, kwargs)
         if kwargs.get("device") is None and places.real != CPU and func in _constructors():
             kwargs["device"] = places.real
     tensors = tensors_in((args, kwargs))
@@ -155,7 +155,7 @@ def _side(places: TensorPlaces, func: Any, args: Sequence[Any], tensors: Sequenc
     return DEVICE if DEVICE in sides else HOST
 
 
-def _wanted(places: TensorPlaces, kwargs: dict[str, Any]) -> str | None:
+def _requested_device(places: TensorPlaces, kwargs: dict[str, Any]) -> str | None:
     """The place that `device=` names.  The operation itself runs where everything is."""
     if kwargs.get("pin_memory"):
         kwargs["pin_memory"] = False

@@ -43,12 +43,12 @@ SATURATED = 1e4
 """A sigmoid of it is 1 and of its negative 0, in every floating dtype."""
 
 
-def _named(*names: str) -> frozenset[Any]:
+def _functions(*names: str) -> frozenset[Any]:
     """Functions of torch, and methods of tensors, of these names."""
     return frozenset([getattr(owner, name) for owner in (torch, torch.Tensor, F) for name in names if hasattr(owner, name)])
 
 
-ELEMENTWISE = _named(
+ELEMENTWISE = _functions(
     "abs", "add", "clamp", "clone", "contiguous", "cos", "detach", "div", "divide", "dropout", "elu", "exp", "float", "gelu",
     "half", "hardtanh", "bfloat16", "double", "leaky_relu", "log", "masked_fill", "mish", "mul", "multiply", "neg", "pow", "relu",
     "relu6", "rsub", "selu", "sigmoid", "silu", "sin", "softplus", "sqrt", "square", "sub", "subtract", "tanh", "to",
@@ -57,16 +57,16 @@ ELEMENTWISE = _named(
 )  # fmt: skip
 """What gives an element for each element."""
 
-ROW_BY_ROW = _named("embedding", "layer_norm", "linear", "rms_norm")
+ROW_BY_ROW = _functions("embedding", "layer_norm", "linear", "rms_norm")
 """What takes rows first, and treats each by itself."""
 
-LAST_AXIS = _named("softmax", "log_softmax")
+LAST_AXIS = _functions("softmax", "log_softmax")
 """The same, along an axis that is named."""
 
 QUESTIONS = frozenset(
     getattr(torch.Tensor, name).__get__
     for name in ("device", "dtype", "layout", "requires_grad", "is_cuda", "is_cpu", "is_sparse", "is_quantized", "ndim")
-) | _named("dim", "is_floating_point", "is_complex", "get_device")  # fmt: skip
+) | _functions("dim", "is_floating_point", "is_complex", "get_device")  # fmt: skip
 """What asks for nothing that depends on the number of rows."""
 
 

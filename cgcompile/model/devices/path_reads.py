@@ -71,8 +71,8 @@ class TracedReads(DataReads):
         if asked is None:
             return bool(called(func, args, kwargs))  # torch's own error, or False for two shapes
         if func in ONE_TENSOR:
-            return self._asked(asked, tensors_in((args, kwargs)))
-        return self._asked(asked, (), by_itself=False)
+            return self._answer(asked, tensors_in((args, kwargs)))
+        return self._answer(asked, (), by_itself=False)
 
     def read(self, func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
         """One of NUMBERS."""
@@ -107,7 +107,7 @@ class TracedReads(DataReads):
             self._way.symbols.setdefault(symbol, lambda size=size: torch.scalar_tensor(size, dtype=torch.float64))
         with _pop_mode_temporarily():  # what is computed here is none of the model's operations
             asked = called(lambda: truth_of(expression, self._way.symbols), [], {})
-            return None if asked is None else self._asked(asked, ())
+            return None if asked is None else self._answer(asked, ())
 
     def sized(self, sizes: Any) -> Any:
         """What Python gets for the result of one of SIZES."""
@@ -131,7 +131,7 @@ class TracedReads(DataReads):
             return None
         with _pop_mode_temporarily():
             number = called(lambda: number_of(value.node.expr, self._way.symbols), [], {})
-            return None if number is None else self._asked(called(getattr(torch, plain.__name__), [number], {}), ())
+            return None if number is None else self._answer(called(getattr(torch, plain.__name__), [number], {}), ())
 
     def length(self, value: Any) -> Any:
         """What `len(value)` gives; None for a value whose length is a constant."""
@@ -145,7 +145,7 @@ class TracedReads(DataReads):
         self._way.asks.append(answer)
         return answer
 
-    def _asked(self, asked: torch.Tensor, tensors: Sequence[torch.Tensor], by_itself: bool = True) -> bool:
+    def _answer(self, asked: torch.Tensor, tensors: Sequence[torch.Tensor], by_itself: bool = True) -> bool:
         """The answer to a question; one that is asked of the same tensor again keeps it.  `by_itself` as for PythonState."""
         way = self._way
         for tensor in tensors:

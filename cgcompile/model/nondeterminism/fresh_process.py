@@ -180,7 +180,7 @@ class _Forked:
 
 
 def _ended() -> ModelError:
-    return ModelError("fresh-failed", "the process that calls the model as `model()` made it ended: it was killed, or crashed")
+    return ModelError("fresh-failed", "the process that calls a new copy of the model was killed, or crashed")
 
 
 @contextmanager

@@ -46,7 +46,7 @@ def generators(model: torch.nn.Module, entry: str) -> tuple[Generator, ...]:
     held: dict[int, Any] = {}
     for value in _visible(model, entry):
         held.setdefault(id(value), value)
-    return (*global_generators, *[generator for value in held.values() for generator in _own(value, numpy)])
+    return (*global_generators, *[generator for value in held.values() for generator in _generators_of(value, numpy)])
 
 
 def states(rngs: Sequence[Generator]) -> tuple[Any, ...]:
@@ -132,7 +132,7 @@ def _within(value: Any, deep: int) -> Iterator[Any]:
             yield from _within(element, deep - 1)
 
 
-def _own(value: Any, numpy: Any) -> Iterator[Generator]:
+def _generators_of(value: Any, numpy: Any) -> Iterator[Generator]:
     if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
         yield Generator(name="a `random.Random`", read=value.getstate, write=value.setstate, ends=_python_ends)
     elif numpy is not None and isinstance(value, numpy.RandomState):

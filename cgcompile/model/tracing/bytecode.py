@@ -1,6 +1,5 @@
-"""What a frame of Python keeps at an instruction: local variables that are still read, and values on its stack.
-
-Private interface: `dis._parse_exception_table` (Python 3.11 to 3.14).  Without it nothing is known of a frame.
+"""The state of a Python frame at an instruction: live local variables, and values on its stack.  Private interface:
+`dis._parse_exception_table` (Python 3.11 to 3.14).  Without it the state is unknown.
 """
 
 from __future__ import annotations
@@ -14,19 +13,19 @@ from types import CodeType
 from typing import Any
 
 TESTS = ("POP_JUMP", "JUMP_IF", "UNARY_NOT", "TO_BOOL")
-"""How instructions begin that ask a value for its truth themselves."""
+"""Prefixes of instructions that test the truth value of an object."""
 
 LOADS = ("LOAD_", "PUSH_NULL", "KW_NAMES", "NOP", "CACHE", "EXTENDED_ARG", "RESUME")
-"""How instructions begin that compute nothing."""
+"""Prefixes of instructions that compute nothing."""
 
 APPENDS = ("LIST_APPEND", "SET_ADD", "MAP_ADD")
-"""Instructions of comprehensions, which keep what they made so far on the stack."""
+"""Instructions of comprehensions, which keep their partial result on the stack."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kept:
-    """`live`: the local variables that may be read after the instruction.  `hidden`: there are values on the stack that are neither
-    its operands, nor iterators of loops around it, nor just loaded.  `tests`: the instruction asks for a truth itself."""
+    """`live`: the local variables that may be read after the instruction.  `hidden`: the stack has values that are not its
+    operands, not iterators of enclosing loops, and not loaded local variables.  `tests`: the instruction tests a truth value."""
 
     live: frozenset[str]
     hidden: bool
@@ -34,7 +33,7 @@ class Kept:
 
 
 def kept(code: CodeType, offset: int) -> Kept | None:
-    """What a frame keeps at an instruction; None where that is not known."""
+    """The state of a frame at an instruction; None if unknown."""
     table = _table(code)
     return None if table is None else table.get(offset)
 
@@ -71,18 +70,18 @@ def _jumps(instruction: dis.Instruction) -> bool:
 
 
 def _ends(name: str) -> bool:
-    """Whether an instruction never goes on to the next one."""
+    """Whether an instruction never continues with the next one."""
     return name.startswith(("RETURN_VALUE", "RETURN_CONST", "RAISE", "RERAISE", "JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_ABSOLUTE"))
 
 
 Handlers = Sequence[tuple[int, int, int, int]]
-"""Of exceptions: first and last offset, the handler's instruction, and the depth of the stack there."""
+"""Exception handlers: first and last offset, the handler's instruction, and the stack depth there."""
 
 
 def _live(
     code: CodeType, instructions: Sequence[dis.Instruction], following: Sequence[Sequence[int]], handlers: Handlers
 ) -> list[frozenset[str]]:
-    """Of every instruction the local variables that may be read after it."""
+    """The local variables that may be read after each instruction."""
     always = frozenset(code.co_cellvars + code.co_freevars)
     before: list[frozenset[str]] = [frozenset()] * len(instructions)
     result: list[frozenset[str]] = [always] * len(instructions)
@@ -101,7 +100,7 @@ def _live(
 
 
 def _depths(instructions: Sequence[dis.Instruction], following: Sequence[Sequence[int]], handlers: Handlers) -> list[int | None]:
-    """How many values are on the stack after each instruction, where it does not jump; None where nothing leads to it."""
+    """The stack depth after each instruction, without a jump; None for unreachable instructions."""
     before: dict[int, int] = {0: 0} | {target: depth for _, _, target, depth in handlers}
     after: list[int | None] = [None] * len(instructions)
     pending = list(before)
@@ -120,8 +119,8 @@ def _depths(instructions: Sequence[dis.Instruction], following: Sequence[Sequenc
 
 
 def _iterators(index: int, instructions: Sequence[dis.Instruction], handlers: Handlers) -> int | None:
-    """How many values on the stack are iterators of loops around an instruction, or managers of `with`; None in a comprehension,
-    which keeps there what it made."""
+    """The number of iterators of enclosing loops, and of context managers, on the stack; None in a comprehension, which keeps its
+    partial result there."""
     offset = instructions[index].offset
     loops = [loop for loop in instructions if loop.opname == "FOR_ITER" and loop.offset < offset < loop.argval]
     inside = [other.opname for loop in loops for other in instructions if loop.offset < other.offset < loop.argval]
@@ -136,8 +135,8 @@ def _iterators(index: int, instructions: Sequence[dis.Instruction], handlers: Ha
 def _loaded(
     index: int, instructions: Sequence[dis.Instruction], depths: Sequence[int | None], bottom: int | None
 ) -> frozenset[str] | None:
-    """The local variables that lie on the stack below the operands of an instruction, as the function that a call around it will
-    call; None where anything that was computed lies there."""
+    """The local variables on the stack below the operands of an instruction, such as the function of an enclosing call; None if a
+    computed value is there."""
     depth = depths[index]
     if depth is None or bottom is None:
         return None

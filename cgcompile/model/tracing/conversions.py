@@ -1,7 +1,6 @@
-"""Modules that forward() converts, `self.linear = self.linear.to(x.dtype)`, where they are what is asked for already.
-
-Under export weights are fake tensors, and `torch.nn.Module._apply`, private, which `.to()`, `.float()` and their like call, swaps
-such with what it made of them: that fails although nothing would change.  Tested with torch 2.11 and 2.13.
+"""Conversions of modules in forward() that change nothing, such as `self.linear = self.linear.to(x.dtype)`.  Under export weights
+are fake tensors.  `.to()`, `.float()` and similar methods call the private `torch.nn.Module._apply`, which swaps the tensors.  For
+fake tensors this fails, although nothing would change.  Tested with torch 2.11 and 2.13.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ import torch
 
 @contextmanager
 def needless_conversions_left_out() -> Iterator[None]:
-    """Meanwhile `module.to(tensor)` goes where the tensor is told to be.  A conversion that gives every tensor of a module its own
-    dtype, device and shape does nothing."""
+    """Inside this context, `module.to(tensor)` uses the device that the user's code sees.  A conversion that changes no dtype,
+    device or shape does nothing."""
     convert, move = torch.nn.Module._apply, torch.nn.Module.to
 
     def apply(module: torch.nn.Module, change: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
@@ -27,7 +26,8 @@ def needless_conversions_left_out() -> Iterator[None]:
         return convert(module, change, recurse)
 
     def to(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """`module.to(tensor)`: torch reads the device from inside of a tensor, which is not where the user's code is told it is."""
+        """`module.to(tensor)`: torch reads the real device of the tensor, which differs from the device that the user's code
+        sees."""
         like = args[0] if args else kwargs.get("tensor")
         if not isinstance(like, torch.Tensor):
             return move(module, *args, **kwargs)

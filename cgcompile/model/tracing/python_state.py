@@ -1,8 +1,7 @@
-"""What Python keeps where a model asks a question: two ways that keep the same, but for tensors, go on in the same way.
-
-Compared are the positions of all frames of the model, the local variables that are still read afterwards, and the attributes of
-the modules.  What cannot be compared (a generator, an object of C) is equal to nothing.  Values on a frame's stack cannot be seen,
-nor can the state of a function in C that asks (`max`, `sorted`): there two ways are never the same.
+"""The state of Python where a model tests a tensor.  Two paths with equal state, except for tensors, continue in the same way.  The
+state has the positions of all frames of the model, local variables that are read later, and attributes of the modules.  An object
+that cannot be compared (a generator, a C object) is never equal.  The value stack of a frame is not visible, nor is the state of a
+C function that tests (`max`, `sorted`): such states are never equal.
 """
 
 from __future__ import annotations
@@ -27,17 +26,17 @@ LAYERS = os.path.join(TORCH, "nn", "modules") + os.sep
 """Folder of torch whose frames have a state of the model: `Sequential.forward` and its like."""
 
 MOST, DEEPEST = 20_000, 12
-"""Values, and levels of containers, that are compared."""
+"""Maximum number of values, and of nested containers, that are compared."""
 
 PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, slice, range)
 ITERATORS = tuple(
     [*map(type, map(iter, ([], (), "", range(0), {}, {}.items(), {}.values(), set()))), enumerate, zip, reversed, map]
 )
-"""Iterators whose `__reduce__` says where they are and changes nothing."""
+"""Iterators whose `__reduce__` returns their position without side effects."""
 
 
 def model_frames(entry: CodeType) -> list[FrameType]:
-    """The frames of the model that run now, the outermost first; `entry` is the code of the frame that called it."""
+    """The running frames of the model, the outermost first; `entry` is the code of the frame that called it."""
     frames: list[FrameType] = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not entry:
@@ -61,11 +60,11 @@ def spot_of(frames: list[FrameType]) -> Spot:
 
 
 class PythonState:
-    """What the frames and the model keep: `value` without tensors, `tensors` by where Python keeps them, and which of these share
-    memory; `sizes` are the numbers of a trace among these and in their shapes."""
+    """The state of the frames and the model: `value` without tensors, `tensors` by their place in the state, and which of them
+    share memory.  `sizes` are the symbolic numbers in the state and in shapes."""
 
     def __init__(self, frames: list[FrameType], model: torch.nn.Module, inputs: tuple[torch.Tensor, ...], by_itself: bool) -> None:
-        """`by_itself`: the question is asked by an instruction of Python, not by a function that it calls."""
+        """`by_itself`: the test is an instruction of Python, not a function call."""
         self.tensors: list[tuple[str, torch.Tensor]] = []
         self.sizes: list[torch.SymInt] = []
         self._seen: dict[int, int] = {}

@@ -107,4 +107,4 @@ def _overlap(lowered: Lowered, plan: Plan, old: int, new: int, moment: int, need
     until = "at the end" if needed[old][1] == len(lowered.events) else f"until event {needed[old][1]}"
     sides = [f"buffer {i} ({lowered.buffers[i].name}, {lowered.buffers[i].nbytes} bytes at {plan.offsets[i]})" for i in (new, old)]
     where = f"int_key {lowered.key}, event {moment} ({what})"
-    return BuildError("arena-overlap", f"{where}: {sides[0]} lies over {sides[1]}, which is needed {until}")
+    return BuildError("arena-overlap", f"{where}: {sides[0]} overlaps {sides[1]}, which is needed {until}")

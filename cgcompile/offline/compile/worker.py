@@ -1,6 +1,6 @@
-"""A process that compiles kernels (see `util.workers`), asked for a KernelVariant and an architecture; it needs no GPU.  Triton,
-3.6 and 3.7: `triton.compile`, `ASTSource(fn, signature, constexprs, attrs)`, `GPUTarget`, `JITFunction`, `CUDAOptions`, and the
-fields of a kernel's metadata that `compile_variant` reads."""
+"""A process that compiles kernels (see `util.workers`).  A request is a KernelVariant and an architecture.  It needs no GPU.
+Triton, 3.6 and 3.7: `triton.compile`, `ASTSource(fn, signature, constexprs, attrs)`, `GPUTarget`, `JITFunction`, `CUDAOptions`, and
+the fields of a kernel's metadata that `compile_variant` reads."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .kernel_source import define
 from .kernels import KernelImage
 
 FILE = "<kernel>"
-"""Where every kernel's source stands, as far as Triton can see: no path of this machine that could get into an image."""
+"""The path of every kernel's source for Triton, so that no path of this machine gets into an image."""
 
 
 def work(request: tuple[KernelVariant, str]) -> KernelImage:
@@ -35,7 +35,8 @@ def work(request: tuple[KernelVariant, str]) -> KernelImage:
 
 
 def first_line(kind: str, text: str) -> str:
-    """The line of a compiler's message that says most: the first that is no place ("at 3:4:") nor quoted source, or ptxas' own."""
+    """The most useful line of a compiler's message: that of ptxas, or the first that is not a position ("at 3:4:") or quoted
+    source."""
     lines = [line.strip() for line in text.splitlines()]
     if error_line := next((line for line in lines if re.match(r"ptxas.*(error|fatal)", line)), ""):
         return f"{kind}: {error_line}"
@@ -45,7 +46,7 @@ def first_line(kind: str, text: str) -> str:
 
 
 def compile_variant(variant: KernelVariant, arch: str) -> KernelImage:
-    """Compile one variant for `arch` ("sm_90").  Raises what Triton raises, and ValueError for an option that it would not heed."""
+    """Compile one variant for `arch` ("sm_90").  Raises Triton's errors, and ValueError for an option that Triton would ignore."""
     packed_adds.install()
     options: dict[str, Any] = {"num_warps": variant.warps, "num_stages": variant.stages, **dict(variant.options)}
     if unknown := sorted(set(options) - set(CUDAOptions.__dataclass_fields__)):

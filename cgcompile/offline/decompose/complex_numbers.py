@@ -105,7 +105,7 @@ class _OnPairs(Interpreter):
         if target in RULES:
             return RULES[target](*args, **kwargs)
         if target in EACH:
-            return _each(EACH[target] or target, args, kwargs)
+            return _both_parts(EACH[target] or target, args, kwargs)
         raise ModelError("operator-without-kernel", f"{str(target).removesuffix('.default')} of complex numbers")
 
     def run_node(self, n: Node) -> Any:
@@ -121,7 +121,7 @@ def _split(value: Any) -> Any:
     return value
 
 
-def _each(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _both_parts(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """An operator that does the same with both parts: of lists of results, pair by pair."""
     one, other = [target(*tree_map(part, tuple(args)), **tree_map(part, dict(kwargs))) for part in (_real, _imag)]
     if isinstance(one, Tensor):

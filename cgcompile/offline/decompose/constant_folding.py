@@ -53,7 +53,7 @@ def fold(
     tensors, names = list(retraced.tensors), list(retraced.names)
     last = [node for node in graph.nodes if node.op == "placeholder"][-1:]
     # all of them first: one may be computed from another, which is a placeholder once it is replaced
-    wanted = list(_wanted(graph, derived, known))
+    wanted = list(_read_nodes(graph, derived, known))
     computed = [(node, _computed(node, known), {named[weight] for weight in _from_weights(node, known)}) for node in wanted]
     for node, tensor, sources in computed:
         if tensor is None:
@@ -87,7 +87,7 @@ def _weights(retraced: Retraced, live: Collection[str]) -> dict[Node, str]:
 def _derived(graph: torch.fx.Graph, known: Mapping[Node, torch.Tensor]) -> set[Node]:
     """Nodes that compute one tensor from weights, from other such nodes, or from nothing (a range, a constant)."""
     derived: set[Node] = set()
-    written = _written(graph)
+    written = _overwritten_nodes(graph)
     for node in graph.nodes:
         computes = node.op == "call_function" and isinstance(node.meta.get("val"), torch.Tensor) and _is_pure(node)
         if computes and node not in written and all(operand in known or operand in derived for operand in node.all_input_nodes):
@@ -95,7 +95,7 @@ def _derived(graph: torch.fx.Graph, known: Mapping[Node, torch.Tensor]) -> set[N
     return derived
 
 
-def _written(graph: torch.fx.Graph) -> set[Node]:
+def _overwritten_nodes(graph: torch.fx.Graph) -> set[Node]:
     """Nodes whose memory a later operation writes to: torch's decompositions do (a circular padding fills an empty tensor)."""
     written: set[Node] = set()
     for node in graph.nodes:
@@ -134,7 +134,7 @@ def _is_once(node: Node) -> bool:
     )  # fmt: skip
 
 
-def _wanted(graph: torch.fx.Graph, derived: set[Node], known: Mapping[Node, torch.Tensor]) -> Iterator[Node]:
+def _read_nodes(graph: torch.fx.Graph, derived: set[Node], known: Mapping[Node, torch.Tensor]) -> Iterator[Node]:
     """Derived nodes that the rest of the graph reads, without their views, each once and in order."""
     wanted: dict[Node, None] = {}
     for node in graph.nodes:

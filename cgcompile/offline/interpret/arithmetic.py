@@ -85,7 +85,7 @@ class Arithmetic:
 
     def refusal(self, what: str) -> BuildError:
         """The error for something that cannot be done here."""
-        return BuildError("function-not-interpretable", f"{self.kernel}: the interpreter has no stand-in for {what}")
+        return BuildError("function-not-interpretable", f"{self.kernel}: the interpreter does not support {what}")
 
     def value(self, data: Array, dtype: Any) -> Handle:
         """A result as its type holds it: rounded when it is kept wider."""

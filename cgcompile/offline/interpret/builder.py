@@ -52,7 +52,7 @@ class Builder(Arithmetic):
 
     def create_assume(self, condition: Handle) -> None:
         if not condition.data.all():
-            raise ModelError("kernel-asserted", f"{self.kernel}: what the kernel tells the compiler to assume does not hold")
+            raise ModelError("kernel-asserted", f"{self.kernel}: an assumption that the kernel gives the compiler does not hold")
 
     # shapes
 

@@ -115,7 +115,7 @@ def interpret(
     parameter-mismatch, function-not-interpretable, access-outside, kernel-asserted, kernel-unreadable, worker-died."""
     for recording in [recording for task in tasks for subtask in (task, *task.others) for recording in subtask.recordings]:
         check_order(recording)
-    kept = _kept(tasks, cache) if cache else {}
+    kept = _cache_files(tasks, cache) if cache else {}
     known = {key: outcome for key, path in kept.items() if (outcome := recall(path, Outcome))}
     if known:
         tell(f"{len(known)} of {len(tasks)} int_keys were interpreted before, with the same rows, kernels, weights and inputs")
@@ -126,7 +126,7 @@ def interpret(
     return tuple([known[task.key] for task in tasks if task.key in known])
 
 
-def _kept(tasks: Sequence[Task], cache: Path) -> dict[IntKey, Path]:
+def _cache_files(tasks: Sequence[Task], cache: Path) -> dict[IntKey, Path]:
     """The file of each outcome in the cache."""
     paths = {path for task in tasks for subtask in (task, *task.others) for path, _ in subtask.weights}
     cache_files, hashes = {}, {path: _hash(path) for path in paths}  # mostly one, and large

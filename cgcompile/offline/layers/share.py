@@ -103,9 +103,7 @@ class _Share:
             named = isinstance(value, Node) and isinstance(spec.arg, TensorArgument)
             specs.append(replace(spec, arg=TensorArgument(name=value.name)) if named else spec)
         if self._last is not None and not exchanged:
-            raise BuildError(
-                "split-refused", "model: a call gives no tensor that a layer makes: the devices have nothing to end with"
-            )
+            raise BuildError("split-refused", "model: no output of a call comes from a layer")
         output.args = (tuple(values),)
         return specs
 

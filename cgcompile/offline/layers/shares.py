@@ -1,4 +1,4 @@
-"""The entries of a model as one device's shares of them."""
+"""The share of one device in every entry of a model."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from .share import share_of
 
 
 def layer_shares(entries: Sequence[Prepared], ranks: Ranks) -> tuple[Prepared, ...]:
-    """What this device computes of every entry of a model, which is whole on all of them.  It takes all inputs and gives all
-    outputs, and has the weights that it reads, and the buffers that calls change, of its layers.  Raises split-refused."""
+    """The entries that this device computes.  Every process holds the whole model.  A share has all inputs and outputs, the weights
+    that its layers read, and the buffers that they change.  Raises split-refused."""
     for prepared in entries:
         if prepared.written or prepared.generator:
             what = "writes to an input" if prepared.written else "draws random numbers"
-            raise BuildError("split-refused", f"model: a call {what}: each device has its own")
+            raise BuildError("split-refused", f"model: a call {what}, and every device has its own")
     whole = [prepared.programs.changed(functional_form) for prepared in entries]
     flat = [program for programs in whole for _, program in programs.distinct]
     owners, assignments = assigned(flat, entries[0].state, ranks.size)
@@ -32,7 +32,7 @@ def layer_shares(entries: Sequence[Prepared], ranks: Ranks) -> tuple[Prepared, .
 def _share(
     prepared: Prepared, programs: Programs, by_program: dict[int, Assigned], owners: dict[str, int], ranks: Ranks
 ) -> Prepared:
-    """A device's share of one entry.  `by_program`: by the identity of a program."""
+    """A device's share of one entry.  `by_program`: shares by the id of their program."""
     shares = programs.changed(lambda program: share_of(program, by_program[id(program)], ranks.rank, ranks.size))
     ranks_of = by_program[id(programs.first)].ranks
     free = [name not in ranks_of for name in programs.first.graph_signature.user_outputs]

@@ -55,13 +55,14 @@ CHOOSING = frozenset({"median", "nanmedian", "mode", "kthvalue", "scatter", "sca
 
 
 def operators_without_kernel(program: ExportedProgram, on_host: Collection[str], arch: Arch) -> tuple[Finding, ...]:
-    """An operation that no Triton kernel computes, in a program that is cross-compiled.
+    """An operation without a Triton kernel, in a program that is cross-compiled.
 
-    What it looks for: operations outside `on_host` that decompose into something which Inductor has no lowering for, or a fallback
-    to torch's own operators; of complex numbers, those that are not done with pairs of real ones, and such inputs and results.
-    Why: without the GPU no library can be asked for its kernels.
-    Effect: no bundle can be built for it without the GPU.
-    Fix: the host can compute it (--fallback-op), the GPU's libraries can where that GPU is, or another operation does the same.
+    What it looks for: operations outside `on_host` that decompose into operations without an Inductor lowering, or into a fallback
+    to torch's own operators.  Also operations on complex numbers that are not supported as pairs of real numbers, and complex
+    inputs and outputs.
+    Why: without the GPU no library can provide a kernel.
+    Effect: the bundle cannot be cross-compiled.
+    Fix: run it on the host (--fallback-op), build on a machine with this GPU, or use another operation.
     Source: `make_fallback` in torch/_inductor/lowering.py.
     """
     folded = _folded(program)

@@ -97,7 +97,7 @@ def lower_all(
             if not code:
                 remember(kept[name], lowered)
             known[name] = lowered
-            done(_told(name, lowered))
+            done(_summary(name, lowered))
     if len(known) < len(jobs):
         raise TimeoutError
     return {name: known[name] for name in jobs}
@@ -107,7 +107,7 @@ def _title(name: RegionKey) -> str:
     return f"lowering {name[0]} for int_key {name[1]}"
 
 
-def _told(name: RegionKey, lowered: Lowered) -> str:
+def _summary(name: RegionKey, lowered: Lowered) -> str:
     return f"lowered {name[0]} for int_key {name[1]}: {len(lowered.variants)} kernels"
 
 
@@ -137,7 +137,7 @@ def _forked(
                 text = f"{_title(name)}: {type(error).__name__}: {first_line(error)}"
                 raise BuildError("lowering-broken", text) from error
             remember(kept[name], lowered_jobs[name])
-            tell(_told(name, lowered_jobs[name]))
+            tell(_summary(name, lowered_jobs[name]))
         return lowered_jobs
 
     names, most = list(contents), 2 * processors()

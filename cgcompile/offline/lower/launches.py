@@ -1,6 +1,6 @@
-"""Runs the wrapper that Inductor wrote with objects in place of its tensors and kernels, and records what it does.  The tensors of
-one buffer share a handle.  With the last of them Python drops the handle, and that is the buffer's release.  So reuse, views and
-in-place kernels need no rules of their own.  What the wrapper uses (torch 2.11, 2.13): the names in `_namespace`."""
+"""Runs Inductor's wrapper with objects instead of tensors and kernels, and records its operations.  The tensors of one buffer share
+a handle.  When the last of them is deleted, Python deletes the handle, which releases the buffer.  So reuse, views and in-place
+kernels need no special rules.  The wrapper may use the names in `_namespace` (torch 2.11, 2.13)."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ Load = Callable[[KernelSource], WrapperKernel]
 def record_calls(
     key: IntKey, wrapper: str, tensors: Sequence[torch.Tensor], names: Sequence[tuple[str, str]], load: Load
 ) -> tuple[Lowered, tuple[str, ...]]:
-    """Run the wrapper's `call` for `tensors`, whose kinds and names are `names`; what it does, and what it calls that is no Triton
-    kernel, in order.  Raises constant-unknown, lowering-broken."""
+    """Runs the wrapper's `call` for `tensors`, whose kinds and names are `names`.  Returns its operations, and its calls of other
+    functions than Triton kernels, in order.  Raises constant-unknown, lowering-broken."""
     log = _Log(load=load)
     wrapper_tensors = [log.argument_tensor(kind, name, tensor) for (kind, name), tensor in zip(names, tensors, strict=True)]
     inputs = {int(name): value.tensor() for (kind, name), value in zip(names, wrapper_tensors, strict=True) if kind == INPUT}
@@ -69,7 +69,7 @@ def record_calls(
 
 @dataclass(eq=False, slots=True)
 class _Handle:
-    """A buffer in use: its position, and what is called when nothing refers to it any more."""
+    """A buffer in use: its position, and a function that is called when nothing refers to it any more."""
 
     buffer: int
     dropped: Callable[[int], None]
@@ -80,7 +80,7 @@ class _Handle:
 
 @dataclass(eq=False, slots=True)
 class WrapperTensor:
-    """A tensor of the wrapper: where it lies, and its layout in elements."""
+    """A tensor of the wrapper: its buffer, offset and layout in elements."""
 
     log: _Log
     handle: _Handle
@@ -103,11 +103,11 @@ class WrapperTensor:
         )
 
     def span(self) -> int:
-        """Bytes from the first element to behind the last."""
+        """Number of bytes from the first to the last element."""
         return span(self.shape, self.strides) * self.dtype.itemsize
 
     def zero_(self) -> WrapperTensor:
-        """Inductor clears workspaces so."""
+        """Inductor clears workspaces with this method."""
         self._dense("clears")
         self.log.events.append(Fill(target=self.pointer(), value=0, element=1, count=self.span()))
         return self
@@ -131,7 +131,7 @@ class WrapperTensor:
 
 
 class UnknownCall:
-    """The result of what is no Triton kernel.  It goes wherever a tensor goes, so that all such calls are found."""
+    """The result of a call that is not a Triton kernel.  It can be used as a tensor, so that the run finds all such calls."""
 
     def __init__(self, log: _Log, name: str) -> None:
         self._log = log
@@ -152,7 +152,7 @@ class UnknownCall:
 
 @dataclass(kw_only=True, slots=True)
 class _Log:
-    """What has been seen so far."""
+    """The operations recorded so far."""
 
     load: Load
     buffers: list[Buffer] = field(default_factory=list)
@@ -178,8 +178,8 @@ class _Log:
         return WrapperTensor(self, handle, 0, tuple(shape), tuple(strides), dtype)
 
     def exchange(self, operand: Any, kind: Any, world: int, sender: int, after: Any = None) -> Any:
-        """As the wrapper calls the operator of `collectives`; calls are recorded in their order, whatever `after` is.  Kernels send
-        multiples of 16 bytes from multiples of 16: what is none is copied to where they may read on."""
+        """The wrapper calls an operator of `collectives`.  Calls are recorded in their order; `after` is ignored.  Kernels send
+        multiples of 16 bytes from addresses that are multiples of 16.  Other tensors are copied to a padded buffer."""
         if isinstance(operand, UnknownCall):
             return operand
         dtype, nbytes = operand.dtype, operand.span()
@@ -217,7 +217,7 @@ class _Log:
         return output
 
     def launch(self, source: KernelSource, *arguments: Any, stream: Any = 0, **others: Any) -> None:
-        """As the wrapper runs a kernel."""
+        """The wrapper runs a kernel."""
         if others:
             raise BuildError("lowering-broken", f"kernel {source.name}: called with {sorted(others)}")
         if any(isinstance(value, UnknownCall) for value in arguments):
@@ -243,7 +243,7 @@ class _Log:
 
 
 def span(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """Elements from the first to behind the last of a tensor."""
+    """Number of elements from the first to the last element of a tensor in memory."""
     return sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) + 1 if math.prod(shape) else 0
 
 
@@ -259,7 +259,7 @@ def _argument(kernel: str, name: str, kind: str, value: Any) -> Pointer | int | 
 
 
 def _check_strides(variant: KernelVariant, values: Mapping[str, Any]) -> None:
-    """Inductor must not have changed the strides that a kernel of ours has as constants, TENSOR_stride_AXIS."""
+    """Inductor must not have changed strides that are constants of a kernel of cgcompile, TENSOR_stride_AXIS."""
     for name, wanted in variant.constants:
         tensor, infix, axis = name.rpartition("_stride_")
         value = values.get(tensor)
@@ -272,7 +272,7 @@ def _check_strides(variant: KernelVariant, values: Mapping[str, Any]) -> None:
 
 
 def _namespace(wrapper: str, log: _Log) -> dict[str, Any]:
-    """The wrapper's module, executed, with what it imports replaced."""
+    """Executes the wrapper's module with replaced imports."""
     scope: dict[str, Any] = {"__name__": "wrapper"}
     exec(compile(wrapper, "<wrapper>", "exec"), scope)
     for name, value in list(scope.items()):
@@ -298,7 +298,7 @@ def _namespace(wrapper: str, log: _Log) -> dict[str, Any]:
 
 
 class _Torch:
-    """`torch` for the wrapper: types and devices are real, the device guard does nothing, the rest is unknown."""
+    """`torch` for the wrapper: types and devices are real, the device guard does nothing, other names are recorded as unknown."""
 
     def __init__(self, log: _Log, cuda: Any) -> None:
         self._log = log

@@ -56,7 +56,7 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages, processes: Recorde
     with stages("prepare") as tell:
         kept = kept_path(spec)
         known = recall_lowerings(kept, spec)
-        names = _wanted(known)
+        names = _lowerings_to_record(known)
         traced, expected = _traceable(spec, cut, tell) if CROSS_COMPILE in names else (None, {})
         recordable = prepare_recording(spec, cut, processes.folder / "record", stage, tell)
         tell.result("chosen before: " + ", ".join(names) if known else f"{len(names)} lowerings to try")
@@ -82,7 +82,7 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages, processes: Recorde
     return parts
 
 
-def _wanted(known: Lowerings | None) -> list[str]:
+def _lowerings_to_record(known: Lowerings | None) -> list[str]:
     """The lowerings to record: all, or those that were chosen when the same program was built before."""
     if known is None:
         return list(LOWERINGS)

@@ -42,20 +42,20 @@ def time_graphs(bundles: Mapping[str, Path], needs: Mapping[str, int], free: int
     """
     if sum(needs[name] + MARGIN for name in bundles) <= free:
         try:
-            return Timed(times=_asked(list(bundles), bundles, folder), failed={})
+            return Timed(times=_worker_times(list(bundles), bundles, folder), failed={})
         except BuildError:
             pass  # one of them ended the process: alone each answers for itself
     times: dict[str, GraphTimes] = {}
     failed: dict[str, BuildError] = {}
     for name in bundles:
         try:
-            times |= _asked([name], bundles, folder)
+            times |= _worker_times([name], bundles, folder)
         except BuildError as error:
             failed[name] = error
     return Timed(times=times, failed=failed)
 
 
-def _asked(names: Sequence[str], bundles: Mapping[str, Path], folder: Path) -> dict[str, GraphTimes]:
+def _worker_times(names: Sequence[str], bundles: Mapping[str, Path], folder: Path) -> dict[str, GraphTimes]:
     kind = Kind(
         module="cgcompile.pipeline.best.worker", folder=folder, died="worker-died", title="the process that times graphs",
         environment={"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0")},  # other workers see none

@@ -73,7 +73,7 @@ def build_world(model: Any, options: Options) -> Built:
                 module="cgcompile.pipeline.world.worker", folder=scratch, died="worker-died",
                 environment={"OMP_NUM_THREADS": threads, "OMP_WAIT_POLICY": "PASSIVE"},
             )  # fmt: skip
-            with _told(scratch / "told", tell):
+            with _piped_events(scratch / "told", tell):
                 seconds = dict(ask(kind, jobs, workers=size))
             tell.result(", ".join([f"{name} {spent:.1f} s" for name, spent in seconds[0]]))
         with stages("verify") as tell:
@@ -83,7 +83,7 @@ def build_world(model: Any, options: Options) -> Built:
 
 
 @contextmanager
-def _told(path: Path, tell: Tell) -> Iterator[None]:
+def _piped_events(path: Path, tell: Tell) -> Iterator[None]:
     """While it lasts, what comes through a pipe at `path` is told: events as lines of JSON."""
     os.mkfifo(path)
     pipe = os.open(path, os.O_RDWR)  # no end comes before the last line, whoever opens it and goes

@@ -172,7 +172,7 @@ def _compiled(
         try:
             shared_object = _called(program, shared, options)
         except Exception as error:
-            if (build_error := _own(error)) is not None:
+            if (build_error := _passed_on(error)) is not None:
                 raise build_error from error
             if level is not None or not any(isinstance(exception, CppCompileError) for exception in _chain(error)):
                 raise BuildError("compiler-failed", str(explain(error, program.graph_module))) from error
@@ -180,7 +180,7 @@ def _compiled(
             try:
                 shared_object = _called(program, shared, options | UNVECTORIZED)
             except Exception as second:
-                raise _own(second) or BuildError("compiler-failed", str(explain(second, program.graph_module))) from second
+                raise _passed_on(second) or BuildError("compiler-failed", str(explain(second, program.graph_module))) from second
     if not isinstance(shared_object, str) or not target.exists():
         raise BuildError(
             "torch-unsupported", f"torch {torch.__version__}: aot_compile gave no shared object; cgcompile was tested with {TESTED}"
@@ -244,7 +244,7 @@ def _libraries_take_numbers(program: ExportedProgram) -> bool:
     return any(torch.Tag.pointwise not in getattr(user.target, "tags", ()) for node in numbers for user in node.users)
 
 
-def _own(error: BaseException) -> BuildError | None:
+def _passed_on(error: BaseException) -> BuildError | None:
     """The error of ours that Inductor passed on as its own."""
     return next((exception for exception in _chain(error) if isinstance(exception, BuildError)), None)
 

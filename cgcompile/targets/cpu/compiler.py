@@ -130,11 +130,12 @@ def ask_compilers(wrapped: str, level: Level | None) -> Compilers:
     """`wrapped`: the path of what Inductor is given, for `level`.  Asking raises compiler-failed and cache-unsafe."""
     about = described(compiler(), "-march=native", "-v", "-E", "-x", "c++", os.devnull)
     return Compilers(
-        plain=_kept(compiler(), about, "plain"), wrapped=_kept(wrapped, about, f"for {level.name}" if level else "for this one")
+        plain=_cached_macros(compiler(), about, "plain"),
+        wrapped=_cached_macros(wrapped, about, f"for {level.name}" if level else "for this one"),
     )
 
 
-def _kept(command: str, *about: str) -> Ask:
+def _cached_macros(command: str, *about: str) -> Ask:
     @cache
     def ask(*options: str) -> dict[str, str]:
         path = None

@@ -1,11 +1,10 @@
-"""What is compiled once for all models: the C interface of AOTInductor's code, and functions in libtorch's place.
+"""Code that is compiled once for all models: the C interface of AOTInductor's code, and replacements of libtorch's functions.
+Inductor copies torch's interface.cpp into the wrapper file of every model (`*.wrapper.cpp`).  This text and its templates take two
+thirds of the compilation of a small model, and do not depend on the model.  So it is compiled separately, for all processors of
+this kind (it is control code), kept in the content cache, and linked.
 
-Inductor writes the whole text of torch's interface.cpp into the file around every model (`*.wrapper.cpp`).  That text, with the
-templates that it uses, is two thirds of what the compiler does for a small model, and nothing in it is the model's.  So it is
-compiled alone, for every processor of the machine's kind (it is control code), kept in the content cache, and linked to the rest.
-
-Private of torch (2.11, 2.13): the text, which is in the generated file as it is in torch's own, and its headers.  A file without it
-is compiled whole, and so is one whose macros are others than DEFINED.
+Private interface of torch (2.11, 2.13): this text, which the generated file contains unchanged, and its headers.  A file without it
+is compiled as a whole, and so is a file whose macros differ from DEFINED.
 """
 
 from __future__ import annotations
@@ -38,22 +37,22 @@ TORCH = Path(torch.__file__).parent
 TEXT = TORCH / "_inductor/codegen/aoti_runtime/interface.cpp"
 
 FIRST = "#include <torch/csrc/inductor/aoti_include/cpu.h>\n"
-"""What the generated file has before the text."""
+"""The text before it in the generated file."""
 
 CONTAINER = "model_container.h"
 """The header of the interface's templates, which a model alone does not need."""
 
 DEFINED = ("TORCH_INDUCTOR_CPP_WRAPPER", "STANDALONE_TORCH_HEADER", "C10_USING_CUSTOM_GENERATED_MACROS", "NDEBUG")
-"""The macros that generated files for the CPU are compiled with.  Others choose what classes of the headers hold (USE_CUDA)."""
+"""The macros of generated files for the CPU.  Other macros change classes in the headers (USE_CUDA)."""
 
 WITHOUT_EFFECT = ("CPU_CAPABILITY_", "TORCH_INDUCTOR_PRECOMPILE_HEADERS")
-"""Beginnings of macros that change no class of the interface: which vectors loops use, and whether headers are compiled before."""
+"""Prefixes of macros that do not change classes of the interface: vector instructions, and precompiled headers."""
 
 OPTIONS = (
     "-std=c++17", "-O1", "-fPIC", "-w", *[f"-D{name}" for name in DEFINED],
     f"-I{TORCH / 'include'}", f"-I{TORCH / 'include/torch/csrc/api/include'}",
 )  # fmt: skip
-"""The standard may be another one than the model's: classes of the standard library are laid out alike in all."""
+"""The C++ standard may differ from the model's, because the layout of classes in the standard library does not depend on it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,13 +64,14 @@ class ObjectFile:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Interface:
-    """The `text` of torch's file, and what it is compiled to, in time: a path, or None where the compiler fails."""
+    """The `text` of torch's file, and its object file when it is compiled: a path, or None if the compiler fails."""
 
     text: str
     object_file: Future[Path | None]
 
     def without(self, source: str, command: Sequence[str]) -> str | None:
-        """The text of a generated file without the interface's; None where that is not in it, or `command` has other macros."""
+        """A generated file without the text of the interface; None if it does not contain this text, or if `command` has other
+        macros."""
         if source.count(self.text) != 1 or macros(command) != set(DEFINED):
             return None
         headers = [line for line in self.text.splitlines() if line.startswith("#include") and CONTAINER not in line]
@@ -80,15 +80,15 @@ class Interface:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Begun:
-    """Compilations that no model is needed for.  `functions`: of `kernels.standalone`, None where no code is to bring them.
-    `operators`: of `kernels.operators`, None where no program can call them."""
+    """Compilations that do not depend on a model.  `functions`: of `kernels.standalone`, None if no code needs them.  `operators`:
+    of `kernels.operators`, None if no program calls them."""
 
     interface: Interface | None
     functions: Future[Path | None] | None
     operators: Future[Path | None] | None
 
     def wait(self) -> None:
-        """Until all are done: a forked process cannot wait for a thread of this one."""
+        """Waits until all are done, because a forked process cannot wait for a thread of this process."""
         for future in (self.interface.object_file if self.interface is not None else None, self.functions, self.operators):
             if future is not None:
                 future.result()
@@ -96,7 +96,7 @@ class Begun:
 
 @contextmanager
 def begun(level: Level | None, functions: bool | None) -> Iterator[Begun]:
-    """Begins all, for processors of a `level`.  `functions`: whether code brings them; None where that pays."""
+    """Starts all compilations, for processors of a `level`.  `functions`: whether to compile these; None: if they are faster."""
     with ExitStack() as stack:
         wanted = fast(level) if functions is None else functions
         here = shutil.which(compiler()) is not None
@@ -108,7 +108,7 @@ def begun(level: Level | None, functions: bool | None) -> Iterator[Begun]:
 
 
 def begun_object(source: ModuleType, level: Level | None, stack: ExitStack) -> Future[Path | None]:
-    """The object file of `source`, a module of `kernels`, which is compiled meanwhile unless an earlier build did.  None where the
+    """The object file of `source`, a module of `kernels`, which is compiled in the background unless the cache has it.  None if the
     compiler fails."""
     folder, path = stack.enter_context(scratch_folder()), None
     about = described(compiler(), f"-march={level.name if level else 'native'}", "-v", "-E", "-x", "c++", os.devnull)
@@ -121,7 +121,7 @@ def begun_object(source: ModuleType, level: Level | None, stack: ExitStack) -> F
 
 @contextmanager
 def begun_interface() -> Iterator[Interface | None]:
-    """The interface, which is compiled meanwhile unless an earlier build did.  None without a compiler, or where torch has another
+    """The interface, which is compiled in the background unless the cache has it.  None without a compiler, or if torch has another
     text.  Raises cache-unsafe."""
     if not TEXT.exists() or shutil.which(compiler()) is None:
         yield None
@@ -138,7 +138,7 @@ def begun_interface() -> Iterator[Interface | None]:
 
 
 def _begun(command: list[str], target: Path, path: Path | None, stack: ExitStack) -> Future[Path | None]:
-    """The object file `target`, by a command that runs meanwhile, unless it is kept at `path`.  None where the compiler fails."""
+    """The object file `target`, from a command in the background, unless `path` has it.  None if the compiler fails."""
     if path is not None and (object_file := recall(path, ObjectFile)) is not None:
         target.write_bytes(object_file.code)
         future: Future[Path | None] = Future()
@@ -168,7 +168,7 @@ def _dependencies() -> Iterator[object]:
 
 
 def macros(command: Sequence[str]) -> set[str]:
-    """Those that a command of the compiler defines and that matter."""
+    """The relevant macros that a compiler command defines."""
     joined = [word.removeprefix("-D") for word in command if word.startswith("-D") and word != "-D"]
     apart = [word for option, word in pairwise(command) if option == "-D"]
     return {name for name in (*joined, *apart) if not name.startswith(WITHOUT_EFFECT)}

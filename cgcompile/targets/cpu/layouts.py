@@ -53,7 +53,7 @@ def bind_constants(path: Path, program: ExportedProgram, weights: Sequence[Weigh
         if model not in tensors or name not in positions:
             raise ModelError(
                 "constant-unknown",
-                f"the compiled code wants the constant {label!r} ({model or 'made by Inductor'}), which is no weight of the model",
+                f"the compiled code reads the constant {label!r} ({model or 'made by Inductor'}), not a weight of the model",
             )
         pairs.append((label, positions[name]))
         value = tensors[model].detach()

@@ -1,15 +1,14 @@
-"""Symbols in the code of the CPU: sizes that the example does not fix, and numbers that the model asserts something about.
+"""Symbols in code for the CPU: sizes that vary, and numbers in assertions of the model.
 
-What torch decides by the sizes of the example holds for the others, too, or nothing is compiled.
+A decision of torch for the sizes of the example must hold for all sizes, or the build is refused.  While Inductor lowers a program,
+the symbols of its sizes are frozen: if torch evaluates `batch >= 16`, it uses the value of the example, and keeps no guard.  But
+the answer narrows the symbol's range.  With sizes 1 and 16, the range 1 to 16 becomes 16 alone, and the code writes 16 rows for
+every call (torch 2.11 and 2.13: a 3 x 3 convolution).  So answers do not narrow ranges here.  The answer that selects an
+implementation of a convolution affects only the layout of memory, and may be that of the example.  Any other answer has to be the
+same for the smallest and the largest sizes.
 
-While Inductor lowers a program, the symbols of its sizes are frozen: where torch needs to know whether `batch >= 16`, the example
-answers, and no guard is kept.  But the answer narrows the symbol's range.  With sizes 1 and 16, the range 1 to 16 becomes 16 alone,
-and the code writes 16 rows whatever the call has (torch 2.11 and 2.13: a 3 x 3 convolution).  So answers narrow nothing here.  The
-one for convolutions, by which an implementation is chosen, decides the layout of memory alone, and is taken of the example's sizes.
-Any other answer has to be that of the smallest and of the largest sizes.
-
-Where an assertion about a number fails, Inductor's code throws what it calls the number ("Expected u8 >= 20 but received 12"), and
-knows no line of the model: it gets the line that asserts it, or else the one that reads the number.
+If an assertion about a number fails, Inductor's code throws a message with its own name of the number ("Expected u8 >= 20 but
+received 12"), without a line of the model.  So the line of the assertion is added, or else the line that reads the number.
 
 Private interfaces (torch 2.11, 2.13): `ShapeEnv._check_frozen` and `ShapeEnv._maybe_guard_rel`, `torch._C._select_conv_backend`,
 `canonicalize_bool_expr`, `torch._inductor.ir.AssertScalar`, `GraphLowering.create_deferred_runtime_asserts`, and the expression of
@@ -38,15 +37,15 @@ from ...export.assertions import asserted
 from ...model.user_code import place
 
 MAKING = "create_deferred_runtime_asserts"
-"""The method of Inductor's that makes assertions of what is known about the numbers that a node reads."""
+"""The method of Inductor that generates assertions about the numbers that a node reads."""
 
 METHODS = ((ShapeEnv, "_check_frozen"), (ShapeEnv, "_maybe_guard_rel"), (torch._C, "_select_conv_backend"))
 
 
 @contextmanager
 def decided_alike(program: ExportedProgram) -> Iterator[None]:
-    """While it lasts, code is generated for all sizes of `program`.  Raises size-decides at its end when torch decided something by
-    the example's sizes that the smallest or largest ones decide otherwise, and torch-unsupported."""
+    """Inside this context, code is generated for all sizes of `program`.  Raises size-decides at its end if a decision of torch
+    differs between the example's sizes and the smallest or largest ones, and torch-unsupported."""
     for owner, name in METHODS:
         if not hasattr(owner, name):
             raise BuildError(
@@ -57,12 +56,12 @@ def decided_alike(program: ExportedProgram) -> Iterator[None]:
     note, narrow = ShapeEnv._check_frozen, ShapeEnv._maybe_guard_rel
 
     def noted(self: Any, expr: Any, value: Any) -> None:
-        if self.frozen and _known(expr, limits):
+        if self.frozen and _has_limits(expr, limits):
             taken.setdefault(expr, value)
         note(self, expr, value)
 
     def narrowed(self: Any, expr: Any) -> None:
-        if not (self.frozen and _known(expr, limits)):
+        if not (self.frozen and _has_limits(expr, limits)):
             narrow(self, expr)
 
     with (
@@ -73,11 +72,13 @@ def decided_alike(program: ExportedProgram) -> Iterator[None]:
         yield
     for expr, value in taken.items():
         if (other := _otherwise(expr, value, limits)) is not None:
-            raise BuildError("size-decides", f"torch compiles other code at {other} than at the largest: {expr} is {value} there")
+            raise BuildError(
+                "size-decides", f"torch compiles different code for {other} than for the largest sizes: {expr} is {value} there"
+            )
 
 
 def _limits(program: ExportedProgram) -> dict[Any, tuple[int, int]]:
-    """The smallest and the largest size of each symbol that the inputs decide."""
+    """The smallest and the largest value of each symbol of the input shapes."""
     values = [node.meta.get("val") for node in program.graph.find_nodes(op="placeholder")]
     sizes = [size for value in values if isinstance(value, torch.Tensor) for size in value.shape if isinstance(size, torch.SymInt)]
     symbols = {symbol for size in sizes for symbol in size.node.expr.free_symbols} & program.range_constraints.keys()
@@ -85,13 +86,13 @@ def _limits(program: ExportedProgram) -> dict[Any, tuple[int, int]]:
     return {symbol: (int(span.lower), int(span.upper)) for symbol, span in ranges.items() if isinstance(span.upper, sympy.Integer)}
 
 
-def _known(expr: Any, limits: Mapping[Any, tuple[int, int]]) -> bool:
+def _has_limits(expr: Any, limits: Mapping[Any, tuple[int, int]]) -> bool:
     symbols = getattr(expr, "free_symbols", None)
     return symbols is not None and bool(symbols) and symbols <= limits.keys()
 
 
 def _otherwise(expr: Any, value: Any, limits: Mapping[Any, tuple[int, int]]) -> str | None:
-    """The corner of the ranges where `expr` is not `value`, as text."""
+    """The extreme sizes at which `expr` is not `value`, as text."""
     symbols = sorted(expr.free_symbols, key=str)
     for corner in product(*[limits[symbol] for symbol in symbols]):
         if sympy.sympify(expr.subs(dict(zip(symbols, corner, strict=True)))) != value:
@@ -100,7 +101,7 @@ def _otherwise(expr: Any, value: Any, limits: Mapping[Any, tuple[int, int]]) -> 
 
 
 def _of_example(select: Callable[..., Any]) -> Callable[..., Any]:
-    """`select`, asked with the sizes of the example in the place of symbols."""
+    """`select`, called with the sizes of the example instead of symbols."""
 
     def selected(*args: Any, **kwargs: Any) -> Any:
         return select(*[_plain(argument) for argument in args], **{name: _plain(argument) for name, argument in kwargs.items()})
@@ -121,7 +122,7 @@ def _number(size: Any) -> int:
 
 @contextmanager
 def named_assertions(program: ExportedProgram) -> Iterator[None]:
-    """While it lasts, code that asserts something about a number says which line of the model does.  Raises torch-unsupported."""
+    """Inside this context, assertions about a number name their line of the model.  Raises torch-unsupported."""
     if not hasattr(ir, "AssertScalar") or not hasattr(GraphLowering, MAKING):
         raise BuildError("torch-unsupported", f"torch {torch.__version__}: Inductor has no AssertScalar; tested were 2.11 and 2.13")
     lines = _assertions(program)
@@ -140,7 +141,7 @@ def named_assertions(program: ExportedProgram) -> Iterator[None]:
 
 
 def _assertions(program: ExportedProgram) -> dict[str, str]:
-    """What to say of every assertion about a number that a line of the model makes, by its form; several lines of one form are all
+    """The message of every assertion of the model about a number, by its condition.  Lines with the same condition are all
     named."""
     nodes_by_form: dict[str, list[Node]] = {}
     for module in program.graph_module.modules():
@@ -153,15 +154,16 @@ def _assertions(program: ExportedProgram) -> dict[str, str]:
 
 
 def _bound(reading: Sequence[Node], message: str) -> str:
-    """What to say of a bound that Inductor made of several assertions about one number, at the line that reads it."""
+    """The message for a bound that Inductor derived from several assertions about one number, with the line that reads the
+    number."""
     named = [node for node in reading if place(node)[0]]
     return asserted(named, f"{re.sub(NAME, 'a number', message)} in {place(named[0])[1]}") if named else message
 
 
 NAME = r"\bu\d+\b"
-"""What Inductor calls a number that is read."""
+"""Inductor's names of numbers that are read from tensors."""
 
 
 def _form(condition: Any) -> str:
-    """A condition without the names of its numbers: Inductor has others than export."""
+    """A condition without the names of its numbers, because Inductor's names differ from those of export."""
     return re.sub(r"[a-z]+\d+", "_", str(canonicalize_bool_expr(condition)))

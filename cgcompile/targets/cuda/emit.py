@@ -1,4 +1,4 @@
-"""emit, for a cuda target: what a recorder gives -> the files of the bundle, and the manifest's rows of them."""
+"""emit, for a cuda target: converts recordings into the files of the bundle and the rows of the manifest."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .recorded import RecordedProgram, RegionKey
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Written:
-    """The manifest's rows, and the `recordings` by their file.  `fills`: memsets became launches of a kernel of ours (fills.py)."""
+    """The manifest's rows, and the `recordings` by their file.  `fills`: whether memsets became kernel launches (fills.py)."""
 
     weights: tuple[Weight, ...]
     regions: tuple[Region, ...]
@@ -39,8 +39,8 @@ def write_recorded(
     split: SplitProgram | None,
     hosts: HostRegions,
 ) -> Written:
-    """Writes kernel images and graph tables into `stage`.  `weights`: the manifest's rows, whose file is there; `arch`: "sm_90".
-    Raises extra-missing, kernel-failed."""
+    """Writes kernel images and graph tables into `stage`.  `weights`: the manifest's rows, whose file exists already; `arch`:
+    "sm_90".  Raises extra-missing, kernel-failed."""
     recordings = {name: replace(graph.recording, key=own_key(name[1])) for name, graph in recorded.graphs.items()}
     images = dict(recorded.images)
     fills = has_memsets(recordings.values())
@@ -83,7 +83,8 @@ def arena_bytes(recorded: RecordedProgram) -> dict[IntKey, int]:
 
 
 def cuda_target(arch: str, driver: int, hosts: HostRegions, torch_version: str) -> Target:
-    """What the bundle needs: a GPU of `arch`, a driver (13000 = 13.0), and for host regions a processor and a version of torch."""
+    """The requirements of the bundle: a GPU of `arch`, a driver (13000 = 13.0), and for host regions a processor and a version of
+    torch."""
     return Target(
         kind="cuda", arch=arch, level="", features=hosts.features, torch=torch_version if hosts.rows else "", driver=driver
     )

@@ -184,7 +184,7 @@ def _compile(
         with torch.no_grad():
             program = torch.export.export(region.module, tuple(example_inputs), strict=False)
     except Exception as error:
-        raise BuildError("compiler-failed", f"{where}: torch.export cannot take it alone: {first_line(error)}") from error
+        raise BuildError("compiler-failed", f"{where}: torch.export cannot export this region: {first_line(error)}") from error
     program = inlined(program)
     work = scratch / region_name
     work.mkdir()

@@ -1,5 +1,5 @@
-"""The program's tensors: what torch knows of them -> plain shapes, and tensors at addresses of our choosing.
-`__cuda_array_interface__` and `Tensor.set_` give each a storage of its own: AOTAutograd would treat views of one as aliases."""
+"""The program's tensors: their layouts as plain records, and tensors at chosen addresses.  `__cuda_array_interface__` and
+`Tensor.set_` give each tensor its own storage, because AOTAutograd treats views of one storage as aliases."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..weights import stored_dtype
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Span:
-    """Bytes of device memory, as the CUDA array interface describes them.  `owner` keeps them alive; None: somebody else does."""
+    """Device memory with the CUDA array interface.  `owner` keeps the memory alive; None: the caller does."""
 
     address: int
     size: int
@@ -41,7 +41,7 @@ def _tensor(address: int, owner: torch.Tensor | None, dtype: str, shape: tuple[i
 
 
 def device_bytes(address: int, size: int) -> torch.Tensor:
-    """Memory of the current device as a flat uint8 tensor of at least one byte; whoever asks knows that it is there."""
+    """Memory of the current device as a flat uint8 tensor of at least one byte.  The caller must keep the memory alive."""
     return torch.as_tensor(_Span(address=address, size=size, owner=None), device="cuda")
 
 
@@ -52,7 +52,7 @@ def tensor_at(buffer: torch.Tensor, offset: int, dtype: str, shape: tuple[int, .
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorPlace:
-    """Where a tensor on the device lies and how, without keeping its memory: strides in elements."""
+    """The address and layout of a tensor on the device, without a reference to its memory.  Strides count elements."""
 
     address: int
     dtype: str
@@ -60,18 +60,17 @@ class TensorPlace:
     strides: tuple[int, ...]
 
     def tensor(self) -> torch.Tensor:
-        """The tensor again, which must be dense; whoever asks knows that its memory is still there."""
+        """The tensor again, which must be dense.  The caller knows that its memory is still allocated."""
         return _tensor(self.address, None, self.dtype, self.shape, self.strides)
 
 
 def tensor_place(tensor: torch.Tensor) -> TensorPlace:
-    """The place of a tensor."""
+    """The address and layout of a tensor."""
     return TensorPlace(address=tensor.data_ptr(), dtype=stored_dtype(tensor), shape=tuple(tensor.shape), strides=tensor.stride())
 
 
 def weights_at(rows: Iterable[Weight], buffers: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors of `rows` that have a place on the device, by name, at their offsets in the buffer of their memory; tied ones are
-    one tensor."""
+    """The tensors of `rows` that are on the device, by name, at their offsets in the buffers.  Tied weights are one tensor."""
     placed: dict[str, torch.Tensor] = {}
     named: dict[str, torch.Tensor] = {}
     for row in rows:
@@ -84,7 +83,7 @@ def weights_at(rows: Iterable[Weight], buffers: Mapping[str, torch.Tensor]) -> d
 
 
 def point_weights(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Makes the module's parameters, buffers and attributes of these names these tensors, as far as it has them."""
+    """Replaces the module's parameters, buffers and attributes of these names by the tensors."""
     for path, tensor in tensors.items():
         owner_name, _, leaf = path.rpartition(".")
         owner: Any = module
@@ -105,9 +104,8 @@ def tensors_of(call: Any) -> list[torch.Tensor]:
 
 
 def input_offsets(tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
-    """Where each of the call's tensors begins in memory `inputs`, and where the last one's alignment ends: one behind the other.
-
-    An address behind the last byte of one is not in the next: a call may find one of them elsewhere (`Manifest.donations`)."""
+    """The offset of each input in memory `inputs`, one after the other, and the aligned end of the last one.  The end address of an
+    input is not the start of the next one, because a donated input may be elsewhere (`Manifest.donations`)."""
     offsets = [0]
     for tensor in tensors:
         offsets.append(align(offsets[-1] + tensor_bytes(stored_dtype(tensor), tensor.shape) + 1))
@@ -125,12 +123,12 @@ def place_inputs(tensors: Sequence[torch.Tensor], buffer: torch.Tensor) -> list[
 
 
 def static_bytes(tensors: Iterable[torch.Tensor], uploads: Iterable[UploadedValue]) -> int:
-    """Bytes of memory `inputs`, without PAD, for the call's tensors and what the host makes, which lies behind them."""
+    """Bytes of memory `inputs`, without PAD, for the inputs of the call, followed by the values of host regions."""
     return max([input_offsets(tensors)[-1], *[value.end for value in uploads]])
 
 
 def settings() -> dict[str, Any]:
-    """The process-wide switches of torch that choose kernels, for `apply_settings` in another process."""
+    """The global settings of torch that select kernels, for `apply_settings` in another process."""
     return {path: operator.attrgetter(path)(torch) for path in _SETTINGS} | {"": torch.get_float32_matmul_precision()}
 
 

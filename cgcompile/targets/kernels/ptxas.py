@@ -45,5 +45,7 @@ def _ptxas(capability: int) -> Path:
     name = "ptxas-blackwell" if capability >= BLACKWELL else "ptxas"
     path = Path(spec.origin).parent / "backends" / "nvidia" / "bin" / name
     if not path.exists():
-        raise BuildError("kernel-failed", f"triton has no {name} at {path}", "install the triton that your torch asks for")
+        raise BuildError(
+            "kernel-failed", f"triton has no {name} at {path}", "install the version of Triton that your torch requires"
+        )
     return path

@@ -100,7 +100,7 @@ def python_source(program: ExportedProgram, weights: Mapping[str, Weight]) -> st
             inputs.append(name)
         else:
             raise BuildError(
-                "baseline-unwritable", f"program.pt2: input {name!r} is a {spec.kind.name}, which no file of Python can hold"
+                "baseline-unwritable", f"program.pt2: input {name!r} is a {spec.kind.name}, which a Python file cannot hold"
             )
     shapes = {row.tensor: [row.shape[axis] for axis in memory_order(row.shape, row.strides)] for row in used if row.zeros}
     zeros = {row.tensor: (row.dtype, shapes[row.tensor]) for row in used if row.zeros}
@@ -138,7 +138,7 @@ def _written_back(program: ExportedProgram, returned: str) -> str:
     lines = [returned.replace("return", "made =", 1)]
     for index, spec in enumerate(signature.output_specs):
         if spec.kind is not OutputKind.BUFFER_MUTATION or spec.target not in names:
-            raise BuildError("baseline-unwritable", "program.pt2: an output that is no output of the model's")
+            raise BuildError("baseline-unwritable", "program.pt2: an output is not an output of the model")
         lines.append(f"self.{names[spec.target]}.copy_(made[{index}])")
     return "\n        ".join([*lines, "return ()"])
 
@@ -151,7 +151,7 @@ def _class(name: str, module: Any, known: dict[str, Any]) -> Iterator[str]:
     code = module.graph.python_code("self")
     for word, value in code.globals.items():
         if known.setdefault(word, value) is not value and value == value:
-            raise BuildError("baseline-unwritable", f"program.pt2: {word!r} means two things in its graphs")
+            raise BuildError("baseline-unwritable", f"program.pt2: the name {word!r} has two meanings in its graphs")
     head, separator, source = code.src.partition(FORWARD)
     if not separator or head.strip():
         raise BuildError("baseline-unwritable", "program.pt2: torch writes the code of a graph in another way than cgcompile knows")

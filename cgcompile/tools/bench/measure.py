@@ -233,7 +233,7 @@ class _Run:
             if number not in state.errors or deviation.error > state.errors[number].error or deviation.wrong:
                 state.errors[number] = deviation
         if name == BUNDLE and answer["torch"]:
-            raise BuildError("bench-failed", "the bundle's process imported torch: it would show nothing about serving without it")
+            raise BuildError("bench-failed", "the bundle's process imported torch, so this does not measure serving without torch")
 
     def _error(self, name: str, number: int, row: dict[str, Any]) -> Error:
         """The bundle has its own promise; a baseline may be as far from eager PyTorch as the bundle may, on its other side."""

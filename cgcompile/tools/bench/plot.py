@@ -1,7 +1,7 @@
-"""A benchmark as a picture: one self-contained SVG, light or dark as its reader is.  Pure.
+"""A benchmark as a picture: one self-contained SVG, which follows the reader's light or dark mode.  Pure.
 
-Bars are medians, whiskers the smallest and the largest value.  Cold starts and memory have a linear axis; calls, whose int_keys may
-lie far apart, are drawn on an axis of their own per int_key.
+Bars are medians, whiskers the smallest and the largest value.  Cold starts and memory have a linear axis; the times of int_keys may
+differ much, so every int_key has its own axis.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from .protocol import PHASES
 from .report import Benchmark, Way
 
 WIDTH, LEFT, RIGHT = 800, 130, 120
-"""Pixels: of the picture, before the bars, behind them."""
+"""Pixels: width of the picture, left of the bars, right of the bars."""
 
 ROW, BAR, GAP = 22, 14, 34
-"""Pixels: from bar to bar, of a bar, above a panel."""
+"""Pixels: distance of bars, height of a bar, space above a panel."""
 
 CHARACTER = 6.5
-"""Pixels of a character of the font, about."""
+"""Approximate width of a character, in pixels."""
 
 STYLE = """
   svg { font: 12px system-ui, sans-serif; background: #fff; } text { fill: #222; } .dim { fill: #666; } .title { font-weight: 600; }
@@ -39,7 +39,7 @@ MEANINGS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bar:
-    """A bar of pieces (class, length) with whiskers from `low` to `high`, in the panel's unit; `text` stands behind it."""
+    """A bar of pieces (class, length) with whiskers from `low` to `high`, in the panel's unit, followed by `text`."""
 
     name: str
     pieces: tuple[tuple[str, float], ...]
@@ -152,7 +152,7 @@ def _text(x: float, y: float, text: str, kind: str = "") -> str:
 
 
 def _safe(text: str) -> str:
-    """`text` for XML, with what is not printable left out: names come from a bundle."""
+    """`text` for XML, without characters that are not printable: names come from a bundle."""
     return escape("".join([c for c in text if c.isprintable()]))
 
 

@@ -50,7 +50,7 @@ def _compare(a: BundleFiles, b: BundleFiles) -> tuple[Difference, ...]:
         rows += recordings.compare_module_states(module_states(a), module_states(b))
     parts = {row.part for row in rows}
     ranks = set(_of_ranks(a, b))
-    known = {*_told(a, launched[0], parts), *_told(b, launched[1], parts)}
+    known = {*_explained_files(a, launched[0], parts), *_explained_files(b, launched[1], parts)}
     if ranks:
         rows += ranks
         known |= {path for side in (a, b) for path in side.files if path.startswith(file_names.RANKS)}
@@ -70,7 +70,7 @@ def _state_hash(bundle: BundleFiles) -> str:
     return bundle.files[bundle.manifest.module_state].sha256 if bundle.manifest.module_state else ""
 
 
-def _told(bundle: BundleFiles, launched: recordings.Launches, parts: set[str]) -> Iterator[str]:
+def _explained_files(bundle: BundleFiles, launched: recordings.Launches, parts: set[str]) -> Iterator[str]:
     """The files whose differences, if any, are those of `parts` that were told of.
 
     A recording that differs in nothing that was told differs in bytes that no kernel reads.

@@ -52,8 +52,8 @@ def read_layout(manifest: Manifest, prompt: int) -> Layout:
     weights = {weight.name: weight for weight in manifest.weights}
     if not set(ENTRIES) <= names or not {"keys_0", "seen"} <= set(weights):
         raise BuildError(
-            "bench-failed", "the bundle has no entries prefill and decode over a paged cache, as one of a folder has",
-            "leave out --generate: its calls are measured then",
+            "bench-failed", "the bundle has no entries prefill and decode with a paged cache (`cgcompile build FOLDER`)",
+            "leave --generate out to measure calls",
         )  # fmt: skip
     prefill, decode = [entry_named(manifest, name) for name in ENTRIES]
     for entry in (prefill, decode):

@@ -82,7 +82,7 @@ def read_load(text: str) -> Load:
     load = Load(**values)
     small = min(load.requests, *load.prompt, *load.answer) < 1 or min(load.shared, load.clients) < 0 or not load.rate > 0
     if small or load.prompt[0] > load.prompt[1] or load.answer[0] > load.answer[1]:
-        raise BuildError("option-invalid", f"--load {text}: numbers are positive, and a range goes from less to more")
+        raise BuildError("option-invalid", f"--load {text}: numbers must be positive, and ranges ascending")
     return load
 
 

@@ -143,7 +143,7 @@ def _answer(name: str, job: Path, scratch: Path) -> dict[str, Any]:
     with WorkerProcess(worker, *arguments, log=scratch / f"{name}.log", environment=environment) as process:
         answer = process.answer()
     if name == BUNDLE and answer["torch"]:
-        raise BuildError("bench-failed", "the bundle's process imported torch: it would show nothing about serving without it")
+        raise BuildError("bench-failed", "the bundle's process imported torch, so this does not measure serving without torch")
     return answer
 
 

@@ -130,17 +130,17 @@ class GuidedRun(TorchDispatchMode):
 
 
 def _branch(condition: Any, true: Callable[..., Any], false: Callable[..., Any], operands: Any = ()) -> Any:
-    return _own((true if bool(condition) else false)(*operands))
+    return _cloned((true if bool(condition) else false)(*operands))
 
 
 def _loop(condition: Callable[..., Any], body: Callable[..., Any], carried: Any, more: Any = (), *_: Any, **__: Any) -> Any:
     carried = tuple(carried)
     while bool(condition(*carried, *more)):
         carried = tuple(body(*carried, *more))
-    return _own(carried)
+    return _cloned(carried)
 
 
-def _own(result: Any) -> Any:
+def _cloned(result: Any) -> Any:
     """Results that share no memory with what the bodies were given."""
     return tree_map_only(torch.Tensor, torch.clone, result)
 

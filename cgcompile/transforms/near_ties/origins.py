@@ -64,7 +64,7 @@ class Origins:
         if now is None:
             if origins is None:
                 return
-            known = self._made(tensor)
+            known = self._storage_record(tensor)
             known.origins = torch.full((3, _elements(tensor)), -1, dtype=torch.int64, device=tensor.device)
             now = self.of(tensor)
             assert now is not None
@@ -74,7 +74,7 @@ class Origins:
         """Notes what an operator gave or wrote."""
         tensors = [leaf for leaf in _leaves((args, kwargs)) if _dense(leaf)]
         error = max((self.error(tensor) for tensor in tensors), default=0.0)
-        written = _written(func, args, kwargs)
+        written = _write_target(func, args, kwargs)
         shared = {tensor.untyped_storage()._cdata for tensor in tensors} if written is None else set()
         new_tensors = [leaf for leaf in _leaves(result) if _dense(leaf) and leaf.untyped_storage()._cdata not in shared]
         if written is None and not new_tensors:
@@ -82,7 +82,7 @@ class Origins:
         for output in [written] if written is not None else new_tensors:
             rounding = 0.0 if output.dtype in FLOAT8 else tolerance(output.dtype)
             if error or rounding:
-                known = self._made(output)
+                known = self._storage_record(output)
                 known.error = max(known.error, error, rounding)
         if not any(self.of(tensor) is not None for tensor in tensors):
             return
@@ -109,7 +109,7 @@ class Origins:
     def _of(self, tensor: Tensor) -> Known | None:
         return self._known.get(tensor.untyped_storage()._cdata)
 
-    def _made(self, tensor: Tensor) -> Known:
+    def _storage_record(self, tensor: Tensor) -> Known:
         storage = tensor.untyped_storage()
         known = self._known.get(storage._cdata)
         if known is None:
@@ -125,12 +125,12 @@ def nothing(tensor: Tensor) -> Tensor:
 Of = Callable[..., Tensor]
 
 
-def _each(of: Of, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+def _each_row(of: Of, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
     """An operator that moves elements of its first argument, by sizes or indices: it moves all rows of the origins."""
     return torch.stack([func(row, *args[1:], **kwargs) for row in of(args[0]).unbind(0)])
 
 
-def _kept(of: Of, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+def _same_rows(of: Of, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
     return of(args[0])
 
 
@@ -176,7 +176,7 @@ def _elementwise(of: Of, func: Any, args: Sequence[Any], kwargs: dict[str, Any])
     return torch.stack([torch.full_like(rows[0], -1), rows[1], rows[2]])
 
 
-def _put(of: Of, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor | None:
+def _index_put(of: Of, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor | None:
     """index_put(self, indices, values, accumulate)."""
     if (len(args) > 3 and args[3]) or kwargs.get("accumulate"):
         return None
@@ -252,17 +252,17 @@ def _only_one(one: Tensor, other: Tensor) -> Tensor:
 
 
 _RULES: dict[str, Callable[..., Tensor | None]] = {
-    **dict.fromkeys(("clone", "_to_copy", "contiguous", "lift_fresh_copy", "to"), _kept),
+    **dict.fromkeys(("clone", "_to_copy", "contiguous", "lift_fresh_copy", "to"), _same_rows),
     **dict.fromkeys(
         ("gather", "index", "index_select", "take", "repeat", "flip", "roll", "view_copy", "unfold_copy", "as_strided_copy",
          "expand_copy", "permute_copy", "slice_copy", "select_copy", "_unsafe_index", "_unsafe_view", "_reshape_alias"),
-        _each,
+        _each_row,
     ),
     "copy": _copied,
     **dict.fromkeys(("cat", "stack"), _joined),
     "where": _where,
     "masked_fill": _filled,
-    **dict.fromkeys(("index_put", "_unsafe_index_put", "_index_put_impl"), _put),
+    **dict.fromkeys(("index_put", "_unsafe_index_put", "_index_put_impl"), _index_put),
     "scatter": _scattered,
     **dict.fromkeys(("slice_scatter", "select_scatter"), _inserted),
     "constant_pad_nd": _padded,
@@ -298,7 +298,7 @@ def _dense(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_quantized
 
 
-def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor | None:
+def _write_target(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor | None:
     """The tensor that an operator writes to, the first of several."""
     for place, argument in enumerate(func._schema.arguments):
         if argument.alias_info and argument.alias_info.is_write:

@@ -31,7 +31,7 @@ def padded_operator(call: PaddedCall, along: PaddedDimension) -> Any:
     base = {id(value): (value.short, value.long) for value in call.values}
     short, spec = tree_flatten(run_once(call, call.at_short, base))
     long, other = tree_flatten(run_once(call, call.at_long, base))
-    why = f"{call.name} joins what lies along {along.name}{place_of(call.node)}"
+    why = f"{call.name} combines elements along {along.name}{place_of(call.node)}"
     if spec != other:
         raise ChangedByPadding(why)
     tried = [(short, long)]
@@ -45,7 +45,7 @@ def padded_operator(call: PaddedCall, along: PaddedDimension) -> Any:
         else:
             tried.append(outcome)
     whole = whole and not (kept or moved)
-    leaves = [_found([(one[at], two[at]) for one, two in tried], call, along, whole, why, kept) for at in range(len(short))]
+    leaves = [_padded_value([(one[at], two[at]) for one, two in tried], call, along, whole, why, kept) for at in range(len(short))]
     return tree_unflatten(leaves, spec)
 
 
@@ -86,7 +86,7 @@ def _indexes(call: PaddedCall) -> bool:
     return any(word in call.name for word in INDEXING) or (any(integers) and (bodies or not all(integers)))
 
 
-def _found(
+def _padded_value(
     tried: Sequence[tuple[Any, Any]], call: PaddedCall, along: PaddedDimension, whole: bool, why: str, kept: Spot
 ) -> PaddedValue:
     """One value that an operator gives, found in what it gives at the long size; `tried` begins with the values of the run.

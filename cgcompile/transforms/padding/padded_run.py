@@ -90,7 +90,7 @@ class PaddedRun:
         if call.name == "while_loop":
             return self._while_loop(call, *args)
         raise ChangedByPadding(
-            f"what {call.name} makes of padded entries along {self.along.name} is not known{place_of(call.node)}"
+            f"the effect of {call.name} on padded elements along {self.along.name} is not known{place_of(call.node)}"
         )
 
     def _cond(self, call: PaddedCall, chooses: Any, first: Body, second: Body, operands: Sequence[PaddedValue]) -> Any:

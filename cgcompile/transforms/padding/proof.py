@@ -118,7 +118,7 @@ def _prove_pad(source: Source, prepared: Prepared, sizes: Mapping[str, tuple[int
         if not problem and _compare(prepared, short, long, expected):
             pad = "zeros"
         if problem:
-            sentence = f"{problem} where a trial with {name}={trial.short} was filled up with zeros to {trial.long}"
+            sentence = f"{problem} where a trial with {name}={trial.short} was padded with zeros to {trial.long}"
             why = _first(two_sizes(source, prepared, sizes, name, lookup), fixed=True)  # the trial knows of no operator
             return _Padding("no", f"{why}; {sentence}" if why else sentence, why)
     compared = two_sizes(source, prepared, sizes, name, lookup)
@@ -174,7 +174,7 @@ def _other_shape(prepared: Prepared, small: Mapping[str, int], expected: Tensors
     """ "" when outputs have the shapes that the signature says."""
     for spec, want in zip(prepared.signature.outputs, expected, strict=True):
         if tuple(want.shape) != tuple([evaluate(size, small) for size in spec.shape]):
-            return f"output {spec.name!r} has a shape of its own, {list(want.shape)},"
+            return f"output {spec.name!r} has the unexpected shape {list(want.shape)}"
     return ""
 
 

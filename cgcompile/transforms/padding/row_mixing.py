@@ -137,7 +137,7 @@ def changed(compared: TwoSizes, fixed: bool, last: bool = False) -> str:
         for spot, small, large in zip(value.spot, value.short.shape, value.long.shape, strict=True):
             start = large - small if last else 0
             if small != large and (isinstance(spot, torch.Tensor) or spot != slice(start, start + small)):
-                return f"an output does not begin with what lies along {compared.name}"
+                return f"an output does not begin with the elements along {compared.name}"
     return ""
 
 

@@ -19,7 +19,7 @@ def bench(
         typer.Option(
             "--against",
             metavar="BASELINES",
-            help="Of eager, compile, compile-warm, manual, ort. Default: all.",
+            help="Some of eager, compile, compile-warm, manual, ort. Default: all.",
             autocompletion=baseline_names,
         ),
     ] = "",
@@ -28,22 +28,22 @@ def bench(
         typer.Option(
             "--size",
             metavar="KEY",
-            help="Measure this int_key: 8, or 8x128; may be repeated. Default: all, or 4 of many.",
+            help="Measure this int_key: 8, or 8x128; may be repeated. Default: all, at most 4.",
             autocompletion=recorded_keys,
         ),
     ] = None,
-    rounds: Annotated[int, typer.Option("--rounds", min=1, metavar="N", help="Fresh processes of each, and turns of calls.")] = 5,
+    rounds: Annotated[int, typer.Option("--rounds", min=1, metavar="N", help="Number of rounds, each with fresh processes.")] = 5,
     model: Annotated[
         str,
         typer.Option(
             "--model",
             metavar="MODEL",
-            help="Let PyTorch run this model.py instead of the bundle's own program; with --generate, a folder with config.json.",
+            help="PyTorch runs this model.py instead of the bundle's program; with --generate, a folder with config.json.",
         ),
     ] = "",
     generate: Annotated[
         bool,
-        typer.Option("--generate", help="Measure tokens of a language model, beside transformers' generate (eager, compile)."),
+        typer.Option("--generate", help="Measure a language model, and generate of transformers (eager, compile)."),
     ] = False,
     load: Annotated[
         str,
@@ -54,7 +54,7 @@ def bench(
         ),
     ] = "",
     entry: Annotated[
-        str, typer.Option("--entry", metavar="NAME", help="Which of several entries. Default: forward, or the first one.")
+        str, typer.Option("--entry", metavar="NAME", help="The entry, if there are several. Default: forward, or the first one.")
     ] = "",
     threads: Threads = None,
     plot: Annotated[str, typer.Option("--plot", metavar="FILE", help="Draw the medians as an SVG file.")] = "",
@@ -63,10 +63,11 @@ def bench(
 ) -> None:
     """Measure a bundle beside other ways to serve its model.
 
-    Cold start by phases, time of a call, memory: every cold start is a fresh
-    process, all take turns, and all outputs are compared with those that the
-    build stored. Baselines run the program that the bundle carries. One that
-    fails has a row that says why. Exit status 1 where outputs are wrong.
+    Measure cold start by phases, time of a call, and memory. Every cold
+    start is a fresh process, rounds alternate, and all outputs are compared
+    with those of the self-test. Baselines run the program in the bundle. A
+    baseline that fails has a row with the reason. Exit status 1 if outputs
+    are wrong.
 
     \b
     cgcompile bench gpt.cgb
@@ -90,7 +91,7 @@ def bench(
             _load(bundle, load, quiet, as_json)
             return
         if load:
-            raise UsageError("--load is for a server that runs", "give http://HOST:PORT instead of the bundle")
+            raise UsageError("--load needs a running server", "give http://HOST:PORT instead of the bundle")
         _generation(bundle, against.replace(",", " ").split(), model, rounds, threads, quiet, as_json)
         return
     manifest = checked_manifest(bundle)

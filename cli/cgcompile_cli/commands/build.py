@@ -49,7 +49,7 @@ def build(
     sizes: Annotated[
         list[str] | None,
         typer.Option(
-            "--sizes", metavar="SIZES", help="Sizes to record: 1,8,32, or batch=1,8 for each dimension, decode:batch=1,8."
+            "--sizes", metavar="SIZES", help="Sizes to record: 1,8,32; by dimension batch=1,8; by entry decode:batch=1,8."
         ),
     ] = None,
     context: Context = None,
@@ -60,58 +60,57 @@ def build(
     adapters: Adapters = None,
     adapter_rank: AdapterRank = None,
     out: Annotated[
-        str | None, typer.Option("--out", "-o", metavar="OUT", help="The bundle. Default: the model's name + .cgb.")
+        str | None, typer.Option("--out", "-o", metavar="OUT", help="Path of the bundle. Default: the model's name + .cgb.")
     ] = None,
     target: Annotated[
         str,
         typer.Option(
             "--target",
             metavar="TARGET",
-            help="auto, cpu, x86-64-v3 (CPUs of that level), cuda, or sm_90 and its like; several: sm_80,sm_90,x86-64-v3.",
+            help="auto, cuda, cpu, a GPU architecture (sm_90), or a level of CPUs (x86-64-v3). Several: sm_80,sm_90,x86-64-v3.",
             autocompletion=target_names,
         ),
     ] = "auto",
     lower: Annotated[
-        Literal["eager", "inductor", "max-autotune"], typer.Option("--lower", help="How hard to optimize.")
+        Literal["eager", "inductor", "max-autotune"], typer.Option("--lower", help="How the model is compiled.")
     ] = "inductor",
     autotune: Annotated[
-        bool, typer.Option("--autotune", help="Try every lowering, keep the fastest at every size (on the GPU that it is for).")
+        bool,
+        typer.Option("--autotune", help="Try every --lower option, keep the fastest at every size (on the GPU of the target)."),
     ] = False,
     autotune_timeout: Annotated[
         float | None,
-        typer.Option("--autotune-timeout", metavar="SECONDS", help="How long --autotune may search. Default: no limit."),
+        typer.Option("--autotune-timeout", metavar="SECONDS", help="Time limit of --autotune. Default: no limit."),
     ] = None,
     specialize: Annotated[
         Literal["size", "shared"], typer.Option("--specialize", help="Kernels for every size, or for all sizes at once.")
     ] = "size",
     recorder: Annotated[
         Literal["auto", "capture", "cross-compile"],
-        typer.Option("--record", help="Capture on the GPU that is here, or cross-compile without one."),
+        typer.Option("--record", help="Capture on a GPU of this machine, or cross-compile without one."),
     ] = "auto",
     prove: Annotated[
-        Literal["interpret", "none"], typer.Option("--prove", help="How a cross-compiled bundle is proved.")
+        Literal["interpret", "none"], typer.Option("--prove", help="How a cross-compiled bundle is verified.")
     ] = "interpret",
     prove_budget: Annotated[
-        float, typer.Option("--prove-budget", metavar="SECONDS", help="How long --prove may take; one int_key is always proved.")
+        float, typer.Option("--prove-budget", metavar="SECONDS", help="Time limit of --prove; one int_key is always verified.")
     ] = 120,
-    train: Annotated[bool, typer.Option("--train", help="Leave a model in training mode as it is, out of eval().")] = False,
+    train: Annotated[bool, typer.Option("--train", help="Keep a model in training mode instead of calling eval().")] = False,
     world: Annotated[
         int | None,
-        typer.Option("--world", metavar="N", help="Over how many GPUs the model goes: model(rank, world) gives each share."),
+        typer.Option("--world", metavar="N", help="Number of GPUs of the model: model(rank, world) returns each share."),
     ] = None,
     split: Annotated[
         Literal["layers"] | None,
-        typer.Option(
-            "--split", metavar="layers", help="With --world: the layers of a plain model() one after the other on the GPUs."
-        ),
+        typer.Option("--split", metavar="layers", help="With --world: distribute the layers of a plain model() over the GPUs."),
     ] = None,
-    strict: Annotated[bool, typer.Option("--strict", help="Fail where a part of the model cannot be in a graph.")] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Fail if an operation cannot be in a graph.")] = False,
     allow: Annotated[
         list[str] | None,
         typer.Option(
             "--allow",
             metavar="RULE",
-            help="Allow a rule's findings; may be repeated. What is refused cannot be allowed.",
+            help="Allow the findings of a rule; may be repeated. Severity refuse cannot be allowed.",
             autocompletion=rule_names,
         ),
     ] = None,
@@ -120,18 +119,18 @@ def build(
         bool | None,
         typer.Option(
             "--standalone/--no-standalone",
-            help="For the CPU: put into the bundle what its code calls of torch's libraries. By default where that can be.",
+            help="For the CPU: the bundle contains all functions that it needs of torch's libraries. Default: if possible.",
             show_default=False,
         ),
     ] = None,
     max_keys: Annotated[
-        int, typer.Option("--max-keys", min=1, metavar="N", help="The most int_keys (product of the sizes) to build.")
+        int, typer.Option("--max-keys", min=1, metavar="N", help="Maximum number of int_keys (product of the sizes).")
     ] = 64,
     max_paths: MaxPaths = 64,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing bundle.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no summary.")] = False,
     verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", help="Also a line for every step of a stage, and what each stage spent.")
+        bool, typer.Option("--verbose", "-v", help="Also show every step, and the CPU time and memory of each stage.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON instead of the bundle's path.")] = False,
 ) -> None:
@@ -139,8 +138,8 @@ def build(
 
     A model file defines model(), which returns the module, and inputs(),
     which returns example inputs; the parameters of inputs() are the
-    dimensions that --sizes gives values for. A folder of a language model,
-    as the Hub has it, needs no model file and no sizes.
+    dimensions of --sizes. A folder of a language model from the Hugging
+    Face Hub needs no model file and no sizes.
 
     \b
     cgcompile build ~/models/Qwen3-0.6B

@@ -46,7 +46,7 @@ def check(
     model: ModelName,
     sizes: Annotated[
         list[str] | None,
-        typer.Option("--sizes", metavar="SIZES", help="Sizes to check for: 1,8,32, or batch=1,8 for each of several dimensions."),
+        typer.Option("--sizes", metavar="SIZES", help="Sizes to check: 1,8,32; by dimension batch=1,8; by entry decode:batch=1,8."),
     ] = None,
     context: Context = None,
     lanes: Lanes = None,
@@ -56,20 +56,20 @@ def check(
     adapters: Adapters = None,
     adapter_rank: AdapterRank = None,
     target: AnyTarget = "auto",
-    strict: Annotated[bool, typer.Option("--strict", help="Refuse where a part of the model cannot be in a graph.")] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Refuse models with operations that cannot be in a graph.")] = False,
     fallback_ops: FallbackOps = None,
-    train: Annotated[bool, typer.Option("--train", help="Leave a model in training mode as it is, out of eval().")] = False,
+    train: Annotated[bool, typer.Option("--train", help="Keep a model in training mode instead of calling eval().")] = False,
     max_paths: MaxPaths = 64,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Do not say what takes long.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Do not show progress.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
-    """Report what a model does that a CUDA graph cannot replay.
+    """Report operations of a model that a CUDA graph cannot replay.
 
-    Every finding with its place in your code, what it leads to and how to
-    remove it, and the regions that a build would make. Nothing is built,
-    and no GPU is needed. Exit status 1 where a finding refuses a build.
-    Without --target the report is for what `build` would build for: the
-    GPU of this machine, or its CPU where it has none.
+    Show every finding with its line in your code, its effect and a fix, and
+    the regions that a build would make. This builds nothing and needs no
+    GPU. Exit status 1 if a finding refuses a build. Without --target the
+    target is that of `build`: the GPU of this machine, or its CPU if it has
+    no GPU.
 
     \b
     cgcompile check gpt.py --sizes 1,8,32
@@ -150,7 +150,7 @@ def _regions(report: Report) -> RenderableType:
     from rich.tree import Tree
 
     if report.target == "cpu":
-        return Text("\nthe CPU runs the whole model as one piece: nothing is cut out of graphs")
+        return Text("\nthe target is the CPU, which has no CUDA graphs, so there are no host regions")
     if report.unpartitioned:
         return Text(f"\nno regions: {safe(report.unpartitioned)}")
     graphs = sum(region.kind == "graph" for region in report.regions)

@@ -24,15 +24,15 @@ SIGNS = {"added": "+", "removed": "-", "changed": "~"}
 
 def diff(
     a: Annotated[str, typer.Argument(metavar="A", help="A bundle's directory.", show_default=False)],
-    b: Annotated[str, typer.Argument(metavar="B", help="Another one.", show_default=False)],
+    b: Annotated[str, typer.Argument(metavar="B", help="Another bundle's directory.", show_default=False)],
     as_json: Annotated[bool, typer.Option("--json", help="Print every difference as JSON.")] = False,
 ) -> None:
     """Show what differs between two bundles.
 
-    Target, signature, sizes, memory, weights, kernels, nodes, findings,
-    options and versions, from the files alone: no GPU, no torch. Where and
-    when a bundle was built and who signed it does not count. Exit status 1
-    where they differ.
+    Compare target, signature, sizes, memory, weights, kernels, nodes,
+    findings, options and versions, from the files alone, without GPU and
+    torch. Place and time of a build and signatures do not count. Exit
+    status 1 if the bundles differ.
     """
     from cgcompile.tools.diff.bundle_files import open_bundle
     from cgcompile.tools.diff.compare import UNCOUNTED, compare

@@ -20,10 +20,10 @@ RECORDERS = {"host": "yes", "capture": "yes, captured", "cross-compile": "yes, c
 
 
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False) -> None:
-    """Show what is installed, and what can be built and run here.
+    """Show what is installed, and what this machine can build and run.
 
-    For every target that cannot be built or run on this machine it says
-    why, and what to install. Nothing is imported, and no GPU is used.
+    For every target that this machine cannot build or run, this shows the
+    reason, and what to install. It imports nothing, and uses no GPU.
     """
     from cgcompile.tools.environment import environment
     from cgcompile.util.content_cache import cache_place
@@ -47,10 +47,10 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print it as JSO
 
 
 def targets(as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False) -> None:
-    """List what --target may name, and what of it works here.
+    """List the targets, and which of them work on this machine.
 
-    `auto`, the default of a build, is cuda where a GPU is here, else cpu.
-    `cgcompile doctor` shows what the answers follow from.
+    `auto`, the default of a build, is cuda if this machine has a GPU, else
+    cpu. `cgcompile doctor` shows the reasons.
     """
     from cgcompile.tools.environment import environment
 

@@ -61,8 +61,8 @@ def explain(
 ) -> None:
     """Explain a finding of `check` or an error: cause and cure.
 
-    Without a name, lists all of them. InputDtype and input_dtype are
-    input-dtype, too. `padding` says why a dimension is not padded.
+    Without a name, list all of them. InputDtype and input_dtype also mean
+    input-dtype. `padding` explains why a dimension is not padded.
 
     \b
     cgcompile explain host-scalar
@@ -106,7 +106,7 @@ def about(explanation: Explanation) -> str:
     if explanation.kind == "error":
         return f"an error of {explanation.package}: {explanation.error}, exit status {explanation.exit_code}"
     levels = [f"{severity} ({LEVELS[severity]})" for severity in explanation.severities]
-    return f"a finding: {' or '.join(levels)}" if levels else "a rule without findings of its own"
+    return f"a finding: {' or '.join(levels)}" if levels else "a rule (it reports no findings itself)"
 
 
 def _text(explanation: Explanation) -> str:
@@ -127,13 +127,13 @@ def _list(known: Sequence[Explanation]) -> None:
     padding = [explanation for explanation in known if explanation.kind == "padding"]
     blocks.append(["what `build` and `inspect` say", *_columns([(word.name, "", word.headline) for word in padding])])
     errors = [explanation for explanation in known if explanation.kind == "error"]
-    for title, group in _met(errors).items():
+    for title, group in _errors_by_stage(errors).items():
         rows = [(explanation.name, str(explanation.exit_code), explanation.headline) for explanation in group]
         blocks.append([f"{count(len(group), 'error')} {title}, with the exit status", *_columns(rows)])
     _write("\n\n".join(map("\n".join, blocks)))
 
 
-def _met(errors: Sequence[Explanation]) -> dict[str, list[Explanation]]:
+def _errors_by_stage(errors: Sequence[Explanation]) -> dict[str, list[Explanation]]:
     """The errors by where somebody meets them, in the order in which people do."""
     groups: dict[str, list[Explanation]] = {title: [] for title in (*MET, LAST)}
     for explanation in errors:

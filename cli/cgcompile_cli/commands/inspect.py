@@ -39,22 +39,22 @@ def inspect(
         ),
     ] = None,
     kernels: Annotated[bool, typer.Option("--kernels", help="Show the kernels by number of launches and image size.")] = False,
-    memory: Annotated[
-        bool, typer.Option("--memory", help="Draw the memory of every int_key; with --graph KEY, what uses it when.")
-    ] = False,
+    memory: Annotated[bool, typer.Option("--memory", help="Draw the memory of every int_key; with --graph KEY, by step.")] = False,
     html: Annotated[str | None, typer.Option("--html", metavar="FILE", help="Write everything as one page; - is stdout.")] = None,
     dot: Annotated[
         bool, typer.Option("--dot", help="Print the nodes of one int_key for Graphviz (default: the first int_key's).")
     ] = False,
     variant: Annotated[
-        str | None, typer.Option("--variant", metavar="NAME", help="Of a bundle with several, e.g. sm_90 (default: the first).")
+        str | None,
+        typer.Option("--variant", metavar="NAME", help="The variant, if there are several, e.g. sm_90 (default: the first)."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
 ) -> None:
     """Show what a bundle holds.
 
-    Signature, target, sizes, memory, files, findings and proof, from the manifest alone. --graph, --kernels, --memory, --dot and
-    --html read the recordings, too. `cgcompile verify` checks every file.
+    Show signature, target, sizes, memory, files, findings and verification,
+    from the manifest alone. --graph, --kernels, --memory, --dot and --html
+    also read the recordings. `cgcompile verify` checks every file.
     """
     from dataclasses import replace
 

@@ -19,13 +19,14 @@ def operators(
         list[str] | None, typer.Argument(metavar="[NAME]...", help="Only operators with this in their name.", show_default=False)
     ] = None,
     target: AnyTarget = "auto",
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Do not say what takes long.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Do not show progress.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
 ) -> None:
-    """List what becomes of PyTorch's operators on a target.
+    """List how a target handles PyTorch's operators.
 
-    Compiled, run on the host between graphs, or refused, as far as the
-    operator's name tells: `cgcompile check` looks at a model's own calls.
+    Operators are compiled, run on the host between graphs, or refused. The
+    list depends on the operator's name alone; `cgcompile check` looks at
+    the calls of a model.
 
     \b
     cgcompile operators --target sm_90
@@ -39,7 +40,7 @@ def operators(
         known = listed(target, progress)
     matches = [operator for operator in known if not names or any(name.removeprefix("aten.") in operator.name for name in names)]
     if not matches:
-        raise UsageError(f"{' '.join(names or ())}: no operator of PyTorch's has that in its name", "leave the name out to see all")
+        raise UsageError(f"{' '.join(names or ())}: no operator of PyTorch has this in its name", "leave the name out to see all")
     if as_json:
         write_json({"target": resolved(target), "kinds": KINDS, "operators": [asdict(operator) for operator in matches]})
         return

@@ -34,7 +34,7 @@ def run(
     bundle: BundlePath,
     inputs: Annotated[
         str | None,
-        typer.Option("--inputs", metavar="FILE", help="A safetensors file with inputs by name. Default: the self-test's."),
+        typer.Option("--inputs", metavar="FILE", help="A safetensors file with inputs by name. Default: those of the self-test."),
     ] = None,
     outputs: Annotated[
         str | None,
@@ -47,30 +47,30 @@ def run(
         typer.Option(
             "--size",
             metavar="KEY",
-            help="Which of the stored inputs, by their int_key: 8, or batch=8,seq=128. Default: the smallest.",
+            help="The int_key of the stored inputs: 8, or batch=8,seq=128. Default: the smallest.",
             autocompletion=recorded_keys,
         ),
     ] = None,
     entry: Annotated[
-        str, typer.Option("--entry", metavar="NAME", help="Which of several entries. Default: forward, or the first one.")
+        str, typer.Option("--entry", metavar="NAME", help="The entry, if there are several. Default: forward, or the first one.")
     ] = "",
     repeat: Annotated[
         int | None,
-        typer.Option("--repeat", min=1, metavar="N", help="Replay N times more, warm, and show how long these took."),
+        typer.Option("--repeat", min=1, metavar="N", help="Replay N more times, warm, and show the times."),
     ] = None,
     threads: Threads = None,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Do not say how long it took.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Do not show the time.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Replay a bundle and show its outputs.
 
-    Without --inputs it replays the inputs that the build stored. Inputs of
-    a size that was not recorded are padded or chunked where the build proved
-    that this is exact. What the model writes into its inputs is shown, too.
-    Constants of the call (`cgcompile inspect` shows them) are the recorded ones.
+    Without --inputs it replays the inputs of the self-test. Inputs of
+    other sizes are padded or chunked, if the build proved that this is
+    exact. Inputs that the model changes are shown too. Constants of the
+    call (`cgcompile inspect` shows them) have their recorded values.
 
-    --repeat times further replays of the same inputs and state, copies of
-    inputs and outputs included; `cgcompile bench` compares with others.
+    --repeat times more replays of the same inputs and state, with the
+    copies of inputs and outputs; `cgcompile bench` compares with PyTorch.
 
     \b
     cgcompile run gpt.cgb --size 8
@@ -85,7 +85,7 @@ def run(
     from ..summary import cut
 
     if inputs is not None and key is not None:
-        raise UsageError("--size picks among the stored inputs: it cannot be used with --inputs")
+        raise UsageError("--size selects among the stored inputs: it cannot be used with --inputs")
     if outputs is not None:
         _check_outputs(outputs, as_json)
     spec = entry_named(checked_manifest(bundle), entry)
@@ -99,7 +99,7 @@ def run(
         output_tensors: list[Tensor] = called.replay(input_tensors)
         replayed = time.perf_counter()
         warm = _repeated(program, spec.name, again, repeat or 0)
-    named_tensors = _named(spec, input_tensors, output_tensors)
+    named_tensors = _tensors_by_name(spec, input_tensors, output_tensors)
     rows = [_row(name, value) | {"values": preview(value)} for name, value in named_tensors]
     if outputs is not None:
         _write(outputs, named_tensors)
@@ -161,7 +161,7 @@ def _statistics(seconds: Sequence[float]) -> dict[str, float]:
     }  # fmt: skip
 
 
-def _named(entry: EntrySpec, input_tensors: list[Tensor], output_tensors: list[Tensor]) -> list[tuple[str, Tensor]]:
+def _tensors_by_name(entry: EntrySpec, input_tensors: list[Tensor], output_tensors: list[Tensor]) -> list[tuple[str, Tensor]]:
     """The outputs, and the inputs that the model writes to, each under a name of its own: an input's name, or `NAME.written` where
     an output is called that."""
     tensors = {spec.name: value for spec, value in zip(entry.outputs, output_tensors, strict=True)}
@@ -218,7 +218,7 @@ def _stored(path: str, entry: EntrySpec, key: str | None) -> list[Tensor]:
         try:
             chosen = int_keys.parse(entry, key)
         except CallError as error:
-            raise UsageError(f"--size picks among the stored inputs: {error}", OTHER_SIZES) from None
+            raise UsageError(f"--size selects among the stored inputs: {error}", OTHER_SIZES) from None
     bundle = Archive(path)
     check_self_test(bundle)
     with closing(bundle.mapped(SELF_TEST)) as stored:
@@ -242,7 +242,7 @@ def _read(path: str, entry: EntrySpec) -> list[Tensor]:
             if name not in file.entries:
                 raise UsageError(f"{path}: no tensor {name!r}; it holds {listed(list(file.entries))}", takes)
             if name not in wanted:
-                raise UsageError(f"{path}: no input is called {name!r}", takes)
+                raise UsageError(f"{path}: the bundle has no input {name!r}", takes)
         return [from_bytes(file.data(name), file.entries[name].dtype, file.entries[name].shape) for name in wanted]
 
 
@@ -253,7 +253,7 @@ def _check_outputs(path: str, as_json: bool) -> None:
     elif as_json:
         raise UsageError("--outputs - and --json both write to stdout", "give --outputs a file")
     elif sys.stdout.isatty():
-        raise UsageError("--outputs -: stdout is a terminal, and safetensors are no text", "redirect it: > out.safetensors")
+        raise UsageError("--outputs -: stdout is a terminal, and safetensors files are binary", "redirect it: > out.safetensors")
 
 
 def _write(path: str, named_tensors: list[tuple[str, Tensor]]) -> None:

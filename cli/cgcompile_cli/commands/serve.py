@@ -22,73 +22,90 @@ def serve(
         str,
         typer.Argument(metavar="PATH", help="A bundle, or a folder of models: <model>/<version>/model.cgb.", show_default=False),
     ],
-    host: Annotated[str, typer.Option("--host", metavar="HOST", help="The address to listen at; 0.0.0.0 is all.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option("--port", min=0, max=65535, metavar="N", help="0 takes a free one, which is shown.")] = 8000,
+    host: Annotated[
+        str, typer.Option("--host", metavar="HOST", help="The address of the server; 0.0.0.0 for all interfaces.")
+    ] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option("--port", min=0, max=65535, metavar="N", help="The port; 0 uses a free port, and shows it.")
+    ] = 8000,
     grpc_port: Annotated[
-        int | None, typer.Option("--grpc-port", min=0, max=65535, metavar="N", help="Speak gRPC, too. 0 takes a free one.")
+        int | None,
+        typer.Option("--grpc-port", min=0, max=65535, metavar="N", help="Also serve gRPC at this port; 0 uses a free port."),
     ] = None,
-    name: Annotated[str, typer.Option("--name", metavar="NAME", help="What clients call the bundle. Default: its own name.")] = "",
+    name: Annotated[
+        str, typer.Option("--name", metavar="NAME", help="The model's name for clients. Default: the bundle's name.")
+    ] = "",
     tokenizer: Annotated[
         str | None,
         typer.Option("--tokenizer", metavar="FOLDER", help="The folder with tokenizer.json. Default: beside the bundle."),
     ] = None,
     adapter: Annotated[
         list[str] | None,
-        typer.Option("--adapter", metavar="NAME=FOLDER", help="A LoRA adapter, a model of that name; may be repeated."),
+        typer.Option("--adapter", metavar="NAME=FOLDER", help="A LoRA adapter and its name as a model; may be repeated."),
     ] = None,
     adapter_root: Annotated[
         Path | None,
-        typer.Option("--adapter-root", metavar="FOLDER", help="Clients may load the adapters in it. Default: none."),
+        typer.Option("--adapter-root", metavar="FOLDER", help="Clients may load adapters of this folder. Default: none."),
     ] = None,
     devices: Annotated[
-        str, typer.Option("--devices", metavar="0,1", help="GPUs that each have a copy of every model. Default: one GPU.")
+        str, typer.Option("--devices", metavar="0,1", help="GPUs, each with a copy of every model. Default: one GPU.")
     ] = "",
     memory: Annotated[
-        str, typer.Option("--memory", metavar="SIZE", help="What all loaded bundles may take, e.g. 40GiB. Default: no bound.")
+        str, typer.Option("--memory", metavar="SIZE", help="Maximum memory of all loaded bundles, e.g. 40GiB. Default: no limit.")
     ] = "",
     threads: Threads = None,
-    queue: Annotated[int, typer.Option("--queue", min=1, metavar="N", help="Requests of a model that may wait or be open.")] = 1024,
+    queue: Annotated[
+        int, typer.Option("--queue", min=1, metavar="N", help="Maximum number of waiting or open requests of a model.")
+    ] = 1024,
     deadline: Annotated[
         float,
-        typer.Option("--deadline", min=0.001, metavar="S", help="Seconds of a request; of a text, to its first token."),
+        typer.Option("--deadline", min=0.001, metavar="S", help="Seconds for a request; for a text, until its first token."),
     ] = 30.0,
-    wait: Annotated[float, typer.Option("--wait", min=0, metavar="MS", help="How long a request waits for others.")] = 2.0,
+    wait: Annotated[
+        float, typer.Option("--wait", min=0, metavar="MS", help="Time that a request waits for others to share its call.")
+    ] = 2.0,
     turns: Annotated[
-        int, typer.Option("--turns", min=1, metavar="N", help="Tokens that one call may make for each text where none waits.")
+        int, typer.Option("--turns", min=1, metavar="N", help="Tokens of each text in one call, if no request waits.")
     ] = 8,
     largest: Annotated[
-        int, typer.Option("--largest", min=1, metavar="MIB", help="A longer body of tensors is refused. gRPC: half.")
+        int, typer.Option("--largest", min=1, metavar="MIB", help="Maximum size of a request with tensors. gRPC: half of it.")
     ] = 64,
-    poll: Annotated[float, typer.Option("--poll", min=0.01, metavar="S", help="Seconds between looks for new versions.")] = 1.0,
+    poll: Annotated[float, typer.Option("--poll", min=0.01, metavar="S", help="Seconds between checks for new versions.")] = 1.0,
     ready: Annotated[
-        Literal["all", "any"], typer.Option("--ready", metavar="all|any", help="Which models serve before the server is ready.")
+        Literal["all", "any"],
+        typer.Option("--ready", metavar="all|any", help="Whether all models must serve before the server is ready."),
     ] = "any",
     api_key_file: Annotated[
-        Path | None, typer.Option("--api-key-file", metavar="FILE", help="Keys, one in a line: requests have to bring one.")
+        Path | None, typer.Option("--api-key-file", metavar="FILE", help="File with one key per line: requests need one of them.")
     ] = None,
-    tls_cert: Annotated[Path | None, typer.Option("--tls-cert", metavar="FILE", help="The certificate, PEM: HTTPS.")] = None,
-    tls_key: Annotated[Path | None, typer.Option("--tls-key", metavar="FILE", help="Its private key, PEM.")] = None,
+    tls_cert: Annotated[Path | None, typer.Option("--tls-cert", metavar="FILE", help="The certificate for HTTPS, PEM.")] = None,
+    tls_key: Annotated[
+        Path | None, typer.Option("--tls-key", metavar="FILE", help="The private key of the certificate, PEM.")
+    ] = None,
     cors: Annotated[
-        list[str] | None, typer.Option("--cors", metavar="ORIGIN", help="Pages that may ask from a browser; may be repeated.")
+        list[str] | None, typer.Option("--cors", metavar="ORIGIN", help="Origin of pages that may send requests; may be repeated.")
     ] = None,
-    log: Annotated[Literal["text", "json"], typer.Option("--log", metavar="text|json", help="Lines on stderr.")] = "text",
+    log: Annotated[
+        Literal["text", "json"], typer.Option("--log", metavar="text|json", help="Format of the log on stderr.")
+    ] = "text",
 ) -> None:
     """Serve a bundle, or a folder of them, over HTTP.
 
     Language models that `cgcompile build FOLDER` wrote speak OpenAI's
     protocol: /v1/chat/completions, /v1/completions, /v1/models. All other
-    bundles speak the Open Inference Protocol: /v2/models/NAME/infer; where
-    their inputs are tokens and a tokenizer lies beside them, they answer at
-    /v1/embeddings, /v1/rerank or /v1/classify, too. Each entry of a bundle
-    with several is a model of its own, NAME.ENTRY. One process serves all.
+    bundles speak the Open Inference Protocol: /v2/models/NAME/infer. If
+    their inputs are tokens, and a tokenizer lies beside them, they also
+    answer at /v1/embeddings, /v1/rerank or /v1/classify. If a bundle has
+    several entries, each is a model, NAME.ENTRY. One process serves all.
     --grpc-port 8001 serves the Open Inference Protocol over gRPC, too.
-    /health, /metrics, /v2/health/ready.
+    Other routes are /health, /metrics and /v2/health/ready.
 
-    In a folder the highest version of each model serves. A new one is loaded
-    beside the old one, examined, and switched to between two calls.
+    In a folder the highest version of each model serves. The server loads
+    a new version beside the old one, replays its self-test, and switches to
+    it between two calls.
 
-    A language model that was built with --adapters serves LoRA adapters of
-    PEFT beside itself: requests name one as their model.
+    A language model that was built with --adapters also serves LoRA
+    adapters of PEFT: requests name one as their model.
 
     \b
     cgcompile serve classifier.cgb

@@ -24,9 +24,9 @@ def sign(
     """Sign a bundle with an ed25519 key.
 
     Checks every file and invariant, then writes manifest.json.sig into the
-    bundle. The manifest holds the hash of every other file, so the signature
-    covers all of them. It proves who built the bundle to whoever has the
-    public key, and nothing of what the bundle does.
+    bundle. The manifest holds the hash of every other file, so the
+    signature covers all of them. It proves who built the bundle, and says
+    nothing about what the bundle does.
 
     \b
     openssl genpkey -algorithm ed25519 -out private.pem

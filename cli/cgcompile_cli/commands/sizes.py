@@ -25,7 +25,7 @@ def sizes(
             metavar="TRACE", help="A file with one request size per line, or a CSV file; - is stdin.", show_default=False
         ),
     ],
-    most: Annotated[int, typer.Option("--max", metavar="N", help="The largest number of capture sizes.")] = 8,
+    most: Annotated[int, typer.Option("--max", metavar="N", help="Maximum number of capture sizes.")] = 8,
     columns: Annotated[
         list[str] | None,
         typer.Option("--column", metavar="NAME", help="The column of a CSV file that holds the sizes; may be repeated."),
@@ -33,12 +33,12 @@ def sizes(
     multiple: Annotated[int, typer.Option("--multiple", metavar="N", help="Propose multiples of N only.")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
 ) -> None:
-    """Propose capture sizes for a trace of request sizes.
+    """Propose capture sizes for a log of request sizes.
 
-    A request is served by the smallest capture size that holds it, and the
-    rest is padding. For every number of sizes up to --max, shows the choice
-    that pads the fewest rows. Of several columns, which are dimensions of
-    the model, each has its own sizes.
+    The smallest capture size that holds a request serves it, with padding.
+    For every number of sizes up to --max, this shows the choice that pads
+    the fewest rows. With several columns, one for each dimension of the
+    model, each column has its own sizes.
 
     \b
     cgcompile sizes requests.txt --max 8

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from cgcompile.util.content_cache import Kept
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print it as JSON.")]
-Url = Annotated[str, typer.Argument(metavar="URL", help="Of the bundle's own folder: a path, s3://bucket/m.cgb, and the like.")]
+Url = Annotated[str, typer.Argument(metavar="URL", help="The remote folder of the bundle: a path, s3://bucket/m.cgb, or similar.")]
 Force = Annotated[bool, typer.Option("--force", help="Replace another bundle.")]
 
 
@@ -22,7 +22,7 @@ def dir(as_json: AsJson = False) -> None:
     """Print the folder of the cache.
 
     It is $CGCOMPILE_CACHE, else cgcompile in $XDG_CACHE_HOME or ~/.cache.
-    What is in it is said on stderr. It may be removed at any time.
+    stderr has its size. You may remove it at any time.
     """
     from cgcompile.util.content_cache import cache_place, kept
 
@@ -31,14 +31,14 @@ def dir(as_json: AsJson = False) -> None:
         write_json(_plain(kept_stages))
     else:
         typer.echo(cache_place())
-        say(_told(kept_stages) or "empty")
+        say(_size_text(kept_stages) or "empty")
 
 
 def clean(as_json: AsJson = False) -> None:
-    """Remove what is in the cache.
+    """Remove the contents of the cache.
 
     Files that cgcompile did not write stay, and so do bundles. The next
-    build makes again what it needs, and takes longer.
+    build takes longer.
     """
     from cgcompile.util.content_cache import cache_place, remove_kept
 
@@ -46,7 +46,7 @@ def clean(as_json: AsJson = False) -> None:
     if as_json:
         write_json(_plain(removed))
     else:
-        say(f"{cache_place()}: removed {_told(removed) or 'nothing: it was empty'}")
+        say(f"{cache_place()}: removed {_size_text(removed) or 'nothing: it was empty'}")
 
 
 def _plain(kept_stages: Sequence[Kept]) -> dict[str, Any]:
@@ -59,7 +59,7 @@ def _plain(kept_stages: Sequence[Kept]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _told(kept_stages: Sequence[Kept]) -> str:
+def _size_text(kept_stages: Sequence[Kept]) -> str:
     """`12 files, 3.4 MiB (kernels 3.1 MiB, lowered 0.3 MiB)`, "" for none."""
     if not kept_stages:
         return ""
@@ -71,11 +71,11 @@ def _told(kept_stages: Sequence[Kept]) -> str:
 
 
 def push(bundle: BundlePath, url: Url, force: Force = False, as_json: AsJson = False) -> None:
-    """Put a bundle into a folder or an object store.
+    """Copy a bundle to a folder or an object store.
 
-    Whole or absent: the manifest travels last. A push that was interrupted
-    goes on where it was. Needs fsspec, and its package for the kind of URL
-    (s3fs, gcsfs, ...), with the credentials where that package looks for them.
+    The remote bundle is complete or absent: the manifest is sent last. An
+    interrupted push continues. This needs fsspec, and its package for the
+    kind of URL (s3fs, gcsfs, ...), which also finds the credentials.
 
     \b
     cgcompile push classifier.cgb s3://models/classifier.cgb
@@ -90,15 +90,16 @@ def push(bundle: BundlePath, url: Url, force: Force = False, as_json: AsJson = F
 def pull(
     url: Url,
     out: Annotated[
-        str | None, typer.Option("-o", "--out", metavar="BUNDLE", help="Where to.", show_default="the last part of the URL")
+        str | None, typer.Option("-o", "--out", metavar="BUNDLE", help="The local folder.", show_default="the last part of the URL")
     ] = None,
     force: Force = False,
     as_json: AsJson = False,
 ) -> None:
-    """Get a bundle from a folder or an object store.
+    """Copy a bundle from a folder or an object store.
 
-    Whole or absent, every file's SHA-256 checked; one that was interrupted
-    goes on where it was. A signature comes along: cgcompile verify --key.
+    The bundle is complete or absent, and every SHA-256 is checked. An
+    interrupted pull continues. The signature is copied too: verify --key
+    checks it.
     """
     import cgcompile
     from cgcompile.bundle.manifest_text import bundle_bytes

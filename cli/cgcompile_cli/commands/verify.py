@@ -27,18 +27,18 @@ def verify(
     key: Annotated[
         list[str] | None,
         typer.Option(
-            "--key", metavar="KEY", help="A public key that must have signed it: PEM file or 64 hex digits. Repeated: one of them."
+            "--key", metavar="KEY", help="Public key of the signature: PEM file or 64 hex digits. Repeated: one of these keys."
         ),
     ] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing where the bundle is sound.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing if the bundle is valid.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Check every file and invariant of a bundle.
 
-    --run replays the inputs that the build stored and compares the outputs
-    with the ones it recorded, for every int_key. Exit status 1 where the
-    bundle is damaged, not signed by a given key, or the self-test fails; 2 where
-    the bundle is sound, and this machine cannot replay it.
+    --run replays the self-test of every int_key, and compares the outputs
+    with those of the build. Exit status 1 if the bundle is damaged, not
+    signed by a given key, or fails the self-test; 2 if this machine cannot
+    replay it.
 
     \b
     cgcompile verify model.cgb --key public.pem

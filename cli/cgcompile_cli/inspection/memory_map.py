@@ -49,7 +49,7 @@ def places(manifest: Manifest, entry: EntrySpec, program: Program, nodes: Sequen
         return []
     uses: dict[tuple[str, int], dict[int, str]] = {}
     labels: dict[tuple[str, int], list[str]] = {}
-    for memory, begin, name in _said(manifest, entry, program):
+    for memory, begin, name in _places(manifest, entry, program):
         uses.setdefault((memory, begin), {})
         if name not in labels.setdefault((memory, begin), []):
             labels[memory, begin].append(name)
@@ -68,7 +68,7 @@ def places(manifest: Manifest, entry: EntrySpec, program: Program, nodes: Sequen
     return rows
 
 
-def _said(manifest: Manifest, entry: EntrySpec, program: Program) -> Iterator[tuple[str, int, str]]:
+def _places(manifest: Manifest, entry: EntrySpec, program: Program) -> Iterator[tuple[str, int, str]]:
     """(memory, offset, name) of every value and every row of state."""
     named = roles(entry, program)
     for index, value in enumerate(program.values):

@@ -1,4 +1,4 @@
-"""A row for every int_key of a bundle: what a call does, what memory it needs, how it was proved, how fast it is.  Pure."""
+"""A row for every int_key of a bundle: its steps, its memory, its verification, its speed.  Pure."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def steps(program: Program) -> str:
 
 
 def programs(entry: EntrySpec) -> Table:
-    """A row per int_key: what it does, what memory it needs, how it was proved.  Of many, the first and the last are shown."""
+    """A row per int_key: its steps, its memory, its verification.  If there are many, the first and the last are shown."""
     names = " x ".join([dimension.name for dimension in entry.dimensions]) or "int_key"
     heads = (names, "steps", ">arena", ">inputs", "proof", ">error", ">bound", *distance_head(entry))
     rows = program_rows(entry)
@@ -35,8 +35,8 @@ def programs(entry: EntrySpec) -> Table:
 
 
 def lowering_fields(entry: EntrySpec, of: str = "") -> list[Field]:
-    """The lowerings that were tried for the int_keys of an entry, in microseconds, and why others are left out; [] where there was
-    nothing to choose.  `of` follows the field's name."""
+    """The lowerings that were tried for the int_keys of an entry, in microseconds, and why others were skipped; [] without a
+    choice.  `of` follows the field's name."""
     tried = [(program.key, program.lowerings) for program in entry.programs if program.lowerings]
     if not tried:
         return []
@@ -59,17 +59,17 @@ def _without_graphs(cells: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def distance_head(entry: EntrySpec) -> tuple[str, ...]:
-    """The head of the column that `program_rows` then have more."""
+    """The title of the additional column of `program_rows`."""
     return (">from recording",) if near_recording(entry) else ()
 
 
 def near_recording(entry: EntrySpec) -> bool:
-    """Whether replays are held to a recording, and not bit for bit: how far they were from it is worth a column."""
+    """Whether replays are compared with a recording within a tolerance, so that the difference has a column."""
     return entry.self_test.expected == "recording" and entry.self_test.compare == "tolerance"
 
 
 def self_test_rows(manifest: Manifest, entry: EntrySpec) -> list[tuple[str, str, str]]:
-    """(tensor, largest error against eager PyTorch, bound) of what the self-test compares, where there are several."""
+    """(tensor, largest error against eager PyTorch, bound) of the tensors in the self-test, if there are several."""
     self_test = entry.self_test
     if len(self_test.bounds) < 2:
         return []

@@ -13,19 +13,19 @@ def check_place(file: str, bundle: str) -> None:
     """Raises UsageError where the page cannot go: a directory, a missing folder, the bundle itself, or a file that is no report."""
     folder = os.path.dirname(file) or "."
     if not file:
-        raise UsageError("--html: no name of a file", "name one, or - for stdout")
+        raise UsageError("--html: expected the name of a file", "name one, or - for stdout")
     if os.path.isdir(file):
         raise UsageError(f"{file}: a directory, not a file", f"to write into it: --html {os.path.join(file, 'report.html')}")
     if not os.path.isdir(folder):
         raise UsageError(f"{folder}: no such folder", f"make it first, or name a file elsewhere than {file}")
     root = os.path.realpath(bundle)
     if os.path.commonpath([root, os.path.realpath(folder)]) == root:
-        raise UsageError(f"{file}: inside the bundle, which holds no file but its own", "name a file elsewhere")
+        raise UsageError(f"{file}: inside the bundle, which must not hold other files", "name a file elsewhere")
     if os.path.isfile(file):
         with open(file, "rb") as known:
             begin = known.read(len(OPENING))
         if begin and begin != OPENING.encode():
-            raise UsageError(f"{file}: exists, and is no report of cgcompile's", "name another file, or remove that one first")
+            raise UsageError(f"{file}: exists, and is not a report of cgcompile", "name another file, or remove that one first")
 
 
 def write(file: str, page: str) -> int:

@@ -431,7 +431,7 @@ def test_branches_and_loops_become_conditional_nodes() -> None:
 
     checked = check(exported(both), conditionals=True)
     notes = [(finding.severity, finding.message) for finding in checked.findings if finding.rule == "control-flow"]
-    assert notes == [("note", "cond decides on the GPU what runs"), ("note", "while_loop decides on the GPU what runs")]
+    assert notes == [("note", f"the GPU evaluates the condition of {name}") for name in ("cond", "while_loop")]
     assert not placed(checked)
 
 
@@ -447,7 +447,9 @@ def test_a_branch_of_the_hosts_takes_all_there(inside: Any, reason: str) -> None
     checked = check(exported(lambda m, x: torch.cond(x.sum() > 0, inside, lambda x: x - 1, (x,))), conditionals=True)
     (control_flow,) = [finding for finding in checked.findings if finding.rule == "control-flow"]
     assert control_flow.severity == "host"
-    assert re.fullmatch(f"cond decides on the CPU what runs, and both branches run there, since {reason}", control_flow.message)
+    assert re.fullmatch(
+        f"the CPU evaluates the condition of cond, and both branches run there, since {reason}", control_flow.message
+    )
     assert "cond" in placed(checked)
 
 
@@ -459,7 +461,7 @@ def test_a_loop_with_something_of_the_hosts_turns_there() -> None:
     checked = check(exported(counted), conditionals=True)
     (control_flow,) = [finding for finding in checked.findings if finding.rule == "control-flow"]
     assert control_flow.severity == "host" and control_flow.message.startswith(
-        "while_loop decides on the CPU what runs, and every turn runs there"
+        "the CPU evaluates the condition of while_loop, and every iteration runs there"
     )
     assert re.search(r"since a value inside it depends on data \(index, \S+test_checks.py:\d+\)$", control_flow.message)
 
@@ -542,7 +544,7 @@ class Turning(nn.Module):
 def test_a_report_says_what_becomes_of_a_loop_with_the_host_inside() -> None:
     report = cgcompile.check(Turning().eval(), rows, sizes=[1, 8], target="cuda")
     (control_flow,) = [finding for finding in report.findings if finding.rule == "control-flow"]
-    assert "and every turn runs there, since a value inside it depends on data (index, " in control_flow.message
+    assert "and every iteration runs there, since a value inside it depends on data (index, " in control_flow.message
     assert control_flow.effect == "this operation and the 1 before it run on the host between two graphs"
     assert [(region.kind, region.reason) for region in report.regions] == [("graph", ""), ("host", "control-flow"), ("graph", "")]
     assert dict(report.regions[1].operations)["while_loop"] == 1

@@ -176,7 +176,7 @@ def proved(function: Callable[..., Any], **sizes: tuple[int, ...]) -> tuple[str,
 
 def test_a_branch_between_the_sizes_is_found() -> None:
     pad, chunk, reason = proved(branch, batch=(1, 2, 8))
-    assert (pad, chunk) == ("no", False) and "with batch=3 was filled up with zeros to 8" in reason
+    assert (pad, chunk) == ("no", False) and "with batch=3 was padded with zeros to 8" in reason
 
 
 def test_programs_of_other_operators_are_not_padded_though_outputs_are_alike() -> None:
@@ -190,12 +190,12 @@ def test_programs_of_the_same_operations_are_padded_and_cut() -> None:
 
 def test_what_joins_rows_is_read_off_two_programs() -> None:
     pad, chunk, reason = proved(lambda m, x: x * float(int(x.shape[0]) > 0) + 0 * x.sum(0), batch=(2, 5))
-    assert (pad, chunk) == ("zeros", False) and reason.startswith("sum joins what lies along batch")
+    assert (pad, chunk) == ("zeros", False) and reason.startswith("sum combines elements along batch")
 
 
 def test_a_shape_of_its_own_between_the_sizes_is_not_padded() -> None:
     pad, _, reason = proved(lambda m, x: torch.zeros(max(1, int(x.shape[0] * 0.5)), 8), batch=(1, 8))
-    assert pad == "no" and "has a shape of its own" in reason
+    assert pad == "no" and "has the unexpected shape" in reason
 
 
 # --- findings -----------------------------------------------------------------------------------------------------
@@ -255,7 +255,7 @@ def test_sizes_without_a_rule_are_listed_up_to_a_limit() -> None:
     exported_model = exported(ragged, batch=(1, 2, 3, 5))
     shape = describe_signature(exported_model).outputs[0].shape
     assert shape != (1, 8)
-    with raises("shape-irregular", match="its sizes follow no rule, and are too many for a list"):
+    with raises("shape-irregular", match="its sizes follow no rule, and are too many to list"):
         describe_signature(exported(ragged, batch=tuple(range(1, 40, 2))))
 
 
@@ -332,12 +332,12 @@ def by_the_stack(m: Holding, x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("sizes", [{"batch": (1, 3)}, {"batch": (3, 8)}])
 def test_a_model_that_does_otherwise_all_the_same(sizes: dict[str, tuple[int, ...]]) -> None:
-    with raises("export-differs", match=r"test_per_size.py:\d+: while torch.export traces it, .* something else at batch=\d"):
+    with raises("export-differs", match=r"test_per_size.py:\d+: while torch.export traces it, .* another result at batch=\d"):
         exported(by_the_stack, **sizes)
 
 
 def test_the_same_without_dimensions() -> None:
-    with raises("export-differs", match=r"test_per_size.py:\d+: while torch.export traces it, the model computes something else$"):
+    with raises("export-differs", match=r"test_per_size.py:\d+: while torch.export traces it, the model computes another result$"):
         export(load_source(Holding(by_the_stack).eval(), lambda: rows(2)), {})
 
 

@@ -127,7 +127,7 @@ def test_a_file_with_entries(tmp_path: Path) -> None:
         ("def entries(): return {}", "entries\\(\\) names no method"),
         ("def entries(): return {'encode': rows}", "Two has no method 'encode'"),
         ("def entries(): return {'steps': rows}", "Two has no method 'steps'"),
-        ("def entries(): return {'_call_impl': rows}", "'_call_impl' is no name of a method"),
+        ("def entries(): return {'_call_impl': rows}", "'_call_impl' is not the name of a method"),
         ("def entries(): return {'prefill': 3}", "that of 'prefill' is a int, expected a function"),
         ("def entries(): raise KeyError('x')", "model.py:9: entries\\(\\) failed: KeyError"),
     ],
@@ -165,5 +165,5 @@ def test_a_method_that_gives_no_tensor_writes_something() -> None:
 
     report = cgcompile.check(Silent(), {"forget": rows}, target="cpu")
     assert not report.refused
-    with raises("structure-unsupported", match=r"idle\(\) gives no tensor, and writes to no buffer or input"):
+    with raises("structure-unsupported", match=r"idle\(\) returns no tensor, and writes to no buffer or input"):
         cgcompile.check(Silent(), {"idle": rows}, target="cpu")

@@ -186,7 +186,7 @@ def test_what_inputs_gives_is_one_argument_several_by_position_by_name_or_both(
 
 
 def test_two_arguments_of_one_name_are_refused() -> None:
-    with raises("source-invalid", match="two arguments of forward\\(\\) are called 'rest_0'"):
+    with raises("source-invalid", match="two arguments of forward\\(\\) have the name 'rest_0'"):
         sample_of(Plain(), ((X, Y, X), {"rest_0": X}))
 
 
@@ -328,6 +328,6 @@ class Holder(nn.Module):
 def test_a_write_to_a_tensor_that_a_tuple_keeps_is_refused_with_its_line_and_what_to_do() -> None:
     line = Holder.forward.__code__.co_firstlineno + 1
     exported = export(load_source(Holder(), lambda: torch.ones(1)), {})
-    with raises("state-changed", match=rf"^{HERE}:{line}: forward\(\) writes to a tensor that is an attribute") as caught:
+    with raises("state-changed", match=rf"^{HERE}:{line}: forward\(\) writes to a tensor in an attribute") as caught:
         functional(exported.programs.first)
     assert "buffer" in caught.value.hint and "let inputs() give a cache" in caught.value.hint

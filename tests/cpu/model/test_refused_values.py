@@ -59,7 +59,7 @@ class Tagged(torch.Tensor):
 
 
 def test_a_class_of_tensors_that_the_model_makes_is_named_at_its_line() -> None:
-    with raises("export-differs", match=r"test_refused_values.py:\d+: a tensor that is traced cannot become a Tagged"):
+    with raises("export-differs", match=r"test_refused_values.py:\d+: a traced tensor cannot become a Tagged"):
         report(Model(lambda m, x: x.as_subclass(Tagged) * 2))
 
 

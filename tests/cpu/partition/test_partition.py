@@ -636,7 +636,7 @@ def test_a_placement_of_an_unknown_node_is_refused() -> None:
     program = exported(nothing)
     with raises("node-unknown", match="no node 'gone'"):
         partition(program, {"gone": "x"})
-    with raises("node-unknown", match="'x' is no operation"):
+    with raises("node-unknown", match="'x' is not an operation"):
         partition(program, {"x": "x"})
 
 

@@ -59,8 +59,8 @@ def build(*arguments: object) -> Result:
 @pytest.mark.parametrize(
     ("text", "code", "said"),
     [
-        (MODEL.replace("def model", "def modell"), 1, "model.py: no model() in it"),
-        (MODEL.replace("def inputs", "def input"), 1, "model.py: no inputs() in it"),
+        (MODEL.replace("def model", "def modell"), 1, "model.py: it has no model()"),
+        (MODEL.replace("def inputs", "def input"), 1, "model.py: it has no inputs()"),
         (MODEL.replace("import torch\n", "import torch; def\n", 1), 1, "model.py:2: invalid syntax"),
         ("import nonsense_that_is_not_there\n" + MODEL, 1, "model.py:1: importing it failed: ModuleNotFoundError"),
         (MODEL.replace("nn.Linear(6, 16)", "nn.Linear(6, 'x')"), 1, "model.py:9: model() failed: TypeError"),
@@ -158,7 +158,7 @@ def test_saved_program_that_is_none(folder: Path) -> None:
         ([""], "no size for dimension 'batch'"),
         (["batch="], "no size for dimension 'batch'"),
         ([], "no size for dimension 'batch'"),
-        (["seq=1"], "'seq' is no declared dimension (declared: batch)"),
+        (["seq=1"], "there is no declared dimension 'seq' (declared: batch)"),
         (["1", "4"], "dimension 'batch' is given twice"),
         ([",".join(map(str, range(1, 66)))], "makes 65 int_keys"),
     ],

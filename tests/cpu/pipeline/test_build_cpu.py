@@ -286,6 +286,6 @@ def test_a_model_without_dimensions_and_what_it_asserts(tmp_path: Path) -> None:
             wrong[place] = 3
             with pytest.raises((RuntimeError, ValueError)):
                 model(torch.ones(1, 3), wrong)
-            text = rf"test_build_cpu.py:\d+: the model asserts what is not so: .*{re.escape(line)}"
+            text = rf"test_build_cpu.py:\d+: an assertion of the model failed: .*{re.escape(line)}"
             with raises("assertion-failed", match=text):
                 program(torch.ones(1, 3), wrong)

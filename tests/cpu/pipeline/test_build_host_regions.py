@@ -325,7 +325,7 @@ def test_rounding_may_turn_a_comparison_over_for_the_host(flipped: int, passes: 
     if passes:
         assert judged(trial(mask, number), outcome, FLOAT) == ((1e-4,), (replace(CLAIM, method="interpret", errors=(0.0,)),))
     else:
-        with raises("proof-failed", match="batch=1: what the interpreted kernels give to the host differs"):
+        with raises("proof-failed", match="batch=1: the values from interpreted kernels to the host differ"):
             judged(trial(mask, number), outcome, FLOAT)
     output = Outcome(key=(1,), read=(raw(mask), raw(got)), seconds=0.0)
     if flipped:

@@ -352,7 +352,7 @@ def test_an_operation_without_a_triton_kernel_is_named_with_the_users_line(files
         (["--target", "sm_90", "--lower", "max-autotune"], "lower 'max-autotune': cross-compiling for sm_90"),
         (["--target", "sm_77"], "target 'sm_77': no such architecture"),
         (["--target", "sm_90", "--specialize", "shared"], "specialize 'shared': cross-compiling for sm_90"),
-        (["--target", "sm_90", "--record", "capture"], "target sm_90: this machine has no GPU, and only a GPU that is here"),
+        (["--target", "sm_90", "--record", "capture"], "target sm_90: this machine has no GPU, and a capture needs this GPU"),
         (["--target", "cuda"], "target cuda: there is no GPU on this machine"),
         (["--record", "cross-compile"], "target auto: there is no GPU on this machine"),
     ],

@@ -69,7 +69,7 @@ def test_damage_of_any_rank_is_found(built: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"target": "cpu"}, "the target cpu is one device"),
+        ({"target": "cpu"}, "the target cpu has one device"),
         ({"world": 9}, "expected 2 to 8"),
         ({"record": "capture"}, "is cross-compiled"),
         ({"donations": [("a.b", "c.d")]}, "donations"),

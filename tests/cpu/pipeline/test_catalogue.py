@@ -314,7 +314,7 @@ def test_a_constant_that_is_no_weight(exported: Any, tmp_path: Path, monkeypatch
     region = SimpleNamespace(constants=lambda: [("own_1", "module.folded")], close=lambda: None)
     monkeypatch.setattr(layouts, "HostRegion", lambda *_: region)
     (tmp_path / "model.so").touch()
-    with raises("constant-unknown", match="the constant 'own_1' .*, which is no weight of the model"):
+    with raises("constant-unknown", match="the constant 'own_1' .*, not a weight of the model"):
         layouts.bind_constants(tmp_path / "model.so", exported.first, ())
 
 

@@ -78,7 +78,7 @@ def changed(which: str, **fields: Any) -> dict[str, Any]:
     [
         (b"{", "the request is no JSON: "),
         (b"\xff", "the request is no JSON: "),
-        (b'{"inputs": [NaN]}', "NaN is none of JSON's numbers"),
+        (b'{"inputs": [NaN]}', "NaN is not a number of JSON"),
         ([], "the request is no JSON object"),
         ({}, "inputs: expected a list of objects with a name"),
         ({"inputs": [{"name": 1}]}, "inputs: expected a list of objects with a name"),

@@ -114,7 +114,7 @@ def test_parts_that_do_not_fit_are_refused(bundle: Path, tmp_path: Path) -> None
         tensors["-/state/0.samples"] = (dtype, (count - 1,), lambda: bytes(contents())[:-4])
 
     answer = self_test.fresh(str(changed(bundle, tmp_path, shorter)))
-    assert answer["code"] == "weights-invalid" and "what takes its place does not fit 9011200 elements" in answer["error"]
+    assert answer["code"] == "weights-invalid" and "its condensed form does not match 9011200 elements" in answer["error"]
 
 
 def test_a_part_that_is_missing_is_refused(bundle: Path, tmp_path: Path) -> None:

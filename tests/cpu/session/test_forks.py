@@ -45,8 +45,8 @@ def in_child(act):
     assert os.waitpid(child, 0)[1] == 0
 """
 
-LOADED = "process-forked: program 'sequential' was loaded before this process was forked, and works in its parent alone"
-CALLED = "process-forked: this process was forked from one that had run code for the CPU, whose threads it lacks"
+LOADED = "process-forked: program 'sequential' was loaded before this process was forked, and works in the parent only"
+CALLED = "process-forked: this process was forked after its parent had run CPU code, whose threads do not exist here"
 
 SCRIPTS = {
     "nothing but imports": ("in_child(lambda: said(lambda: cgbundle.load(path).replay(inputs(cgbundle.load(path)))))", ["done"]),

@@ -129,7 +129,7 @@ def test_a_shared_object_that_is_cut_off_or_another_library_is_refused(bundle: P
     for contents, code, text in (
         (data[: len(data) // 2], "image-invalid", "cut off"), (data[:4096], "image-invalid", "cut off"),
         (b"", "image-invalid", "not a shared object"), (b"not ELF" * 100, "image-invalid", "not a shared object"),
-        (other, "library-refused", "does not bring what the bundle says that it brings"),
+        (other, "library-refused", "lacks the runtime functions that the manifest promises"),
     ):  # fmt: skip
         (bundle / row.path).write_bytes(contents)
         seal(bundle, attached=True)

@@ -128,7 +128,7 @@ def wide(batch: int) -> tuple[torch.Tensor, ...]:
 
 
 def test_outputs_that_overlap_in_part_are_refused(tmp_path: Path) -> None:
-    with raises("outputs-shared", match="overlap, and neither holds the other"):
+    with raises("outputs-shared", match="overlap, and neither contains the other"):
         cgcompile.build(Overlapping(), wide, sizes=[1, 4], out=tmp_path / "x.cgb", target="cpu")
 
 
@@ -144,7 +144,7 @@ class Reread(torch.nn.Module):
 
 @pytest.mark.parametrize("of_input", [True, False])
 def test_memory_seen_as_another_dtype_is_refused(of_input: bool, tmp_path: Path) -> None:
-    with raises("outputs-shared", match="sees memory as torch.int32 that it shares with a tensor of torch.float32"):
+    with raises("outputs-shared", match="views memory of a tensor of torch.float32 as torch.int32"):
         cgcompile.build(Reread(of_input), wide, sizes=[1, 4], out=tmp_path / "x.cgb", target="cpu")
 
 

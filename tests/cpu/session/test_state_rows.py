@@ -99,7 +99,7 @@ def declared(declarations: Any, model: Any = None) -> Any:
         ({"keys_0": 5}, "source-invalid", "state: 'keys_0': 5 is no dimension"),
         ({"keys_0": ("pages", "many")}, "source-invalid", "is no dimension"),
         ({"kyes_*": "pages"}, "state-refused", "the model has no buffer 'kyes_\\*'"),
-        ({"keys_0": "pages", "keys_*": "rows"}, "state-refused", "'keys_0' is of two dimensions"),
+        ({"keys_0": "pages", "keys_*": "rows"}, "state-refused", "'keys_0' has two dimensions"),
         (
             {"*e*": "pages"},
             "state-refused",
@@ -178,7 +178,7 @@ def test_rows_are_reached_by_an_index_alone(use: Callable[..., Any], said: str) 
 )
 def test_python_may_not_read_the_number_of_rows(use: Callable[..., Any]) -> None:
     exported = [export(uses(use), {})]
-    with raises("state-refused", match=r"test_state_rows.py:.*forward\(\) is another program with 9 rows: "):
+    with raises("state-refused", match=r"test_state_rows.py:.*forward\(\) exports another program with 9 rows: "):
         same_with_more_rows(exported, 4, print)
     assert exported[0].source.model.cache.shape == (6, 3), "it has its own buffers again"
 

@@ -287,9 +287,9 @@ HINTS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "parallel": (lambda folder: under("module.", weights_of(tiny(7))), "remove the prefix 'module.' from the names"),
     "two prefixes": (lambda folder: under("module._orig_mod.", weights_of(tiny(7))), "remove the prefix 'module._orig_mod.' from"),
     "some with a prefix": (
-        lambda folder: {**weights_of(tiny(7)), **under("ema.", weights_of(tiny(8)))}, "give what the model's state_dict has"
+        lambda folder: {**weights_of(tiny(7)), **under("ema.", weights_of(tiny(8)))}, "pass the weights of the model's state_dict"
     ),
-    "name": (lambda folder: with_other("0.wieght", torch.ones(1)), "give what the model's state_dict has"),
+    "name": (lambda folder: with_other("0.wieght", torch.ones(1)), "pass the weights of the model's state_dict"),
 }  # fmt: skip
 
 

@@ -71,14 +71,14 @@ def test_names(pair: tuple[str, str], match: str) -> None:
 
 
 def test_a_pair_stands_once() -> None:
-    with raises("donation-unknown", match="prefill.output -> decode.hidden stands twice"):
+    with raises("donation-unknown", match="prefill.output -> decode.hidden is given twice"):
         donations_of([("prefill", "decode.hidden"), ("prefill.output", "decode.hidden")], ENTRIES)
 
 
 def test_dtypes_and_shapes() -> None:
     with raises("donation-unlike", match="the output is float32, the input int64"):
         donations_of([("prefill", "decode.ids")], ENTRIES)
-    with raises("donation-unlike", match="the same shape at no sizes that are built"):
+    with raises("donation-unlike", match="their shapes are equal at none of the built sizes"):
         donations_of([("decode.short", "decode.hidden")], ENTRIES)
 
 
@@ -100,7 +100,7 @@ def test_another_order_of_the_axes(tmp_path: Any) -> None:
     manifest = write(tmp_path / "chained.cgb")
     check_layouts(manifest)
     take = value(manifest, TAKE, 0, shape=(8, 8), strides=(1, 8))
-    with raises("donation-unlike", match="make.output -> take.a: the output lies in another order of its axes"):
+    with raises("donation-unlike", match="make.output -> take.a: the axes of the output and of the input have different orders"):
         check_layouts(take)
 
 

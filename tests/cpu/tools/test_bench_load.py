@@ -68,8 +68,8 @@ def test_lengths(tmp_path: Path) -> None:
     [
         ("rate=fast", "--load rate=fast: expected words of requests=256,"),
         ("size=3", "--load size=3: expected words of"),
-        ("prompt=9-3", "--load prompt=9-3: numbers are positive, and a range goes from less to more"),
-        ("rate=0", "--load rate=0: numbers are positive"),
+        ("prompt=9-3", "--load prompt=9-3: numbers must be positive, and ranges ascending"),
+        ("rate=0", "--load rate=0: numbers must be positive"),
         ("lengths=/none", "/none: No such file or directory"),
     ],
 )

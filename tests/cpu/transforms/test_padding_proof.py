@@ -114,7 +114,7 @@ def test_a_mask_makes_a_sequence_paddable_but_not_cuttable(masked: bool, pad: st
 def test_rows_that_are_joined_where_no_example_shows_it() -> None:
     """The sum over all rows scales a softmax that is saturated anyway."""
     verdict = decide(Batched(lambda x: torch.softmax(1e6 * x * x.sum(), -1)), rows, {"batch": (1, 8)})["batch"]
-    assert verdict[:2] == ("zeros", False) and "sum joins what lies along batch" in verdict[2]
+    assert verdict[:2] == ("zeros", False) and "sum combines elements along batch" in verdict[2]
 
 
 class Asserting(torch.nn.Module):
@@ -162,7 +162,7 @@ def looped(x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("function", "line"),
     [
-        (lambda x: x.mean(0), "mean joins what lies along batch"),
+        (lambda x: x.mean(0), "mean combines elements along batch"),
         (lambda x: torch.cond(x.sum() > -9, of_a_branch, lambda x: x * 2, (x,)), "# in a branch"),
         (looped, "# in a loop"),
         (lambda x: torch.vmap(of_a_row)(x.unsqueeze(0))[0], "# in a row"),
@@ -176,5 +176,5 @@ def test_the_operator_that_changes_is_named_with_its_own_line(function: Callable
     pad, chunk, reason = decide(Batched(function), rows, {"batch": (2, 5)})["batch"]
     assert (pad, chunk) == ("no", False)
     named, _, trial = reason.partition("; ")
-    assert " joins what lies along batch (" in named and "test_padding_proof.py:" in named and line in named, reason
+    assert " combines elements along batch (" in named and "test_padding_proof.py:" in named and line in named, reason
     assert trial.startswith("output ") or trial == "zeros were not proved to change nothing", reason

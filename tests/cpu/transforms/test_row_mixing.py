@@ -95,7 +95,7 @@ def test_batch(case: str) -> None:
     verdict = decide(Over(function), signed, {"batch": (2, 4)})["batch"]
     assert verdict[:2] == (pad, chunk), verdict[2]
     if pad != "rows":
-        assert " joins what lies along batch (" in verdict[2] or "changes by" in verdict[2] or "fails" in verdict[2]
+        assert " combines elements along batch (" in verdict[2] or "changes by" in verdict[2] or "fails" in verdict[2]
 
 
 @pytest.mark.parametrize("case", BATCH)
@@ -286,7 +286,7 @@ def test_attention_of_torch_is_padded_behind_its_mask(whole: bool) -> None:
 
 def test_the_operator_is_named_with_its_line() -> None:
     reason = decide(Over(gate), signed, {"batch": (1, 4)})["batch"][2]
-    assert reason.startswith("sum joins what lies along batch (") and "test_row_mixing.py:" in reason
+    assert reason.startswith("sum combines elements along batch (") and "test_row_mixing.py:" in reason
     assert reason.endswith("return torch.where(x.sum() > 0, x * 2, x)); zeros were not proved to change nothing")
 
 

@@ -230,11 +230,9 @@ def test_an_input_without_such_a_part_is_refused_before_anything_runs() -> None:
     (flat,) = run(x)
     assert numpy.shares_memory(flat, x)
     for other in (numpy.asfortranarray(x), numpy.zeros((2, 6), "float32")[:, ::2]):
-        with raises(
-            "input-layout", match="input 'x': output 'flat' shares its memory, and it is laid out otherwise than r"
-        ) as caught:
+        with raises("input-layout", match="input 'x': output 'flat' shares its memory, and its layout is not the r") as caught:
             run(other)
-        assert caught.value.hint == CATALOGUE["input-layout"].hint == "pass .contiguous() of it"
+        assert caught.value.hint == CATALOGUE["input-layout"].hint == "pass input.contiguous()"
     assert len(backend.calls) == 1
     torch = pytest.importorskip("torch")
     with raises("input-layout"):

@@ -143,7 +143,7 @@ def test_one_line_that_is_run_twelve_times_is_told_once(call: Any) -> None:
 
 def test_reports_without_regions(call: Any) -> None:
     none = replace(REPORT, regions=(), returned=())
-    assert "as one piece: nothing is cut" in call(replace(none, target="cpu")).stdout
+    assert "the target is the CPU, which has no CUDA graphs" in call(replace(none, target="cpu")).stdout
     assert "no regions: an output has no size" in call(replace(none, unpartitioned="an output has no size")).stdout
 
 

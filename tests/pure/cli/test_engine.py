@@ -45,8 +45,8 @@ def test_inspect_as_json_has_the_keys(path: Path) -> None:
     ("arguments", "match"),
     [
         (("inspect", "--graph", "8"), "--graph shows programs"),
-        (("run",), "the bundle holds graphs of an engine, no program"),
-        (("verify", "--run"), "holds graphs of an engine, no program"),
+        (("run",), "the bundle holds graphs of an engine, not a program"),
+        (("verify", "--run"), "holds graphs of an engine, not a program"),
     ],
 )
 def test_what_is_of_programs_is_refused(path: Path, arguments: tuple[str, ...], match: str) -> None:

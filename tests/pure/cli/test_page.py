@@ -327,11 +327,11 @@ def test_an_empty_file_and_a_link_are_filled(bundle: Path, tmp_path: Path) -> No
 def test_where_a_page_cannot_go(bundle: Path, tmp_path: Path) -> None:
     other = tmp_path / "thesis.html"
     other.write_text("<!DOCTYPE html>\n<p>three years of work")
-    assert "is no report of cgcompile's" in refused(call("inspect", bundle, "--html", other))
+    assert "is not a report of cgcompile" in refused(call("inspect", bundle, "--html", other))
     assert other.read_text().endswith("three years of work")
     assert "a directory, not a file" in refused(call("inspect", bundle, "--html", tmp_path))
     assert "no such folder" in refused(call("inspect", bundle, "--html", tmp_path / "missing" / "a.html"))
-    assert "no name of a file" in refused(call("inspect", bundle, "--html", ""))
+    assert "expected the name of a file" in refused(call("inspect", bundle, "--html", ""))
     before = manifest_text.list_files(str(bundle))
     assert "inside the bundle" in refused(call("inspect", bundle, "--html", bundle / "a.html"))
     assert "inside the bundle" in refused(call("inspect", bundle, "--html", bundle / "graphs" / "a.html"))

@@ -43,7 +43,7 @@ def bundle() -> Path:
 
 def test_size_picks_among_the_stored_inputs() -> None:
     result = call(STATE, "--size", "9999")
-    assert result.exit_code == 2 and "--size picks among the stored inputs: no int_key '9999': the bundle has " in result.stderr
+    assert result.exit_code == 2 and "--size selects among the stored inputs: no int_key '9999': the bundle has " in result.stderr
     assert "hint: inputs of another size: --inputs FILE" in result.stderr and "more --sizes" not in result.stderr
     named = call(STATE, "--size", "batch=2,bath=1")
     assert "no dimension 'bath'" in named.stderr

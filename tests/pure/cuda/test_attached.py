@@ -242,7 +242,7 @@ def test_what_was_not_verified_has_to_be_asked_for(fake: FakeDriver, tmp_path: P
 def test_the_two_kinds_of_bundles_are_told_apart(fake: FakeDriver, path: Path, tmp_path: Path) -> None:
     from tests.helpers.bundles.tiny_bundle import write_bundle
 
-    with raises("bundle-kind", match="holds graphs of an engine, no program"):
+    with raises("bundle-kind", match="holds graphs of an engine, not a program"):
         cgbundle.load(path)
     with raises("bundle-kind", match="holds a program, no graphs of an engine"):
         cgbundle.attach(write_bundle(tmp_path / "tiny.cgb"), {})
@@ -258,7 +258,7 @@ def test_a_key_must_have_signed_the_bundle(fake: FakeDriver, path: Path, tmp_pat
         cgbundle.attach(path, caller_tensors, key=ours.public)
     cgcompile.sign(str(path), str(ours.private))
     cgbundle.attach(path, caller_tensors, key=ours.public).close()
-    with raises("signature-wrong", match="by key"):
+    with raises("signature-wrong", match="signed with key"):
         cgbundle.attach(path, caller_tensors, key=theirs.public)
 
 

@@ -250,8 +250,8 @@ def test_a_driver_without_a_function(monkeypatch: pytest.MonkeyPatch) -> None:
     ("fake_driver", "number", "code", "message"),
     [
         (FakeDriver(devices=0), 0, "wrong-machine", "no usable GPU: cuInit gives CUDA_ERROR_NO_DEVICE"),
-        (FakeDriver(), 1, "wrong-machine", "device 1: this machine shows 1 GPU"),
-        (FakeDriver(), -1, "wrong-machine", "device -1: this machine shows 1 GPU"),
+        (FakeDriver(), 1, "wrong-machine", "device 1: this machine has 1 visible GPU"),
+        (FakeDriver(), -1, "wrong-machine", "device -1: this machine has 1 visible GPU"),
         (FakeDriver(arch=(8, 0)), 0, "wrong-architecture", r"for sm_90, device 0 \(Fake GPU\) is sm_80"),
         (FakeDriver(version=11080), 0, "driver-too-old", "for CUDA 12.0, this machine's is for 11.8"),
     ],

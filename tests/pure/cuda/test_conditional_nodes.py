@@ -67,6 +67,6 @@ def test_a_callers_capture_takes_them_node_by_node(fake: FakeDriver, bench: Benc
 
 def test_a_capture_cannot_ask_the_device(bench: Bench) -> None:
     executor = bench.executor("stream")
-    with raises("capture-refused", match="bench: mode 'stream' asks the device"):
+    with raises("capture-refused", match="bench: mode 'stream' reads the branch from the device"):
         executor.join(STREAM)
     executor.close()

@@ -132,7 +132,7 @@ def test_added_bytes_are_caught() -> None:
 def test_two_seals_are_refused() -> None:
     data = manifest_text.encode(manifest())
     line = data[data.index(b'\n"sha256"') : data.index(b"\n", data.index(b'\n"sha256"') + 1)]
-    with raises("manifest-invalid", match="'sha256' stands twice"):
+    with raises("manifest-invalid", match="'sha256' occurs twice"):
         manifest_json.decode(data.replace(line, line + line))
 
 
@@ -195,7 +195,7 @@ def test_what_was_written_before_version_1_is_refused_in_one_sentence(version: o
 def test_what_has_its_default_is_left_out_and_refused_where_it_stands() -> None:
     plain = json.loads(manifest_text.encode(manifest()))
     assert "world" not in plain and "mutated_inputs" not in plain["entries"][0]
-    reject(put([], "mutated_inputs"), "mutated_inputs", "has its default, and has to be left out")
+    reject(put([], "mutated_inputs"), "mutated_inputs", "has its default value, which must be left out")
     reject(put(0, "weights", 0, "offset"), "weights[0].offset", "has its default")
     reject(put(None, "world"), "world", "expected World, got NoneType")
     reject(put(None, "random"), "random", "expected int, got NoneType")

@@ -118,7 +118,7 @@ def test_variants_fit_together() -> None:
         (replace(second, target=first.target), "a second variant for x86-64-v3"),
         (replace(second, name="other"), "another name"),
         (replace(second, files=second.files[:-1] if second.files else (*second.files, None)), "other files"),
-        (replace(second, entries=(replace(second.entries[0], name="other"),)), "called otherwise"),
+        (replace(second, entries=(replace(second.entries[0], name="other"),)), "have other names"),
         (replace(second, weights=(replace(second.weights[0], memory="state"), *second.weights[1:])), "other state"),
     ):
         with raises("manifest-invalid", match=rf"^variants\[1\]\..*{message}|^variants\[1\]: .*{message}"):

@@ -26,7 +26,7 @@ def test_no_gguf_file(tmp_path: Path) -> None:
     with pytest.raises(BuildError, match=r"tiny.gguf: no such file"):
         cgcompile.build(path, target="cpu")
     path.write_bytes(b"PK")
-    with pytest.raises(cgcompile.ModelError, match=r"tiny.gguf: it is no GGUF file") as caught:
+    with pytest.raises(cgcompile.ModelError, match=r"tiny.gguf: not a GGUF file") as caught:
         cgcompile.check(path, target="cpu")
     assert caught.value.code == "folder-invalid"
 

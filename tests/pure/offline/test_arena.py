@@ -281,21 +281,21 @@ def test_the_message_names_both_buffers_and_the_launch() -> None:
     with raises("arena-overlap") as caught:
         check_plan(program, at({0: 0, 1: 512}))
     assert str(caught.value) == (
-        "int_key (4,), event 2 (kernel): buffer 1 (buf1, 100 bytes at 512) lies over buffer 0 (buf0, 600 bytes at 0), which is "
+        "int_key (4,), event 2 (kernel): buffer 1 (buf1, 100 bytes at 512) overlaps buffer 0 (buf0, 600 bytes at 0), which is "
         "needed until event 4"
     )
 
 
 def test_a_value_that_the_host_still_reads_is_not_written_over() -> None:
     program = traced([256, 256], [launch(0), launch(1), HostRead(buffer=0)])
-    with raises("arena-overlap", match=r"buffer 1 .* lies over buffer 0 .* needed until event 2"):
+    with raises("arena-overlap", match=r"buffer 1 .* overlaps buffer 0 .* needed until event 2"):
         check_plan(program, at({0: 0, 1: 0}))
     check_plan(traced([256, 256], [launch(0), HostRead(buffer=0), launch(1)]), at({0: 0, 1: 0}))
 
 
 def test_an_output_that_is_written_over_is_caught() -> None:
     program = traced([256, 256], [launch(0), launch(1)], outputs=[0])
-    with raises("arena-overlap", match=r"buffer 1 .* lies over buffer 0 .* needed at the end"):
+    with raises("arena-overlap", match=r"buffer 1 .* overlaps buffer 0 .* needed at the end"):
         check_plan(program, at({0: 0, 1: 0}))
     check_plan(replace(program, outputs=()), at({0: 0, 1: 0}))
 

@@ -101,7 +101,7 @@ def test_lives_are_those_of_buffers_that_are_used_by_first_use() -> None:
 def test_an_overlap_is_told_with_its_event(events: list[Event], said: str) -> None:
     with raises("arena-overlap") as caught:
         check_plan(traced([256, 256], events, outputs=[0, 1]), at({0: 0, 1: 0}))
-    assert str(caught.value).startswith(f"int_key (4,), {said} (buf1, 256 bytes at 0) lies over buffer 0")
+    assert str(caught.value).startswith(f"int_key (4,), {said} (buf1, 256 bytes at 0) overlaps buffer 0")
 
 
 def test_a_buffer_is_allocated_once() -> None:

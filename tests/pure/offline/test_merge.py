@@ -216,7 +216,7 @@ def test_a_planted_overlap_of_two_regions_is_caught() -> None:
     merged = three_regions()
     layout, names = plan(merged.lowered), named(merged)
     planted = {**layout.offsets, names["graph-2.t1"]: layout.offsets[names["graph-1.t1"]]}
-    with raises("arena-overlap", match=r"\(graph-2.t1, 256 bytes at \d+\) lies over buffer \d+ \(graph-1.t1, .*until event 6"):
+    with raises("arena-overlap", match=r"\(graph-2.t1, 256 bytes at \d+\) overlaps buffer \d+ \(graph-1.t1, .*until event 6"):
         check_plan(merged.lowered, replace(layout, offsets=planted, arena=1 << 16))
 
 

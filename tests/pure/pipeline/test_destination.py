@@ -50,7 +50,7 @@ def test_what_came_while_it_was_built(tmp_path: Path) -> None:
 
 def test_names_that_no_bundle_can_have(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with raises("output-unwritable", match="exists and is no bundle"):
+    with raises("output-unwritable", match="exists and is not a bundle"):
         destination_path(tmp_path / "file", "b")
     with raises("output-unwritable", match="the folder .*missing does not exist"):
         destination_path(tmp_path / "missing" / "b.cgb", "b")

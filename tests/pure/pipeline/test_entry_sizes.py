@@ -42,9 +42,9 @@ def test_sizes_of_entries(options: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["encode:batch=1"], r"'encode' is no entry \(did you mean decode\?\) \(there are prefill, decode"),
-        (["prefill:seq=1", "width=3"], "'width=3' is of no entry"),
-        ([1, 8], "'1,8' is of no entry"),
+        (["encode:batch=1"], r"there is no entry 'encode' \(did you mean decode\?\) \(there are prefill, decode"),
+        (["prefill:seq=1", "width=3"], "'width=3' names no entry"),
+        ([1, 8], "'1,8' names no entry"),
         (["batch=1", "prefill:batch=1", "prefill:batch=2", "seq=1"], "dimension 'batch' of 'prefill' is given twice"),
         (["batch=1"], "entry 'prefill': sizes: no size for dimension 'seq'"),
         (["batch=1", "seq=0"], "entry 'prefill': sizes: seq=0 is not a positive whole number"),
@@ -98,5 +98,5 @@ def test_no_hint_for_a_saved_program_speaks_of_a_model_files_inputs(options: Any
 
 
 def test_a_mistyped_dimension_is_told_the_nearest() -> None:
-    with raises("sizes-invalid", match=r"'sq' is no declared dimension \(did you mean seq\?\) \(declared: batch, seq\)"):
+    with raises("sizes-invalid", match=r"there is no declared dimension 'sq' \(did you mean seq\?\) \(declared: batch, seq\)"):
         declared_sizes(["batch=1", "sq=16"], ["batch", "seq"])

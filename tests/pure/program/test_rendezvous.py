@@ -77,9 +77,9 @@ def test_who_does_not_come_is_named(tmp_path: Path) -> None:
     for error in all_meet(tmp_path / "meeting", [(0, "b"), (1, "b")], 3, timeout=0.3):
         assert isinstance(error, CgbundleError) and error.code == "rank-timeout"
     (error,) = all_meet(tmp_path / "meeting", [(0, "b")], 2, timeout=0.1)
-    assert str(error) == "rank 1 has not come within 0.1 s, or has gone again"
+    assert str(error) == "rank 1 did not connect within 0.1 s, or has disconnected"
     (error,) = all_meet(tmp_path / "meeting", [(1, "b")], 2, timeout=0.1)
-    assert str(error).startswith("rank 0 has not come")
+    assert str(error).startswith("rank 0 did not connect")
 
 
 @pytest.mark.parametrize(
@@ -180,6 +180,6 @@ def test_options_that_do_not_go_together(path: Path, tmp_path: Path, monkeypatch
         cgbundle.load(GOLDEN / "v1/gpt_two.cgb", rank=0, rendezvous=tmp_path / "meeting")
     with raises("ranks-refused", match="rank=2: the model has 2 ranks"):
         cgbundle.load(path, rank=2, rendezvous=tmp_path / "meeting")
-    with raises("rank-timeout", match="rank 1 has not come"):
+    with raises("rank-timeout", match="rank 1 did not connect"):
         cgbundle.load(path, rank=0, rendezvous=tmp_path / "meeting", timeout=0.1)
     check_nothing_is_left(fake)

@@ -184,7 +184,7 @@ def test_what_cannot_be_loaded_so(fake: FakeDriver, path: Path) -> None:
         cgbundle.load(path, devices=[0, 1])
     with raises("option-refused", match="nothing of it runs on a GPU"):
         cgbundle.load(GOLDEN / "v1/cpu_fixed.cgb", replicas=True)
-    with raises("wrong-machine", match="device 7: this machine shows 3 GPUs"):
+    with raises("wrong-machine", match="device 7: this machine has 3 visible GPUs"):
         cgbundle.load(path, devices=[0, 7], replicas=True)
     with cgbundle.load(path, replicas=True) as replicas:
         with raises("entry-missing", match="no entry 'decode', but forward"):

@@ -49,7 +49,7 @@ def test_a_key_from_a_pipe(tmp_path: Path) -> None:
 
 def test_a_private_key_is_refused_kindly(tmp_path: Path) -> None:
     pair = Pair.make(tmp_path)
-    with raises("key-invalid", match="a private key, where the public one is enough") as caught:
+    with raises("key-invalid", match="a private key, expected the public key") as caught:
         public_keys(pair.private)
     assert "openssl pkey" in caught.value.hint  # type: ignore[attr-defined]
     with raises("key-invalid", match="a private key"):
@@ -59,17 +59,17 @@ def test_a_private_key_is_refused_kindly(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (b"", "no PEM file with one public key"),
-        (RAW, "no PEM file with one public key"),
-        (RAW.hex().encode(), "no PEM file with one public key"),
-        (pem(KEY) * 2, "no PEM file with one public key"),
-        (pem(KEY)[:-20], "no PEM file with one public key"),
-        (pem(KEY) + b"\n" * MAX_BYTES, "no PEM file with one public key"),
-        (pem(KEY).replace(b"M", b"?", 1), "no PEM file with one public key"),
-        (pem(KEY).replace(b"=", b""), "no PEM file with one public key"),
-        (pem(x25519.X25519PrivateKey.generate().public_key()), "a key, but none of ed25519"),
-        (pem(ed448.Ed448PrivateKey.generate().public_key()), "a key, but none of ed25519"),
-        (pem(ec.generate_private_key(ec.SECP256R1()).public_key()), "a key, but none of ed25519"),
+        (b"", "not a PEM file with one public key"),
+        (RAW, "not a PEM file with one public key"),
+        (RAW.hex().encode(), "not a PEM file with one public key"),
+        (pem(KEY) * 2, "not a PEM file with one public key"),
+        (pem(KEY)[:-20], "not a PEM file with one public key"),
+        (pem(KEY) + b"\n" * MAX_BYTES, "not a PEM file with one public key"),
+        (pem(KEY).replace(b"M", b"?", 1), "not a PEM file with one public key"),
+        (pem(KEY).replace(b"=", b""), "not a PEM file with one public key"),
+        (pem(x25519.X25519PrivateKey.generate().public_key()), "a key, but not an ed25519 key"),
+        (pem(ed448.Ed448PrivateKey.generate().public_key()), "a key, but not an ed25519 key"),
+        (pem(ec.generate_private_key(ec.SECP256R1()).public_key()), "a key, but not an ed25519 key"),
     ],
     # names of their own: some of these keys are drawn, and every process of a run has to collect the same tests
     ids=["empty", "raw", "hex", "two", "cut off", "too long", "damaged", "no padding", "x25519", "ed448", "p-256"],
@@ -83,19 +83,19 @@ def test_files_that_are_no_key(file: Path, text: bytes, message: str) -> None:
 @pytest.mark.parametrize(
     ("key", "message"),
     [
-        ([], "an empty list of keys"),
-        ((), "an empty list of keys"),
-        (b"", "a key of 0 bytes: no public key of ed25519"),
+        ([], "got an empty list"),
+        ((), "got an empty list"),
+        (b"", "a key of 0 bytes: not an ed25519 public key"),
         (RAW + b"\0", "a key of 33 bytes"),
-        (bytes(32), "a key of 32 bytes: no public key of ed25519"),
-        ("00" * 32, "0000: no public key of ed25519"),
-        ("", "as a file: No such file"),
-        ("no/such/key.pem", "no/such/key.pem: no key of 64 hexadecimal digits, and as a file: No such file"),
-        (RAW.hex()[:-1], "as a file: No such file"),
-        ("²" * 64, "as a file: "),
-        ("a\0b", "as a file: embedded null byte"),
-        ("x" * 5000, "as a file: File name too long"),
-        (os.sep, "as a file: Is a directory"),
+        (bytes(32), "a key of 32 bytes: not an ed25519 public key"),
+        ("00" * 32, "0000: not an ed25519 public key"),
+        ("", "not a readable file: No such file"),
+        ("no/such/key.pem", "no/such/key.pem: not a key of 64 hexadecimal digits, and not a readable file: No such file"),
+        (RAW.hex()[:-1], "not a readable file: No such file"),
+        ("²" * 64, "not a readable file: "),
+        ("a\0b", "not a readable file: embedded null byte"),
+        ("x" * 5000, "not a readable file: File name too long"),
+        (os.sep, "not a readable file: Is a directory"),
         ([RAW, 5], "expected a path, 64 hexadecimal digits or 32 bytes, got int"),
     ],
 )
@@ -129,5 +129,5 @@ def test_a_key_that_everybody_can_sign_with_is_none(key: str) -> None:
         return False
 
     assert any(map(accepted, range(200)))
-    with raises("key-invalid", match="no public key of ed25519"):
+    with raises("key-invalid", match="not an ed25519 public key"):
         public_keys(key)

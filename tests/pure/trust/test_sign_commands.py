@@ -74,10 +74,10 @@ def test_keys_that_do_not_sign(unsigned: Path, tmp_path: Path, pairs: tuple[Pair
     other = Pair.make(tmp_path, "rsa", rsa.generate_private_key(public_exponent=65537, key_size=1024))
     (tmp_path / "text").write_text("no key")
     for key, message in (
-        (pairs[0].public, "a public key: only the private one signs"),
+        (pairs[0].public, "a public key, expected the private key"),
         (locked.private, "the key is encrypted"),
-        (other.private, "a private key, but none of ed25519"),
-        (tmp_path / "text", "no PEM file with a private key"),
+        (other.private, "a private key, but not an ed25519 key"),
+        (tmp_path / "text", "not a PEM file with a private key"),
     ):
         with raises("key-invalid", match=message):
             sign(unsigned, key)
@@ -149,7 +149,7 @@ def test_verify_says_who_signed(signed: Path, unsigned: Path, pairs: tuple[Pair,
 def test_verify_refuses(signed: Path, unsigned: Path, pairs: tuple[Pair, Pair]) -> None:
     ours, theirs = pairs
     for path, key, output in (
-        (signed, theirs.public, "manifest.json.sig: by key"),
+        (signed, theirs.public, "manifest.json.sig: signed with key"),
         (unsigned, ours.public, "the bundle is not signed"),
     ):
         result = call("verify", path, "--key", key, "--run")
@@ -166,7 +166,7 @@ def test_verify_refuses(signed: Path, unsigned: Path, pairs: tuple[Pair, Pair]) 
 
 
 def test_the_process_that_replays_the_self_test_checks_the_signature_again(signed: Path, pairs: tuple[Pair, Pair]) -> None:
-    assert "by key" in fresh(str(signed), [pairs[1].digits])["error"]
+    assert "signed with key" in fresh(str(signed), [pairs[1].digits])["error"]
 
 
 def test_inspect_says_who_signed(signed: Path, unsigned: Path, pairs: tuple[Pair, Pair]) -> None:
@@ -176,8 +176,8 @@ def test_inspect_says_who_signed(signed: Path, unsigned: Path, pairs: tuple[Pair
     assert json.loads(call("inspect", signed, "--json").stdout)["signature"] == {"key": pairs[0].digits}
     assert json.loads(call("inspect", unsigned, "--json").stdout)["signature"] is None
     (signed / file_names.SIGNATURE).write_bytes(b"")
-    assert "signed     wrongly: manifest.json.sig: longer" in call("inspect", signed).stdout
-    assert "than 96 bytes" in json.loads(call("inspect", signed, "--json").stdout)["signature"]["error"]
+    assert "signed     wrongly: manifest.json.sig: expected" in call("inspect", signed).stdout
+    assert "expected 96 bytes" in json.loads(call("inspect", signed, "--json").stdout)["signature"]["error"]
 
 
 def test_who_signed_is_no_difference_but_is_told(signed: Path, unsigned: Path, pairs: tuple[Pair, Pair]) -> None:
