@@ -65,10 +65,10 @@ class AttachedGraph:
 
 
 class AttachedGraphs(Mapping[Key, AttachedGraph]):
-    """The graphs of a bundle by the keys that they were saved under, in that order.
+    """The graphs of a bundle by the keys of `save_graphs`, in the same order.
 
-    `tensors`: by name, what lies among the graphs' temporaries and was named when they were saved, outputs above all.  They are
-    tensors of the caller's library over this object's memory, valid until `close`.  `memory`: bytes of GPU memory that are taken.
+    `tensors`: by name, the tensors that the captures allocated and `save_graphs` named, such as outputs.  They are tensors of the
+    caller's library over this object's memory, valid until `close`.  `memory`: bytes of GPU memory in use, by kind.
     """
 
     def __init__(
@@ -163,17 +163,17 @@ def attach(
     key: Keys | None = None,
     lazy: bool | None = None,
 ) -> AttachedGraphs:
-    """The graphs that `cgcompile.save_graphs` saved at `path`, over `tensors`, in a process where torch and CUDA may be running.
+    """Loads the graphs that `cgcompile.save_graphs` saved at `path`, to replay them over `tensors`.  torch may use CUDA already.
 
-    `tensors` maps the names that they were saved under to tensors on one GPU, laid out as they were then: dtype, shape, strides,
-    alignment, and the distance of those that overlap.  Names that no graph uses are ignored; those that lie among the graphs'
-    temporaries are given by `AttachedGraphs.tensors`.  They are read and written where they lie, so keep them.
+    `tensors` maps the names of `save_graphs` to tensors on one GPU.  Their dtype, shape, strides and alignment must be those of the
+    saved ones, and tensors that overlap must do so at the same distance.  Names that no graph uses are ignored.  Outputs are given
+    by `AttachedGraphs.tensors`.  The graphs read and write the tensors in place, so keep them.
 
     - `device`: the GPU; None: that of the tensors.
-    - `unverified`: True also takes graphs that were saved without a replay in a fresh process.
+    - `unverified`: True also accepts graphs that were saved with verify=False.
     - `key`: public ed25519 keys, one of which must have signed the bundle, as for `load`.  The signature is checked first.
-    - `lazy`: False builds every graph now, True at its first replay.  None builds the graphs in the background, or in a replay that
-      needs one before.
+    - `lazy`: False builds every graph now, True at its first replay.  None builds the graphs in the background; a replay whose
+      graph is not built yet builds it.
 
     All files and tensors are checked before anything is put on the GPU.  A graph's recording is checked when the graph is built.
 

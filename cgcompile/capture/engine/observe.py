@@ -18,11 +18,11 @@ LIBRARIES = ("torch", "triton", "cgcompile", "cgbundle")
 
 
 def observe() -> None:
-    """Begins to note the kernel images that this process loads, which `save_graphs` needs.
+    """Starts to record the kernel images that this process loads.  `save_graphs` needs them.
 
-    Call it before anything uses CUDA: an image that was loaded before is lost.  It costs some microseconds in every call of the
-    driver, so call it in processes that save alone.  A second call does nothing.  Raises observe-late, extra-missing,
-    cupti-unavailable.
+    Call it before anything uses CUDA: images that were loaded earlier cannot be recorded.  Every call of the driver takes some
+    microseconds longer, so call it only in processes that save graphs.  A second call does nothing.  Raises observe-late,
+    extra-missing, cupti-unavailable.
     """
     image_log()
 

@@ -50,25 +50,25 @@ def save_graphs(
     verify: bool = True,
     prepare: Callable[[Key], None] | None = None,
 ) -> SavedGraphs:
-    """Saves captured CUDA graphs for `cgbundle.attach`, which replays them in later processes over other tensors.
+    """Saves captured CUDA graphs for `cgbundle.attach`, which replays them in later processes over the tensors of that process.
 
-    Two processes of the engine call it alike, one after the other.  The first writes a recording to `out` + ".recording".  The
-    second compares it with its own graphs, where every address is another one, writes the bundle to `out` and removes the
-    recording; where kernels or layouts differ, it leaves a recording of its own instead, and raises.  `cgcompile.observe()` comes
-    before CUDA starts in both.
+    Call it in two processes of the engine, one after the other, with the same arguments.  Both call `cgcompile.observe()` before
+    CUDA starts.  The first process writes a recording to `out` + ".recording".  The second compares the recording with its own
+    graphs: every address is another one there.  It writes the bundle to `out` and removes the recording.  If the kernels or the
+    layouts of the two processes differ, the second replaces the recording with its own, and raises.
 
-    - `graphs`: by key (a whole number, a text, or a tuple of these), graphs that were captured on the current device and that torch
-      kept: `torch.cuda.CUDAGraph(keep_graph=True)`.
-    - `tensors`: by name, all dense tensors that the graphs read or write and that they did not allocate: weights, caches, inputs;
-      and outputs, which lie in the captures' own memory.  Names that no graph uses are left out.
-    - `verify`: the second process replays every graph three times, one of them over poisoned outputs.  Then a fresh process without
-      torch replays the bundle over the same memory at other addresses: the tensors must hold the same bits.  They are put back.
-      False writes a bundle that `attach` takes only with unverified=True.
-    - `prepare`: called with a graph's key before every such replay, to write inputs into `tensors`.  Without it, graphs find what
-      those before them left.  Kernels that count in a tensor need it.
+    - `graphs`: captured on the current device, by key.  A key is a whole number, a text, or a tuple of these.  torch must have kept
+      the nodes: `torch.cuda.CUDAGraph(keep_graph=True)`.
+    - `tensors`: by name, all dense tensors that the graphs read or write and did not allocate, such as weights, caches and inputs;
+      and outputs, which the captures allocated.  Names that no graph uses are left out.
+    - `verify`: the second process replays every graph three times, once over poisoned outputs.  Then a fresh process without torch
+      replays the bundle over the same memory at other addresses.  All tensors must hold the same bits, and are put back afterwards.
+      `attach` takes a bundle that was saved with verify=False only with unverified=True.
+    - `prepare`: called with a graph's key before each of these replays, to write inputs into `tensors`.  Without it, a graph reads
+      what the graphs before it left.  Kernels that count in a tensor need it.
 
-    Synchronizes the device.  Memory that no tensor names, and what a bundle cannot hold, is refused with the kernel's name and the
-    line of Python that launched it, where that is known.  Raises a BuildError.
+    Synchronizes the device.  Refuses memory that no tensor names, and nodes that a bundle cannot hold.  The error names the kernel
+    and, where it is known, the line of Python that launched it.  Raises a BuildError.
     """
     log = observed()
     destination = Path(out)
