@@ -149,9 +149,12 @@ class TextModel:
         async def some() -> None:
             for length, indices in left:
                 seconds = until - asyncio.get_running_loop().time()
-                if seconds <= 0:
-                    raise Late(f"no answer within {self._seconds:g} s")
-                (output,) = await self._answer(self._tensors([texts[index] for index in indices], length), seconds)
+                try:
+                    if seconds <= 0:
+                        raise Late
+                    (output,) = await self._answer(self._tensors([texts[index] for index in indices], length), seconds)
+                except Late:  # whose seconds are those that were left
+                    raise Late(f"no answer within {self._seconds:g} s") from None
                 numbers = decode(self._dtype, bytes(output.data))
                 for place, index in enumerate(indices):
                     answers[index] = converter(numbers[place * self.width : (place + 1) * self.width])

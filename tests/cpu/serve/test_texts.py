@@ -28,7 +28,7 @@ for package in ("starlette", "uvicorn", "prometheus_client", "tokenizers"):
 import tokenizers  # noqa: E402
 
 from cgserve.application import Application  # noqa: E402
-from cgserve.batching.request_queue import Busy  # noqa: E402
+from cgserve.batching.request_queue import Busy, Late  # noqa: E402
 from cgserve.language.text import Language  # noqa: E402
 from cgserve.settings import Settings  # noqa: E402
 from cgserve.tensors.entry import Ports  # noqa: E402
@@ -211,6 +211,27 @@ def test_a_request_ends_at_its_deadline(tmp_path: Path) -> None:
     with pytest.raises(ExceptionGroup) as caught:
         asyncio.run(model.answer(texts, tuple))
     assert isinstance(caught.value.exceptions[0], TimeoutError) and entry.calls == []
+
+
+class Slow(Summing):
+    """Every call takes a moment; the queue says how long a call waited that was too late."""
+
+    async def answer(self, tensors: Sequence[Given], seconds: float) -> list[Given]:
+        try:
+            async with asyncio.timeout(seconds):
+                await asyncio.sleep(0.15)
+        except TimeoutError:
+            raise Late(f"no answer within {seconds:g} s") from None
+        return await super().answer(tensors, seconds)
+
+
+def test_a_late_request_is_told_its_own_deadline(tmp_path: Path) -> None:
+    """The second call of a request has less time than the request had."""
+    model = TextModel("m", Language(write_words(tmp_path)), ports(2), Slow(ports(2)).answer, 0.25)
+    texts = model.encoded(["the cat"] * 4 * 4 * AT_ONCE, field="input", truncate=False)
+    with pytest.raises(ExceptionGroup) as caught:
+        asyncio.run(model.answer(texts, tuple))
+    assert {str(error) for error in caught.value.exceptions} == {"no answer within 0.25 s"}
 
 
 def test_a_classifier(served: SimpleNamespace) -> None:
