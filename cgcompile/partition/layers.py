@@ -1,7 +1,7 @@
-"""Equal layers of a program: where to cut it so that each is a part of its own, and when two parts are the same but for weights.
+"""Equal layers of a program: where to cut the program so that every layer is a part, and which parts differ only in their weights.
 
-A layer is what a numbered module computes, `layers.3` of a ModuleList, as torch.export notes it with every operation.  Indices that
-a layer has in common with others are computed in each: a kernel has to see how they are bounded.
+A layer is what a numbered module computes, such as `layers.3` of a ModuleList.  torch.export notes the module of every operation.
+Indices that several layers use are computed in each of them: Inductor has to see their bounds in the graph that uses them.
 """
 
 from __future__ import annotations
@@ -20,9 +20,7 @@ NUMBERED = re.compile(r"^(.*?\.)??\d+(?=\.|$)")
 """The path of a numbered module, the outermost one."""
 
 MANY = 4
-"""Equal layers one behind the other, from which on they are cut apart.  What is fused across the layers of fewer is worth more than
-the time to lower them."""
-
+"""The least number of equal layers in a row that are cut apart.  Fewer are lowered together: their kernels are fused across layers."""
 
 WHOLE = (torch.int32, torch.int64)
 """Dtypes of indices; comparisons of them are bool."""
@@ -32,8 +30,8 @@ FEW = 1 << 16
 
 
 def pieces(nodes: Sequence[Node]) -> list[list[Node]]:
-    """Operations in order, cut before and behind every layer of a run of MANY or more equal ones, each piece with the indices that
-    it needs.  All operations, where there is no such run."""
+    """Operations in order, cut before and after every layer of a row of MANY or more equal ones.  Every piece also has the
+    operations that compute its indices.  One piece, if there is no such row."""
     layers = [(layer, list(rows)) for layer, rows in groupby(_with_layers(nodes), key=lambda row: row[0])]
     alike = [(bool(layer), tuple([str(node.target) for _, node in rows])) for layer, rows in layers]
     cut: list[list[Node]] = [[]]
@@ -51,7 +49,7 @@ def pieces(nodes: Sequence[Node]) -> list[list[Node]]:
 
 
 def _with_indices(part: Sequence[Node], nodes: Sequence[Node], indices: set[Node]) -> list[Node]:
-    """The part behind those of `nodes` that compute indices for it."""
+    """The part, and before it those of `nodes` that compute its indices."""
     wanted, waiting = set(part), list(part)
     while waiting:
         new = indices.intersection(waiting.pop().all_input_nodes) - wanted
@@ -61,7 +59,7 @@ def _with_indices(part: Sequence[Node], nodes: Sequence[Node], indices: set[Node
 
 
 def _indices(nodes: Sequence[Node]) -> set[Node]:
-    """Those that compute a small tensor of whole numbers, or compare such, and read nothing else."""
+    """Those that compute or compare small tensors of whole numbers, and read nothing else."""
     indices: set[Node] = set()
     for node in nodes:
         value, target = node.meta.get("val"), node.target
@@ -79,7 +77,7 @@ def _is_whole(node: Node) -> bool:
 
 
 def _with_layers(nodes: Sequence[Node]) -> Iterator[tuple[str, Node]]:
-    """Every operation with the path of its layer, "" for none.  One without a note belongs to the layer before it."""
+    """Every operation with the path of its layer, or "".  An operation without a module belongs to the layer before it."""
     layer = ""
     for node in nodes:
         stack = node.meta.get("nn_module_stack")
@@ -91,8 +89,8 @@ def _with_layers(nodes: Sequence[Node]) -> Iterator[tuple[str, Node]]:
 
 
 def form(module: GraphModule, arguments: Mapping[str, Hashable]) -> Hashable:
-    """What two graphs have in common that compute the same: their operations in order, and what `arguments` says of each of their
-    inputs, by name.  A tensor that a graph holds is the same for the same object alone."""
+    """A key that is equal for graphs that compute the same: the operations in order, with what `arguments` says of every input, by
+    name.  Tensors that the graphs hold are equal if they are the same object."""
     numbers = {node: number for number, node in enumerate(module.graph.nodes)}
 
     def text(value: Any) -> str:

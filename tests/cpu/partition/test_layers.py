@@ -64,6 +64,28 @@ def test_a_run_of_many_equal_layers_is_cut(model: nn.Module, expected: list[int]
     assert sizes(model) == expected
 
 
+def test_every_layer_computes_the_indices_that_it_uses() -> None:
+    class Gathering(nn.Module):
+        def forward(self, x: Tensor, places: Tensor, scale: Tensor) -> Tensor:
+            return x.index_select(1, places) * scale
+
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([Gathering() for _ in range(MANY)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            places, scale = torch.arange(4).clamp(max=2), x.sum()
+            for layer in self.layers:
+                x = layer(x, places, scale)
+            return x
+
+    nodes = [node for node in graph(Shared()).graph.nodes if node.op == "call_function"]
+    first, *others = [[str(node.target).split(".")[1] for node in piece] for piece in pieces(nodes)]
+    assert first == ["arange", "clamp", "sum"]
+    assert others == [["arange", "clamp", "index_select", "mul"]] * MANY
+
+
 def test_nothing_has_one_piece() -> None:
     assert pieces([]) == [[]]
 
