@@ -20,7 +20,7 @@ NUMBERED = re.compile(r"^(.*?\.)??\d+(?=\.|$)")
 """The path of a numbered module, the outermost one."""
 
 MANY = 4
-"""The least number of equal layers in a row that are cut apart.  Fewer are lowered together: their kernels are fused across layers."""
+"""The least number of equal layers in a row that are cut apart.  Fewer are lowered together, and kernels are fused across them."""
 
 WHOLE = (torch.int32, torch.int64)
 """Dtypes of indices; comparisons of them are bool."""
