@@ -1,8 +1,9 @@
-"""A fresh process that replays an engine's graphs over the engine's own tensors, which it opens at addresses of its own: the
-verification of `cgcompile.save_graphs`.  `python -m cgbundle.gpu.engine_replay BUNDLE PLAN`, the plan as `Plan` has it, in JSON.
+"""The fresh process of the verification of `cgcompile.save_graphs`: it opens the memory of the engine's tensors, at other addresses,
+and replays the bundle's graphs over it.  `python -m cgbundle.gpu.engine_replay BUNDLE PLAN`, where PLAN is a file with a `Plan` in
+JSON.
 
-The engine waits meanwhile.  Everything that the graphs may not rely on is poisoned: their own memory, and the bytes of parameters
-that no kernel reads.
+The engine waits meanwhile.  What the graphs must not depend on is poisoned: their own memory, and bytes of parameters that no
+kernel reads.
 """
 
 from __future__ import annotations
@@ -24,20 +25,20 @@ from ..validate.engine import span_of_tensor
 from .attached import attach_poisoned
 
 POISON = 0xA5
-"""What fills memory that no replay may rely on."""
+"""The byte that fills memory whose contents no replay may depend on."""
 
 LAZY_PEER_ACCESS = 1
 """CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, the one flag that opening another process's memory has."""
 
 Place = tuple[str, int, int]
-"""Memory as a tensor's name, where it begins in bytes from that tensor, and its bytes."""
+"""Memory, as the name of a tensor, its offset in bytes from that tensor, and its size in bytes."""
 
 
 class Plan(NamedTuple):
-    """`spans`: of the engine's spans, in order, the handle of their allocation in hexadecimal, bytes into it, and the address in
-    the engine's process.  `contents`: what the graphs' own memory holds before: places, and where their bytes begin in `file`.
-    `graphs`: of every graph, in order, what is written before it, alike; and places that it changes, with the SHA-256 of what they
-    hold then."""
+    """`spans`: for every span of the engine, the handle of its allocation in hexadecimal, the offset in that allocation, and the
+    address in the engine's process.  `contents`: what the graphs' own memory holds before the replays, as places with offsets in
+    `file`.  `graphs`: for every graph, what is written before it, as places with offsets in `file`; and the places that it changes,
+    with the SHA-256 of their bytes afterwards."""
 
     device: int
     spans: list[tuple[str, int, int]]
@@ -47,7 +48,7 @@ class Plan(NamedTuple):
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Prints {"differs": what does, or ""} or {"error": ..., "hint": ..., "code": ...}."""
+    """Prints {"differs": text, "torch_imported": bool} or {"error": ..., "hint": ..., "code": ...}."""
     path, name = arguments
     with open(name, encoding="utf-8") as file:
         plan = Plan(**json.load(file))
@@ -61,7 +62,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def replay(path: str, plan: Plan) -> str:
-    """What differs after a replay of every graph, in words, or "".  Raises what `attach` does."""
+    """A text that names the first difference, or "".  Raises what `attach` does."""
     engine = Archive(path).manifest.engine
     assert engine is not None  # the compiler wrote it
     context = Context(plan.device)

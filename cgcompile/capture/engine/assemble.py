@@ -1,8 +1,8 @@
-"""Two processes' takes of one engine -> its graphs with every address named.  Pure.
+"""Two processes' recordings of one engine -> its graphs, in which every address is an offset in a known memory.  Pure.
 
-The rules are those of `capture/assemble.py`, but for memory that is neither a named tensor nor the graphs' own: a build knows that
-nothing else writes there, an engine may.  So it is refused by name, and only what module variables point to becomes a table.  All
-pools together are one arena, and keep their contents from graph to graph, as they do in the engine.
+The rules are those of `capture/assemble.py`, with one exception: memory that is neither a named tensor nor the graphs' own.  An
+engine may write there between replays, so it is refused.  Only memory that module variables point to becomes a table.  All pools
+together become one arena, which keeps its contents from graph to graph, as in the engine.
 """
 
 from __future__ import annotations

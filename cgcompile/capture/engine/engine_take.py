@@ -1,6 +1,6 @@
-"""What one process of an engine says about its graphs, and the file that keeps it until a second process has its say.
+"""What one process records of an engine's graphs, and the file that keeps it for the second process.
 
-The file is a pickle that is read without trust: nothing but the records of this package and plain containers can come out of it.
+The file is a pickle that is not trusted: reading it can only create the records of this package and plain containers.
 """
 
 from __future__ import annotations

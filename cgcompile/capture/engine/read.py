@@ -1,4 +1,4 @@
-"""What this process says about an engine's captured graphs: an EngineTake.  Nothing runs, and no tensor changes.
+"""Reads the captured graphs of an engine in this process: an EngineTake.  It runs no graph and changes no tensor.
 
 Public of torch since 2.9: `CUDAGraph(keep_graph=True)`, `raw_cuda_graph`, `pool`.
 """

@@ -1,7 +1,9 @@
-"""The verification of a staged bundle of an engine's graphs: the engine's own graphs are replayed here, then the bundle's in a
-fresh process, over the same memory at other addresses, which must then hold the same bits.  The engine's tensors are put back.
+"""The verification of an engine's bundle before it is published.
 
-Nothing but the graphs' own memory is taken twice, so that an engine may fill its GPU.
+This process replays the engine's own graphs.  Then a fresh process replays the graphs of the bundle over the same memory, which it
+opens at other addresses.  The memory must hold the same bits afterwards.  The contents of the engine's tensors are restored.
+
+Only the graphs' own memory exists twice meanwhile, so an engine may fill its GPU.
 """
 
 from __future__ import annotations
@@ -30,16 +32,16 @@ SPARE = 1 << 30
 """Bytes that a fresh process takes on the GPU beside the graphs' own memory: its context and the kernels."""
 
 Steps = Sequence[tuple[Callable[[], None], Callable[[], None]]]
-"""Of every graph: what writes its inputs, and its replay."""
+"""For every graph, the function that writes its inputs, and its replay."""
 
 Noted = tuple[list[tuple[Place, int]], list[tuple[Place, str]]]
-"""Of a graph: places that are written before it, and where the file of contents has their bytes; places that it changes, and the
-SHA-256 of what they hold then."""
+"""For a graph: places that are written before its replay, each with the offset of its bytes in the file of contents; and places that
+the replay changes, each with the SHA-256 of its bytes afterwards."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Here:
-    """Addresses in this process: of every span of the engine, and of its tensors in the graphs' own memory by name."""
+    """Addresses in this process: of the engine's spans, and by name of its tensors in the graphs' own memory."""
 
     spans: tuple[int, ...]
     pooled: Mapping[str, int]
@@ -47,8 +49,8 @@ class Here:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Region:
-    """Memory that is compared: `size` bytes from `address` on, which begin `at` bytes from the tensor `name`.  `begin` is where the
-    file of contents has them.  Address and size are multiples of 8."""
+    """Memory that is compared: `size` bytes at `address`, which is `at` bytes behind the start of tensor `name`.  `begin` is their
+    offset in the file of contents.  Address and size are multiples of 8.  `span`: the engine allocated it, not the captures."""
 
     name: str
     at: int
@@ -190,7 +192,7 @@ def _handle(address: int, number: int, engine: Engine) -> tuple[str, int, int]:
 
 
 def _save(regions: Sequence[Region], before: Sequence[Sequence[int]], contents: Path) -> None:
-    """Writes what the regions hold.  Chunks of zeros, whose digest is 0, stay holes of the file."""
+    """Writes the contents of the regions.  Chunks of zeros, whose digest is 0, become holes in the file."""
     with open(contents, "wb") as file:
         for region, row in zip(regions, before, strict=True):
             for number, digest in enumerate(row):
@@ -215,8 +217,8 @@ def _changed(before: Sequence[Sequence[int]], after: Sequence[Sequence[int]]) ->
 def _replayed(
     steps: Steps, regions: Sequence[Region], before: Sequence[Sequence[int]], contents: Path
 ) -> tuple[list[list[int]], bool]:
-    """The digests that the graphs leave; and whether the tensors in their own memory may begin as POISON, which holds where they
-    are what graphs write.  The regions are as they may begin."""
+    """The digests after all graphs; and whether the tensors in the graphs' own memory may hold POISON before them, which is so if
+    the digests are the same then.  Afterwards the regions hold what they may hold before the graphs."""
     _run(steps)
     after = _digests(regions)
     _put_back(regions, before, contents)
@@ -242,8 +244,8 @@ def _poison(regions: Sequence[Region]) -> None:
 
 
 def _noted(steps: Steps, regions: Sequence[Region], changed: Mapping[int, Sequence[int]], contents: Path) -> list[Noted]:
-    """What is written before every graph, and what it changes.  Watched are the graphs' own memory, `changed` of larger tensors,
-    and all of smaller ones: a later graph may undo what an earlier one did."""
+    """For every graph, what is written before it and what it changes.  It watches the graphs' own memory, the chunks `changed` of
+    larger tensors, and all chunks of smaller ones, because a later graph may undo a change."""
     watched = [
         (position, number)
         for position, region in enumerate(regions)
@@ -277,7 +279,7 @@ def _hash(memory: torch.Tensor) -> str:
 
 
 def _put_back(regions: Sequence[Region], before: Sequence[Sequence[int]], contents: Path) -> None:
-    """Writes the contents of every chunk that is no longer as it was."""
+    """Restores every chunk whose contents have changed."""
     with open(contents, "rb") as file:
         for position, numbers in _changed(before, _digests(regions)).items():
             region = regions[position]
