@@ -1,4 +1,4 @@
-"""The fresh process of the verification of `cgcompile.save_graphs`: it opens the memory of the engine's tensors, at other addresses,
+"""The fresh process that verifies `cgcompile.save_graphs`: it opens the memory of the engine's tensors, at other addresses,
 and replays the bundle's graphs over it.  `python -m cgbundle.gpu.engine_replay BUNDLE PLAN`, where PLAN is a file with a `Plan` in
 JSON.
 

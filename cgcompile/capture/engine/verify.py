@@ -35,7 +35,7 @@ Steps = Sequence[tuple[Callable[[], None], Callable[[], None]]]
 """For every graph, the function that writes its inputs, and its replay."""
 
 Noted = tuple[list[tuple[Place, int]], list[tuple[Place, str]]]
-"""For a graph: places that are written before its replay, each with the offset of its bytes in the file of contents; and places that
+"""For a graph: places that are written before its replay, each with the offset of its bytes in the file; and places that
 the replay changes, each with the SHA-256 of its bytes afterwards."""
 
 
