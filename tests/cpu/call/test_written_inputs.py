@@ -21,7 +21,7 @@ from cgbundle.format import archive, file_names
 from cgbundle.tensors.tensor import from_bytes
 from cgcompile.errors import BuildError
 from cgcompile_cli import main
-from cgcompile_cli.commands.run import _named
+from cgcompile_cli.commands.run import _tensors_by_name
 from tests.helpers.bundles.edits import edited
 from tests.helpers.bundles.fabricate import signature, spec
 from tests.helpers.models.written_models import MODELS, PLACES, WHOLE, Whole, draw, drawn, eager, step
@@ -193,7 +193,7 @@ def test_run_gives_an_input_and_an_output_of_one_name_a_name_each() -> None:
     manifest = edited(signature([], [spec("x", 1)], [spec("x", 1), spec("x.written", 1)]), mutated_inputs=(0,))
     argument, first, second = [from_bytes(bytes(4), "float32", (1,)) for _ in range(3)]
     named = [("x", first), ("x.written", second), ("x.written.written", argument)]
-    assert _named(manifest.entries[0], [argument], [first, second]) == named
+    assert _tensors_by_name(manifest.entries[0], [argument], [first, second]) == named
 
 
 # --- what is refused when it is built ------------------------------------------------------------------------------

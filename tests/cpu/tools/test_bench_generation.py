@@ -47,7 +47,7 @@ def test_what_a_bundle_has_room_for() -> None:
 
 def test_a_bundle_of_another_kind_and_what_does_not_fit() -> None:
     manifest = checked_manifest(str(llama_bundle() / "llama.cgb"))
-    with raises("bench-failed", match="no entries prefill and decode over a paged cache"):
+    with raises("bench-failed", match="no entries prefill and decode with a paged cache"):
         read_layout(replace(manifest, entries=(replace(manifest.entries[0], name="forward"),)), 16)
     path = str(llama_bundle() / "llama.cgb")
     for options, text in (
