@@ -41,8 +41,8 @@ def random_operation(context: RuleContext) -> Iterable[Finding]:
     Why CUDA cares: a bundle without torch has no generator to register with a graph, and would repeat its numbers.  So the program
     computes the numbers itself, from a seed and a count of its calls in its state.
     Effect: every call and every iteration of a loop has new numbers, which differ from PyTorch's; `program.seed(n)` repeats them.
-    These are refused: other operators (poisson, binomial, gamma), the user's generators, operators inside of scan or map, operators
-    inside of branches and loops that run on the host, and a second program with its own random numbers.
+    Other operators (poisson, binomial, gamma) and the user's generators are refused.  So are operators inside of scan or map, and
+    inside of branches and loops that run on the host, and a model that calls a saved program which also draws numbers.
     Fix: none needed; call `model.eval()` if the dropout is not intended.  Otherwise pass the random tensor as an input.
     Source: torch.Tag.nondeterministic_seeded; torch.cuda.CUDAGraph.register_generator_state; transforms/rng.
     """

@@ -50,12 +50,12 @@ def pieces(nodes: Sequence[Node]) -> list[list[Node]]:
 
 def _with_indices(part: Sequence[Node], nodes: Sequence[Node], indices: set[Node]) -> list[Node]:
     """The part, and before it those of `nodes` that compute its indices."""
-    wanted, waiting = set(part), list(part)
+    members, waiting = set(part), list(part)
     while waiting:
-        new = indices.intersection(waiting.pop().all_input_nodes) - wanted
-        wanted |= new
+        new = indices.intersection(waiting.pop().all_input_nodes) - members
+        members |= new
         waiting += new
-    return [node for node in nodes if node in wanted]
+    return [node for node in nodes if node in members]
 
 
 def _indices(nodes: Sequence[Node]) -> set[Node]:
@@ -83,8 +83,7 @@ def _with_layers(nodes: Sequence[Node]) -> Iterator[tuple[str, Node]]:
         stack = node.meta.get("nn_module_stack")
         if stack:
             path = list(stack.values())[-1][0]
-            found = NUMBERED.match(path)
-            layer = found[0] if found else ""
+            layer = match[0] if (match := NUMBERED.match(path)) else ""
         yield layer, node
 
 
@@ -94,7 +93,7 @@ def form(module: GraphModule, arguments: Mapping[str, Hashable]) -> Hashable:
     numbers = {node: number for number, node in enumerate(module.graph.nodes)}
 
     def text(value: Any) -> str:
-        return repr(map_arg(value, lambda node: _Number(numbers[node])))
+        return repr(map_arg(value, lambda node: f"%{numbers[node]}"))
 
     rows: list[Hashable] = []
     for node in module.graph.nodes:
@@ -105,13 +104,3 @@ def form(module: GraphModule, arguments: Mapping[str, Hashable]) -> Hashable:
         else:
             rows.append((node.op, node.target, text(node.args), text(node.kwargs)))
     return tuple(rows)
-
-
-class _Number:
-    """Stands for a node among arguments."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-
-    def __repr__(self) -> str:
-        return f"%{self.number}"

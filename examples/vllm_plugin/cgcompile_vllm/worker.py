@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -171,13 +172,16 @@ class GraphWorker(Worker):
         named = time.perf_counter()
         graphs = cgbundle.attach(self._folder / GRAPHS, tensors)
         attached = time.perf_counter()
-        whole = {
-            descriptor: graphs[engine.full_key(descriptor)]
-            for mode, descriptors in manager._capture_descs.items()
-            for descriptor in descriptors
-            if mode.name == "FULL"
-        }
-        engine.give_pieces(record.pieces, engine.wrappers(), graphs, graphs.tensors)  # the last that may fail
+        with ExitStack() as undo:
+            undo.callback(graphs.close)
+            whole = {
+                descriptor: graphs[engine.full_key(descriptor)]
+                for mode, descriptors in manager._capture_descs.items()
+                for descriptor in descriptors
+                if mode.name == "FULL"
+            }
+            engine.give_pieces(record.pieces, engine.wrappers(), graphs, graphs.tensors)  # the last that may fail
+            undo.pop_all()
         manager.graphs, manager.hidden_states = whole, tensors.get("hidden")
         manager._graphs_captured = True
         self._graphs = graphs
