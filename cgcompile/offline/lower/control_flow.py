@@ -219,7 +219,7 @@ class _Growing:
             kept = [layout for number, layout in enumerate(layouts) if number not in numbers]
             fixed = [None if layout is None else result.meta["val"].stride() for layout, result in zip(kept, results, strict=True)]
             lowered_part = _LoweredPart(lowered=self.lower(retraced, fixed), names=tuple(names), numbers=numbers)
-            if not any(constant.sources for constant in lowered_part.lowered.constants):  # else of these weights alone
+            if not any(constant.sources for constant in lowered_part.lowered.constants):  # computed from these weights
                 self.parts[known] = lowered_part
         lowered, numbers = lowered_part.over(names), lowered_part.numbers
         self.named += 1
