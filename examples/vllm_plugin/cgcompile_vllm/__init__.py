@@ -37,6 +37,8 @@ def register() -> None:
         return
     if not current_platform.is_cuda():
         return
+    # The compiled model in one file, which loads faster.  It is vLLM's default from torch 2.12 on.
+    os.environ.setdefault("VLLM_USE_MEGA_AOT_ARTIFACT", "1")
     if not (Path(os.environ[FOLDER]) / GRAPHS).exists():
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # a fork of this process cannot be observed
     platform = type(current_platform)

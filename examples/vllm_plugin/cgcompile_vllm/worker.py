@@ -156,7 +156,7 @@ class GraphWorker(Worker):
         saved = cgcompile.save_graphs(graphs, tensors, self._folder / GRAPHS, prepare=write_inputs)
         assert self._record is not None
         shape = None if hidden is None else (tuple(hidden.shape), str(hidden.dtype).removeprefix("torch."))
-        write_record(self._folder, replace(self._record, hidden=shape, pieces=tuple(pieces)))
+        write_record(self._folder, replace(self._record, compiled=self._compiled(), hidden=shape, pieces=tuple(pieces)))
         logger.info("cgcompile: %d graphs, a %s in %.2f s", len(graphs), saved.kind, time.perf_counter() - began)
 
     def _attached(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -79,7 +80,9 @@ def test_only_a_choice_that_was_left_to_vllm_is_made(vllm: ModuleType, tmp_path:
     assert chosen("auto").parallel_config.worker_cls == "auto", "without the variable it does nothing"
     monkeypatch.setenv(plugin.FOLDER, str(tmp_path))
     monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "fork")
+    monkeypatch.setenv("VLLM_USE_MEGA_AOT_ARTIFACT", "0")
     plugin.register()
+    assert os.environ["VLLM_USE_MEGA_AOT_ARTIFACT"] == "0", "the user's choice"
     assert chosen("auto").parallel_config.worker_cls == "cgcompile_vllm.worker.GraphWorker"
     assert chosen("theirs.Worker").parallel_config.worker_cls == "theirs.Worker"
 
