@@ -301,6 +301,6 @@ BuildError.catalogue = CATALOGUE
 
 
 def named(code: str, message: str, hint: str) -> CgbundleError:
-    """The error that another process named by its code."""
+    """Returns the error for a code that another process sent."""
     cause = CATALOGUE.get(code) or errors.CATALOGUE[code]
     return cause.error(code, message, hint)
