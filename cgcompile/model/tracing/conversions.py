@@ -1,6 +1,7 @@
-"""Conversions of modules in forward() that change nothing, such as `self.linear = self.linear.to(x.dtype)`.  Under export weights
-are fake tensors.  `.to()`, `.float()` and similar methods call the private `torch.nn.Module._apply`, which swaps the tensors.  For
-fake tensors this fails, although nothing would change.  Tested with torch 2.11 and 2.13.
+"""Conversions of modules in forward() that change nothing, such as `self.linear = self.linear.to(x.dtype)`.
+
+During the export, weights are fake tensors.  `.to()`, `.float()` and similar methods call the private `torch.nn.Module._apply`,
+which swaps the tensors.  This fails for fake tensors, even if nothing would change.  Tested with torch 2.11 and 2.13.
 """
 
 from __future__ import annotations
