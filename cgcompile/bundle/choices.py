@@ -100,7 +100,7 @@ def read_outputs(path: Path, manifest: Manifest, entry: EntrySpec, key: IntKey) 
             tuple([tensor(f"call-{call}", index) for index in range(len(entry.outputs))])
             for call in range(entry.self_test.calls - 1)
         ]
-        left = tuple([tensor(row.kind, row.index) for row in compared])
-        return Seen(calls=(*earlier, left[: len(entry.outputs)]), left=left)
+        compared_tensors = tuple([tensor(row.kind, row.index) for row in compared])
+        return Seen(calls=(*earlier, compared_tensors[: len(entry.outputs)]), left=compared_tensors)
     finally:
         stored.close()

@@ -88,6 +88,6 @@ def _statistics(value: torch.Tensor, count: int) -> torch.Tensor:
     rows = []
     numbers, count = (torch.view_as_real(value).reshape(-1), 2 * count) if value.is_complex() else (value, count)
     for block in numbers.split(count):
-        wide = block.double()
-        rows.append(torch.stack([wide.abs().max(), wide.mean(), wide.square().mean().sqrt()]))
+        block64 = block.double()
+        rows.append(torch.stack([block64.abs().max(), block64.mean(), block64.square().mean().sqrt()]))
     return torch.stack(rows) if rows else torch.empty(0, 3, dtype=torch.float64)

@@ -148,9 +148,9 @@ def _verdicts(
     for proof, row in zip(entry.self_test.proofs, rows, strict=True):
         if all(tensor["error"] <= bound.bound for tensor, bound in zip(row["tensors"], bounds, strict=True)):
             continue
-        got = read_outputs(outputs, manifest, entry, proof.key)
+        results = read_outputs(outputs, manifest, entry, proof.key)
         self_test = read_self_test(stage / SELF_TEST, manifest, entry, proof.key)
-        ruling = verdict(prepared, self_test, got, bounds, manifest.weights) if got else None
+        ruling = verdict(prepared, self_test, results, bounds, manifest.weights) if results else None
         if ruling:
             verdicts[proof.key] = with_left(self_test, ruling.expected, prepared, manifest.weights), ruling
     return verdicts

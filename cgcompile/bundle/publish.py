@@ -165,8 +165,8 @@ def _open(path: Path) -> int:
 
 def _sweep(destination: Path) -> None:
     """Removes the leftovers of killed processes.  The caller must hold the lock."""
-    ours = re.compile(rf"\.{re.escape(destination.name)}\.[0-9a-f]{{8}}\.(building|old)")
-    for leftover in [path for path in destination.parent.iterdir() if ours.fullmatch(path.name)]:
+    pattern = re.compile(rf"\.{re.escape(destination.name)}\.[0-9a-f]{{8}}\.(building|old)")
+    for leftover in [path for path in destination.parent.iterdir() if pattern.fullmatch(path.name)]:
         if leftover.suffix == ".old" and not os.path.lexists(destination):
             leftover.rename(destination)  # killed between the two renames: restore the old bundle
         else:

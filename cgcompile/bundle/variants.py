@@ -225,8 +225,8 @@ def _moved(manifest: Manifest, folder: Path, out: Path) -> Manifest:
 
 
 def _place(path: str, name: str) -> str:
-    folder, _, rest = path.partition("/")
-    return path if f"{folder}/" == file_names.KERNELS else f"{folder}/{name}/{rest}"
+    folder, _, subpath = path.partition("/")
+    return path if f"{folder}/" == file_names.KERNELS else f"{folder}/{name}/{subpath}"
 
 
 def _copy(file: Path, place: Path) -> None:

@@ -64,10 +64,10 @@ class RuleContext:
                 if user.name not in followers and (user.name in self.data_dependent or user.name in self.moved):
                     followers.add(user.name)
                     waiting.append(user)
-        after = sum(computes(nodes[follower]) for follower in followers)
-        if not after:
+        n_followers = sum(computes(nodes[follower]) for follower in followers)
+        if not n_followers:
             return "this operation runs on the host between two graphs"
-        return f"this operation and the {'one' if after == 1 else after} after it run on the host between two graphs"
+        return f"this operation and the {'one' if n_followers == 1 else n_followers} after it run on the host between two graphs"
 
 
 def all_calls(module: torch.fx.GraphModule, top: str = "") -> Iterator[tuple[Node, str]]:

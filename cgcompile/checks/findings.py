@@ -149,8 +149,8 @@ def _refuse_findings(findings: Sequence[Finding], strict: bool, allow: Sequence[
     stopping = [f for f in findings if f.severity == REFUSE or (strict and f.severity == HOST)]
     if not stopping:
         return
-    first, more = stopping[0], len(stopping) - 1
+    first, n_more = stopping[0], len(stopping) - 1
     if first.rule in allow:
         raise ModelError("check-refused", f"allow {first.rule!r}: this refusal cannot be allowed: {first.effect}", first.fix)
-    rest = f" (and {more} more finding{'s' if more > 1 else ''})" if more else ""
-    raise ModelError("check-refused", f"{first.where or 'model'}: {first.rule}: {first.message}: {first.effect}{rest}", first.fix)
+    tail = f" (and {n_more} more finding{'s' if n_more > 1 else ''})" if n_more else ""
+    raise ModelError("check-refused", f"{first.where or 'model'}: {first.rule}: {first.message}: {first.effect}{tail}", first.fix)

@@ -253,10 +253,10 @@ def operators_without_code(program: ExportedProgram, on_host: Collection[str] | 
 
 def check_fallback_ops(programs: Sequence[ExportedProgram], fallback_ops: Sequence[str]) -> None:
     """Raises fallback-op-unknown for a name that no operation of the programs has."""
-    known = {spelled for program in programs for node, _ in all_calls(program.graph_module) for spelled in _spellings(node)}
+    spellings = {spelled for program in programs for node, _ in all_calls(program.graph_module) for spelled in _spellings(node)}
     for name, plain in zip(fallback_ops, _plain(fallback_ops), strict=True):
-        if plain not in known:
-            near = difflib.get_close_matches(plain, sorted(known), 3, 0.5)
+        if plain not in spellings:
+            near = difflib.get_close_matches(plain, sorted(spellings), 3, 0.5)
             hint = f"it calls {', '.join(near)}" if near else "`cgcompile check` lists the operations of every region"
             raise BuildError("fallback-op-unknown", f"fallback-op {name!r}: the model calls no such operator", hint)
 

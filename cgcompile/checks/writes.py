@@ -97,10 +97,10 @@ def mutated_input(context: RuleContext) -> Iterable[Finding]:
     Source: check_for_mutation and get_input_storage_mutation_reason in torch/_inductor/cudagraph_utils.py.
     """
     for target in sorted(set(context.functionalized.user_inputs_to_mutate.values())):
-        name, other = _input_name(context, target), _shared(context, target)
+        name, shared_with = _input_name(context, target), _shared(context, target)
         severity, effect, fix = (
-            (REFUSE, f"it shares memory with {other}, where the write would show in eager PyTorch and not in a bundle", CLONE)
-            if other
+            (REFUSE, f"it shares memory with {shared_with}, where the write would show in eager PyTorch and not in a bundle", CLONE)
+            if shared_with
             else (NOTE, "the caller's tensor is updated after the call; no call is padded or chunked", f"none needed; or {CLONE}")
         )
         yield finding(

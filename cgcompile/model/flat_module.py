@@ -199,9 +199,9 @@ def _write_back(owner: Any, leaf: str, tensor: torch.Tensor) -> None:
     if now is tensor:
         return
     if now is None or _other_shape(now, tensor):
-        got = "None" if now is None else f"{now.dtype} {list(now.shape)}"
+        new_text = "None" if now is None else f"{now.dtype} {list(now.shape)}"
         where, _ = assignment_place(owner, leaf)
-        text = f"forward() assigns {got} to the buffer {leaf!r}, which is {tensor.dtype} {list(tensor.shape)}"
+        text = f"forward() assigns {new_text} to the buffer {leaf!r}, which is {tensor.dtype} {list(tensor.shape)}"
         raise ModelError("state-changed", f"{where}: {text}" if where else text)
     tensor.copy_(now)
     owner._buffers[leaf] = tensor

@@ -99,7 +99,7 @@ def declared_rows(state: Any, model: torch.nn.Module, label: str) -> tuple[State
         raise ModelError("source-invalid", text, ROWS_EXAMPLE)
     by_name = dict(model.named_buffers(remove_duplicate=False))
     by_dimension: dict[str, list[str]] = {}
-    most: dict[str, int] = {}
+    maximums: dict[str, int] = {}
     for pattern, value in state.items():
         name, limit = value if isinstance(value, tuple | list) and len(value) == 2 else (value, None)
         if not (isinstance(pattern, str) and isinstance(name, str) and name.isidentifier() and type(limit) in (int, type(None))):
@@ -110,15 +110,15 @@ def declared_rows(state: Any, model: torch.nn.Module, label: str) -> tuple[State
         names = by_dimension.setdefault(name, [])
         names += [buffer for buffer in matches if buffer not in names]
         if limit is not None:
-            most[name] = max(limit, most.get(name, 0))
-    state_rows = [_checked(name, sorted(buffers), most.get(name), by_name, label) for name, buffers in by_dimension.items()]
+            maximums[name] = max(limit, maximums.get(name, 0))
+    state_rows = [_checked(name, sorted(buffers), maximums.get(name), by_name, label) for name, buffers in by_dimension.items()]
     twice = [name for name in by_name if sum(name in row.buffers for row in state_rows) > 1]
     if twice:
         raise ModelError("state-refused", f"{label}: state: {twice[0]!r} has two dimensions")
     return tuple(state_rows)
 
 
-def _checked(name: str, buffers: Sequence[str], most: int | None, by_name: Mapping[str, torch.Tensor], label: str) -> StateRows:
+def _checked(name: str, buffers: Sequence[str], maximum: int | None, by_name: Mapping[str, torch.Tensor], label: str) -> StateRows:
     number = by_name[buffers[0]].shape[0] if by_name[buffers[0]].dim() else 0
     for buffer in buffers:
         value = by_name[buffer]
@@ -133,10 +133,10 @@ def _checked(name: str, buffers: Sequence[str], most: int | None, by_name: Mappi
         else:
             continue
         raise ModelError("state-refused", f"{label}: state: buffer {buffer!r} {text}")
-    if most is not None and most < number:
-        text = f"{label}: state: at most {most} {name} are of use, and the model has {number}"
+    if maximum is not None and maximum < number:
+        text = f"{label}: state: at most {maximum} {name} are of use, and the model has {number}"
         raise ModelError("state-refused", text, "make the model with fewer rows: its number is the minimum for a load")
-    return StateRows(name=name, buffers=tuple(buffers), number=number, most=most)
+    return StateRows(name=name, buffers=tuple(buffers), number=number, most=maximum)
 
 
 def _shares(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -191,8 +191,8 @@ def _check_entries(makers: Mapping[Any, Any], model: torch.nn.Module, label: str
         if entry != FORWARD and not inspect.ismethod(getattr(model, entry, None)):
             raise ModelError("source-invalid", f"{label}: entries(): {type(model).__name__} has no method {entry!r}")
         if not callable(maker):
-            what = "inputs" if entry == FORWARD else f"entries(): that of {entry!r}"
-            raise ModelError("source-invalid", f"{label}: {what} is a {type(maker).__name__}, expected a function")
+            text = "inputs" if entry == FORWARD else f"entries(): that of {entry!r}"
+            raise ModelError("source-invalid", f"{label}: {text} is a {type(maker).__name__}, expected a function")
 
 
 def _inputs_of(module: ModuleType, label: str) -> Any:

@@ -92,9 +92,9 @@ def _paths(examples: Any, model: torch.nn.Module) -> list[str]:
     """Returns the path of every example input, such as `cache.0.key`."""
     positional = list(inspect.signature(model.forward).parameters)
     paths = []
-    for (kind, first, *rest), _ in pytree.tree_flatten_with_path(examples)[0]:
+    for (kind, first, *keys), _ in pytree.tree_flatten_with_path(examples)[0]:
         name = positional[first.idx] if kind.idx == 0 else first.key
-        inner = [getattr(key, "key", getattr(key, "idx", getattr(key, "name", ""))) for key in rest]
+        inner = [getattr(key, "key", getattr(key, "idx", getattr(key, "name", ""))) for key in keys]
         paths.append(".".join(map(str, [name, *inner])))
     return paths
 

@@ -23,9 +23,9 @@ def to(places: TensorPlaces, func: Any, args: list[Any], kwargs: dict[str, Any])
         place: str | None = HOST if places.place(other) == HOST else DEVICE
         dtype, layout = other.dtype, kwargs.get("memory_format")
     else:
-        plain = [plain_device(value) for value in positional[:3]]
+        plain_args = [plain_device(value) for value in positional[:3]]
         named = {name: plain_device(value) for name, value in kwargs.items()}
-        device, dtype, _, layout = torch._C._nn._parse_to(*plain, **named)
+        device, dtype, _, layout = torch._C._nn._parse_to(*plain_args, **named)
         place = places.named(device) if device is not None else None
         if place is None:
             return operate(places, func, args, kwargs | ({"copy": True} if copy and len(positional) < 4 else {}))

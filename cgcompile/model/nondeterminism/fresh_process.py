@@ -89,7 +89,7 @@ class FreshModels(Protocol):
 
 
 class _Calls:
-    """Calls of a model in this process."""
+    """A FreshModel in this process."""
 
     def __init__(self, sources: Sequence[Source], sizes: Mapping[str, dict[str, int]]) -> None:
         self.threads = torch.get_num_threads()
@@ -125,7 +125,7 @@ class _Calls:
         return kept_values([(self._flats[entry], [tensor.to(device) for tensor in tensors]) for entry, tensors in calls])
 
 
-# --- by a fork -------------------------------------------------------------------------------------------------------
+# --- forked models ---------------------------------------------------------------------------------------------------
 
 
 class _Forked:
@@ -303,7 +303,7 @@ def _put(connection: Connection, value: object) -> None:
         os._exit(1)
 
 
-# --- by a copy -------------------------------------------------------------------------------------------------------
+# --- copied models ---------------------------------------------------------------------------------------------------
 
 
 class _Copied:
@@ -357,7 +357,7 @@ def _with_weights(sources: Sequence[Source], like: torch.nn.Module) -> Sequence[
 
 def _copy(sources: Sequence[Source]) -> Sequence[Source]:
     model = sources[0].model
-    tensors = [*model.buffers(), *[held.tensor for held in held_tensors(model)]]
+    tensors = [*model.buffers(), *[slot.tensor for slot in held_tensors(model)]]
     # deepcopy refuses tensors that were computed with gradients, as by weight_norm
     memory: dict[int, Any] = {id(tensor): tensor.detach().clone() for tensor in tensors if not tensor.is_leaf}
     try:

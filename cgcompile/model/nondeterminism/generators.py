@@ -102,7 +102,7 @@ class _Search:
         return self.step
 
 
-# --- where they are -----------------------------------------------------------------------------------------------
+# --- search -------------------------------------------------------------------------------------------------------
 
 
 def _visible(model: torch.nn.Module, entry: str) -> Iterator[Any]:
@@ -145,7 +145,7 @@ def _generators_of(value: Any, numpy: Any) -> Iterator[Generator]:
         yield Generator(name="a `numpy.random.Generator`", read=lambda: bits.state, write=write, ends=_numpy_ends)
 
 
-# --- what they hold -----------------------------------------------------------------------------------------------
+# --- states -------------------------------------------------------------------------------------------------------
 
 
 def _python_ends(state: Any) -> tuple[Any, ...]:

@@ -70,7 +70,7 @@ class DynamicLinear(torch.nn.Module):
 def activation_step(x: Tensor, levels: int) -> tuple[Tensor, Tensor]:
     """Returns the step and zero point of an activation, float32 scalars: x is about step * (q - zero), q from 0 to `levels`."""
     low, high = x.amin().clamp(max=0.0).to(torch.float64), x.amax().clamp(min=0.0).to(torch.float64)
-    wide = ((high - low) / levels).to(torch.float32).to(torch.float64)
-    step = torch.where(wide <= TINY, 0.1, wide)
+    exact_step = ((high - low) / levels).to(torch.float32).to(torch.float64)
+    step = torch.where(exact_step <= TINY, 0.1, exact_step)
     zero = torch.round((-low / step).clamp(0, levels))
     return step.clamp(min=SMALLEST).to(torch.float32), zero.to(torch.float32)

@@ -16,8 +16,8 @@ import torch
 
 @contextmanager
 def needless_conversions_left_out() -> Iterator[None]:
-    """Inside this context, `module.to(tensor)` uses the device that the user's code sees.  A conversion that changes no dtype,
-    device or shape does nothing."""
+    """Skips conversions that change no dtype, device or shape, inside this context.  `module.to(tensor)` uses the device that the
+    user's code sees."""
     convert, move = torch.nn.Module._apply, torch.nn.Module.to
 
     def apply(module: torch.nn.Module, change: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
@@ -27,8 +27,7 @@ def needless_conversions_left_out() -> Iterator[None]:
         return convert(module, change, recurse)
 
     def to(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """`module.to(tensor)`: torch reads the real device of the tensor, which differs from the device that the user's code
-        sees."""
+        """Handles `module.to(tensor)`, for which torch reads the real device of the tensor, not the one that the user's code sees."""
         like = args[0] if args else kwargs.get("tensor")
         if not isinstance(like, torch.Tensor):
             return move(module, *args, **kwargs)

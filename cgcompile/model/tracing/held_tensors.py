@@ -74,7 +74,7 @@ def _within(module: torch.nn.Module, path: str, holder: Any, key: Any, value: An
 def own_buffers(model: torch.nn.Module) -> Iterator[None]:
     """Restores the buffers of modules at the end, and the attributes that became buffers."""
     before = [(module, dict(module._buffers), set(module._non_persistent_buffers_set)) for module in model.modules()]
-    held = held_tensors(model)
+    slots = held_tensors(model)
     numbers = [
         (vars(module), name, value)
         for module in model.modules()
@@ -92,7 +92,7 @@ def own_buffers(model: torch.nn.Module) -> Iterator[None]:
                 module._buffers.update(buffers)
                 module._non_persistent_buffers_set.clear()
                 module._non_persistent_buffers_set.update(names)
-        for slot in held:
+        for slot in slots:
             if slot.holder is vars(slot.module) and slot.key not in slot.holder:
                 slot.holder[slot.key] = slot.tensor
         for attributes, name, value in numbers:
@@ -139,9 +139,9 @@ def held_buffers(model: torch.nn.Module) -> tuple[Shared, ...]:
     owners = {id(tensor): (module, leaf) for module in model.modules() for leaf, tensor in module._buffers.items()}
     return tuple(
         [
-            Shared(held=held, owner=owners[id(held.tensor)][0], leaf=owners[id(held.tensor)][1])
-            for held in held_tensors(model)
-            if id(held.tensor) in owners
+            Shared(held=slot, owner=owners[id(slot.tensor)][0], leaf=owners[id(slot.tensor)][1])
+            for slot in held_tensors(model)
+            if id(slot.tensor) in owners
         ]
     )
 

@@ -37,10 +37,10 @@ class OpenOneHots:
         """Records the lower bound of the `result` of a clamp."""
         if func not in CLAMPS:
             return
-        least = kwargs.get("min", args[1] if len(args) > 1 else None)
-        largest = kwargs.get("max", args[2] if len(args) > 2 else None)
-        if type(least) is int and largest is None and isinstance(result, torch.Tensor):
-            self._least[result] = result._version, least
+        minimum = kwargs.get("min", args[1] if len(args) > 1 else None)
+        maximum = kwargs.get("max", args[2] if len(args) > 2 else None)
+        if type(minimum) is int and maximum is None and isinstance(result, torch.Tensor):
+            self._least[result] = result._version, minimum
 
     def opened(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> OpenOneHot | None:
         """Returns an OpenOneHot if the number of classes was clamped; None for any other call."""
@@ -49,8 +49,8 @@ class OpenOneHots:
         index, classes = [*args, *[kwargs[name] for name in ("input", "num_classes") if name in kwargs], None][:2]
         if not isinstance(index, torch.Tensor) or not isinstance(classes, torch.Tensor):
             return None
-        version, least = self._least.get(classes, (None, None))
-        if least is None or version != classes._version:
+        version, minimum = self._least.get(classes, (None, None))
+        if minimum is None or version != classes._version:
             return None
 
         def full_encoding() -> torch.Tensor:
@@ -58,7 +58,7 @@ class OpenOneHots:
             encoding: torch.Tensor = func(index, classes)
             return encoding
 
-        return OpenOneHot(index, classes, least, full_encoding)
+        return OpenOneHot(index, classes, minimum, full_encoding)
 
 
 class OpenOneHot:
