@@ -1,1 +1,1 @@
-"""Writes bundles: program, self-test and manifest, and the verification in a fresh process.  No other code writes the format."""
+"""Writes bundles (programs, self-test, manifest), and verifies them in a fresh process.  No other code writes the format."""

@@ -22,8 +22,9 @@ from .self_test import KeySelfTest, flat, from_bytes, state_after
 def verdict(
     prepared: Prepared, self_test: KeySelfTest, got: Seen, bounds: Sequence[ErrorBound], weights: Sequence[Weight]
 ) -> Verdict | None:
-    """Compares the outputs `got` of a bundle with eager PyTorch that makes the same selections.  None: no selections explain them.
-    `self_test` has the results of eager PyTorch's own selections.  `weights` are the rows of the manifest."""
+    """Compares the outputs `got` of a bundle with eager PyTorch that selects the same indices.  Returns None if no selection
+    explains the outputs.  `self_test` has the results of eager PyTorch's own selections.  `weights` are the rows of the manifest.
+    """
     expected = [
         *self_test.outputs,
         *[value for _, value in self_test.written],

@@ -72,7 +72,7 @@ class KernelNode:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemsetNode:
-    """Sets `height` rows of `width` elements to `value`.  `element` is the bytes per element, `pitch` the bytes between rows."""
+    """Sets `height` rows of `width` elements to `value`.  `element` is the size of an element, `pitch` that of a row, in bytes."""
 
     target: Address
     value: int
@@ -107,8 +107,8 @@ class ConditionalNode:
     """A branch or a loop on the device.  `bodies` are positions in `Recording.bodies`.
 
     "if": runs the first body if the condition is true, else the second, if there is one.  "while": runs the only body as long as
-    the condition is true, which it tests before each iteration.  "switch": runs the body with this number, from 0, or none if there
-    is none. Launches of SET_CONDITION, before the node and in a loop's body, set the condition.
+    the condition is true, which it tests before each iteration.  "switch": the condition is the number of the body to run, from 0.
+    If there is no such body, nothing runs.  Launches of SET_CONDITION, before the node and in a loop's body, set the condition.
     """
 
     type: str

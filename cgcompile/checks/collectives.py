@@ -22,7 +22,7 @@ KNOWN = {
 """Supported operators of `_c10d_functional`, with the position of the group among their arguments."""
 
 REDUCED = {"all_reduce": 1, "reduce_scatter_tensor": 1}
-"""Those that reduce, with the position of the name of the reduction."""
+"""Operators with a reduction, and the position of its name among their arguments."""
 
 SUMS = (torch.bfloat16, torch.float16, torch.float32)
 

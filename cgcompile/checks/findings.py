@@ -73,7 +73,7 @@ def check(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _CheckedProgram:
-    """The results of `Checked` for one program."""
+    """The fields of `Checked`, for one program."""
 
     findings: tuple[Finding, ...]
     placements: Mapping[str, str]

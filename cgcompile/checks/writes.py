@@ -184,7 +184,7 @@ def _input_name(context: RuleContext, placeholder: str) -> str:
 
 
 def _shared(context: RuleContext, placeholder: str) -> str:
-    """Says which example input, or itself, an input shares memory with, or returns ""."""
+    """Names the example input that shares memory with an input, which may be the input itself.  "" if there is none."""
     user = list(context.functionalized.user_inputs)
     leaves = context.exported.flat.like.leaves
     reaches = [

@@ -102,7 +102,7 @@ class BoundedAxis:
 
 
 def names_of_counts(names: Sequence[str], rows: Sequence[BoundedAxis]) -> list[str]:
-    """Returns the names of the counts, in order, after the first output with this count: `boxes.rows` (axis 0) or `boxes.size1`."""
+    """Returns the names of the true sizes, by the first output that has it: `boxes.rows` for axis 0, `boxes.size1` for axis 1."""
     by_count: dict[int, str] = {}
     for row in rows:
         if row.count not in by_count:
@@ -116,7 +116,7 @@ def names_of_counts(names: Sequence[str], rows: Sequence[BoundedAxis]) -> list[s
 def bounded_shapes(
     shapes: Sequence[tuple[int, ...]], rows: Sequence[BoundedAxis], sizes: Mapping[str, int]
 ) -> list[tuple[int, ...]]:
-    """Returns the shapes of the padded outputs and of the counts.  `sizes` are those of the declared dimensions."""
+    """Returns the shapes of the results of `bounded_outputs`.  `sizes` are those of the declared dimensions."""
     padded_shapes = [list(shape) for shape in shapes]
     for row in rows:
         padded_shapes[row.output][row.axis] = evaluate(row.bound, sizes)
@@ -126,7 +126,7 @@ def bounded_shapes(
 def bounded_outputs(
     outputs: Sequence[torch.Tensor], rows: Sequence[BoundedAxis], sizes: Mapping[str, int]
 ) -> tuple[torch.Tensor, ...]:
-    """Returns the outputs of the model, padded, and the counts."""
+    """Returns the outputs of the model, padded to their bounds, and the true sizes of the bounded axes."""
     shapes = bounded_shapes([tuple(output.shape) for output in outputs], rows, sizes)
     padded_outputs = list(outputs)
     for index in {row.output for row in rows}:

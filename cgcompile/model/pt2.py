@@ -19,7 +19,7 @@ from .source import Source
 from .user_code import first_line
 
 NAMES = "dimensions"
-"""The extra file of a .pt2 with names of dimensions: `torch.export.save(program, path, extra_files={NAMES: "batch,seq"})`. torch
+"""The extra file of a .pt2 with names of dimensions: `torch.export.save(program, path, extra_files={NAMES: "batch,seq"})`.  PyTorch
 does not save the names of `Dim`s (2.11 and 2.13)."""
 
 

@@ -46,7 +46,8 @@ def user_line(error: BaseException, label: str) -> str:
 
 
 def package_of(error: BaseException) -> str:
-    """Returns `transformers` if the innermost frame outside of torch and the compiler is in an installed package, else ""."""
+    """Returns the package, such as `transformers`, of the innermost frame outside of torch and the compiler.  Returns "" if that
+    frame is not in an installed package."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if is_user_file(frame.filename):
             installed = INSTALLED.match(frame.filename)
@@ -87,7 +88,7 @@ def can_be_asked(value: object) -> bool:
 
 
 PASSED_ON = (KeyboardInterrupt, GeneratorExit)
-"""Exceptions that do not come from the model's code."""
+"""Exceptions that do not come from the model's code, and are not converted."""
 
 
 @contextmanager
@@ -119,10 +120,10 @@ def _handled(error: BaseException) -> bool:
 
 
 BASES = (ValueError, TypeError, IndexError, AssertionError)
-"""The base classes that are kept; others become RuntimeError."""
+"""Standard base classes of converted exceptions.  All other exceptions become RuntimeError."""
 
 HANDLED = frozenset({"builtins", "torch", "cgcompile", "cgbundle", "sympy", "triton"})
-"""Packages whose exceptions are known here."""
+"""Packages whose exceptions are not converted."""
 
 
 def here() -> tuple[str, str]:
@@ -170,7 +171,7 @@ LIBRARY_SOURCE = re.compile(r'(?:\s*\bat )?"?(?:/|\.\./)[^\s"]*\.(?:cpp|cc|cu|cu
 """Matches `/pytorch/aten/src/x.cpp:12: ` and ` at "/pytorch/c10/x.cpp":12, `: files on the machine that built torch."""
 
 STRING = re.compile(r"""'[^']*'|"[^"]*"|#.*""")
-"""Strings and comments, whose brackets do not count."""
+"""Matches strings and comments.  Brackets in them do not count."""
 
 PAIRS = {"(": ")", "[": "]", "{": "}"}
 """The closing bracket of each opening bracket."""
@@ -199,13 +200,13 @@ def called_from(node: Node | None) -> str:
 
 
 def called_by(error: BaseException) -> str:
-    """Returns the same for the innermost frame of the user's code in a traceback."""
+    """Like `called_from`, for the innermost frame of the user's code in a traceback."""
     frames = [(frame.filename, frame.lineno or 0) for frame in reversed(traceback.extract_tb(error.__traceback__))]
     return _caller([(file, line) for file, line in frames if is_user_file(file)])
 
 
 def called_here() -> str:
-    """Returns the same for the running code."""
+    """Like `called_from`, for the running code."""
     frames: list[tuple[str, int]] = []
     frame = _user_frame()
     while frame is not None and not is_ours(frame.f_code.co_filename):
@@ -216,7 +217,8 @@ def called_here() -> str:
 
 
 def _caller(frames: Sequence[tuple[str, int]]) -> str:
-    """Returns this text for `frames` of the user's code, the innermost first."""
+    """Returns ", called from model.py:12" if the innermost of the user's `frames`, the first one, is in an installed package, else
+    ""."""
     if not frames or not INSTALLED.match(frames[0][0]):
         return ""
     return next((f", called from {shown(file)}:{line}" for file, line in frames if not INSTALLED.match(file)), "")
@@ -283,7 +285,7 @@ def _cure(error: Exception) -> str:
 
 
 def mismatch(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """Returns text about arguments without a parameter, with the closest name, and missing arguments.  Returns "" if the call
+    """Describes the arguments that match no parameter, with the closest name, and the missing arguments.  Returns "" if the call
     matches `signature`."""
     try:
         signature.bind(*args, **kwargs)
@@ -307,6 +309,6 @@ def mismatch(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[
 
 
 def _unknown(name: str, missing: Sequence[str], free: Sequence[str]) -> str:
-    """Returns text with the parameter of the closest name.  Missing parameters come first."""
+    """Says that no parameter has this name, and suggests the closest name of a missing or other free parameter."""
     suggestion = closest(name, missing) or closest(name, free)
     return f"no parameter is called {name!r}" + (f" (did you mean {suggestion!r}?)" if suggestion else "")

@@ -75,7 +75,7 @@ NORMS = frozenset({F.batch_norm, F.instance_norm, torch.batch_norm, torch.instan
 NORM_FLAG = 5
 
 PYTHON = frozenset({torch.Tensor.__contains__, torch.Tensor.__format__, torch.Tensor.__complex__})
-"""Methods that return to Python neither a truth value nor a number of the program."""
+"""Special methods whose result goes to Python, other than those in BRANCHES and NUMBERS of data_reads.py."""
 
 UNFILLED = frozenset({
     torch.empty_like, torch.Tensor.new_empty, torch.Tensor.new_empty_strided, torch.Tensor.new, torch.Tensor.resize_,

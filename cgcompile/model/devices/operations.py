@@ -34,7 +34,7 @@ _CROSSING = _AT_FIRST | {torch.tensor_split, torch.Tensor.tensor_split}
 
 
 def operate(places: TensorPlaces, func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """Runs an operation without special handling."""
+    """Runs an operation that needs no special handling."""
     requested = None
     if isinstance(func, torch._ops.OpOverload):  # a saved program has the devices of its export
         args, kwargs = pytree.tree_map_only(torch.device, lambda it: it if it.type == "meta" else places.real, (args, kwargs))
@@ -54,7 +54,7 @@ def operate(places: TensorPlaces, func: Any, args: list[Any], kwargs: dict[str, 
 
 
 def run_at(places: TensorPlaces, func: Any, args: list[Any], kwargs: dict[str, Any], side: str) -> Any:
-    """Runs an operation with its tensors on the real device of `side`.  Copies its writes to a copy back to the original."""
+    """Runs an operation with its tensors on the real device of `side`.  If it writes to a copy, updates the original tensor."""
     if places.real == CPU:
         return called(func, args, kwargs)
     device = CPU if side == HOST and not is_traced((args, kwargs)) else places.real
@@ -115,8 +115,8 @@ def histogram(places: TensorPlaces, func: Any, args: list[Any], kwargs: dict[str
 
 
 def chunk(places: TensorPlaces, func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """Runs `torch.chunk`, also along an axis whose size depends on data, if it is surely a multiple of `chunks`.  torch (2.11,
-    2.13) would test whether the axis is empty."""
+    """Runs `torch.chunk`.  Supports an axis whose size depends on data, if the size is known to be a multiple of `chunks`.  torch
+    (2.11, 2.13) would branch on whether the axis is empty."""
     arguments = {"dim": 0} | dict(zip(("input", "chunks", "dim"), args, strict=False)) | kwargs
     tensor, chunks, dim = arguments["input"], arguments["chunks"], arguments["dim"]
     size = tensor.shape[dim] if tensor.dim() else 0

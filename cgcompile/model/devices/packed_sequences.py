@@ -130,7 +130,7 @@ class PackedSequences:
         return result
 
     def as_eager(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns a tensor with the rows, or the batch sizes, of eager PyTorch."""
+        """Converts rows or batch sizes to those that eager PyTorch has: without padding.  Other tensors do not change."""
         if (packing := self._rows.get(tensor)) is not None:
             return tensor[packing.valid.reshape(-1)]
         return tensor[tensor > 0] if tensor in self._sizes else tensor
@@ -278,8 +278,8 @@ def _layer(
 
 @contextmanager
 def layers_of_packed_sequences(active: Callable[[], PackedSequences | None]) -> Iterator[None]:
-    """Lets recurrent modules use the result of `active`, if any, inside this context.  Inverts a traced permutation by comparisons:
-    Triton has no kernel for the scatter that torch uses."""
+    """Inside this context, recurrent modules run packed sequences with the PackedSequences that `active` returns.  A traced
+    permutation is inverted by comparisons, because Triton has no kernel for the scatter that torch uses."""
     kinds: tuple[Any, ...] = (nn.LSTM, nn.GRU, nn.RNN)
     originals = [kind.forward for kind in kinds]
 

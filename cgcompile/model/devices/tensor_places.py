@@ -102,5 +102,5 @@ class TensorPlaces:
 
 
 def plain_device(value: Any) -> Any:
-    """Converts a number to a GPU device without a query: torch would look for a GPU."""
+    """Converts a number to a GPU device.  torch.device(number) would look for a GPU on this machine."""
     return torch.device("cuda", value) if type(value) is int else value

@@ -98,7 +98,7 @@ class DeviceTracking(TorchFunctionMode):
         return self._traced and get_proxy_mode() is None
 
     def _truth(self, tensor: torch.Tensor) -> Any:
-        """Converts bytes to truth values."""
+        """Converts a uint8 tensor to bool."""
         return self.__torch_function__(torch.Tensor.bool, (), [tensor])
 
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:

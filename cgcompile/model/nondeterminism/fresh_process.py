@@ -71,7 +71,7 @@ class FreshModel(Protocol):
         """Starts a call of entry number `entry`, with a seed for torch's random numbers.  `reset` restores the buffers before."""
 
     def receive(self) -> Called:
-        """Returns the results of the call on the CPU.  Raises fresh-failed."""
+        """Returns the results of the call, moved to the CPU.  Raises fresh-failed."""
 
     def kept(self, calls: Sequence[tuple[int, Sequence[torch.Tensor]]]) -> Kept:
         """Makes the calls (entry, inputs) repeatedly, and returns what the model keeps between them."""
@@ -129,7 +129,7 @@ class _Calls:
 
 
 class _Forked:
-    """New models in forked processes, as seen from the build."""
+    """New models in forked processes: the side of the build, which sends calls through a pipe."""
 
     def __init__(self, connection: Connection, process: int) -> None:
         self._connection, self._process = connection, process
@@ -214,7 +214,7 @@ def _run(connection: Connection, sources: Sequence[Source], parent: int, threads
     try:
         os.setpgid(0, 0)
         end_with_parent(parent)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the build handles it
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the build ends this process
         null = os.open(os.devnull, os.O_RDWR)
         for descriptor in range(3):
             os.dup2(null, descriptor)
@@ -249,8 +249,8 @@ def _serve(connection: Connection, sources: Sequence[Source], threads: int) -> N
 
 
 def _call(connection: Connection, sources: Sequence[Source], device: torch.device, sizes: Mapping[str, dict[str, int]]) -> None:
-    """Runs calls of a new model until `end`.  Seeds NumPy's generator again after the fork, as Python does with its own, so that it
-    draws other numbers than the build did."""
+    """Runs the calls of a new model until the command "end".  Seeds NumPy's generator again after the fork, as Python does with its
+    own, so that it draws other numbers than the build did."""
     if numpy := sys.modules.get("numpy.random"):
         numpy.seed()
     with ExitStack() as stack:

@@ -19,7 +19,7 @@ EXACT = 1e-5
 """Maximum error of the plain operations, relative to the largest value.  A larger one means a different rounding."""
 
 PROBE = 8
-"""Rows of the input that compares them."""
+"""Rows of the input for this comparison."""
 
 
 def plain_model(model: torch.nn.Module, label: str) -> torch.nn.Module:
@@ -52,7 +52,7 @@ def _plain(module: torch.nn.Module, path: str, label: str, replacements: dict[in
 
 
 def _dynamic_linear(module: Any, path: str, label: str) -> torch.nn.Module:
-    """Returns the module with plain operations.  Tries which number of levels gives the results of this CPU's library."""
+    """Converts the module to plain operations.  Tries LEVELS until the results equal those of this CPU's library."""
     if module._packed_params.dtype is not torch.qint8:
         raise _refusal(module, path, label, f"packs {module._packed_params.dtype} for a library of the CPU")
     weight, bias = module._weight_bias()

@@ -34,7 +34,7 @@ def marks(model: torch.nn.Module, state: Set[int] = frozenset()) -> Marks:
 
 
 class _Shell:
-    """Stands for an object whose attributes have their own marks."""
+    """A placeholder for an object whose attributes have their own marks."""
 
     __slots__ = ("ident",)
 

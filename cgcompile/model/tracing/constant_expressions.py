@@ -80,7 +80,7 @@ class Operation:
         self._parents = tuple(dict.fromkeys([leaf.operation for leaf in leaves if isinstance(leaf, Result)]))
 
     def evaluate(self) -> Any:
-        """Returns the result of the call, or the tensor for an assignment to a part of it.  Raises NotConstant."""
+        """Returns the result.  For an assignment to a part of a tensor, this is the whole tensor.  Raises NotConstant."""
         waiting: list[Operation] = [self]
         done: dict[int, Any] = {}
         while waiting:  # no recursion: a loop may create a long chain

@@ -27,7 +27,7 @@ def needless_conversions_left_out() -> Iterator[None]:
         return convert(module, change, recurse)
 
     def to(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Handles `module.to(tensor)`, for which torch reads the real device of the tensor, not the one that the user's code sees."""
+        """Handles `module.to(tensor)`: torch would read the tensor's real device, not the one that the user's code sees."""
         like = args[0] if args else kwargs.get("tensor")
         if not isinstance(like, torch.Tensor):
             return move(module, *args, **kwargs)

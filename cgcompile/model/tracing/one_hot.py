@@ -76,7 +76,7 @@ class OpenOneHot:
         return self._whole()[key]
 
     def _first(self, columns: int) -> torch.Tensor:
-        """Returns the first columns, int64.  An index that is too large becomes -1, and fails as in `one_hot`."""
+        """Returns the first columns, int64.  An index that is not below `classes` becomes -1, so that it fails as in `one_hot`."""
         index = torch.where(self._index < self._classes, self._index.clamp(max=columns), -1)
         return F.one_hot(index, columns + 1)[..., :columns]
 

@@ -21,7 +21,7 @@ def differ_in_shape(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def predicate(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
-    """Returns the truth value that Python reads as a tensor without dimensions, or None if that is not supported."""
+    """Returns the condition that Python tests, as a tensor without dimensions, or None if this is not supported."""
     if func in EQUAL:
         one, other = args
         return (one == other).all() if one.shape == other.shape else None
@@ -36,7 +36,7 @@ class Unknown(Exception):
 
 
 def truth_of(expression: Any, symbols: Mapping[Any, Callable[[], torch.Tensor]]) -> torch.Tensor | None:
-    """Returns a condition on numbers as a tensor, or None.  `symbols` has functions that return the tensor of a symbol."""
+    """Converts a condition on numbers to a tensor, or returns None.  `symbols` has functions that return the tensor of a symbol."""
     try:
         value = _tensor(expression, symbols)
     except Unknown:
@@ -47,7 +47,7 @@ def truth_of(expression: Any, symbols: Mapping[Any, Callable[[], torch.Tensor]])
 
 
 def number_of(expression: Any, symbols: Mapping[Any, Callable[[], torch.Tensor]]) -> torch.Tensor | None:
-    """Returns a number that was computed from read numbers as a tensor, or None."""
+    """Converts a number that was computed from read numbers to a tensor, or returns None."""
     try:
         value = _tensor(expression, symbols)
     except Unknown:

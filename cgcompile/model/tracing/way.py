@@ -23,8 +23,8 @@ class Question:
 
     `state` is equal for two questions only if the whole state of Python is equal, except for tensors.  `names` are the places of
     the tensors in this state, in the order in which the marker operator takes them after the predicate.  `memory` says which of
-    them share memory.  `asks`, `reads` and `sizes` are the numbers of earlier answers, numbers and sizes.  `caller` is the result
-    of `user_code.called_here`.
+    them share memory.  `asks`, `reads` and `sizes` count the earlier answers, the numbers that Python read, and its reads of sizes.
+    `caller` is the result of `user_code.called_here`.
     """
 
     answer: bool
@@ -98,13 +98,13 @@ class ForcedWay:
     wrong: bool = field(default=False)
 
     def ask(self, natural: bool) -> bool:
-        """Returns the next answer."""
+        """Returns the next answer.  If there is none, returns `natural`, and the path is wrong."""
         answer = next(self.asks, None)
         self.wrong = self.wrong or answer is None
         return natural if answer is None else answer
 
     def read(self) -> bool:
-        """Returns whether the next number depends on data."""
+        """Returns whether the next number that Python reads depends on data."""
         depends = next(self.reads, None)
         self.wrong = self.wrong or depends is None
         return bool(depends)
