@@ -58,7 +58,7 @@ def _run(prepared: Prepared, self_test: KeySelfTest, weights: Sequence[Weight]) 
     rows = [row for row in weights if row.memory == "state"]
 
     def content(row: Weight) -> torch.Tensor:
-        """Returns the current state, flat.  Integers are cloned by an operation that GuidedRun sees, so it knows their origin."""
+        """Returns the current state, flat.  Clones integers with an operator, so that GuidedRun records where they come from."""
         value = module.snapshot.buffers().get(row.name)
         if value is None:
             value = prepared.weights[PREFIX + row.name]  # belongs to another entry

@@ -48,7 +48,7 @@ def write_program(path: Path, program: ExportedProgram) -> None:
 
 @contextmanager
 def _without_traces(program: ExportedProgram) -> Iterator[None]:
-    """Removes source locations from the nodes inside this context.  They contain paths of the machine that builds."""
+    """Removes source locations from the nodes inside this context, because they contain paths of the machine that builds."""
     graphs = [module.graph for module in program.graph_module.modules() if isinstance(module, torch.fx.GraphModule)]
     nodes = [node for graph in graphs for node in graph.nodes]
     removed = [{name: node.meta.pop(name) for name in TRACES if name in node.meta} for node in nodes]

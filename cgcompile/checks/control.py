@@ -11,7 +11,7 @@ from ..export.higher_order.conditionals import COND, CONTROL_FLOW, WHILE, higher
 from .context import HOST, NOTE, RuleContext, finding
 
 WHOLE = {COND: ", and both branches run there", WHILE: ", and every iteration runs there"}
-"""Texts for a branch or a loop that contains an operation of the host."""
+"""Texts for a branch or a loop with an operation inside that must run on the host."""
 
 
 def control_flow(context: RuleContext) -> Iterable[Finding]:

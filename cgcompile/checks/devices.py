@@ -68,7 +68,8 @@ def _made_there(context: RuleContext, node: Node) -> bool:
 
 
 def _takes_moved(context: RuleContext, node: Node) -> bool:
-    """Returns whether an operation uses a tensor on the CPU, at another source line than the one that put it there."""
+    """Returns whether an operation uses a tensor on the CPU, at another source line than the one that put it there.  An operation
+    whose result is copied to the CPU does not count."""
     sources = [source for source in node.all_input_nodes if source.name in context.moved]
     host_copy = any(user.target is TO_HOST for user in node.users)
     return bool(sources) and not host_copy and not any(place(node)[0] and place(node)[0] == place(source)[0] for source in sources)

@@ -18,8 +18,7 @@ from .source import Sample, Source, sample
 
 
 def probe_sizes(sizes: Mapping[str, Sequence[int]]) -> dict[str, int]:
-    """Returns the sizes for the export: the largest of each dimension, and at least 2, because export treats 1 as a constant.
-    Distinct dimensions get distinct sizes where possible, so that export does not treat them as one."""
+    """Returns the sizes for the export: the largest of each dimension, and at least 2, because export treats 1 as a constant."""
     return {name: max(2, values[-1]) for name, values in sizes.items()}
 
 

@@ -349,8 +349,8 @@ def padded_calls(reference: Reference) -> Iterator[None]:
 
 
 def traced_per_size() -> AbstractContextManager[Any]:
-    """Makes torch trace operators such as while_loop, scan and flex_attention for each size, which it traces even in eager mode.
-    With symbolic sizes torch refuses some, and all from the ninth trace on (torch._dynamo.config, 2.11 and 2.13)."""
+    """Makes torch trace while_loop, scan, flex_attention and similar operators for each size.  torch traces these even in eager
+    mode.  With symbolic sizes it refuses some, and from the ninth trace on all (torch._dynamo.config, 2.11 and 2.13)."""
     from torch._dynamo import config  # late import: reading a model does not need Dynamo
 
     context: AbstractContextManager[Any] = config.patch(automatic_dynamic_shapes=False, recompile_limit=1 << 20)

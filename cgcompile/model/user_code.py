@@ -57,7 +57,8 @@ def package_of(error: BaseException) -> str:
 
 @cache
 def is_user_file(filename: str) -> bool:
-    """Returns whether a file is the user's or a package's: not torch's, ours, the standard library's, or generated."""
+    """Returns whether a file belongs to the user or to an installed package.  False for torch, the compiler, the standard library,
+    and generated code."""
     library = os.path.dirname(os.__file__)
     torch_home = os.path.dirname(os.path.abspath(torch.__file__))
     full = os.path.abspath(filename)

@@ -105,7 +105,8 @@ def lstm(places: TensorPlaces, func: Any, args: list[Any], kwargs: dict[str, Any
 
 
 def histogram(places: TensorPlaces, func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """Runs `torch.histc`.  PyTorch supports integers only on a GPU, so the CPU converts them if it stands for one."""
+    """Runs `torch.histc`.  PyTorch supports integers only on a GPU.  If the CPU stands for a GPU, converts integers to float64 and
+    back."""
     tensor = args[0] if args else kwargs["input"]
     if places.real != CPU or places.target_device == CPU or tensor.is_floating_point():
         return operate(places, func, args, kwargs)

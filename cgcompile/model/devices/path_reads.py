@@ -170,7 +170,7 @@ class TracedReads(DataReads):
         return self._noted(answer)
 
     def _counts(self, sizes: Sequence[torch.SymInt]) -> list[tuple[str, torch.Tensor]]:
-        """Returns the numbers of selected rows in these sizes, by name: int64 without dimensions."""
+        """Returns the row counts that `sizes` depend on, by name: int64 tensors without dimensions."""
         symbols = {symbol: size.node.shape_env for size in sizes for symbol in size.node.expr.free_symbols}
         counted = [symbol for symbol in symbols if symbol_is_type(symbol, SymT.UNBACKED_INT) and symbol not in self._read]
         symints = {symbol: symbols[symbol].create_symintnode(symbol, hint=None) for symbol in sorted(counted, key=str)}

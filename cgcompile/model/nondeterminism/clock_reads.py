@@ -73,7 +73,7 @@ def outside_reads(model: torch.nn.Module) -> Iterator[list[Read]]:
 
 
 def _past_library(frame: FrameType) -> FrameType:
-    """Returns the innermost frame outside of the standard library, whose `secrets` and `uuid` read for their caller."""
+    """Returns the innermost frame outside of the standard library: its `secrets` and `uuid` read for their callers."""
     home = os.path.dirname(os.__file__) + os.sep
     while frame.f_back is not None:
         file = frame.f_code.co_filename

@@ -47,7 +47,7 @@ def truth_of(expression: Any, symbols: Mapping[Any, Callable[[], torch.Tensor]])
 
 
 def number_of(expression: Any, symbols: Mapping[Any, Callable[[], torch.Tensor]]) -> torch.Tensor | None:
-    """Converts a number that was computed from read numbers to a tensor, or returns None."""
+    """Converts a number that follows from numbers that Python read to a tensor, or returns None."""
     try:
         value = _tensor(expression, symbols)
     except Unknown:
