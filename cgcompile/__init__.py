@@ -48,7 +48,7 @@ def __dir__() -> list[str]:
     return sorted(__all__)
 
 
-if not TYPE_CHECKING:  # a checker that saw it would take every name for one that is there
+if not TYPE_CHECKING:  # with a visible __getattr__, a type checker accepts every name
 
     def __getattr__(name: str) -> Any:
         if name not in _MODULES:

@@ -141,12 +141,12 @@ CATALOGUE: Mapping[str, Cause] = {
         "give --force to replace it, or another path with -o"),
     "output-unwritable": Cause(BuildError, 2, "The folder of the destination does not exist or is not writable.",
         "choose an existing, writable folder with -o"),
-    # --- bundles far away ---
+    # --- remote bundles ---
     "remote-invalid": Cause(BuildError, 2, "fsspec does not support this kind of URL.",
         "give a folder, or a URL such as s3://bucket/classifier.cgb"),
     "remote-failed": Cause(BuildError, 2, "The remote folder or object store cannot be reached, read or written.",
         "check the URL and the credentials, then run the command again: it continues with the missing files"),
-    # --- the end of a build ---
+    # --- verification and publishing ---
     "proof-failed": Cause(BuildError, 1,
         "The verification in a fresh process failed, or its results differ from eager PyTorch. The bundle was not published.",
         "check whether the model gives the same result twice in eager PyTorch; if it does, please report the model"),
@@ -301,6 +301,6 @@ BuildError.catalogue = CATALOGUE
 
 
 def named(code: str, message: str, hint: str) -> CgbundleError:
-    """The error that another process named by its code."""
+    """Returns the error for a code that another process sent."""
     cause = CATALOGUE.get(code) or errors.CATALOGUE[code]
     return cause.error(code, message, hint)

@@ -1,1 +1,1 @@
-"""The only writer of the format: program, self-test and manifest of a bundle, and the proof in a fresh process."""
+"""Writes bundles (programs, self-test, manifest), and verifies them in a fresh process.  No other code writes the format."""

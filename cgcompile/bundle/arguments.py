@@ -1,4 +1,4 @@
-"""The arguments of a call as the model takes them: as values, and as Python spells them."""
+"""The arguments of a call, as Python values and as Python source text."""
 
 from __future__ import annotations
 
@@ -12,14 +12,12 @@ from cgbundle.format.pytree import children, holds_tensor, recorded_constant
 from cgbundle.format.schema import EntrySpec, Tree
 
 LINE = 200
-"""Characters of an argument that is spelled with its parts."""
+"""Longest line, in characters, that `nested` returns."""
 
 
 class Constant(NamedTuple):
-    """An argument, or a part of one, that is no tensor: `name` such as `temperature` or `cache.size`.
-
-    `default` is the model's own, as one value in a tuple, or (): it has none, or it is unknown.
-    """
+    """An argument, or a part of one, that is not a tensor.  `name` is for example `temperature` or `cache.size`.  `default` is a
+    tuple with the model's default value, or () if there is none or it is unknown.  `keyword`: keyword-only."""
 
     name: str
     value: Any
@@ -29,19 +27,19 @@ class Constant(NamedTuple):
 
 
 def constants(entry: EntrySpec) -> list[Constant]:
-    """All constants of a call, in order.  Of an argument with tensors in it the leaves that are none."""
+    """Lists the constants of a call, in order.  An argument with tensors yields only its leaves that are not tensors."""
     call_constants = []
     for name, tree, keyword, default in _parameters(entry):
         if holds_tensor(tree):
             call_constants += [Constant(path, value, (), keyword, True) for path, value in _leaves(name, tree)]
         else:
-            known = () if default is None else (recorded_constant(default),)
-            call_constants.append(Constant(name, recorded_constant(tree), known, keyword, not _optional(entry, tree, default)))
+            preset = () if default is None else (recorded_constant(default),)
+            call_constants.append(Constant(name, recorded_constant(tree), preset, keyword, not _optional(entry, tree, default)))
     return call_constants
 
 
 def arranged(entry: EntrySpec, tensors: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
-    """(args, kwargs) of a call with `tensors`, which are in the signature's order; every constant is given."""
+    """Returns (args, kwargs) of a call with `tensors`, which are in the order of the signature.  All constants are passed."""
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
     for name, tree, keyword, _ in _parameters(entry):
@@ -54,14 +52,12 @@ def arranged(entry: EntrySpec, tensors: Sequence[Any]) -> tuple[list[Any], dict[
 
 
 def spelled(entry: EntrySpec) -> str:
-    """`ids, mask, temperature=2.0`: a call as one would write it, without the constants that may be left out.
-
-    Tensors, and what holds some, stand under their parameter's name.
-    """
+    """Returns the source text of a call, such as `ids, mask, temperature=2.0`, without constants that equal their default.  An
+    argument that holds tensors is a variable with the name of its parameter."""
     parts, by_name = [], False
     for name, tree, keyword, default in _parameters(entry):
         if _optional(entry, tree, default):
-            by_name = True  # what follows something that is left out is given by name
+            by_name = True  # after an omitted argument, arguments are passed by keyword
             continue
         by_name = by_name or keyword or not holds_tensor(tree)
         text = _variable(name) if holds_tensor(tree) else repr(recorded_constant(tree))
@@ -70,8 +66,8 @@ def spelled(entry: EntrySpec) -> str:
 
 
 def nested(entry: EntrySpec) -> list[str]:
-    """`cache = {'layers': [...]}`: the arguments that hold tensors and more, of tensors under their own names; long ones are left
-    out."""
+    """Returns assignments such as `cache = {'layers': [...]}` for the arguments that contain tensors in containers.  The tensors
+    are variables with their own names.  Lines longer than LINE are omitted."""
     names = [spec.name for spec in entry.inputs]
     lines = [
         f"{_variable(name)} = {_template(tree, names)}"
@@ -94,7 +90,7 @@ def _template(tree: Tree, names: Sequence[str]) -> str:
 
 
 def _variable(name: str) -> str:
-    """The name of a parameter as a variable: one of `**kwargs` may be any text."""
+    """Converts the name of a parameter to a valid variable name.  A key of `**kwargs` may be any text."""
     variable = "".join([letter if letter.isidentifier() or letter.isdecimal() else "_" for letter in name])
     return variable if _is_variable(variable) else f"_{variable}" if variable[:1].isdecimal() else f"{variable}_"
 
@@ -104,7 +100,7 @@ def _is_variable(name: str) -> bool:
 
 
 def _parameters(entry: EntrySpec) -> list[tuple[str, Tree, bool, Tree | None]]:
-    """(name, tree, whether it is by name only, default) of every parameter."""
+    """Returns (name, tree, keyword-only, default) of every parameter."""
     pairs: list[tuple[str, Tree]] = [(name, tree) for name, tree in entry.call["call"]]
     return [
         (name, tree, parameter.keyword, parameter.default) for (name, tree), parameter in zip(pairs, entry.parameters, strict=True)

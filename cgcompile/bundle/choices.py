@@ -1,4 +1,4 @@
-"""What a bundle chose where floats are nearly equal, against eager PyTorch that makes the same choices."""
+"""Compares a bundle with eager PyTorch that selects the same indices where floats are nearly equal (near ties)."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ from .self_test import KeySelfTest, flat, from_bytes, state_after
 def verdict(
     prepared: Prepared, self_test: KeySelfTest, got: Seen, bounds: Sequence[ErrorBound], weights: Sequence[Weight]
 ) -> Verdict | None:
-    """How far what a bundle gave at an int_key is from eager PyTorch that makes the same choices; None where none explain it.
-    `self_test`: what eager PyTorch gave of its own; `weights`: the manifest's rows."""
+    """Compares the outputs `got` of a bundle with eager PyTorch that selects the same indices.  Returns None if no selection
+    explains the outputs.  `self_test` has the results of eager PyTorch's own selections.  `weights` are the rows of the manifest.
+    """
     expected = [
         *self_test.outputs,
         *[value for _, value in self_test.written],
@@ -33,34 +34,34 @@ def verdict(
 
 
 def with_near_ties(
-    kept: Sequence[float],
+    current_bounds: Sequence[float],
     prepared: Prepared,
     self_tests: Sequence[KeySelfTest],
     bounds: Sequence[ErrorBound],
     weights: Sequence[Weight],
 ) -> tuple[float, ...]:
-    """The bounds that a bundle keeps, those of indices at least the largest share with others that are as good: a processor that
-    rounds otherwise may select these."""
+    """Returns the bounds of a bundle, where that of an index tensor is at least its largest share of near ties.  Another processor
+    rounds differently and may select the other element of a near tie."""
     if not any(bound.exact and bound.rounded for bound in bounds):
-        return tuple(kept)
+        return tuple(current_bounds)
     floor = selection_floor(prepared, bounds)
     shares = [near_ties(_run(prepared, self_test, weights), floor) for self_test in self_tests]
     largest = [max(tensor_shares) for tensor_shares in zip(*shares, strict=True)]
-    pairs = zip(kept, largest, bounds, strict=True)
-    return tuple([max(bound, share) if limit.exact else bound for bound, share, limit in pairs])
+    pairs = zip(current_bounds, largest, bounds, strict=True)
+    return tuple([max(bound, share) if error_bound.exact else bound for bound, share, error_bound in pairs])
 
 
 def _run(prepared: Prepared, self_test: KeySelfTest, weights: Sequence[Weight]) -> Run:
-    """The self-test's calls by eager PyTorch, of the exported program."""
+    """Returns a function that runs the calls of the self-test with the exported program in eager PyTorch."""
     module = ProgramModule([prepared.programs.at(self_test.key)])
     device = next((value.device for value in prepared.weights.values()), torch.device("cpu"))
     rows = [row for row in weights if row.memory == "state"]
 
-    def kept(row: Weight) -> torch.Tensor:
-        """State as it is now, flat: of integers a copy that the run sees, so that it knows where they come from."""
+    def content(row: Weight) -> torch.Tensor:
+        """Returns the current state, flat.  Clones integers with an operator, so that GuidedRun records where they come from."""
         value = module.snapshot.buffers().get(row.name)
         if value is None:
-            value = prepared.weights[PREFIX + row.name]  # another entry's
+            value = prepared.weights[PREFIX + row.name]  # belongs to another entry
         return flat(copied(value) if value.is_floating_point() else value.clone(), row)
 
     def run() -> Seen:
@@ -69,8 +70,8 @@ def _run(prepared: Prepared, self_test: KeySelfTest, weights: Sequence[Weight]) 
             for _ in range(prepared.self_test_calls):
                 device_inputs = [value.to(device, copy=True) for value in self_test.inputs]
                 with traced_per_size():
-                    calls.append(tuple([value.clone() for value in module(*device_inputs)]))  # one may be state, which is put back
-            state = [kept(row) for row in rows]
+                    calls.append(tuple([value.clone() for value in module(*device_inputs)]))  # it may be state
+            state = [content(row) for row in rows]
         finally:
             module.snapshot.restore()
         return Seen(calls=tuple(calls), left=(*calls[-1], *[device_inputs[index] for index in prepared.written], *state))
@@ -79,7 +80,8 @@ def _run(prepared: Prepared, self_test: KeySelfTest, weights: Sequence[Weight]) 
 
 
 def read_outputs(path: Path, manifest: Manifest, entry: EntrySpec, key: IntKey) -> Seen | None:
-    """What a failed replay of an int_key gave, from the file that `cgbundle.self_test` wrote; None where it did not fail."""
+    """Reads the results of a failed replay of an int_key from the file that `cgbundle.self_test` wrote.  Returns None if the replay
+    did not fail."""
     if not path.exists():
         return None
     stored = safetensors.Mapped(str(path), path.name)
@@ -88,7 +90,7 @@ def read_outputs(path: Path, manifest: Manifest, entry: EntrySpec, key: IntKey) 
         def tensor(kind: str, index: int) -> torch.Tensor:
             name = file_names.self_test_entry(key, kind, index, entry.name)
             if name not in stored.entries:
-                return torch.empty(0)  # of earlier calls floats are not kept
+                return torch.empty(0)  # the file has no floats of earlier calls
             row = stored.entries[name]
             return from_bytes(bytes(stored.data(name)), row.dtype).reshape(row.shape)
 
@@ -99,7 +101,7 @@ def read_outputs(path: Path, manifest: Manifest, entry: EntrySpec, key: IntKey) 
             tuple([tensor(f"call-{call}", index) for index in range(len(entry.outputs))])
             for call in range(entry.self_test.calls - 1)
         ]
-        left = tuple([tensor(row.kind, row.index) for row in compared])
-        return Seen(calls=(*earlier, left[: len(entry.outputs)]), left=left)
+        compared_tensors = tuple([tensor(row.kind, row.index) for row in compared])
+        return Seen(calls=(*earlier, compared_tensors[: len(entry.outputs)]), left=compared_tensors)
     finally:
         stored.close()

@@ -1,4 +1,4 @@
-"""The self-test of a bundle, kept small beside its weights: large expected outputs are condensed once they have been verified."""
+"""Keeps the self-test of a bundle small compared with its weights: verified large expected outputs are condensed."""
 
 from __future__ import annotations
 
@@ -20,18 +20,16 @@ from ..util.raw_bytes import raw
 from .self_test import from_bytes
 
 LEAST, SHARE = 32 << 20, 0.05
-"""A self-test may take so many bytes, and so much of the weights."""
+"""Maximum size of a self-test: this number of bytes, or this share of the weights' bytes if that is more."""
 
 WORTH = 1 << 20
-"""Bytes from which on a tensor is condensed."""
+"""Smallest tensor, in bytes, that is condensed."""
 
 
 def condense(stage: Path, manifest: Manifest) -> None:
-    """Condenses the largest expected tensors of the self-test in `stage` until it is small enough, or none is left to condense.
-
-    Where bits are promised, and of integers that have to be equal, hashes of blocks remain.  Floats within a tolerance have
-    samples and statistics beside them.  Integers of which some may differ stay whole, as do numbers that are not finite.
-    """
+    """Condenses the largest expected tensors of the self-test in `stage` until it is below the limit, or none is left.  Tensors
+    that must be equal in every bit, and integers that must be equal, become hashes of blocks.  Floats with a tolerance also get
+    samples and statistics.  Integers that may differ, and tensors with infinite or NaN values, are not condensed."""
     path = stage / file_names.SELF_TEST
     weights = stage / file_names.WEIGHTS
     limit = max(LEAST, int(SHARE * weights.stat().st_size) if weights.exists() else 0)
@@ -44,14 +42,14 @@ def condense(stage: Path, manifest: Manifest) -> None:
             name: (row.dtype, row.shape, partial(stored.data, name)) for name, row in stored.entries.items()
         }
         candidates = [(prod(tensors[name][1]) * DTYPES[tensors[name][0]], name, bits) for name, bits in _expected(manifest)]
-        for taken, name, bits in sorted(candidates, reverse=True):
-            if size <= limit or taken < WORTH:
+        for n_bytes, name, bits in sorted(candidates, reverse=True):
+            if size <= limit or n_bytes < WORTH:
                 break
-            instead = _condensed(name, tensors[name], bits=bits)
-            if instead:
+            replacement = _condensed(name, tensors[name], bits=bits)
+            if replacement:
                 del tensors[name]
-                tensors |= instead
-                size -= taken - sum(prod(shape) * DTYPES[dtype] for dtype, shape, _ in instead.values())
+                tensors |= replacement
+                size -= n_bytes - sum(prod(shape) * DTYPES[dtype] for dtype, shape, _ in replacement.values())
         new = path.with_name(f"{path.name}.new")
         with open(new, "wb") as file:
             safetensors_writer.write(file, tensors)
@@ -61,7 +59,7 @@ def condense(stage: Path, manifest: Manifest) -> None:
 
 
 def _expected(manifest: Manifest) -> Iterator[tuple[str, bool]]:
-    """The names of what replays are compared with, and whether the bits have to be equal; without integers that may differ."""
+    """Yields the names of the expected tensors, and whether their bits must be equal.  Omits integers that may differ."""
     for entry in manifest.entries:
         for proof in entry.self_test.proofs:
             for row, bound in zip(self_test_tensors(manifest, entry), entry.self_test.bounds, strict=True):
@@ -71,7 +69,7 @@ def _expected(manifest: Manifest) -> Iterator[tuple[str, bool]]:
 
 
 def _condensed(name: str, tensor: safetensors_writer.Tensor, *, bits: bool) -> dict[str, safetensors_writer.Tensor]:
-    """What takes the place of a tensor; {} where it has to stay."""
+    """Returns the tensors that replace a tensor, or {} if it cannot be condensed."""
     dtype, shape, contents = tensor
     elements, data = prod(shape), bytes(contents())
     equal, near = condensed.expected_shapes(name, dtype, elements)
@@ -86,10 +84,10 @@ def _condensed(name: str, tensor: safetensors_writer.Tensor, *, bits: bool) -> d
 
 
 def _statistics(value: torch.Tensor, count: int) -> torch.Tensor:
-    """As `condensed.statistics`, of blocks of `count` elements, float64 [blocks, 3]."""
+    """Computes `condensed.statistics` of blocks of `count` elements: float64 [blocks, 3]."""
     rows = []
     numbers, count = (torch.view_as_real(value).reshape(-1), 2 * count) if value.is_complex() else (value, count)
     for block in numbers.split(count):
-        wide = block.double()
-        rows.append(torch.stack([wide.abs().max(), wide.mean(), wide.square().mean().sqrt()]))
+        block64 = block.double()
+        rows.append(torch.stack([block64.abs().max(), block64.mean(), block64.square().mean().sqrt()]))
     return torch.stack(rows) if rows else torch.empty(0, 3, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""emit: the exported program, and the manifest with the hashes of all files.  The only writer of the format."""
+"""Writes the exported programs, and the manifest with the hashes of all files."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from ..util.disk_space import size
 from . import manifest_text
 
 TRACES = ("stack_trace", "custom", "from_node")
-"""What a node's metadata says of the source."""
+"""Keys of a node's metadata that hold source locations."""
 
 
 def write_programs(stage: Path, programs: Programs, entry: str) -> None:
-    """The program of an entry, or those of its int_keys where each has its own: see `file_names.program_files`."""
+    """Writes the program of an entry, or one per int_key if they differ (see `file_names.program_files`)."""
     if len(programs.distinct) == 1:
         files = {file_names.whole_program_file(entry): programs.first}
     else:
@@ -39,32 +39,30 @@ def write_programs(stage: Path, programs: Programs, entry: str) -> None:
 
 
 def write_program(path: Path, program: ExportedProgram) -> None:
-    """A program: for the CPU, whatever it was exported on, and without weights (see `without_weights`)."""
+    """Writes a program for the CPU, whatever its device was, without weights (see `without_weights`)."""
     bare = without_weights(program)
     with _without_traces(bare):
-        save_program(bare, buffer := BytesIO())  # torch does not say why it cannot write to a file
+        save_program(bare, buffer := BytesIO())  # a buffer: torch hides the reason of a failed write to a file
     path.write_bytes(buffer.getbuffer())
 
 
 @contextmanager
 def _without_traces(program: ExportedProgram) -> Iterator[None]:
-    """Nodes remember where in the user's files they come from: paths of the building machine, which a bundle does not carry."""
+    """Removes source locations from the nodes inside this context, because they contain paths of the machine that builds."""
     graphs = [module.graph for module in program.graph_module.modules() if isinstance(module, torch.fx.GraphModule)]
     nodes = [node for graph in graphs for node in graph.nodes]
-    kept = [{name: node.meta.pop(name) for name in TRACES if name in node.meta} for node in nodes]
+    removed = [{name: node.meta.pop(name) for name in TRACES if name in node.meta} for node in nodes]
     try:
         yield
     finally:
-        for node, meta in zip(nodes, kept, strict=True):
+        for node, meta in zip(nodes, removed, strict=True):
             node.meta.update(meta)
 
 
 def seal(stage: Path, manifest: schema.Manifest) -> schema.Manifest:
-    """Describes the files of the stage in the manifest, of one that was sealed before only the self-test, checks everything, and
-    writes it.
-
-    Raises bundle-refused for what a runtime would refuse: it is read back as if a stranger had written it, within the same limits.
-    """
+    """Adds the description of all files of the stage to the manifest, checks everything, and writes it.  In a manifest that was
+    sealed before, only the row of the self-test is updated.  Raises bundle-refused if the runtime would refuse the bundle: it is
+    read back with the checks and limits for untrusted bundles."""
     described = tuple(
         [manifest_text.describe_file(str(stage), row.path) if row.path == file_names.SELF_TEST else row for row in manifest.files]
     )
@@ -85,5 +83,5 @@ def _write_checked(stage: Path, sealed: schema.Manifest) -> None:
 
 
 def describe_size(stage: Path) -> str:
-    """The bytes of all files so far, for people."""
+    """Returns the size of all files of the stage as text."""
     return size(sum(file.stat().st_size for file in stage.rglob("*") if file.is_file()))

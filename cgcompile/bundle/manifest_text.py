@@ -1,4 +1,4 @@
-"""Manifest -> canonical JSON, which `cgbundle/format/manifest_json.py` reads and describes; and its rows for files."""
+"""Encodes a manifest as canonical JSON, and describes files.  `cgbundle/format/manifest_json.py` documents and reads it."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from cgbundle.format.records import defaults, is_record, members
 
 
 def bundle_bytes(manifest: schema.Manifest) -> int:
-    """Bytes of all files of a bundle, its manifest's among them."""
+    """Returns the bytes of all files of a bundle, including the manifest."""
     return sum(file.bytes for file in manifest.files) + len(encode(manifest))
 
 
 def encode(manifest: schema.Manifest, *others: schema.Manifest) -> bytes:
-    """Canonical JSON of a manifest, or of the variants of one, in their order: UTF-8, ending with a newline.  Raises
-    manifest-invalid for a number that JSON cannot hold."""
+    """Encodes a manifest, or several variants in this order, as canonical JSON: UTF-8, with a newline at the end.  Raises
+    manifest-invalid for a number that JSON cannot represent."""
     common, rests = _common([_plain(variant) for variant in (manifest, *others)])
     plain = common | {SEAL: "0" * 64} | ({VARIANTS: rests} if others else {})
     lines = [f"{json.dumps(field)}:{json.dumps(plain[field], sort_keys=True, separators=(',', ':'))}" for field in sorted(plain)]
@@ -32,7 +32,7 @@ def encode(manifest: schema.Manifest, *others: schema.Manifest) -> bytes:
 
 
 def _common(values: list[Any]) -> tuple[Any, list[Any]]:
-    """What values have in common, and what each has besides; `...` where that is nothing."""
+    """Returns the common part of all values, and the remaining part of each.  `...` means that a part is empty."""
     first = values[0]
     if len({json.dumps(value, sort_keys=True) for value in values}) == 1:  # 1, 1.0 and true are equal to Python
         return first, [...] * len(values)
@@ -40,22 +40,22 @@ def _common(values: list[Any]) -> tuple[Any, list[Any]]:
         common: dict[str, Any] = {}
         rests: list[dict[str, Any]] = [{} for _ in values]
         for key in dict.fromkeys(key for value in values for key in value):
-            held = [key in value for value in values]
+            has_key = [key in value for value in values]
             items = [value.get(key, ...) for value in values]
-            shared, remainders = _common(items) if all(held) else (..., items)
+            shared, remainders = _common(items) if all(has_key) else (..., items)
             common |= {} if shared is ... else {key: shared}
             for rest, item in zip(rests, remainders, strict=True):
                 rest |= {} if item is ... else {key: item}
         return common, [rest or ... for rest in rests]
     if all(type(value) is list and len(value) == len(first) and {*map(type, value)} == {dict} for value in values):
         parts = [_common(list(items)) for items in zip(*values, strict=True)]
-        listed = [[{} if leftovers[at] is ... else leftovers[at] for _, leftovers in parts] for at in range(len(values))]
-        return [common for common, _ in parts], [rest if any(rest) else ... for rest in listed]
+        rests_by_value = [[{} if leftovers[at] is ... else leftovers[at] for _, leftovers in parts] for at in range(len(values))]
+        return [common for common, _ in parts], [rest if any(rest) else ... for rest in rests_by_value]
     return ..., list(values)
 
 
 def _plain(value: Any) -> Any:
-    """A value of a record as JSON."""
+    """Converts a value of a record to types that JSON supports.  Fields that equal their default are omitted."""
     if is_record(value):
         absent, rows = defaults(type(value)), [(field, getattr(value, field)) for field in members(type(value))]
         return {field: _plain(item) for field, item in rows if field not in absent or item != absent[field]}
@@ -69,7 +69,7 @@ def _plain(value: Any) -> Any:
 
 
 def sha256(path: str) -> str:
-    """Hexadecimal SHA-256 of a file, read in pieces."""
+    """Returns the hexadecimal SHA-256 of a file.  Reads the file in chunks."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while piece := file.read(CHUNK):
@@ -78,7 +78,7 @@ def sha256(path: str) -> str:
 
 
 def list_files(path: str) -> list[str]:
-    """Every file below `path`, relative, with forward slashes, sorted."""
+    """Lists all files below `path` as relative paths with forward slashes, sorted."""
     return sorted(
         os.path.relpath(os.path.join(folder, name), path).replace(os.sep, "/")
         for folder, _, names in os.walk(path)
@@ -87,11 +87,11 @@ def list_files(path: str) -> list[str]:
 
 
 def describe_files(path: str) -> tuple[schema.File, ...]:
-    """The manifest's rows for everything below `path` but the manifest and its signature."""
+    """Returns the manifest's rows for all files below `path`, except the manifest and its signature."""
     return tuple([describe_file(path, name) for name in list_files(path) if name not in (MANIFEST, SIGNATURE)])
 
 
 def describe_file(path: str, name: str) -> schema.File:
-    """The manifest's row for a file below `path`."""
+    """Returns the manifest's row for a file below `path`."""
     full = os.path.join(path, name)
     return schema.File(path=name, bytes=os.stat(full).st_size, sha256=sha256(full))

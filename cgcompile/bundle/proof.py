@@ -1,6 +1,6 @@
-"""The proof of a bundle: what is further from eager PyTorch than its bound ends the build.
+"""Verifies a bundle: the build fails if a tensor differs from eager PyTorch by more than its bound.
 
-For a staged bundle a fresh process with the runtime alone loads it and replays the self-test.
+A fresh process, which has only the runtime, loads a staged bundle and replays the self-test.
 """
 
 from __future__ import annotations
@@ -44,18 +44,16 @@ def accepted(
     hint: str = REPORT,
     entry: str = FORWARD,
 ) -> tuple[float, ...]:
-    """The bounds that the bundle keeps, given how far it was from eager PyTorch at every int_key; `what` differs, in words.
-
-    Those are the bounds themselves.  For integers that rounding may turn over, where that is allowed, it is the largest share that
-    was seen to differ.  Raises proof-failed for the first tensor that is beyond its bound.
-    """
-    kept = [limit.bound for limit in bounds]
+    """Returns the bounds for the bundle, given its differences from eager PyTorch at every int_key.  These are the bounds of
+    `bounds`.  If `allow` permits integers that rounding changes, their bound is the largest share that differed. `what` is the text
+    of the error: what differs.  Raises proof-failed for the first tensor that exceeds its bound."""
+    stored_bounds = [error_bound.bound for error_bound in bounds]
     for key, differences in key_differences.items():
         for index, (bound, difference) in enumerate(zip(bounds, differences, strict=True)):
             if difference.error <= bound.bound:
                 continue
             if bound.exact and bound.rounded and WAIVER in allow and difference.error <= 1:
-                kept[index] = max(kept[index], difference.error)
+                stored_bounds[index] = max(stored_bounds[index], difference.error)
                 continue
             by = "" if bound.exact else f"by {difference.error:.1e}, allowed {bound.bound:.1e}: "
             raise BuildError(
@@ -63,11 +61,11 @@ def accepted(
                 f"int_key {key_text(dimensions, key, entry)}: {what} from eager PyTorch: {bound.title}: {by}{difference.text}",
                 TURNED if bound.exact and bound.rounded else hint,
             )
-    return tuple(kept)
+    return tuple(stored_bounds)
 
 
 def unproved(key: IntKey, bounds: Sequence[ErrorBound]) -> Proof:
-    """The proof of a key that was not compared yet."""
+    """Returns the proof of an int_key that was not compared yet."""
     bound = max((limit.bound for limit in bounds), default=0.0)
     return Proof(key=key, method="none", tolerance=bound)
 
@@ -75,7 +73,7 @@ def unproved(key: IntKey, bounds: Sequence[ErrorBound]) -> Proof:
 def measured(
     key: IntKey, method: Literal["replay", "interpret", "none"], differences: Sequence[Difference], bounds: Sequence[float]
 ) -> Proof:
-    """The proof of a key that was compared with eager PyTorch."""
+    """Returns the proof of an int_key, with the differences from eager PyTorch."""
     errors = tuple([difference.error for difference in differences])
     error, bound = nearest(zip(errors, bounds, strict=True))
     return Proof(key=key, method=method, error=error, tolerance=bound, errors=errors)
@@ -83,7 +81,7 @@ def measured(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Replayed:
-    """The self-test of every entry with measured proofs.  `index_remarks`: which indices differ from eager PyTorch's, in words."""
+    """The self-tests of all entries with measured proofs.  `index_remarks` is text: which indices differ from eager PyTorch."""
 
     self_tests: tuple[SelfTest, ...]
     index_remarks: str
@@ -96,11 +94,11 @@ def replay(
     allow: Sequence[str],
     prepared: Sequence[Prepared] = (),
 ) -> Replayed:
-    """Replays the self-test of every entry; `bounds` by entry.  Raises proof-failed with the first key that fails.
+    """Replays the self-test of every entry, and measures the proofs.  `bounds` are by entry.  Raises proof-failed.
 
-    What is compared with eager PyTorch gets its errors.  Where the self-test holds a recording, its errors stay, and each proof
-    says how far the replay was from that.  With `prepared`, by entry, indices that differ are judged by the floats that they point
-    at; the self-test then holds what eager PyTorch gives for the bundle's choices.
+    A self-test with eager PyTorch's results gets new errors.  A self-test with recorded results keeps its errors: each proof gets
+    the distance of the replay from the recording.  With `prepared` (by entry), different indices are accepted if the floats at
+    these indices are within tolerance.  The self-test then holds the results of eager PyTorch for the bundle's indices.
     """
     with scratch_folder() as scratch:
         outputs = scratch / "outputs.safetensors"
@@ -116,15 +114,15 @@ def replay(
                 raise BuildError("proof-failed", text, REPORT)
         self_tests, remarks, chosen = [], [], {}
         for number, (entry, entry_bounds) in enumerate(zip(manifest.entries, bounds, strict=True)):
-            theirs = [row for row in rows if row["entry"] == entry.name]
-            verdicts = _verdicts(stage, manifest, entry, entry_bounds, theirs, prepared[number], outputs) if prepared else {}
+            entry_rows = [row for row in rows if row["entry"] == entry.name]
+            verdicts = _verdicts(stage, manifest, entry, entry_bounds, entry_rows, prepared[number], outputs) if prepared else {}
             self_test = _examined(
-                manifest, entry, entry_bounds, theirs, allow, {key: ruling.differences for key, (_, ruling) in verdicts.items()}
+                manifest, entry, entry_bounds, entry_rows, allow, {key: ruling.differences for key, (_, ruling) in verdicts.items()}
             )
             if prepared:
-                taken = [read_self_test(stage / SELF_TEST, manifest, entry, proof.key) for proof in self_test.proofs]
+                key_tests = [read_self_test(stage / SELF_TEST, manifest, entry, proof.key) for proof in self_test.proofs]
                 self_test = replace(
-                    self_test, bounds=with_near_ties(self_test.bounds, prepared[number], taken, entry_bounds, manifest.weights)
+                    self_test, bounds=with_near_ties(self_test.bounds, prepared[number], key_tests, entry_bounds, manifest.weights)
                 )
             self_tests.append(self_test)
             remarks.append(indices_text(entry_bounds, [ruling.indices for _, ruling in verdicts.values()]))
@@ -144,14 +142,15 @@ def _verdicts(
     prepared: Prepared,
     outputs: Path,
 ) -> dict[IntKey, tuple[KeySelfTest, Verdict]]:
-    """What the choices of the bundle explain, by int_key of an entry, and the self-test for these choices."""
+    """Returns, by int_key of an entry, the verdicts for index selections, and the self-tests for these selections.  Omits int_keys
+    that are within their bounds, or that no selections explain."""
     verdicts = {}
     for proof, row in zip(entry.self_test.proofs, rows, strict=True):
         if all(tensor["error"] <= bound.bound for tensor, bound in zip(row["tensors"], bounds, strict=True)):
             continue
-        got = read_outputs(outputs, manifest, entry, proof.key)
+        results = read_outputs(outputs, manifest, entry, proof.key)
         self_test = read_self_test(stage / SELF_TEST, manifest, entry, proof.key)
-        ruling = verdict(prepared, self_test, got, bounds, manifest.weights) if got else None
+        ruling = verdict(prepared, self_test, results, bounds, manifest.weights) if results else None
         if ruling:
             verdicts[proof.key] = with_left(self_test, ruling.expected, prepared, manifest.weights), ruling
     return verdicts
@@ -165,12 +164,12 @@ def _examined(
     allow: Sequence[str],
     judged: Mapping[IntKey, Sequence[Difference]],
 ) -> SelfTest:
-    """The self-test of an entry, given the `rows` that a replay of it gave, and the differences of the int_keys that were
-    `judged`."""
+    """Returns the self-test of an entry with the results `rows` of its replay.  `judged` has the differences of the int_keys with a
+    verdict."""
     self_test = entry.self_test
     if self_test.expected == "eager":
-        if WAIVER not in manifest.allowed:  # indices with others that are as good, of a bundle that was interpreted before
-            bounds = [replace(limit, bound=max(limit.bound, kept)) for limit, kept in zip(bounds, self_test.bounds, strict=True)]
+        if WAIVER not in manifest.allowed:  # the interpreter may have stored bounds for near ties
+            bounds = [replace(limit, bound=max(limit.bound, old)) for limit, old in zip(bounds, self_test.bounds, strict=True)]
         by_key = {
             proof.key: judged.get(proof.key)
             or [Difference(error=tensor["error"], text=tensor["text"]) for tensor in row["tensors"]]
@@ -192,7 +191,7 @@ def _examined(
 
 
 def mismatches(manifest: Manifest, entry: EntrySpec) -> tuple[Finding, ...]:
-    """A finding for every integer tensor that may differ: it was accepted though it does, or floats are nearly equal."""
+    """Returns a finding for every integer tensor that may differ: a waived mismatch, or near ties."""
     findings = []
     for index, (tensor, bound) in enumerate(zip(self_test_tensors(manifest, entry), entry.self_test.bounds, strict=True)):
         if not (is_exact(tensor.dtype) and bound):

@@ -1,4 +1,4 @@
-"""Where, when and with what a bundle was built."""
+"""The provenance of a bundle: source, time, versions, machine and options."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..util.version import VERSION
 
 
 def provenance(label: str, options: Mapping[str, str]) -> Provenance:
-    """SOURCE_DATE_EPOCH, where set, is the time: two builds are then equal byte for byte."""
+    """Returns the provenance.  SOURCE_DATE_EPOCH, if set, is the time, so that two builds are equal byte for byte."""
     epoch = os.environ.get("SOURCE_DATE_EPOCH")
     timestamp = int(epoch) if epoch and epoch.isdigit() else time.time()
     now = datetime.datetime.fromtimestamp(timestamp, datetime.UTC)

@@ -1,7 +1,7 @@
-"""Writing a bundle so that it is whole or absent: staged beside its destination, synced, exchanged with what stands there.
+"""Writes a bundle atomically: in a staging directory beside its destination, which is synced and then renamed.
 
-One process at a time writes to a destination.  It holds a lock of the kernel's (flock) on a file beside the destination, and the
-lock ends with the process, whichever container it ran in.  So whoever has the lock knows that all other stages are leftovers.
+One process at a time writes to a destination.  It holds a lock (flock) on a file beside the destination.  The kernel releases the
+lock when the process ends, in every container.  The holder of the lock thus knows that all other staging directories are leftovers.
 """
 
 from __future__ import annotations
@@ -22,36 +22,36 @@ NOREPLACE, EXCHANGE = 1, 2
 """Flags of renameat2 (linux/fs.h)."""
 
 AT_FDCWD = -100
-"""The current folder, for renameat2 (fcntl.h)."""
+"""The current directory, for renameat2 (fcntl.h)."""
 
 RENAMEAT2 = {"x86_64": 316, "aarch64": 276}
-"""The system call's number by machine, for a C library without the function (glibc before 2.28)."""
+"""The number of the system call by machine, for a C library without the function (glibc before 2.28)."""
 
 UNSUPPORTED = frozenset({errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM})
-"""What a file system, an old kernel and a container's filter say of renameat2 or its flags."""
+"""Errors of renameat2 if the file system, an old kernel or a seccomp filter does not support it or its flags."""
 
 UNLOCKABLE = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF})
-"""What a file system without locks says of flock."""
+"""Errors of flock on a file system without locks."""
 
 
 @contextmanager
 def staged(destination: Path, *, replace: bool) -> Iterator[Path]:
-    """A fresh directory beside `destination`, which takes its place when the block ends well and is removed when it does not.
+    """Gives a new directory beside `destination`.  It becomes `destination` if the block succeeds, and is removed if it fails.
 
-    With `replace`, an existing bundle stays in place until the new one is whole.  Then the two exchange names in one step
-    (renameat2), so that a reader by path finds the old or the new one at any moment.  Where the file system or kernel cannot do
-    that, two renames follow each other, and nothing stands at the destination for some microseconds.
+    With `replace`, an existing bundle stays until the new one is complete.  Then renameat2 exchanges the two names in one step: a
+    reader finds the old or the new bundle at any moment.  If the file system or kernel does not support this, two renames are used.
+    Between them, for some microseconds, `destination` does not exist.
 
-    What a killed process left is removed by the next one to write to this destination.  Where the file system has no locks (some
-    NFS mounts) leftovers stay: nobody can tell them from the stage of a running process.
+    The next process that writes to `destination` removes the leftovers of a killed process.  On a file system without locks (some
+    NFS mounts) they stay, because they could belong to a running process.
 
-    Raises BlockingIOError while another process writes to `destination`.  Without `replace`, raises FileExistsError where something
-    is there: at once, or at the end if it came meanwhile.
+    Raises BlockingIOError if another process writes to `destination`.  Without `replace`, raises FileExistsError if it exists, at
+    the start or at the end.
     """
-    destination = destination.absolute()  # a model's code may change the current folder meanwhile
+    destination = destination.absolute()  # the model's code may change the current directory
     destination.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(destination) as alone:
-        if alone:
+    with _locked(destination) as has_lock:
+        if has_lock:
             _sweep(destination)
         if not replace and os.path.lexists(destination):
             raise _exists(destination)
@@ -65,13 +65,13 @@ def staged(destination: Path, *, replace: bool) -> Iterator[Path]:
             _publish(stage, destination, replace)
             _sync(destination.parent)
         finally:
-            _remove(stage)  # what was half written, or the bundle that was replaced
+            _remove(stage)  # an incomplete bundle, or the replaced one
 
 
 def _publish(stage: Path, destination: Path, replace: bool) -> None:
-    """Gives the stage its final name; what it replaces has the stage's name then."""
+    """Renames the stage to the destination.  A replaced bundle then has the name of the stage."""
     if replace and os.path.lexists(destination):
-        with suppress(FileNotFoundError):  # it was removed meanwhile
+        with suppress(FileNotFoundError):  # another process removed the destination
             if not _rename(stage, destination, EXCHANGE):
                 _exchange_in_steps(stage, destination)
             return
@@ -85,7 +85,7 @@ def _publish(stage: Path, destination: Path, replace: bool) -> None:
 
 
 def _exchange_in_steps(stage: Path, destination: Path) -> None:
-    old = stage.with_suffix(".old")  # between the two renames alone: `_sweep` puts it back
+    old = stage.with_suffix(".old")  # exists only between the two renames; `_sweep` restores it
     destination.rename(old)
     try:
         stage.rename(destination)
@@ -100,7 +100,7 @@ def _exists(destination: Path) -> FileExistsError:
 
 
 def _rename(source: Path, target: Path, flags: int) -> bool:
-    """renameat2 with flags; False where this system or file system cannot."""
+    """Calls renameat2.  Returns False if the system or the file system does not support it."""
     library = ctypes.CDLL(None, use_errno=True)
     paths = ctypes.c_char_p(os.fsencode(source)), ctypes.c_char_p(os.fsencode(target))
     arguments = AT_FDCWD, paths[0], AT_FDCWD, paths[1], ctypes.c_uint(flags)
@@ -120,21 +120,21 @@ def _rename(source: Path, target: Path, flags: int) -> bool:
 
 @contextmanager
 def _locked(destination: Path) -> Iterator[bool]:
-    """Holds the destination's lock; False where the file system has none.  Raises BlockingIOError while another process has it."""
+    """Holds the lock of the destination.  Gives False on a file system without locks.  Raises BlockingIOError if it is taken."""
     path = destination.parent / f".{destination.name}.lock"
-    handle, alone = _lock(path)
+    handle, has_lock = _lock(path)
     try:
-        yield alone
+        yield has_lock
     finally:
-        with suppress(OSError):  # another user's file, in a folder where each may remove only their own
-            path.unlink()  # before the lock ends: whoever waits with this file open sees that it has no name any more
+        with suppress(OSError):  # a file of another user in a sticky directory
+            path.unlink()  # before unlocking: a process that waits for this file sees that it was unlinked
         with suppress(OSError):
             fcntl.flock(handle, fcntl.LOCK_UN)  # a forked child may still have the descriptor
         os.close(handle)
 
 
 def _lock(path: Path) -> tuple[int, bool]:
-    """A descriptor of the lock's file, and whether it is locked."""
+    """Returns a descriptor of the lock file, and whether it is locked."""
     while True:
         handle = _open(path)
         try:
@@ -149,11 +149,11 @@ def _lock(path: Path) -> tuple[int, bool]:
             if isinstance(error, BlockingIOError):
                 raise BlockingIOError(error.errno, error.strerror, os.fspath(path)) from None
             raise
-        os.close(handle)  # its last holder removed it between the two calls
+        os.close(handle)  # the previous holder unlinked it between open and flock
 
 
 def _open(path: Path) -> int:
-    """The lock's file, made if need be.  NFS locks only what is open for writing; another user's file may be readable alone."""
+    """Opens the lock file, or creates it.  NFS needs write access for a lock, but a file of another user may be read-only."""
     flags = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         return os.open(path, os.O_RDWR | os.O_CREAT | flags, 0o644)
@@ -164,17 +164,17 @@ def _open(path: Path) -> int:
 
 
 def _sweep(destination: Path) -> None:
-    """Removes what killed processes left; the caller has the lock."""
-    ours = re.compile(rf"\.{re.escape(destination.name)}\.[0-9a-f]{{8}}\.(building|old)")
-    for leftover in [path for path in destination.parent.iterdir() if ours.fullmatch(path.name)]:
+    """Removes the leftovers of killed processes.  The caller must hold the lock."""
+    pattern = re.compile(rf"\.{re.escape(destination.name)}\.[0-9a-f]{{8}}\.(building|old)")
+    for leftover in [path for path in destination.parent.iterdir() if pattern.fullmatch(path.name)]:
         if leftover.suffix == ".old" and not os.path.lexists(destination):
-            leftover.rename(destination)  # killed between the two renames: the old bundle is whole, put it back
+            leftover.rename(destination)  # killed between the two renames: restore the old bundle
         else:
             _remove(leftover)
 
 
 def _remove(path: Path) -> None:
-    """Whatever it is: `replace` may have moved a link or a plain file aside."""
+    """Removes a directory, a link or a file: `replace` may have renamed any of these."""
     if path.is_symlink() or not path.is_dir():
         path.unlink(missing_ok=True)
     else:

@@ -1,7 +1,7 @@
-"""The ranks of a model over several devices, each built by a process of its own, side by side.
+"""Builds the ranks of a model over several devices, each in its own process, at the same time.
 
-What eager PyTorch says of a rank needs the other ones: where a model calls a collective, the processes wait for each other, through
-PyTorch's own backend for CPUs (gloo).  They go through the same stages in the same order, and may ask each other on the way.
+Eager PyTorch needs all ranks to run a collective.  So the processes form a process group with gloo, PyTorch's backend for CPUs.
+They run the same stages in the same order, and can exchange values between stages.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ import torch.distributed as dist
 Value = TypeVar("Value")
 
 PATIENCE = timedelta(minutes=30)
-"""How long a process waits for the others, of which one may lower what another has in the cache.  One that fails ends all."""
+"""Timeout of a collective: a rank may lower for a long time what another one has in the cache.  A rank that fails ends all."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ranks:
-    """This process builds rank number `rank` of `size`."""
+    """The process group, as seen from the process that builds rank `rank` of `size` ranks."""
 
     rank: int
     size: int
 
     def gathered(self, value: Value) -> list[Value]:
-        """What every rank gives here, in their order."""
+        """Returns the values of all ranks, in order of the ranks.  All ranks must call it."""
         object_list: list[Value] = [value] * self.size
         dist.all_gather_object(object_list, value)
         return object_list
 
     def scattered(self, values: Sequence[Value]) -> Value:
-        """Of what rank 0 gives for each rank, this one's; what others give is not looked at."""
+        """Returns the element for this rank of the list that rank 0 passes.  The lists of other ranks are ignored."""
         object_list = [list(values)]
         dist.broadcast_object_list(object_list)
         share: Value = object_list[0][self.rank]
@@ -44,10 +44,10 @@ class Ranks:
 
 
 @contextmanager
-def joined(rank: int, size: int, meeting: Path) -> Iterator[Ranks]:
-    """This process as one of the ranks, which meet at a file that is not there yet."""
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all of them are on this machine, whose name may mean nothing
-    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=size, timeout=PATIENCE)
+def joined(rank: int, size: int, rendezvous: Path) -> Iterator[Ranks]:
+    """Joins the process group as one rank.  `rendezvous` is the path of a file that does not exist yet."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on this machine, whose host name may not resolve
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=size, timeout=PATIENCE)
     try:
         yield Ranks(rank=rank, size=size)
     finally:

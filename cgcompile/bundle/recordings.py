@@ -1,7 +1,7 @@
-"""Recordings, as both recorders produce them: their rows, and rows <-> bytes.
+"""Recordings of graphs, as both recorders produce them, and their encoding as bytes.
 
-`encode` and `decode` are exact inverses: bytes that `decode` accepts are what `encode` makes of the result.  The runtime
-reads the table of columns (cgbundle/tables/table.py) without making rows.
+`encode` and `decode` are exact inverses: if `decode` accepts bytes, `encode` of the result returns the same bytes.  The runtime
+reads the columns directly (cgbundle/tables/table.py), without these classes.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from cgbundle.tables.table import (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Handle:
-    """The 8 bytes at `at` of a parameter block hold the handle of the recording's conditional node number `conditional`, counted
-    among its conditional nodes.  The driver gives it out when a graph is built, and it belongs to that graph."""
+    """A place for the handle of a conditional node: 8 bytes at offset `at` of a kernel's parameter block.  `conditional` is the
+    number of the node among the conditional nodes.  The driver creates the handle with the graph."""
 
     at: int
     conditional: int
@@ -43,11 +43,9 @@ class Handle:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Function:
-    """A kernel of an image: identified by the image's sha256 and the symbol, never by name alone.
-
-    `params` is (offset, size) of each parameter, as the driver reports them; `attributes` are CUfunction_attribute numbers and
-    values to set before use (dynamic shared memory, carve-out, non-portable cluster size).
-    """
+    """A kernel in an image, identified by the SHA-256 of the image and the symbol.  `params` is (offset, size) of each parameter,
+    as the driver reports them.  `attributes` are CUfunction_attribute numbers and values to set before use (dynamic shared memory,
+    carve-out, non-portable cluster size)."""
 
     image: str
     symbol: str
@@ -57,11 +55,9 @@ class Function:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KernelNode:
-    """A launch.  `block` is the whole parameter block, its undefined bytes and relocated words zeroed.  `undefined` lists
-    (offset, size) of bytes that no kernel reads; `attributes` are CUlaunchAttributeID numbers with up to three values.
-
-    One with `handles` is a launch of SET_CONDITION: see there.
-    """
+    """A kernel launch.  `block` is the parameter block; its undefined bytes and relocated words are zero.  `undefined` lists
+    (offset, size) of bytes that no kernel reads.  `attributes` are CUlaunchAttributeID numbers with up to three values.  Only a
+    launch of SET_CONDITION has `handles`."""
 
     function: int
     grid: tuple[int, int, int]
@@ -76,7 +72,7 @@ class KernelNode:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemsetNode:
-    """`width` elements of `element` bytes, `height` rows `pitch` bytes apart, set to `value`."""
+    """Sets `height` rows of `width` elements to `value`.  `element` is the size of an element, `pitch` that of a row, in bytes."""
 
     target: Address
     value: int
@@ -88,7 +84,7 @@ class MemsetNode:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemcpyNode:
-    """`width` bytes x `height` rows x `depth` slices, device to device; pitches in bytes, heights in rows."""
+    """Copies `width` bytes x `height` rows x `depth` slices, device to device.  Pitches are in bytes, heights in rows."""
 
     source: Address
     target: Address
@@ -103,15 +99,17 @@ class MemcpyNode:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EmptyNode:
-    """A node that only orders others."""
+    """A node without work, which only orders other nodes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConditionalNode:
-    """A branch or a loop of the device's own.  `type` "if": the first of the `bodies` runs where the condition is true, else the
-    second, if there is one.  "while": the only body runs as long as the condition is true, which is asked before each turn.
-    "switch": the body of that number runs, counted from 0; where there is none, nothing does.
-    `bodies` are positions in `Recording.bodies`.  Launches of SET_CONDITION, here and in the loop's body, set the condition."""
+    """A branch or a loop on the device.  `bodies` are positions in `Recording.bodies`.
+
+    "if": runs the first body if the condition is true, else the second, if there is one.  "while": runs the only body as long as
+    the condition is true, which it tests before each iteration.  "switch": the condition is the number of the body to run, from 0.
+    If there is no such body, nothing runs.  Launches of SET_CONDITION, before the node and in a loop's body, set the condition.
+    """
 
     type: str
     bodies: tuple[int, ...]
@@ -120,12 +118,12 @@ class ConditionalNode:
 Node = KernelNode | MemsetNode | MemcpyNode | EmptyNode | ConditionalNode
 
 TYPES = ("if", "while", "switch")
-"""Types of conditional nodes, as column `conditional_type` numbers them."""
+"""Types of conditional nodes, in the order of their numbers in the column `conditional_type`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Edge:
-    """Node `source` before node `target`, with the driver's edge data (programmatic dependent launch lives there)."""
+    """Orders node `source` before node `target`, with the driver's edge data (for programmatic dependent launch)."""
 
     source: int
     target: int
@@ -136,11 +134,9 @@ class Edge:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recording:
-    """A graph region at one int_key.
-
-    `bodies` are the positions in `nodes` of the first node of each body of a conditional node: a body's nodes end where the next
-    one's begin, and those before the first body are the graph's own.  An edge joins nodes of one graph or body.
-    """
+    """A graph region at one int_key.  `bodies` has the position in `nodes` of the first node of each conditional body.  A body ends
+    where the next one begins.  The nodes before the first body belong to the graph itself.  An edge connects nodes of the same
+    graph or body."""
 
     key: IntKey
     functions: tuple[Function, ...]
@@ -155,11 +151,11 @@ MEMSET_FIELDS = ("value", "element", "width", "height", "pitch")
 EXTENT_FIELDS = ("width", "height", "depth")
 PITCH_FIELDS = ("source_pitch", "source_height", "target_pitch", "target_height")
 EDGE_FIELDS = ("source", "target", "from_port", "to_port", "type")
-"""Fields by their names: of a memset and of an edge each is a column, of a memcpy they share one."""
+"""Names of fields.  Memsets and edges have a column per field.  The fields of a memcpy share one column."""
 
 
 def encode(recording: Recording) -> bytes:
-    """The bytes of `graphs/*.bin`.  Raises table-invalid where a field has no place in the format."""
+    """Returns the bytes of `graphs/*.bin`.  Raises table-invalid if the format cannot hold a field."""
     functions, nodes, edges = recording.functions, recording.nodes, recording.edges
     kernels = [node for node in nodes if isinstance(node, KernelNode)]
     memsets = [node for node in nodes if isinstance(node, MemsetNode)]
@@ -227,7 +223,7 @@ def encode(recording: Recording) -> bytes:
 
 
 def decode(data: Data, where: str = "table") -> Recording:
-    """The recording in `data`.  Raises table-invalid unless its structure is sound."""
+    """Returns the recording in `data`.  Raises table-invalid if its structure is invalid."""
     table = Table(data, where)
     return Recording(
         key=tuple(table.key),
@@ -255,7 +251,7 @@ def _nodes(table: Table) -> tuple[Node, ...]:
     handles: dict[int, list[Handle]] = {}
     for kernel, at, conditional in zip(table.handle_kernel, table.handle_at, table.handle_conditional, strict=True):
         handles.setdefault(kernel, []).append(Handle(at=at, conditional=conditional))
-    rows = [count() for _ in _READERS]  # the next row of each kind
+    rows = [count() for _ in _READERS]  # counts the rows of each kind
     nodes = [_READERS[kind](table, next(rows[kind])) for kind in table.kind]
     kernels = enumerate([node for node in nodes if isinstance(node, KernelNode)]) if handles else ()
     changed = {id(node): replace(node, handles=tuple(handles[row])) for row, node in kernels if row in handles}
@@ -321,7 +317,7 @@ def _axes(name: str, sizes: Iterable[tuple[int, int, int]]) -> dict[str, list[in
 
 
 def encode_states(states: Sequence[ModuleState]) -> bytes:
-    """The bytes of `graphs/modules.bin`, in the order given.  Raises table-invalid where a field has no place in the format."""
+    """Returns the bytes of `graphs/modules.bin`, in the order of `states`.  Raises table-invalid if a field does not fit."""
     relocations = [item for state in states for item in state.relocations]
     contents = b"".join(state.contents for state in states)
     columns = {
@@ -336,7 +332,7 @@ def encode_states(states: Sequence[ModuleState]) -> bytes:
 
 
 def symbol_columns(rows: Sequence[ModuleState | Function]) -> dict[str, Any]:
-    """The columns of symbols and their images, whose names both kinds of file share.  Raises table-invalid."""
+    """Returns the columns of symbols and images, which both kinds of file have.  Raises table-invalid."""
     try:
         names = [row.symbol.encode() for row in rows]
     except UnicodeEncodeError as error:
@@ -355,7 +351,7 @@ def _image_bytes(row: ModuleState | Function) -> bytes:
 
 
 def relocation_columns(relocations: Sequence[Relocation]) -> dict[str, list[int]]:
-    """As `symbol_columns`, of relocations."""
+    """Returns the columns of relocations, which both kinds of file have."""
     return {
         "relocation_at": [item.at for item in relocations],
         "relocation_memory": [item.target.memory for item in relocations],
@@ -364,7 +360,7 @@ def relocation_columns(relocations: Sequence[Relocation]) -> dict[str, list[int]
 
 
 def pack(layout: Layout, counts: Mapping[str, int], contents: Mapping[str, Data | Iterable[int]]) -> bytes:
-    """The file.  Raises table-invalid where a number does not fit its column, and for a file beyond the limits."""
+    """Returns the bytes of a file.  Raises table-invalid if a number does not fit its column, or the file exceeds the limits."""
     check_counts(counts, "table")
     out = bytearray(layout.header)
     for column in layout.columns:
@@ -387,5 +383,5 @@ def pack(layout: Layout, counts: Mapping[str, int], contents: Mapping[str, Data 
 
 
 def bounds(lengths: Iterable[int]) -> list[int]:
-    """The column of bounds for rows of these lengths."""
+    """Returns the column of bounds for rows of these lengths."""
     return list(accumulate(lengths, initial=0))

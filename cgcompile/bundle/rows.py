@@ -1,4 +1,4 @@
-"""The manifest's rows of a program that is one region: alike for every target.  Pure."""
+"""The manifest's rows of a program with a single region, the same for every target."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Literal
 from cgbundle.format.schema import IntKey, Program, Region, Step, Value
 
 WHOLE = "model"
-"""The name of the one region of a program that is one."""
+"""The name of the region, if a program has only one."""
 
 
 def whole_region(
     kind: Literal["graph", "host"], reason: str = "", file: str = "", constants: tuple[tuple[str, int], ...] = (), name: str = WHOLE
 ) -> Region:
-    """The region: number 0 of the manifest where it is that of all int_keys."""
+    """Returns the row of the only region.  If all int_keys share it, it is number 0 of the manifest."""
     return Region(name=name, kind=kind, reason=reason, file=file, constants=constants)
 
 
@@ -28,7 +28,7 @@ def whole_program(
     static: int = 0,
     region: int = 0,
 ) -> Program:
-    """The program of an int_key: one step of the region of that number."""
+    """Returns the program of an int_key: a single step with region number `region`."""
     sources, targets = tuple(range(len(inputs))), tuple(range(len(inputs), len(inputs) + len(outputs)))
     step = Step(kind=kind, region=region, file=file, inputs=sources, outputs=targets)
     return Program(key=key, values=(*inputs, *outputs), inputs=sources, outputs=targets, steps=(step,), arena=arena, static=static)

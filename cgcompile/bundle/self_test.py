@@ -1,6 +1,6 @@
-"""The self-test of a bundle: inputs and expected outputs per int_key, what the call leaves in written inputs, and in state.
+"""The self-test of a bundle, per int_key: inputs, expected outputs, and expected contents of mutated inputs and state.
 
-Of state the self-test holds the elements that changed, as runs: a cache of a few hundred MB changes in a few rows per call.
+For state it holds only the elements that changed, as runs: a cache of several 100 MB changes in a few rows per call.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from ..transforms.prepared import Prepared
 from ..util.raw_bytes import changes, raw
 
 Changed = tuple[int, torch.Tensor, torch.Tensor]
-"""Position of a weight; pairs [first element, number of elements] in memory order, int64 [runs, 2]; these elements, [elements]."""
+"""Position of a weight; int64 [runs, 2] with (first element, number of elements) in memory order; the elements, flat."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KeySelfTest:
-    """The self-test at one int_key.  `written`: what inputs that the model writes to hold after the call, by their position."""
+    """The self-test at one int_key.  `written` has the position and the expected contents of each mutated input."""
 
     key: IntKey
     inputs: tuple[torch.Tensor, ...]
@@ -38,10 +38,8 @@ class KeySelfTest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplayedBytes:
-    """A replay as bytes: tensors of the call, row-major, in its order; `written` holds the inputs that it writes to.
-
-    `state`: what it changed in state, by the weights' names in the program: int64 pairs and elements as in `Changed`, as bytes.
-    """
+    """The tensors of a replay as bytes, row-major, in the order of the signature.  `written` has the mutated inputs.  `state` has
+    the changes of state: the weight's name in the program, and the int64 pairs and elements of `Changed` as bytes."""
 
     inputs: tuple[bytes, ...]
     outputs: tuple[bytes, ...]
@@ -52,26 +50,24 @@ class ReplayedBytes:
 def eager_self_test(
     source: Source, prepared: Prepared, sizes: Mapping[str, tuple[int, ...]], weights: Sequence[Weight]
 ) -> list[KeySelfTest]:
-    """What eager PyTorch gives at every int_key, on inputs that the export has not seen, from the model's first state.
-
-    `weights`: the manifest's rows.
-    """
+    """Runs eager PyTorch at every int_key, from the model's initial state, on inputs that the export has not seen.  `weights` are
+    the rows of the manifest."""
     self_tests = []
     before = _first_state(prepared)
     rows = [row for row in weights if row.memory == "state"]
     for key in all_keys(sizes):
         inputs = sample(source, dict(zip(sizes, key, strict=True)), SELF_TEST_SEED).tensors
-        ran = run_eager(prepared.reference, inputs, prepared.self_test_calls)
-        written = tuple([(index, ran.inputs[index]) for index in prepared.written])
-        # of the random numbers' state an entry that draws none knows nothing
-        after = {row.name: flat(ran.state.get(row.name, before[row.name]), row) for row in rows}
+        result = run_eager(prepared.reference, inputs, prepared.self_test_calls)
+        written = tuple([(index, result.inputs[index]) for index in prepared.written])
+        # an entry without random numbers does not have their state
+        after = {row.name: flat(result.state.get(row.name, before[row.name]), row) for row in rows}
         state = _changed(weights, before, after)
-        self_tests.append(KeySelfTest(key=key, inputs=inputs, outputs=ran.outputs, written=written, state=state))
+        self_tests.append(KeySelfTest(key=key, inputs=inputs, outputs=result.outputs, written=written, state=state))
     return self_tests
 
 
 def on_cpu(self_test: KeySelfTest) -> KeySelfTest:
-    """The self-test with all tensors on the CPU, wherever the model ran."""
+    """Moves all tensors of the self-test to the CPU."""
     written = tuple([(index, value.cpu()) for index, value in self_test.written])
     inputs, outputs = (tuple([value.cpu() for value in side]) for side in (self_test.inputs, self_test.outputs))
     return replace(self_test, inputs=inputs, outputs=outputs, written=written)
@@ -80,7 +76,7 @@ def on_cpu(self_test: KeySelfTest) -> KeySelfTest:
 def replayed_self_test(
     programs: Sequence[Program], replays: Mapping[IntKey, ReplayedBytes], prepared: Prepared, weights: Sequence[Weight]
 ) -> list[KeySelfTest]:
-    """What replays gave at every int_key, as tensors of the dtypes and shapes that the manifest's `programs` say."""
+    """Returns the self-tests with the results of replays.  `programs` of the manifest give dtypes and shapes."""
     self_tests = []
     for program in programs:
         replay = replays[program.key]
@@ -105,7 +101,7 @@ def replayed_self_test(
 
 
 def state_after(self_test: KeySelfTest, prepared: Prepared, weights: Sequence[Weight]) -> list[tuple[Weight, torch.Tensor]]:
-    """What the self-test says of state after its calls: the rows of memory state, each with all elements, flat, in memory order."""
+    """Returns the rows of memory state, each with all its elements after the calls, flat, in memory order."""
     first = _first_state(prepared)
     states = []
     for index, runs, changed in self_test.state:
@@ -119,8 +115,8 @@ def state_after(self_test: KeySelfTest, prepared: Prepared, weights: Sequence[We
 
 
 def with_left(self_test: KeySelfTest, left: Sequence[torch.Tensor], prepared: Prepared, weights: Sequence[Weight]) -> KeySelfTest:
-    """The self-test that expects what is `left` after its calls, as `self_test_tensors` has it; of state all elements in memory
-    order."""
+    """Returns the self-test with new expected tensors `left`, in the order of `self_test_tensors`.  State tensors in `left` have
+    all elements, in memory order."""
     count, written = len(self_test.outputs), len(self_test.written)
     rows = [row for row in weights if row.memory == "state"]
     first = _first_state(prepared)
@@ -133,27 +129,27 @@ def with_left(self_test: KeySelfTest, left: Sequence[torch.Tensor], prepared: Pr
 
 
 def write_self_test(path: Path, self_tests: Mapping[str, Sequence[KeySelfTest]]) -> None:
-    """exam.safetensors: `8x128/input/0`, `8x128/output/0`, ..., `8x128/mutated/0`, `8x128/state/3`, `8x128/state-at/3` of entry
-    `forward`, `decode/8x128/input/0`, ... of others.  `self_tests` by entry."""
+    """Writes exam.safetensors.  `self_tests` are by entry.  Names for entry `forward`: `8x128/input/0`, `8x128/output/0`,
+    `8x128/mutated/0`, `8x128/state/3`, `8x128/state-at/3`.  Names of other entries begin with the entry: `decode/8x128/input/0`."""
     with open(path, "wb") as file:
         safetensors_writer.write(file, _tensors_by_name(self_tests))
 
 
 def replace_self_tests(path: Path, self_tests: Mapping[str, Sequence[KeySelfTest]]) -> None:
-    """Writes the self-tests of some int_keys over those in the file."""
-    known = safetensors.Mapped(str(path), path.name)
+    """Replaces the self-tests of some int_keys in the file."""
+    stored = safetensors.Mapped(str(path), path.name)
     new = path.with_name(f"{path.name}.new")
     try:
-        kept = {name: (row.dtype, row.shape, partial(known.data, name)) for name, row in known.entries.items()}
+        old_tensors = {name: (row.dtype, row.shape, partial(stored.data, name)) for name, row in stored.entries.items()}
         with open(new, "wb") as file:
-            safetensors_writer.write(file, {**kept, **_tensors_by_name(self_tests)})
+            safetensors_writer.write(file, {**old_tensors, **_tensors_by_name(self_tests)})
     finally:
-        known.close()
+        stored.close()
     new.replace(path)
 
 
 def read_self_test(path: Path, manifest: Manifest, entry: EntrySpec, key: IntKey) -> KeySelfTest:
-    """The self-test of an int_key of an entry from the file."""
+    """Reads the self-test of an int_key of an entry from the file."""
     stored = safetensors.Mapped(str(path), path.name)
     try:
 
@@ -175,7 +171,7 @@ def read_self_test(path: Path, manifest: Manifest, entry: EntrySpec, key: IntKey
 
 
 def _tensors_by_name(self_tests: Mapping[str, Sequence[KeySelfTest]]) -> dict[str, safetensors_writer.Tensor]:
-    """The tensors of self-tests by their names in the file."""
+    """Returns the tensors of self-tests by their names in the file."""
     tensors: dict[str, safetensors_writer.Tensor] = {}
     for entry, self_test in [(entry, self_test) for entry, entry_tests in self_tests.items() for self_test in entry_tests]:
         for kind, values in (
@@ -195,14 +191,14 @@ def _first_state(prepared: Prepared) -> dict[str, torch.Tensor]:
 
 
 def _changed(rows: Sequence[Weight], before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]) -> tuple[Changed, ...]:
-    """The runs of every row of memory state.  `before`: what the weights held, by name; `after`: flat, in memory order."""
+    """Returns the changes of every row of memory state.  `before` has tensors by name; those of `after` are flat."""
     return tuple(
         [(index, *changes(flat(before[row.name], row), after[row.name])) for index, row in enumerate(rows) if row.memory == "state"]
     )
 
 
 def flat(value: torch.Tensor, row: Weight) -> torch.Tensor:
-    """The elements in the order of memory that the row's strides say."""
+    """Returns the elements on the CPU, flat, in the memory order of the row's strides."""
     order = sorted(range(value.dim()), key=lambda axis: (-row.strides[axis], axis))
     return value.detach().cpu().permute(order).contiguous().reshape(-1)
 
@@ -212,7 +208,7 @@ def _tensors(values: Sequence[Value], data: Sequence[bytes]) -> tuple[torch.Tens
 
 
 def from_bytes(data: bytes, dtype: str) -> torch.Tensor:
-    """The elements of a dtype, flat."""
+    """Returns the elements of this dtype in `data` as a flat tensor."""
     kind = getattr(torch, dtype)
     return torch.frombuffer(bytearray(data), dtype=kind) if data else torch.empty(0, dtype=kind)
 

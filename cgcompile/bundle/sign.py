@@ -1,4 +1,4 @@
-"""sign: an ed25519 signature over the bytes of a bundle's manifest."""
+"""Signs bundles: an ed25519 signature over the bytes of the manifest."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def sign(path: str | os.PathLike[str], key: str | os.PathLike[str]) -> Signed:
     bundle = Archive(folder)
     verify.check_bundle(bundle, "full")
     public: bytes = private.public_key().public_bytes_raw()
-    place = os.path.join(folder, SIGNATURE)
-    before = os.path.lexists(place)
-    _write(place, public + private.sign(bundle.text))
-    return Signed(manifest=bundle.manifest, key=public, replaced=before)
+    signature_path = os.path.join(folder, SIGNATURE)
+    existed = os.path.lexists(signature_path)
+    _write(signature_path, public + private.sign(bundle.text))
+    return Signed(manifest=bundle.manifest, key=public, replaced=existed)
 
 
 def _private_key(path: str) -> Any:
@@ -64,15 +64,15 @@ def _private_key(path: str) -> Any:
     return key
 
 
-def _write(place: str, data: bytes) -> None:
-    """Puts the signature's file in place: a reader finds the old or the new one, never half of it."""
-    temporary = f"{place}.{uuid4().hex[:8]}"
+def _write(path: str, data: bytes) -> None:
+    """Writes the signature file atomically."""
+    temporary = f"{path}.{uuid4().hex[:8]}"
     try:
         with open(temporary, "xb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, place)
+        os.replace(temporary, path)
     except BaseException:
         if os.path.exists(temporary):
             os.unlink(temporary)

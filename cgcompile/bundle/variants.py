@@ -1,7 +1,7 @@
-"""Several bundles of one model, each for another GPU or level of processors, made one with a variant for each.
+"""Joins several bundles of one model, for different GPUs or CPU levels, into one bundle with a variant for each.
 
-Weights, the exported program and the inputs and expected outputs of the self-test stand once.  What a variant has to itself lies in
-folders of its name: `graphs/sm_90/`, `host/x86-64-v3/`.  Kernel images are known by their hashes, and shared.
+The variants share weights, exported programs, and the inputs and expected outputs of the self-test.  Other files are in folders
+with the variant's name: `graphs/sm_90/`, `host/x86-64-v3/`.  Kernel images have names from their hashes, and are shared.
 """
 
 from __future__ import annotations
@@ -26,17 +26,15 @@ from ..errors import BuildError
 from . import manifest_text
 
 APART = (file_names.GRAPHS, file_names.HOST)
-"""Folders whose files are one variant's."""
+"""Folders whose files belong to a single variant."""
 
 EXPLAINED = "kernels.json"
-"""For people: which configuration each kernel of a variant has."""
+"""File for users: the configuration of each kernel of a variant."""
 
 
 def join_variants(folders: Sequence[Path], out: Path) -> tuple[Manifest, ...]:
-    """Writes the bundle in each of `folders` as a variant of the one in `out`, an empty folder; the manifests in the same order.
-
-    Raises variants-differ where weights or expected outputs are not the same for all.
-    """
+    """Writes the bundles in `folders` as variants of one bundle in `out`, an empty folder.  Returns their manifests in order.
+    Raises variants-differ if weights or expected outputs differ between bundles."""
     manifests = [archive.read_manifest(str(folder)) for folder in folders]
     with ExitStack() as stack:
         files = [_Files(stack, folder) for folder in folders]
@@ -58,7 +56,7 @@ def join_variants(folders: Sequence[Path], out: Path) -> tuple[Manifest, ...]:
 
 
 class _Files:
-    """The mapped safetensors files of one bundle, by name; a file that it lacks has no tensors."""
+    """The memory-mapped safetensors files of one bundle, by name.  A missing file has no tensors."""
 
     def __init__(self, stack: ExitStack, folder: Path) -> None:
         self.mapped: dict[str, Mapped] = {}
@@ -79,20 +77,18 @@ class _Files:
 def _shared_weights(
     manifests: Sequence[Manifest], files: Sequence[_Files]
 ) -> tuple[dict[str, dict[str, safetensors_writer.Tensor]], list[dict[str, str]]]:
-    """The tensors of the files that all variants read, and by variant the new names of weights that others hold otherwise.
-
-    These are tables and constants of the build's: a weight that an update may change has the same contents in all.
-    """
+    """Returns the tensors by shared file, and for each variant the new names of weights that differ between variants.  Only tables
+    and constants of the build may differ.  A weight that an update can change must be equal in all variants."""
     stored: dict[str, dict[str, safetensors_writer.Tensor]] = {file_names.WEIGHTS: {}, file_names.TABLES: {}}
     renamed: list[dict[str, str]] = []
     for manifest, variant_files in zip(manifests, files, strict=True):
         frozen = {manifest.weights[row.weight].tensor for row in manifest.frozen if row.reason == "constant"}
         names: dict[str, str] = {}
-        for file, known in stored.items():
+        for file, shared in stored.items():
             for name in variant_files.names(file):
                 tensor = variant_files.tensor(file, name)
-                if name not in known or _same(known[name], tensor):
-                    known.setdefault(name, tensor)
+                if name not in shared or _same(shared[name], tensor):
+                    shared.setdefault(name, tensor)
                     continue
                 if name not in frozen:
                     raise BuildError(
@@ -102,7 +98,7 @@ def _shared_weights(
                         "let model() give the same weights every time: load them from a file, or seed what draws them",
                     )
                 names[name] = f"{variant_name(manifest.target)}.{name}"
-                known[names[name]] = tensor
+                shared[names[name]] = tensor
         renamed.append(names)
     return stored, renamed
 
@@ -112,11 +108,11 @@ def _same(one: safetensors_writer.Tensor, other: safetensors_writer.Tensor) -> b
 
 
 def _write_self_test(manifests: Sequence[Manifest], files: Sequence[_Files], out: Path) -> None:
-    """The first variant's self-test, which all others compare with, too."""
+    """Writes the self-test of the first variant.  Raises variants-differ if another variant's differs."""
     positions = [_new_positions(manifest, manifests[0]) for manifest in manifests]
     first = _numbered(files[0], positions[0])
-    for manifest, variant_files, moved in zip(manifests[1:], files[1:], positions[1:], strict=True):
-        tensors = _numbered(variant_files, moved)
+    for manifest, variant_files, variant_positions in zip(manifests[1:], files[1:], positions[1:], strict=True):
+        tensors = _numbered(variant_files, variant_positions)
         other = next((name for name in first if name not in tensors or not _same(first[name], tensors[name])), None)
         if other is not None or first.keys() != tensors.keys():
             raise BuildError(
@@ -130,19 +126,19 @@ def _write_self_test(manifests: Sequence[Manifest], files: Sequence[_Files], out
 
 
 def _numbered(files: _Files, positions: Mapping[int, int]) -> dict[str, safetensors_writer.Tensor]:
-    """The tensors of a self-test, with the new positions of the weights in the names of state."""
+    """Returns the tensors of a self-test.  Their names have the new positions of the weights that are state."""
     tensors = {}
     for name in files.names(file_names.SELF_TEST):
         before, kind, last = name.rsplit("/", 2)
-        index, dot, part = last.partition(".")  # 0.hashes of a tensor that is condensed
+        index, dot, part = last.partition(".")  # `0.hashes` for a condensed tensor
         number = positions[int(index)] if kind in ("state", "state-at") else int(index)
         tensors[f"{before}/{kind}/{number}{dot}{part}"] = files.tensor(file_names.SELF_TEST, name)
     return tensors
 
 
 def _new_positions(manifest: Manifest, first: Manifest) -> dict[int, int]:
-    """Where each weight stands among those of a variant: state comes first, in the order that all variants share, since the
-    self-test names it by its position."""
+    """Maps the old position of each weight to its new one.  State comes first, in an order that all variants share, because the
+    self-test refers to state by position."""
     state = [row.name for row in first.weights if row.memory == "state"]
     order = sorted(
         range(len(manifest.weights)),
@@ -152,41 +148,42 @@ def _new_positions(manifest: Manifest, first: Manifest) -> dict[int, int]:
 
 
 def _ordered(manifest: Manifest, first: Manifest) -> Manifest:
-    """The manifest with its weights in that order."""
-    moved = _new_positions(manifest, first)
-    state = [index for index, row in enumerate(manifest.weights) if row.memory == "state"]  # the last that a self-test compares
-    turned = [state.index(old) for old in moved if old in state]
-    weights: list[Weight] = [manifest.weights[old] for old in moved]
+    """Returns the manifest with its weights, and all references to them, in the new order."""
+    positions = _new_positions(manifest, first)
+    state = [index for index, row in enumerate(manifest.weights) if row.memory == "state"]  # a self-test compares them last
+    state_order = [state.index(old) for old in positions if old in state]
+    weights: list[Weight] = [manifest.weights[old] for old in positions]
     entries = [
         replace(
             entry,
-            mutated_buffers=tuple(sorted([moved[index] for index in entry.mutated_buffers])),
+            mutated_buffers=tuple(sorted([positions[index] for index in entry.mutated_buffers])),
             aliases=tuple(
                 [
-                    replace(alias, index=moved[alias.index]) if alias.memory in ("weights", "state") else alias
+                    replace(alias, index=positions[alias.index]) if alias.memory in ("weights", "state") else alias
                     for alias in entry.aliases
                 ]
             ),
-            self_test=_turned(entry.self_test, turned),
+            self_test=_reordered(entry.self_test, state_order),
         )
         for entry in manifest.entries
     ]
     regions = [
-        replace(region, constants=tuple([(name, moved[index]) for name, index in region.constants])) for region in manifest.regions
+        replace(region, constants=tuple([(name, positions[index]) for name, index in region.constants]))
+        for region in manifest.regions
     ]
-    frozen = sorted([replace(row, weight=moved[row.weight]) for row in manifest.frozen], key=lambda row: row.weight)
-    random = None if manifest.random is None else moved[manifest.random]
+    frozen = sorted([replace(row, weight=positions[row.weight]) for row in manifest.frozen], key=lambda row: row.weight)
+    random = None if manifest.random is None else positions[manifest.random]
     return replace(
         manifest, weights=tuple(weights), entries=tuple(entries), regions=tuple(regions), frozen=tuple(frozen), random=random
     )
 
 
-def _turned(test: SelfTest, turned: Sequence[int]) -> SelfTest:
-    """The self-test with the bounds and errors of state in the new order."""
+def _reordered(test: SelfTest, state_order: Sequence[int]) -> SelfTest:
+    """Returns the self-test with the bounds and errors of state in the new order."""
 
     def order(numbers: tuple[float, ...]) -> tuple[float, ...]:
-        begin = len(numbers) - len(turned)
-        return (*numbers[:begin], *[numbers[begin + old] for old in turned]) if numbers else ()
+        begin = len(numbers) - len(state_order)
+        return (*numbers[:begin], *[numbers[begin + old] for old in state_order]) if numbers else ()
 
     proofs = tuple([replace(proof, errors=order(proof.errors)) for proof in test.proofs])
     return replace(test, bounds=order(test.bounds), proofs=proofs)
@@ -203,7 +200,7 @@ def _renamed(manifest: Manifest, names: Mapping[str, str]) -> Manifest:
 
 
 def _moved(manifest: Manifest, folder: Path, out: Path) -> Manifest:
-    """Copies what is the variant's alone, and the images, to `out`; the manifest with the new paths."""
+    """Copies the images and the files of the variant to `out`.  Returns the manifest with the new paths."""
     name = variant_name(manifest.target)
     paths = {file.path: _place(file.path, name) for file in manifest.files if file.path.startswith((*APART, file_names.KERNELS))}
     for path, place in paths.items():
@@ -228,8 +225,8 @@ def _moved(manifest: Manifest, folder: Path, out: Path) -> Manifest:
 
 
 def _place(path: str, name: str) -> str:
-    folder, _, rest = path.partition("/")
-    return path if f"{folder}/" == file_names.KERNELS else f"{folder}/{name}/{rest}"
+    folder, _, subpath = path.partition("/")
+    return path if f"{folder}/" == file_names.KERNELS else f"{folder}/{name}/{subpath}"
 
 
 def _copy(file: Path, place: Path) -> None:
@@ -239,11 +236,11 @@ def _copy(file: Path, place: Path) -> None:
 
 
 def _sealed(variants: Sequence[Manifest], out: Path) -> tuple[Manifest, ...]:
-    """The variants with all files of `out`, written and read back as if a stranger had written them.  Raises bundle-refused."""
-    first, described = variants[0], manifest_text.describe_files(str(out))
+    """Writes the manifests of the variants with all files of `out`, and checks the bundle.  Raises bundle-refused."""
+    first, rows = variants[0], manifest_text.describe_files(str(out))
     options = dict(first.provenance.options) | {"target": ",".join([variant_name(variant.target) for variant in variants])}
     origin = replace(first.provenance, options=tuple(options.items()))
-    sealed = tuple([replace(variant, name=first.name, provenance=origin, files=described) for variant in variants])
+    sealed = tuple([replace(variant, name=first.name, provenance=origin, files=rows) for variant in variants])
     (out / file_names.MANIFEST).write_bytes(manifest_text.encode(*sealed))
     bundle = Archive(str(out))
     try:

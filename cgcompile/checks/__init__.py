@@ -1,5 +1,6 @@
-"""What a model does that a CUDA graph cannot replay, as findings: pure functions over the exported program, a rule each.
-`rules` is the table; `findings` runs it and refuses; `host_placement` says what runs on the host.
+"""Finds what a CUDA graph cannot replay in a model.  Each rule is a pure function over the exported program.
+
+`rules` is the table of rules.  `findings` runs them and refuses a build.  `host_placement` says which operations run on the host.
 """
 
 from __future__ import annotations

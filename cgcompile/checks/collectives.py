@@ -1,4 +1,4 @@
-"""A rule about collectives: what goes between the ranks of a model over several devices."""
+"""The rule about collectives between the ranks of a model over several devices."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ KNOWN = {
     "all_reduce": 2, "all_gather_into_tensor": 2, "reduce_scatter_tensor": 3, "all_to_all_single": 3, "broadcast": 2,
     "wait_tensor": None,
 }  # fmt: skip
-"""Operators of `_c10d_functional` that bundles hold, with the place of the group among their arguments."""
+"""Supported operators of `_c10d_functional`, with the position of the group among their arguments."""
 
 REDUCED = {"all_reduce": 1, "reduce_scatter_tensor": 1}
-"""Those that add up, with the place of the reduction's name."""
+"""Operators with a reduction, and the position of its name among their arguments."""
 
 SUMS = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -54,18 +54,18 @@ def unknown_collective(context: RuleContext) -> Iterable[Finding]:
 
 
 def _reason(node: Node, *, nested: bool) -> str:
-    """What keeps a collective out of a bundle, or ""."""
+    """Says why a bundle does not support a collective, or returns ""."""
     name = node.target.name().partition("::")[2].partition(".")[0]
     if node.target.namespace != "_c10d_functional" or name not in KNOWN:
         return "no kernel of ours does that"
     if nested:
         return "in a branch or a loop, which ranks may leave at different times"
-    place = KNOWN[name]
-    if place is None:
+    group_position = KNOWN[name]
+    if group_position is None:
         return ""
     if not torch.distributed.is_initialized():
         return "the model is built for one device"
-    if node.args[place] != torch.distributed.group.WORLD.group_name:
+    if node.args[group_position] != torch.distributed.group.WORLD.group_name:
         return "over a part of the ranks"
     if name in REDUCED:
         if node.args[REDUCED[name]] != "sum":

@@ -1,4 +1,4 @@
-"""What the rules are given, and how they say what they found."""
+"""The input of the rules, and helpers that make findings."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from ..model.side_effects import Obstacle
 from ..model.user_code import called_from, place
 
 Severity = Literal["refuse", "host", "note"]
-"""As in `Finding`."""
+"""The severities of `Finding`."""
 
 REFUSE: Literal["refuse"] = "refuse"
 HOST: Literal["host"] = "host"
 NOTE: Literal["note"] = "note"
-"""Severities: stops a build; puts a node on the host; information."""
+"""The severities: refuse stops a build, host moves a node to the host, note is information."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RuleContext:
-    """`program`: the one of the exported that is looked at.  `functionalized`: the signature of its functional form; only there are
-    writes in place listed.
+    """The input of a rule: a program and what is known about it.
 
-    `conditionals`: branches and loops of a program become conditional nodes of its graph, as far as these can hold them.
-    `cross_compiled`: no GPU captures it.
-    `moved` and `data_dependent` follow an obstacle to the host (host_placement.py), `fallback_ops` the user keeps there.
+    `program` is one of the programs in `exported`.  `functionalized` is the signature of its functional form, which lists
+    mutations.  `conditionals`: the recorder creates conditional nodes for branches and loops.  `cross_compiled`: no GPU captures
+    the program.  `moved` and `data_dependent` are nodes that an obstacle can take to the host (host_placement.py).  `fallback_ops`
+    are operators that the user keeps on the host.
     """
 
     exported: Exported
@@ -47,15 +47,15 @@ class RuleContext:
     data_dependent: frozenset[str]
 
     def calls(self) -> Iterator[tuple[Node, str]]:
-        """Every operation, with the name of the node of the program that it is a part of."""
+        """Yields every operation, with the name of the top-level node that contains it."""
         return all_calls(self.program.graph_module)
 
     def obstacles(self, rule: str) -> Iterator[Obstacle]:
-        """What a call of the model showed for a rule, and no operation shows."""
+        """Yields the obstacles of a rule that a call of the model showed, but no operation shows."""
         return (obstacle for obstacle in self.exported.obstacles if obstacle.rule == rule)
 
     def effect(self, name: str) -> str:
-        """What a finding of severity host leads to: the node of this name and what takes its value go to the host."""
+        """Says the effect of a finding of severity host: this node and the nodes that use its value run on the host."""
         nodes = {node.name: node for node in self.program.graph.nodes}
         followers: set[str] = set()
         waiting = [nodes[name]] if name in nodes else []
@@ -64,14 +64,15 @@ class RuleContext:
                 if user.name not in followers and (user.name in self.data_dependent or user.name in self.moved):
                     followers.add(user.name)
                     waiting.append(user)
-        after = sum(computes(nodes[follower]) for follower in followers)
-        if not after:
+        n_followers = sum(computes(nodes[follower]) for follower in followers)
+        if not n_followers:
             return "this operation runs on the host between two graphs"
-        return f"this operation and the {'one' if after == 1 else after} after it run on the host between two graphs"
+        return f"this operation and the {'one' if n_followers == 1 else n_followers} after it run on the host between two graphs"
 
 
 def all_calls(module: torch.fx.GraphModule, top: str = "") -> Iterator[tuple[Node, str]]:
-    """Every operation of a program, with the name of its node `top` that it is a part of (itself for "")."""
+    """Yields every operation of a module, with the name of the top-level node that contains it.  `top` is the name of this node for
+    a nested module, "" for the program itself."""
     for node in module.graph.nodes:
         if node.op == "call_function":
             yield node, top or node.name
@@ -82,7 +83,7 @@ def all_calls(module: torch.fx.GraphModule, top: str = "") -> Iterator[tuple[Nod
 
 
 def computes(node: Node) -> bool:
-    """Whether a node is an operation that a reader would count: no element of a list, no size, no assertion."""
+    """Returns whether a node is an operation that a user would count: not a list element, size or assertion."""
     return node.op == "call_function" and (
         isinstance(node.target, torch._ops.HigherOrderOperator)
         or (isinstance(node.target, torch._ops.OpOverload) and not re.search(r"::(_?assert|sym_|_assert)", node.target.name()))
@@ -92,8 +93,8 @@ def computes(node: Node) -> bool:
 def finding(
     rule: str, severity: Severity, message: str, at: Node | Obstacle | None, effect: str, fix: str, node: str = ""
 ) -> Finding:
-    """A finding at a node of the program, at an obstacle, or about the whole model (None).  `node` names the node of the
-    program that `at` is a part of."""
+    """Creates a finding at a node or an obstacle, or about the whole model (`at` is None).  `node` is the name of the top-level
+    node that contains `at`."""
     where, source = (at.where, at.source) if isinstance(at, Obstacle) else place(at)
     name = node or (at.name if isinstance(at, Node) else "")
     message += called_from(at) if isinstance(at, Node) and severity != NOTE else ""
@@ -101,7 +102,7 @@ def finding(
 
 
 def operator(node: Node) -> str:
-    """`nonzero` for aten.nonzero.default, `mylib.op` for another library's."""
+    """Returns `nonzero` for aten.nonzero.default, and `mylib.op` for an operator of another library."""
     target = node.target
     if isinstance(target, torch._ops.OpOverload):
         packet = target.name().partition(".")[0].replace("::", ".")

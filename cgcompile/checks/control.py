@@ -11,7 +11,7 @@ from ..export.higher_order.conditionals import COND, CONTROL_FLOW, WHILE, higher
 from .context import HOST, NOTE, RuleContext, finding
 
 WHOLE = {COND: ", and both branches run there", WHILE: ", and every iteration runs there"}
-"""What becomes of a branch or a loop with something of the host's inside."""
+"""Texts for a branch or a loop with an operation inside that must run on the host."""
 
 
 def control_flow(context: RuleContext) -> Iterable[Finding]:
@@ -47,12 +47,13 @@ def control_flow(context: RuleContext) -> Iterable[Finding]:
 
 
 def with_moved_control_flow(findings: Sequence[Finding], placed: Collection[str]) -> tuple[Finding, ...]:
-    """The findings, with branches and loops that are `placed` on the host after all: for something inside of them, or around."""
-    inside = {cause.node: cause for cause in reversed(findings) if cause.severity == HOST and cause.rule != "control-flow"}
+    """Changes the findings of branches and loops in `placed` to severity host.  They run on the host because of an operation inside
+    them, or of one that they depend on."""
+    inner_causes = {cause.node: cause for cause in reversed(findings) if cause.severity == HOST and cause.rule != "control-flow"}
 
     def moved(finding: Finding) -> Finding:
         name = finding.message.rpartition(" ")[2]
-        cause = inside.get(finding.node)
+        cause = inner_causes.get(finding.node)
         cause_text = ", ".join(filter(None, [cause.rule, cause.where])) if cause else ""
         why = f"an operation inside it runs on the host ({cause_text})" if cause_text else "it is tied to an operation on the host"
         return replace(

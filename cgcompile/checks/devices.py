@@ -1,4 +1,4 @@
-"""Rules about where the user's code puts its tensors; model/devices/tracking.py leaves markers in the program for the moves."""
+"""Rules about where the user's code puts its tensors.  model/devices/tracking.py adds markers for moves to the program."""
 
 from __future__ import annotations
 
@@ -58,17 +58,18 @@ def cpu_operation(context: RuleContext) -> Iterable[Finding]:
 
 
 def _asserted(node: Node) -> bool:
-    """Whether a copy is made for an assertion alone."""
+    """Returns whether a copy is used only by assertions."""
     return all(user.target in TENSOR_ASSERTIONS for user in node.users)
 
 
 def _made_there(context: RuleContext, node: Node) -> bool:
-    """Whether a marker stands for `device="cpu"`, not for a copy: what it takes is nowhere else."""
+    """Returns whether a marker is for `device="cpu"` and not for a copy: its input is computed on the CPU."""
     return context.moved.get(node.all_input_nodes[0].name) == CPU_OPERATION
 
 
 def _takes_moved(context: RuleContext, node: Node) -> bool:
-    """Whether an operation takes what is on the CPU, and is told apart from what put it there: it stands at another line."""
+    """Returns whether an operation uses a tensor on the CPU, at another source line than the one that put it there.  An operation
+    whose result is copied to the CPU does not count."""
     sources = [source for source in node.all_input_nodes if source.name in context.moved]
     host_copy = any(user.target is TO_HOST for user in node.users)
     return bool(sources) and not host_copy and not any(place(node)[0] and place(node)[0] == place(source)[0] for source in sources)

@@ -1,4 +1,4 @@
-"""All findings of a program, and those that stop a build."""
+"""Collects the findings of all programs, and refuses a build."""
 
 from __future__ import annotations
 
@@ -21,16 +21,13 @@ from .randomness import with_moved_draws
 from .rules import RULES
 
 GPU_ONLY = frozenset({"several-devices", "pinned-memory"})
-"""Rules that mean nothing where everything is on the host."""
+"""Rules without a meaning if everything runs on the host."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Checked:
-    """`findings` in the order of the rules.
-
-    By int_key: `placements`, the nodes of its program that must be on the host beside a GPU, with the reasons; `functionalized`,
-    the signature of its program's functional form.
-    """
+    """The findings, in order of the rules, and by int_key the results for its program.  `placements` has the nodes that must run on
+    the host beside a GPU, with the reasons.  `functionalized` has the signature of the program's functional form."""
 
     findings: tuple[Finding, ...]
     placements: Mapping[IntKey, Mapping[str, str]]
@@ -38,7 +35,7 @@ class Checked:
 
     @property
     def on_host(self) -> int:
-        """The number of operations that must be on the host, at the int_key where they are most."""
+        """The largest number of operations of an int_key that must run on the host."""
         return max(len(placed) for placed in self.placements.values())
 
 
@@ -50,14 +47,14 @@ def check(
     conditionals: bool = False,
     cross_compiled: bool = False,
 ) -> Checked:
-    """All findings of all rules, over all programs.
+    """Applies all rules to all programs.
 
-    `target`: "cuda" or "cpu".  The cpu target is one host region: what severity host means for a GPU does not exist there.
-    `conditionals`: the recorder makes conditional nodes.  `cross_compiled`: no GPU captures it.
-    `fallback_ops`: operators that the user keeps on the host, as `aten.topk`,
-    `mylib::op` or `mylib.op.default`.
-    Raises fallback-op-unknown for one that the program does not call, and export-failed for a program that torch cannot make
-    functional.
+    `target` is "cuda" or "cpu".  On the cpu target everything is one host region, so findings of severity host are omitted.
+    `conditionals`: the recorder creates conditional nodes.  `cross_compiled`: no GPU captures the program.  `fallback_ops` are
+    operators that the user keeps on the host: `aten.topk`, `mylib::op` or `mylib.op.default`.
+
+    Raises fallback-op-unknown for an operator that no program calls, and export-failed for a program that torch cannot
+    functionalize.
     """
     check_fallback_ops([program for _, program in exported.programs.distinct], fallback_ops)
     checked_programs = {
@@ -76,7 +73,7 @@ def check(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _CheckedProgram:
-    """What Checked says, of one program."""
+    """The fields of `Checked`, for one program."""
 
     findings: tuple[Finding, ...]
     placements: Mapping[str, str]
@@ -100,9 +97,9 @@ def _check_program(
     )
     program_findings = tuple([finding for rule in RULES for finding in rule(context)])
     if target == "cpu":
-        kept = tuple([finding for finding in program_findings if finding.severity != HOST and finding.rule not in GPU_ONLY])
-        kept += tuple(operators_without_code(program))
-        return _CheckedProgram(findings=kept, placements={}, functionalized=functionalized)
+        cpu_findings = tuple([finding for finding in program_findings if finding.severity != HOST and finding.rule not in GPU_ONLY])
+        cpu_findings += tuple(operators_without_code(program))
+        return _CheckedProgram(findings=cpu_findings, placements={}, functionalized=functionalized)
     placed = placements(program.graph, program_findings, context.data_dependent, context.moved)
     program_findings = with_moved_draws(with_moved_control_flow(program_findings, placed), placed, program)
     program_findings += tuple(operators_without_code(program, placed)) if placed else ()
@@ -110,14 +107,12 @@ def _check_program(
 
 
 def merged_findings(per_key: Mapping[IntKey, tuple[Finding, ...]], sizes: Mapping[str, tuple[int, ...]]) -> tuple[Finding, ...]:
-    """The findings of several programs, each once, by their int_keys; one that not all programs have says where it holds.
-
-    The same operation has other names in other programs: what is compared is the rule, its message and the user's line.
-    """
+    """Merges the findings of several programs.  A finding that only some programs have names its int_keys.  The same operation has
+    different names in different programs.  So findings are equal if rule, message and source line are."""
     if len(per_key) == 1:
         return next(iter(per_key.values()))
     same: dict[tuple[str, str, str, str], dict[IntKey, list[Finding]]] = {}
-    for key, findings in reversed(list(per_key.items())):  # of the largest int_key, whose regions a report shows
+    for key, findings in reversed(list(per_key.items())):  # the largest int_key first: a report shows its regions
         for finding in findings:
             same.setdefault((finding.rule, finding.message, finding.where, finding.source), {}).setdefault(key, []).append(finding)
     order = {rule: place for place, rule in enumerate(rule.__name__ for rule in RULES)}
@@ -131,17 +126,15 @@ def merged_findings(per_key: Mapping[IntKey, tuple[Finding, ...]], sizes: Mappin
 
 
 def _keys_text(keys: Sequence[IntKey], sizes: Mapping[str, tuple[int, ...]]) -> str:
-    """`batch=1, seq=32; batch=8, seq=32`, of three keys at most."""
-    said = [", ".join([f"{name}={size}" for name, size in zip(sizes, key, strict=True)]) for key in keys[:3]]
-    return "; ".join(said) + (f", and {len(keys) - 3} more" if len(keys) > 3 else "")
+    """Returns `batch=1, seq=32; batch=8, seq=32`, for at most three int_keys."""
+    key_texts = [", ".join([f"{name}={size}" for name, size in zip(sizes, key, strict=True)]) for key in keys[:3]]
+    return "; ".join(key_texts) + (f", and {len(keys) - 3} more" if len(keys) > 3 else "")
 
 
 def refuse(checked: Checked, strict: bool, allow: Sequence[str], specialize: str) -> None:
-    """Raises `refused` for what stops a build.
-
-    That is: findings of severity refuse, and of severity host when `strict`; rules in `allow` that cannot be allowed; operations on
-    the host beside specialize="shared".
-    """
+    """Raises check-refused if the findings stop a build.  These are findings of severity refuse, and with `strict` those of
+    severity host.  With specialize="shared", any operation on the host stops it.  Allowing such a rule with `allow` has no effect:
+    the error says so."""
     _refuse_findings(checked.findings, strict, allow)
     count = checked.on_host
     if count and specialize == "shared":
@@ -156,8 +149,8 @@ def _refuse_findings(findings: Sequence[Finding], strict: bool, allow: Sequence[
     stopping = [f for f in findings if f.severity == REFUSE or (strict and f.severity == HOST)]
     if not stopping:
         return
-    first, more = stopping[0], len(stopping) - 1
+    first, n_more = stopping[0], len(stopping) - 1
     if first.rule in allow:
         raise ModelError("check-refused", f"allow {first.rule!r}: this refusal cannot be allowed: {first.effect}", first.fix)
-    rest = f" (and {more} more finding{'s' if more > 1 else ''})" if more else ""
-    raise ModelError("check-refused", f"{first.where or 'model'}: {first.rule}: {first.message}: {first.effect}{rest}", first.fix)
+    tail = f" (and {n_more} more finding{'s' if n_more > 1 else ''})" if n_more else ""
+    raise ModelError("check-refused", f"{first.where or 'model'}: {first.rule}: {first.message}: {first.effect}{tail}", first.fix)

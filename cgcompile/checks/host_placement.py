@@ -1,8 +1,8 @@
-"""Which operations of a program run on the host, and why: what the partitioner is given.
+"""Decides which operations of a program run on the host, and why.  The result is an input of the partitioner.
 
-Beside those with a finding, two kinds follow.  *data-dependent*: its value, or one that it takes, depends on data by itself (a
-number that the host read), or in its size, strides or offset.  Such values never cross to a graph, whose kernels have fixed grids
-and pointers.  *moved*: the user's code computes on the CPU, between the markers.
+Two kinds of operations without a finding run there too.  *data-dependent*: the value, size, strides or offset of an input or output
+depends on data.  A graph cannot take such values, because its kernels have fixed grids and pointers.  *moved*: the user's code
+computes on the CPU, between two markers.
 
 Private interface (torch 2.11, 2.13): `torch.fx.experimental.symbolic_shapes.free_unbacked_symbols`.
 """
@@ -35,13 +35,13 @@ Source: `data_dependent_nodes` in this file.
 
 
 TENSOR_ASSERTIONS = (torch.ops.aten._assert_async.default, torch.ops.aten._assert_async.msg)
-"""Assertions about a tensor: where that is on the host, they are checked there."""
+"""Assertions about a tensor.  If it is on the host, they run there."""
 
 
 def placements(
     graph: Graph, findings: Sequence[Finding], data_dependent: frozenset[str], moved: Mapping[str, str]
 ) -> dict[str, str]:
-    """node name -> rule, for every operation of `graph` that runs on the host; empty without findings of severity host."""
+    """Maps node names to rules, for the operations on the host.  Empty without findings of severity host."""
     causes = {finding.node: finding.rule for finding in findings if finding.severity == "host" and finding.node}
     if not causes:
         return {}
@@ -50,7 +50,7 @@ def placements(
 
 
 def unbacked(value: Any) -> frozenset[Any]:
-    """The symbols of sizes and numbers in a value that only data decides."""
+    """Returns the unbacked symbols in a value: sizes and numbers that depend on data."""
     symbols: set[Any] = set()
     for leaf in tree_leaves(value):
         if isinstance(leaf, torch.Tensor | torch.SymInt | torch.SymFloat | torch.SymBool):
@@ -59,18 +59,18 @@ def unbacked(value: Any) -> frozenset[Any]:
 
 
 def depends(node: Node) -> frozenset[Any]:
-    """The unbacked symbols of a node's value."""
+    """Returns the unbacked symbols of a node's value."""
     return unbacked(node.meta.get("val"))
 
 
 def introduces_symbols(node: Node) -> bool:
-    """Whether a node's value depends on data in a way that none of its inputs does."""
+    """Returns whether a node's value has unbacked symbols that none of its inputs has."""
     symbols = depends(node)
     return bool(symbols) and not symbols <= frozenset().union(*[depends(source) for source in node.all_input_nodes])
 
 
 def data_dependent_nodes(graph: Graph) -> frozenset[str]:
-    """The operations whose value, or one that they take, depends on data in its size or by itself."""
+    """Returns the names of operations with an input or output whose value or size depends on data."""
     sources = {node for node in graph.nodes if depends(node)}
     return frozenset(
         [
@@ -82,10 +82,8 @@ def data_dependent_nodes(graph: Graph) -> frozenset[str]:
 
 
 def moved_nodes(graph: Graph, weights: frozenset[str]) -> Mapping[str, str]:
-    """The operations that the user's code runs on the CPU: node name -> rule.  `weights` names the placeholders of weights.
-
-    What takes only weights, or no tensor, goes to the host when all that use it are there.  A copy that nothing uses is no copy.
-    """
+    """Maps the names of operations that the user's code runs on the CPU to rules.  `weights` are names of placeholders.  An
+    operation without tensors, or with weights only, runs on the host if all its users do.  An unused copy does not count."""
     alive = _alive(graph)
     if not any(node.target is TO_HOST for node in alive):
         return {}
@@ -114,18 +112,18 @@ def _place(node: Node, places: Mapping[Node, str], weights: frozenset[str]) -> s
         return "device"
     sources = [source for source in node.all_input_nodes if has_tensor(source)]
     sides = {places[source] for source in sources}
-    if "host" not in sides or "device" in sides:  # a scalar of the host may be combined with tensors of the device
+    if "host" not in sides or "device" in sides:  # PyTorch combines a scalar on the host with tensors on the device
         return "device" if "device" in sides else "free"
     return "host"
 
 
 def has_tensor(node: Node) -> bool:
-    """Whether a node gives tensors."""
+    """Returns whether the value of a node contains tensors."""
     return any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(node.meta.get("val")))
 
 
 def _alive(graph: Graph) -> frozenset[Node]:
-    """What the outputs need, what writes, and what asserts."""
+    """Returns the nodes that an output, a mutation or an assertion needs."""
     live_nodes: set[Node] = set()
     waiting = [node for node in graph.nodes if node.op == "output" or _acts(node)]
     while waiting:

@@ -1,5 +1,4 @@
-"""Rules about operators that no graph can hold, whatever their sizes: named by PyTorch, tagged by their authors, or chosen by the
-user."""
+"""Rules about operators that no graph supports at any size: listed by PyTorch, tagged by their authors, or named by the user."""
 
 from __future__ import annotations
 
@@ -23,12 +22,12 @@ from .context import HOST, NOTE, REFUSE, RuleContext, all_calls, finding, operat
 aten = torch.ops.aten
 
 INCOMPATIBLE = frozenset({
-    "aten.fused_moving_avg_obs_fake_quant.default",  # what export leaves of the next two
+    "aten.fused_moving_avg_obs_fake_quant.default",  # what export makes of the next two
     "aten._fused_moving_avg_obs_fq_helper.default", "aten._fused_moving_avg_obs_fq_helper_functional.default",
     "fbgemm.dense_to_jagged.default", "fbgemm.jagged_to_padded_dense.default",
 })  # fmt: skip
-"""FORBIDDEN_CUDAGRAPH_OPS of torch/_inductor/utils.py (2.13; in 2.11 the list of get_first_incompatible_cudagraph_node), but for
-what other rules know: reading a scalar, assertions, states of random generators."""
+"""FORBIDDEN_CUDAGRAPH_OPS of torch/_inductor/utils.py (2.13; in 2.11 the list of get_first_incompatible_cudagraph_node), without
+operators of other rules: reads of scalars, assertions, states of random generators."""
 
 WAITING = {
     "aten.linalg_inv.default": "torch.linalg.inv_ex", "aten.inverse.default": "torch.linalg.inv_ex",
@@ -37,8 +36,8 @@ WAITING = {
     "aten.linalg_eigh.default": "", "aten.linalg_eigvalsh.default": "", "aten.linalg_eig.default": "",
     "aten.linalg_eigvals.default": "", "aten.linalg_svd.default": "", "aten.linalg_svdvals.default": "",
 }  # fmt: skip
-"""Decompositions that wait for the GPU to say whether they failed (`_linalg_check_errors` in ATen), with the function that does not
-wait, where there is one.  PyTorch's own lists do not have them."""
+"""Decompositions that wait for the GPU to check for failure (`_linalg_check_errors` in ATen).  The value is the function that does
+not wait, or "".  PyTorch's own lists do not contain them."""
 
 DETERMINISTIC_SCATTER = frozenset({
     "aten._unsafe_index_put.default", "aten._unsafe_masked_index_put_accumulate.default", "aten.index_put.default",
@@ -47,16 +46,15 @@ DETERMINISTIC_SCATTER = frozenset({
     "aten.scatter_reduce.two_out", "aten.scatter_.src", "aten.scatter_.reduce", "aten.scatter_.value_reduce",
     "aten.index_add.default", "aten.index_add_.default",
 })  # fmt: skip
-"""What PyTorch names under deterministic algorithms, and the same operators written in place."""
+"""Operators that PyTorch lists for deterministic algorithms, and their in-place variants."""
 
 INDEX_PUTS = (aten.index_put.default, aten.index_put_.default, aten._unsafe_index_put.default)
 
 WITHOUT_CODE, WITHOUT_KERNEL = "operator-without-code", "operator-without-kernel"
-"""Rules about what an operator runs as: on the host (`operators_without_code`), and when cross-compiled
-(offline/lower/coverage.py)."""
+"""Rules about missing code: on the host (`operators_without_code`), and when cross-compiled (offline/lower/coverage.py)."""
 
 PYTORCH = frozenset({"aten", "prim", "prims", "higher_order", "cgcompile", "inductor", "quantized_decomposed", "_c10d_functional"})
-"""Namespaces whose operators are PyTorch's or ours; those of collectives have a rule of their own."""
+"""Namespaces of PyTorch's and cgcompile's operators.  Collectives have their own rule."""
 
 
 def boolean_index_put(context: RuleContext) -> Iterable[Finding]:
@@ -233,7 +231,7 @@ def operators_without_code(program: ExportedProgram, on_host: Collection[str] | 
     Fix: write it with torch.library.custom_op and PyTorch's own operations, or remove it from the model.
     Source: transforms/inlining.py, which traces those that can be.
     """
-    foreign = {op for op in custom_operators(program) if op._schema.name not in OURS}  # ours are known to be traced
+    foreign = {op for op in custom_operators(program) if op._schema.name not in OURS}  # PyTorch can trace ours
     if not foreign:
         return
     module = program.graph_module
@@ -254,11 +252,11 @@ def operators_without_code(program: ExportedProgram, on_host: Collection[str] | 
 
 
 def check_fallback_ops(programs: Sequence[ExportedProgram], fallback_ops: Sequence[str]) -> None:
-    """Raises fallback-op-unknown for a name that no operation of the programs has, such as a misspelt one."""
-    known = {spelled for program in programs for node, _ in all_calls(program.graph_module) for spelled in _spellings(node)}
+    """Raises fallback-op-unknown for a name that no operation of the programs has."""
+    spellings = {spelled for program in programs for node, _ in all_calls(program.graph_module) for spelled in _spellings(node)}
     for name, plain in zip(fallback_ops, _plain(fallback_ops), strict=True):
-        if plain not in known:
-            near = difflib.get_close_matches(plain, sorted(known), 3, 0.5)
+        if plain not in spellings:
+            near = difflib.get_close_matches(plain, sorted(spellings), 3, 0.5)
             hint = f"it calls {', '.join(near)}" if near else "`cgcompile check` lists the operations of every region"
             raise BuildError("fallback-op-unknown", f"fallback-op {name!r}: the model calls no such operator", hint)
 
@@ -268,7 +266,7 @@ def _plain(names: Sequence[str]) -> list[str]:
 
 
 def _spellings(node: Node) -> set[str]:
-    """`aten.topk` and `aten.topk.default`."""
+    """Returns the names of an operation, such as `aten.topk` and `aten.topk.default`."""
     if isinstance(node.target, torch._ops.OpOverload):
         return {str(node.target), str(node.target.overloadpacket)}
     return {node.target.name()} if isinstance(node.target, torch._ops.HigherOrderOperator) else set()

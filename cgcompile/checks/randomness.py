@@ -1,4 +1,4 @@
-"""Rules about random numbers, and about the mode that draws them."""
+"""Rules about random numbers, and about training mode."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from ..transforms.rng.rewrite import can_rewrite, drawn, draws, generator_buffer
 from .context import NOTE, REFUSE, RuleContext, Severity, finding, operator
 
 INSIDE = "inside this operator only a cross-compiled graph can draw"
-"""What compiled code for a CPU does there ended with a segmentation fault (AOTInductor, torch 2.13)."""
+"""Compiled code for a CPU that draws inside such an operator had a segmentation fault (AOTInductor, torch 2.13)."""
 
 
 def with_moved_draws(findings: Sequence[Finding], placed: Collection[str], program: ExportedProgram) -> tuple[Finding, ...]:
-    """The findings, with draws inside of branches and loops that are `placed` on the host refused."""
+    """Changes the findings of draws inside branches and loops in `placed`, which run on the host, to severity refuse."""
     moved = {node.name for node in program.graph.nodes if is_conditional(node) and node.name in placed}
     return tuple(
         [
@@ -69,7 +69,7 @@ def random_operation(context: RuleContext) -> Iterable[Finding]:
 
 
 def _obstacle(node: Node, top: str) -> str:
-    """Why a random operator cannot be rewritten."""
+    """Says why a random operator cannot be rewritten."""
     if top != node.name:
         return INSIDE
     if node.target in supported():

@@ -1,4 +1,4 @@
-"""Rules about what makes eager PyTorch give another result at every call: a bundle would have the first one for ever."""
+"""Rules about results that change from call to call in eager PyTorch.  A bundle would always return the first one."""
 
 from __future__ import annotations
 

@@ -51,9 +51,9 @@ RULES: tuple[Rule, ...] = (
     sizes.non_tensor_input,
     randomness.training_mode,
 )
-"""Refusals first: the first finding is the one that a build names."""
+"""Refusals come first: a build reports the first finding."""
 
 
 def name(rule: Rule) -> str:
-    """`mutated-buffer`: what a user types at --allow."""
+    """Returns the name of a rule for --allow, such as `mutated-buffer`."""
     return rule.__name__.replace("_", "-")

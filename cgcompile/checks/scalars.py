@@ -1,4 +1,4 @@
-"""Rules about numbers that Python reads out of tensors."""
+"""Rules about numbers that Python reads from tensors."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from .host_placement import TENSOR_ASSERTIONS, depends, introduces_symbols
 aten = torch.ops.aten
 
 READS = (aten.item.default, aten._local_scalar_dense.default)
-"""`.item()`, `int(x)`, `float(x)`, `.tolist()`, and what indexing by a tensor of no dimensions does in PyTorch."""
+"""Operators of `.item()`, `int(x)`, `float(x)` and `.tolist()`, and of indexing by a tensor without dimensions."""
 
 ASSERTIONS = (aten._assert_scalar.default, aten.sym_constrain_range.default, aten.sym_constrain_range_for_size.default)
 
 SELECTS = (aten.select.int, aten.slice.Tensor, aten.narrow.default, aten.select_scatter.default, aten.slice_scatter.default)
-"""What takes a number as an index or a bound."""
+"""Operators that take a number as an index or a bound."""
 
 
 def host_scalar(context: RuleContext) -> Iterable[Finding]:
@@ -44,7 +44,7 @@ def host_scalar(context: RuleContext) -> Iterable[Finding]:
 
 
 def selects(node: Node) -> bool:
-    """Whether all that a number is used for is an index or a bound."""
+    """Returns whether a number is used only as an index or a bound."""
     users = [user for user in node.users if depends(user) or user.target not in ASSERTIONS]
     numbers = [user for user in users if not isinstance(user.target, torch._ops.OpOverload)]
     operators = [user for user in users if isinstance(user.target, torch._ops.OpOverload) and user.target not in ASSERTIONS]

@@ -1,4 +1,4 @@
-"""Rules about sizes that only data decides."""
+"""Rules about sizes that depend on data."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ FIXES = {
     "bincount": "torch.zeros(n).scatter_add_(0, x, torch.ones_like(x)) has a fixed size",
     "_pack_padded_sequence": "run the padded sequence, and mask what is behind each length",
 }
-"""What to write instead, by operator."""
+"""By operator: what to write instead."""
 
 CALLED = {"index": "indexing with a boolean mask", "_unique2": "unique", "_pack_padded_sequence": "packing a sequence"}
-"""Operators in words."""
+"""By operator: its name in messages."""
 
 FIX = "pad to a fixed size, and pass a mask or a length as a tensor"
 
@@ -103,7 +103,7 @@ def _sizes(node: Node) -> frozenset[Any]:
 
 
 def outputs(context: RuleContext) -> Iterable[tuple[Node, str]]:
-    """The nodes that the program returns, with the user's names."""
+    """Returns the nodes that the program returns, with the user's names."""
     (last,) = [node for node in context.program.graph.nodes if node.op == "output"]
     names = context.exported.flat.names
     return [(node, name) for node, name in zip(last.args[0][-len(names) :], names, strict=True) if isinstance(node, Node)]

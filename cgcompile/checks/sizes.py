@@ -1,4 +1,4 @@
-"""Rules about what the call's inputs fix, and about numbers of keys."""
+"""Rules about inputs with a fixed value, and about the number of int_keys."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def non_tensor_input(context: RuleContext) -> Iterable[Finding]:
 
 
 def _numbers_and_texts(like: Sample) -> Iterator[tuple[str, Any]]:
-    """Those among the arguments that inputs() passes."""
+    """Yields the name and value of each number and string that inputs() passes."""
     names = [name for name, _ in like.call["call"]]
     for name, value in [*zip(names, like.args, strict=False), *like.kwargs.items()]:
         if isinstance(value, bool | int | float | str):

@@ -1,4 +1,4 @@
-"""Rules about writes to memory that is not the program's, and about memory that several tensors share."""
+"""Rules about mutated buffers, attributes and inputs, and about tensors that share memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .shapes import outputs
 
 CLONE = "clone the input before writing, and return the result"
 LISTED = 3
-"""Buffers of one line that are named."""
+"""Number of buffers that a finding names."""
 
 RETURN = "return the new value as an output, and pass it in as an input"
 
@@ -40,19 +40,19 @@ def mutated_buffer(context: RuleContext) -> Iterable[Finding]:
     for target in state_buffers(context.functionalized):
         writer = _writer(context, placeholders.get(target, ""))
         lines.setdefault(place(writer), []).append((f"{target.removeprefix(PREFIX)!r}", writer))
-    for name, writer in [pair for written in lines.values() for pair in _folded(written)]:
+    for name, writer in [pair for writes in lines.values() for pair in _grouped(writes)]:
         yield finding(
             "mutated-buffer", NOTE, f"{context.exported.source.entry}() writes to {name}", writer,
             "it is state of a session; no call is padded or chunked", f"none needed; or {RETURN}",
         )  # fmt: skip
 
 
-def _folded(written: list[tuple[str, Node | None]]) -> list[tuple[str, Node | None]]:
-    """Buffers that one line of the user's writes to, and where: many of them, as an optimizer has, are told as one."""
-    names = [name for name, _ in written]
+def _grouped(writes: list[tuple[str, Node | None]]) -> list[tuple[str, Node | None]]:
+    """Returns texts and writers of buffers that one source line writes to.  Many buffers, as in an optimizer, give one text."""
+    names = [name for name, _ in writes]
     if len(names) <= LISTED + 1:
-        return [(f"the buffer {name}", writer) for name, writer in written]
-    return [(f"{len(names)} buffers: {', '.join(names[:LISTED])} and {len(names) - LISTED} more", written[0][1])]
+        return [(f"the buffer {name}", writer) for name, writer in writes]
+    return [(f"{len(names)} buffers: {', '.join(names[:LISTED])} and {len(names) - LISTED} more", writes[0][1])]
 
 
 def mutated_attribute(context: RuleContext) -> Iterable[Finding]:
@@ -97,10 +97,10 @@ def mutated_input(context: RuleContext) -> Iterable[Finding]:
     Source: check_for_mutation and get_input_storage_mutation_reason in torch/_inductor/cudagraph_utils.py.
     """
     for target in sorted(set(context.functionalized.user_inputs_to_mutate.values())):
-        name, other = _input_name(context, target), _shared(context, target)
+        name, shared_with = _input_name(context, target), _shared(context, target)
         severity, effect, fix = (
-            (REFUSE, f"it shares memory with {other}, where the write would show in eager PyTorch and not in a bundle", CLONE)
-            if other
+            (REFUSE, f"it shares memory with {shared_with}, where the write would show in eager PyTorch and not in a bundle", CLONE)
+            if shared_with
             else (NOTE, "the caller's tensor is updated after the call; no call is padded or chunked", f"none needed; or {CLONE}")
         )
         yield finding(
@@ -168,23 +168,23 @@ def _storages(node: Node) -> Iterator[int]:
 
 
 def _kind(context: RuleContext, placeholder: str, weight: bool) -> str:
-    """What an output shares memory with, in words."""
+    """Says what an output shares memory with."""
     if not weight:
         return f"the input {_input_name(context, placeholder)!r}"
     target = weight_placeholders(context.program)[placeholder]
-    what = "buffer" if target in context.functionalized.buffers_to_mutate.values() else "weight"
-    return f"the {what} {target.removeprefix(PREFIX)!r}"
+    label = "buffer" if target in context.functionalized.buffers_to_mutate.values() else "weight"
+    return f"the {label} {target.removeprefix(PREFIX)!r}"
 
 
 def _input_name(context: RuleContext, placeholder: str) -> str:
-    """The user's name of an input."""
+    """Returns the user's name of an input."""
     user = [name for name in context.program.graph_signature.user_inputs if isinstance(name, str)]
     leaves = context.exported.flat.like.leaves
     return leaves[user.index(placeholder)][0] if placeholder in user and len(user) == len(leaves) else placeholder
 
 
 def _shared(context: RuleContext, placeholder: str) -> str:
-    """What an input shares memory with among the example inputs, in words, or ""."""
+    """Names the example input that shares memory with an input, which may be the input itself.  "" if there is none."""
     user = list(context.functionalized.user_inputs)
     leaves = context.exported.flat.like.leaves
     reaches = [
@@ -197,7 +197,7 @@ def _shared(context: RuleContext, placeholder: str) -> str:
 
 
 def _writer(context: RuleContext, placeholder: str) -> Node | None:
-    """The first operation that writes to an input of the program or to a view of it."""
+    """Returns the first operation that writes to an input of the program or to a view of it."""
     nodes = list(context.program.graph.nodes)
     owners = {storage for node in nodes if node.name == placeholder for storage in _storages(node)}
     for node in nodes:

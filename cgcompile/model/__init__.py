@@ -1,3 +1,4 @@
-"""The user's model: where it comes from, its declared sizes, its inputs and outputs as pytrees.
-Also how eager PyTorch runs it, and what a call of it does beside its operations.
+"""The user's model: how it is loaded, its declared sizes, its inputs and outputs as pytrees, and how eager PyTorch runs it.
+
+Also the effects of a call that are not operations.
 """

@@ -1,8 +1,9 @@
-"""Instances of classes that hold tensors -> their fields, and back: dataclasses, outputs of Hugging Face's models, caches of
-transformers, and what is registered with torch's pytrees.
+"""Splits instances of classes that hold tensors into fields, and rebuilds them.
 
-Private interface: classes of `transformers.cache_utils` have their layers in `layers`, tensors as attributes (transformers 5.17 and
-and 5.23).  Nothing is imported for it.
+Supported are dataclasses, outputs of Hugging Face models, caches of transformers, and classes registered with torch's pytrees.
+
+Private interface: classes of `transformers.cache_utils` have their layers in `layers`, and tensors as attributes (transformers 5.17
+and 5.23).  This module does not import transformers.
 """
 
 from __future__ import annotations
@@ -18,19 +19,19 @@ import torch
 from torch.utils import _pytree as pytree
 
 CACHES = "transformers.cache_utils"
-"""The module whose classes are caches and layers of caches, and so are the classes that derive from them."""
+"""The module of the classes of caches and their layers.  Subclasses of these are caches too."""
 
 DERIVED = frozenset({"batch_size", "max_batch_size", "dtype", "device"})
-"""Attributes of a cache's layer that repeat what its tensors are: none but `device` is read once there are tensors."""
+"""Attributes of a cache layer that follow from its tensors.  Once there are tensors, only `device` is read."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fields:
-    """What a bundle keeps of an instance: the name of its class, how it is read (`object` or `mapping`, see cgbundle.format.pytree;
-    `tuple` for one whose fields have no names), and its fields.
+    """The fields of an instance: the name of its class, its kind, and the names and values of the fields.
 
-    `remake` gives an instance like it with other values of the fields.  `context` is what it keeps of the instance besides.
-    `obstacle` says why it cannot do so, or is "".
+    `kind` says how a bundle reads it: `object` or `mapping` (see cgbundle.format.pytree), or `tuple` if the fields have no names.
+    `remake` returns a copy of the instance with other values.  `context` has other constant attributes, by name.  `obstacle` says
+    why `remake` does not support the instance, or is "".
     """
 
     name: str
@@ -43,7 +44,7 @@ class Fields:
 
 
 def fields_of(value: Any) -> Fields | None:
-    """The fields of an instance of such a class; None for anything else."""
+    """Returns the fields of an instance of a supported class, else None."""
     if isinstance(value, type | torch.nn.Module | torch.Tensor):
         return None
     if dataclasses.is_dataclass(value):
@@ -57,18 +58,19 @@ def fields_of(value: Any) -> Fields | None:
 
 def _dataclass(value: Any) -> Fields:
     names = tuple([field.name for field in dataclasses.fields(value)])
-    more = sorted(getattr(value, "__dict__", {}).keys() - set(names))
+    extra = sorted(getattr(value, "__dict__", {}).keys() - set(names))
     return Fields(
         name=type(value).__name__, kind="object", names=names, values=tuple([getattr(value, name, None) for name in names]),
         remake=lambda values: _with_attributes(value, names, values),
-        obstacle=f"its attribute {more[0]!r} is no field" if more else "",
+        obstacle=f"its attribute {extra[0]!r} is no field" if extra else "",
     )  # fmt: skip
 
 
 def _output(value: Any) -> Fields:
-    """A ModelOutput of transformers, a BaseOutput of diffusers: a dict of those fields of a dataclass that are not None."""
-    rest = [field.name for field in dataclasses.fields(value) if field.name not in value]
-    names = (*value.keys(), *rest)
+    """Returns the fields of a ModelOutput of transformers or a BaseOutput of diffusers: an OrderedDict of the fields that are not
+    None."""
+    none_fields = [field.name for field in dataclasses.fields(value) if field.name not in value]
+    names = (*value.keys(), *none_fields)
 
     def remake(values: Sequence[Any]) -> Any:
         items = dict(zip(names, values, strict=True))
@@ -77,26 +79,26 @@ def _output(value: Any) -> Fields:
             instance[name] = items[name]
         return instance
 
-    values = (*value.values(), *[getattr(value, name, None) for name in rest])
+    values = (*value.values(), *[getattr(value, name, None) for name in none_fields])
     return Fields(name=type(value).__name__, kind="mapping", names=names, values=values, remake=remake)
 
 
 def _cache(value: Any) -> Fields:
-    """A cache or one of its layers: the attributes that hold tensors.  All others stay as they are."""
-    held = {name: item for name, item in vars(value).items() if not name.startswith("_")}
-    names = tuple([name for name, item in held.items() if name == "layers" or _holds_tensor(item)])
-    counts = any(name.startswith("cumulative_length") and type(item) is int for name, item in held.items())
+    """Returns the attributes with tensors of a cache or one of its layers.  Other attributes do not change."""
+    attrs = {name: item for name, item in vars(value).items() if not name.startswith("_")}
+    names = tuple([name for name, item in attrs.items() if name == "layers" or _holds_tensor(item)])
+    counts = any(name.startswith("cumulative_length") and type(item) is int for name, item in attrs.items())
     obstacle = f"{type(value).__name__} counts its tokens in a number of Python, which a graph cannot change" if counts else ""
 
     def remake(values: Sequence[Any]) -> Any:
         instance = _with_attributes(value, names, values)
-        if "device" in held and values and isinstance(values[0], torch.Tensor):
-            instance.device = values[0].device  # the build may have moved them
+        if "device" in attrs and values and isinstance(values[0], torch.Tensor):
+            instance.device = values[0].device  # the build may have moved the tensors
         return instance
 
-    context = {name: item for name, item in held.items() if name not in DERIVED and isinstance(item, bool | int | float | str)}
+    context = {name: item for name, item in attrs.items() if name not in DERIVED and isinstance(item, bool | int | float | str)}
     return Fields(
-        name=type(value).__name__, kind="object", names=names, values=tuple([held[name] for name in names]), remake=remake,
+        name=type(value).__name__, kind="object", names=names, values=tuple([attrs[name] for name in names]), remake=remake,
         context=tuple(context.items()), obstacle=obstacle,
     )  # fmt: skip
 
@@ -111,7 +113,7 @@ def _holds_tensor(value: Any) -> bool:
 
 
 def _with_attributes(value: Any, names: Sequence[str], values: Sequence[Any]) -> Any:
-    """A copy with other attributes; nothing of the class runs, and it may be frozen."""
+    """Returns a copy with other attributes.  Runs no code of the class, and supports frozen classes."""
     instance = copy.copy(value)
     for name, item in zip(names, values, strict=True):
         object.__setattr__(instance, name, item)
@@ -119,7 +121,7 @@ def _with_attributes(value: Any, names: Sequence[str], values: Sequence[Any]) ->
 
 
 def _registered(value: Any) -> Fields | None:
-    """A class of `register_pytree_node`: its children under their keys, or as a tuple where these are positions or unknown."""
+    """Returns the fields of a class of `register_pytree_node`.  Without usable keys, the children have no names."""
     children, spec = pytree.tree_flatten(value, is_leaf=lambda subtree: subtree is not value)
     node = pytree.SUPPORTED_NODES[type(value)]
     keys = [key for key, _ in node.flatten_with_keys_fn(value)[0]] if node.flatten_with_keys_fn else []
@@ -127,7 +129,7 @@ def _registered(value: Any) -> Fields | None:
     named = bool(names) and all(names) and len(set(names)) == len(names) and len(names) == len(children)
     context = node.flatten_fn(value)[1]
     if not children and not _names_alone(context):
-        return None  # a constant: nobody could look into it
+        return None  # a constant without readable content
     return Fields(
         name=type(value).__name__, kind="object" if named else "tuple",
         names=tuple(names if named else map(str, range(len(children)))), values=tuple(children),
@@ -137,7 +139,7 @@ def _registered(value: Any) -> Fields | None:
 
 
 def _names_alone(context: Any) -> bool:
-    """Whether what a registered class keeps beside its children is names at the most: the runtime can compare nothing else."""
+    """Returns whether a registered class keeps only names and types beside its children: the runtime compares nothing else."""
     if isinstance(context, tuple | list):
         return all(_names_alone(item) for item in context)
     return context is None or isinstance(context, str | type)

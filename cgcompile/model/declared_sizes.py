@@ -1,4 +1,4 @@
-"""Sizes as the user gives them -> sizes per declared dimension.  Pure."""
+"""Converts the sizes that the user passes to sizes per declared dimension."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from ..util.model_file import closest
 
 
 class SavedDimension(NamedTuple):
-    """A dimension of a saved program: the axes that it is the size of, such as `input_ids.0`, and the sizes it was exported for
-    (`high` is None without a limit)."""
+    """A dimension of a saved program.  `axes` are the input axes with this size, such as `input_ids.0`.  The program was exported
+    for sizes from `low` to `high`.  None: no limit."""
 
     name: str
     axes: tuple[str, ...]
@@ -34,7 +34,7 @@ Inputs = Callable[..., Any] | Mapping[str, Callable[..., Any]]
 
 
 def sizes_of_entries(option: Given, dimensions: Mapping[str, Sequence[str]]) -> dict[str, Given]:
-    """What was given for each of the entries, whose dimensions these are.  Raises sizes-invalid."""
+    """Returns the sizes of each entry.  `dimensions` are by entry.  Raises sizes-invalid."""
     if isinstance(option, Mapping):
         parts = [
             (name if name in dimensions else "", sizes if name in dimensions else {name: sizes}) for name, sizes in option.items()
@@ -63,10 +63,10 @@ def sizes_of_entries(option: Given, dimensions: Mapping[str, Sequence[str]]) -> 
 
 
 def _entry_of(item: Any, dimensions: Mapping[str, Sequence[str]]) -> tuple[str, Any]:
-    """(entry, "" where none is named; the rest) of `decode:batch=1,8`."""
+    """Splits `decode:batch=1,8` into the entry, or "", and the rest."""
     entry, colon, rest = str(item).partition(":")
     if not colon:
-        names = {name for group in dimensions.values() for name in group}  # one that all have need not be named
+        names = {name for group in dimensions.values() for name in group}  # the only dimension may be omitted
         return "", [item if "=" in str(item) or len(names) != 1 else f"{next(iter(names))}={item}"]
     name = entry.strip()
     if name not in dimensions:
@@ -77,7 +77,7 @@ def _entry_of(item: Any, dimensions: Mapping[str, Sequence[str]]) -> tuple[str, 
 
 
 def _names_one_of(part: Any, dimensions: Sequence[str]) -> bool:
-    """Whether what names no entry is about one of these dimensions."""
+    """Returns whether sizes without an entry name one of these dimensions."""
     if isinstance(part, Mapping):
         return bool(part.keys() & set(dimensions))
     return str(part[0]).partition("=")[0].strip() in dimensions
@@ -90,12 +90,9 @@ def _first_text(part: Any) -> str:
 def declared_sizes(
     option: Given, dimensions: Sequence[str], saved: Sequence[SavedDimension] | None = None, entry: str = ""
 ) -> dict[str, tuple[int, ...]]:
-    """Ascending sizes of every dimension, in declared order.  One of a `saved` program (None: it is a model file) may be called
-    by an axis, `input_ids.0`.
-    `entry` names the one of several that they are of.
-
-    Raises sizes-invalid, and size-excluded for what a program was not exported for.
-    """
+    """Returns ascending sizes of every dimension, in declared order.  For a `saved` program (None for a model file), an axis such
+    as `input_ids.0` can be used as the name of its dimension.  `entry` names the entry if there are several.  Raises sizes-invalid,
+    and size-excluded for sizes that the program was not exported for."""
     try:
         return _declared(option, dimensions, saved, entry)
     except BuildError as error:
@@ -109,14 +106,14 @@ def _declared(
 ) -> dict[str, tuple[int, ...]]:
     pairs = _pairs(option, dimensions, saved, entry)
     by_name: dict[str, tuple[int, ...]] = {}
-    for called, sizes in pairs:
-        name = next((dimension.name for dimension in saved or () if called in dimension.axes), called)
+    for given_name, sizes in pairs:
+        name = next((dimension.name for dimension in saved or () if given_name in dimension.axes), given_name)
         if name not in dimensions:
-            known, near = ", ".join(dimensions) or "none", closest(name, dimensions)
-            meant = f" (did you mean {near}?)" if near else ""
+            listed, suggestion = ", ".join(dimensions) or "none", closest(name, dimensions)
+            meant = f" (did you mean {suggestion}?)" if suggestion else ""
             raise BuildError(
                 "sizes-invalid",
-                f"sizes: there is no declared dimension {name!r}{meant} (declared: {known})",
+                f"sizes: there is no declared dimension {name!r}{meant} (declared: {listed})",
                 "dimensions are the parameters of inputs()" if saved is None else _standing(saved) or STATIC,
             )
         if name in by_name:
@@ -148,28 +145,28 @@ def _declared(
 
 
 def assumed_sizes(
-    dimensions: Sequence[str], saved: Sequence[SavedDimension] | None, wanted: Sequence[int]
+    dimensions: Sequence[str], saved: Sequence[SavedDimension] | None, preferred: Sequence[int]
 ) -> dict[str, tuple[int, ...]]:
-    """Sizes for all dimensions where nobody gave any: those that are `wanted`, moved to what a saved program was exported for."""
+    """Returns `preferred` sizes for all dimensions, clamped to the range of a saved program."""
     limits = {dimension.name: (dimension.low, dimension.high) for dimension in saved or ()}
     sizes = {}
     for name in dimensions:
         low, high = limits.get(name, (1, None))
-        sizes[name] = tuple(sorted({max(low, size if high is None else min(size, high)) for size in wanted}))
+        sizes[name] = tuple(sorted({max(low, size if high is None else min(size, high)) for size in preferred}))
     return sizes
 
 
 def _standing(saved: Sequence[SavedDimension]) -> str:
-    """`dim0 is axis 0 of ids and axis 0 of mask; ...`."""
+    """Returns text such as `dim0 is axis 0 of ids and axis 0 of mask; ...`."""
     phrases = []
     for dimension in saved:
-        axes = [f"axis {axis} of {path}" for path, _, axis in [named.rpartition(".") for named in dimension.axes]]
+        axes = [f"axis {axis} of {path}" for path, _, axis in [axis_path.rpartition(".") for axis_path in dimension.axes]]
         phrases += [f"{dimension.name} is {' and '.join(axes)}"] if axes else []
     return "; ".join(phrases)
 
 
 def count_keys(sizes: Mapping[str, Mapping[str, Sequence[int]]], limit: int) -> int:
-    """The number of int_keys of all entries.  Raises too-many-keys beyond `limit`."""
+    """Returns the number of int_keys of all entries.  Raises too-many-keys if it is larger than `limit`."""
     keys = sum(prod(len(values) for values in size.values()) for size in sizes.values())
     if keys > limit:
         factors = " + ".join(" x ".join(f"{len(values)} {name}" for name, values in size.items()) or "1" for size in sizes.values())

@@ -1,6 +1,6 @@
-"""Which axes of the inputs are dynamic: found by calling inputs() at several sizes and comparing shapes.
+"""Finds the dynamic axes of the inputs: calls inputs() at several sizes and compares the shapes.
 
-Also outputs of sizes that depend on data, as a bundle has them: filled up with zeros to a bound, with the true sizes behind them.
+Also describes outputs with sizes that depend on data.  A bundle returns them padded with zeros to a bound, and the true sizes.
 """
 
 from __future__ import annotations
@@ -18,24 +18,19 @@ from .source import Sample, Source, sample
 
 
 def probe_sizes(sizes: Mapping[str, Sequence[int]]) -> dict[str, int]:
-    """The sizes that export sees: the largest of each dimension, and at least 2, because export treats 1 as a constant.
-
-    Distinct dimensions get distinct values where possible, so that export cannot take one for the other.
-    """
+    """Returns the sizes for the export: the largest of each dimension, and at least 2, because export treats 1 as a constant."""
     return {name: max(2, values[-1]) for name, values in sizes.items()}
 
 
 def input_shapes(source: Source, sizes: Mapping[str, Sequence[int]]) -> list[tuple[Size, ...]]:
-    """The shape of every input in terms of the declared dimensions.
-
-    Raises dimension-unused, shape-irregular, or source-invalid when the nesting itself changes with a size.
-    """
+    """Returns the shape of every input in terms of the declared dimensions.  Raises dimension-unused, shape-irregular, or
+    source-invalid if the nesting changes with a size."""
     base = probe_sizes(sizes)
     first = sample(source, base)
     shapes: list[list[Size]] = [list(tensor.shape) for tensor in first.tensors]
     for name in source.dimensions:
         used = False
-        # two more values, beside the base: a line through the first two must meet the third
+        # two more points: a line through two of them must contain the third
         others = [max(1, base[name] - 1), base[name] + 1]
         probes = [(value, sample(source, {**base, name: value})) for value in others]
         for _, other in probes:
@@ -63,18 +58,18 @@ def input_shapes(source: Source, sizes: Mapping[str, Sequence[int]]) -> list[tup
 
 
 def expression(name: str, scale: int, offset: int) -> Size:
-    """`scale * name + offset` as a Size."""
+    """Returns `scale * name + offset` as a Size."""
     size: Size = name if scale == 1 else ("*", name, scale)
     return ("+", size, offset) if offset > 0 else ("-", size, -offset) if offset < 0 else size
 
 
 def _line(points: Sequence[tuple[int, int]]) -> tuple[int, int] | None:
-    """(scale, offset) of the line with scale >= 0 through the points, or None."""
+    """Returns (scale, offset) of the line through the points, with scale >= 0, or None."""
     (x0, y0), (x1, y1) = points[0], points[-1]
-    scale, rest = divmod(y1 - y0, x1 - x0)
+    scale, remainder = divmod(y1 - y0, x1 - x0)
     offset = y0 - scale * x0
     fits = all(y == scale * x + offset for x, y in points)
-    return (scale, offset) if rest == 0 and scale >= 0 and fits else None
+    return (scale, offset) if remainder == 0 and scale >= 0 and fits else None
 
 
 def _same_structure(source: Source, first: Sample, other: Sample, name: str) -> None:
@@ -96,8 +91,8 @@ def _same_structure(source: Source, first: Sample, other: Sample, name: str) -> 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BoundedAxis:
-    """Axis `axis` of output `output` has `bound` elements at the most.  How many it has is output number `count`, behind all that
-    the model returns: int64 of no axes."""
+    """An axis of an output that has at most `bound` elements.  Its true size is the extra output number `count`, after the outputs
+    of the model: int64 without dimensions."""
 
     output: int
     axis: int
@@ -106,7 +101,7 @@ class BoundedAxis:
 
 
 def names_of_counts(names: Sequence[str], rows: Sequence[BoundedAxis]) -> list[str]:
-    """The names of the counts, in order: `boxes.rows` of the first output that has so many rows, `boxes.size1` of another axis."""
+    """Returns the names of the true sizes, by the first output that has it: `boxes.rows` for axis 0, `boxes.size1` for axis 1."""
     by_count: dict[int, str] = {}
     for row in rows:
         if row.count not in by_count:
@@ -120,7 +115,7 @@ def names_of_counts(names: Sequence[str], rows: Sequence[BoundedAxis]) -> list[s
 def bounded_shapes(
     shapes: Sequence[tuple[int, ...]], rows: Sequence[BoundedAxis], sizes: Mapping[str, int]
 ) -> list[tuple[int, ...]]:
-    """The shapes of the outputs filled up, and of the counts.  `sizes`: of the declared dimensions."""
+    """Returns the shapes of the results of `bounded_outputs`.  `sizes` are those of the declared dimensions."""
     padded_shapes = [list(shape) for shape in shapes]
     for row in rows:
         padded_shapes[row.output][row.axis] = evaluate(row.bound, sizes)
@@ -130,20 +125,20 @@ def bounded_shapes(
 def bounded_outputs(
     outputs: Sequence[torch.Tensor], rows: Sequence[BoundedAxis], sizes: Mapping[str, int]
 ) -> tuple[torch.Tensor, ...]:
-    """The outputs of the model filled up, and the counts."""
+    """Returns the outputs of the model, padded to their bounds, and the true sizes of the bounded axes."""
     shapes = bounded_shapes([tuple(output.shape) for output in outputs], rows, sizes)
     padded_outputs = list(outputs)
     for index in {row.output for row in rows}:
-        true = outputs[index]
-        padded_outputs[index] = true.new_zeros(shapes[index])
-        padded_outputs[index][tuple([slice(0, size) for size in true.shape])] = true
+        unpadded = outputs[index]
+        padded_outputs[index] = unpadded.new_zeros(shapes[index])
+        padded_outputs[index][tuple([slice(0, size) for size in unpadded.shape])] = unpadded
     counts = {row.count: outputs[row.output].shape[row.axis] for row in rows}
     first = outputs[rows[0].output]
     return (*padded_outputs, *[torch.tensor(counts[count], dtype=torch.int64, device=first.device) for count in sorted(counts)])
 
 
 def sizes_of(tensors: Sequence[torch.Tensor], shapes: Sequence[Sizes]) -> dict[str, int]:
-    """The declared dimensions of inputs whose shapes are these."""
+    """Returns the declared dimensions of inputs with these symbolic shapes."""
     sizes: dict[str, int] = {}
     for tensor, shape in zip(tensors, shapes, strict=True):
         for actual, size in zip(tensor.shape, shape, strict=True):

@@ -1,4 +1,4 @@
-"""The user's model over flat tensors: what is exported, and what eager PyTorch is asked."""
+"""Wraps the user's model so that inputs and outputs are flat tensors.  The wrapper is exported, and runs in eager PyTorch."""
 
 from __future__ import annotations
 
@@ -29,28 +29,28 @@ from .tracing.way import ForcedWay, TracedWay, noting_errors
 from .user_code import definition, plain_errors
 
 PREFIX = "model."
-"""The wrapper's name for the user's module, taken off every weight's name."""
+"""The prefix of weight names from the wrapper's attribute for the user's module."""
 
 
 def unwatched(effects: SideEffects) -> None:
-    """What `FlatModule.watch` is where nobody watches."""
+    """Does nothing: the default of `FlatModule.watch`."""
 
 
 class FlatModule(torch.nn.Module):
-    """The user's module over flat tensors: a tuple of tensors in, a tuple of tensors out.
+    """The user's module with a tuple of tensors as input and output.
 
-    `device` is where the module's tensors and those of a call are, `target_device` where the bundle will run, a GPU of this
-    `capability`; `entry` is the method that a call runs.  After a call, `result` and `names` say what it gave.  `watch` is given
-    the SideEffects of each call before it begins.  A traced call branches as `earlier` did, a call with real tensors, takes the
-    reads from it that `known` names by position, and asserts what `asserted` names; of what `as_eager` names the user's code is
-    told that nothing is traced.  `padded`: a call is filled up, so that sequences may have length 0.  `uncalled`: nobody has called
-    the module, whose first call may make a buffer in another shape.  `way`: the answers that a call gets are forced.  `weights` are
-    parameters and buffers whose values Python may ask for while they are traced.  `assigned` are attributes that are watched:
-    whether a call reads them before it assigns them.  `bounded`: outputs that are filled up, as the program has them, with the
-    `shapes` of the inputs.
+    `device` is the device of the module and its inputs.  `target_device` is the device of the bundle, a GPU of this `capability`.
+    `entry` is the method to call.  After a call, `result` is the tree of its outputs and `names` are their names.
+
+    Before each call, `watch` gets its SideEffects.  A traced call takes the branches of `earlier`, a call with real tensors, and
+    its numbers at the positions in `known`.  It asserts the values in `asserted`.  `as_eager` says which queries of tracing return
+    False.  `padded`: the inputs are padded, so sequences may have length 0.  `uncalled`: nothing has called the module yet; its
+    first call may give a buffer another shape.  `way` has forced answers.  Python may read the values of `weights` during a trace.
+    The call records reads of attributes `assigned` before their assignment.  Outputs `bounded` are padded, for inputs with the
+    symbolic `shapes`.
     """
 
-    __module__, __qualname__ = "cgcompile.flat", "Flat"  # stored programs name it: they must not change with the place of this file
+    __module__, __qualname__ = "cgcompile.flat", "Flat"  # stored programs contain this name, whatever this file is called
 
     def __init__(
         self,
@@ -85,8 +85,8 @@ class FlatModule(torch.nn.Module):
         self.follow_buffers()
 
     def follow_buffers(self) -> None:
-        """Finds the buffers of the module, and where else it holds them."""
-        self.snapshot = BufferSnapshot(self.model, held=[held.tensor for held in held_tensors(self.model)])
+        """Finds the buffers of the module, and other places that hold them."""
+        self.snapshot = BufferSnapshot(self.model, held=[slot.tensor for slot in held_tensors(self.model)])
         self.shared = held_buffers(self.model)
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -116,7 +116,7 @@ class FlatModule(torch.nn.Module):
             ) as effects,  # fmt: skip
         ):
             self.watch(effects)
-            marked = marks(self.model) if isinstance(self.way, TracedWay) else {}
+            marks_before = marks(self.model) if isinstance(self.way, TracedWay) else {}
             with (
                 noting_errors(self.way),
                 early_reads(self.model, self.assigned, effects.early),
@@ -125,12 +125,12 @@ class FlatModule(torch.nn.Module):
             ):
                 output = entry_method(self.model, self.entry)(*args, **kwargs)
             if isinstance(self.way, TracedWay):
-                self.way.changed = tuple(changed(marked, marks(self.model)))
+                self.way.changed = tuple(changed(marks_before, marks(self.model)))
         for owner, leaf, tensor in before:
             if not (self.uncalled and _other_shape(owner._buffers[leaf], tensor)):
                 _write_back(owner, leaf, tensor)
-        written = definition(written_method(self.model, self.entry)) or type(self.model).__qualname__
-        with located(f"{written}: {self.entry}() gives "):
+        method_name = definition(written_method(self.model, self.entry)) or type(self.model).__qualname__
+        with located(f"{method_name}: {self.entry}() gives "):
             self.result = describe(output, "", leaves)
         if isinstance(self.way, TracedWay):
             self.way.result = self.result
@@ -144,7 +144,7 @@ class FlatModule(torch.nn.Module):
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class HeldWeight:
-    """A parameter or buffer by its name in the model: the module's dict of them, its key there, and the real tensor."""
+    """A parameter or buffer: its name in the model, the dict that holds it, its key there, and the real tensor."""
 
     name: str
     owner: Any
@@ -153,23 +153,23 @@ class HeldWeight:
 
     @property
     def now(self) -> Any:
-        """What the module has there: the traced tensor while it is traced, None for nothing."""
+        """The current tensor of the module: the traced tensor during a trace, None if it was removed."""
         # a scripted module's dict has no `get`
         return self.owner[self.leaf] if self.leaf in self.owner else None  # noqa: SIM401
 
 
 @contextmanager
 def noting_replaced(weights: Sequence[HeldWeight], names: set[str]) -> Iterator[None]:
-    """Adds the names of the weights that the code inside replaces in their modules."""
+    """Adds to `names` the weights that the code inside this context replaces in their modules."""
     before = [weight.now for weight in weights]
     try:
         yield
     finally:
-        names.update([weight.name for weight, was in zip(weights, before, strict=True) if weight.now is not was])
+        names.update([weight.name for weight, old in zip(weights, before, strict=True) if weight.now is not old])
 
 
 def held_weights(model: torch.nn.Module, excluded: Collection[str] = ()) -> tuple[HeldWeight, ...]:
-    """The parameters and buffers of a model under all of their names, but the `excluded` ones."""
+    """Returns the parameters and buffers of a model under all of their names, except the `excluded` ones."""
     return tuple(
         [
             HeldWeight(name=name, owner=owner, leaf=leaf, tensor=tensor)
@@ -182,8 +182,7 @@ def held_weights(model: torch.nn.Module, excluded: Collection[str] = ()) -> tupl
 
 
 def _waited(tensor: torch.Tensor) -> torch.Tensor:
-    """What a collective gives outside of a trace is a tensor that is waited for when it is used: a private class of torch's with
-    `trigger_wait` (2.11, 2.13)."""
+    """Waits for the result of a collective outside of a trace: a private class of torch with `trigger_wait` (2.11, 2.13)."""
     wait = getattr(tensor, "trigger_wait", None)
     return tensor if wait is None else wait()
 
@@ -193,29 +192,26 @@ def _other_shape(now: torch.Tensor | None, tensor: torch.Tensor) -> bool:
 
 
 def _write_back(owner: Any, leaf: str, tensor: torch.Tensor) -> None:
-    """Makes a buffer that forward() assigned (`self.steps = self.steps + 1`) a write to the one that was there.
-
-    torch.export drops assignments in modules below the outermost one (seen with 2.11 and 2.13).  Raises state-changed for a tensor
-    of another shape or dtype.
-    """
+    """Copies a tensor that forward() assigned to a buffer (`self.steps = self.steps + 1`) to the original buffer.  torch.export
+    drops assignments in modules below the outermost one (seen with 2.11 and 2.13).  Raises state-changed for a tensor of another
+    shape or dtype."""
     now = owner._buffers[leaf]
     if now is tensor:
         return
     if now is None or _other_shape(now, tensor):
-        got = "None" if now is None else f"{now.dtype} {list(now.shape)}"
+        new_text = "None" if now is None else f"{now.dtype} {list(now.shape)}"
         where, _ = assignment_place(owner, leaf)
-        text = f"forward() assigns {got} to the buffer {leaf!r}, which is {tensor.dtype} {list(tensor.shape)}"
+        text = f"forward() assigns {new_text} to the buffer {leaf!r}, which is {tensor.dtype} {list(tensor.shape)}"
         raise ModelError("state-changed", f"{where}: {text}" if where else text)
     tensor.copy_(now)
     owner._buffers[leaf] = tensor
 
 
 class ProgramModule(torch.nn.Module):
-    """A program in place of the user's module, where it computes its own random numbers: eager PyTorch draws others."""
+    """Exported programs in place of the user's module, for programs with their own random numbers."""
 
     def __init__(self, programs: Sequence[ExportedProgram]) -> None:
-        """`programs`: one for all sizes, or several that share their weights, each for inputs of the shapes that it was exported
-        with."""
+        """`programs` is one program for all sizes, or several that share their weights, each for the input shapes of its export."""
         super().__init__()
         self.programs = torch.nn.ModuleList([program.module(check_guards=False) for program in programs])
         self.shapes = [_input_shapes(program) for program in programs]
@@ -233,7 +229,7 @@ def _input_shapes(program: ExportedProgram) -> list[tuple[Any, ...]]:
 
 
 class Reference(Protocol):
-    """What eager PyTorch runs to know what a call has to give: a FlatModule or a ProgramModule."""
+    """A module that gives the expected results in eager PyTorch: a FlatModule or a ProgramModule."""
 
     snapshot: BufferSnapshot
 
@@ -241,8 +237,8 @@ class Reference(Protocol):
 
 
 class BufferSnapshot:
-    """What the buffers of modules hold at first, for runs that change nothing in the model.  Names are without `prefix`; modules
-    share the buffers of one name.  `held`: further tensors that are put back."""
+    """The initial contents of the buffers of modules, to restore them.  Names are without `prefix`.  Modules share the buffers of
+    one name.  `held` are further tensors to restore."""
 
     def __init__(self, *modules: torch.nn.Module, prefix: str = "", held: Sequence[torch.Tensor] = ()) -> None:
         self._held = [(tensor, copied(tensor)) for tensor in held]
@@ -254,27 +250,27 @@ class BufferSnapshot:
                     self._rows.append((name, owner, leaf, tensor, copied(tensor)))
 
     def owners(self) -> list[tuple[Any, str]]:
-        """(module, name in it) of every buffer."""
+        """Returns (module, key) of every buffer."""
         return [(owner, leaf) for _, owner, leaf, _, _ in self._rows]
 
     def storages(self) -> set[int]:
-        """The addresses of all buffers' storages."""
+        """Returns the addresses of the storages of all buffers."""
         return {owner._buffers[leaf].untyped_storage().data_ptr() for _, owner, leaf, _, _ in self._rows}
 
     def buffers(self) -> dict[str, torch.Tensor]:
-        """All buffers as they are now, by their names in the module."""
+        """Returns the current buffers, by their names in the module."""
         return {name: owner._buffers[leaf] for name, owner, leaf, _, _ in self._rows}
 
     def current(self) -> dict[str, torch.Tensor]:
-        """Copies of what all buffers hold now, by their names in the module."""
+        """Returns copies of the current buffers, by their names in the module."""
         return {name: copied(tensor) for name, tensor in self.buffers().items()}
 
     def changed(self) -> list[str]:
-        """The names of buffers that hold something else by now."""
+        """Returns the names of buffers whose contents, shape or dtype have changed."""
         return [name for name, owner, leaf, _, first in self._rows if not _same(owner._buffers[leaf], first)]
 
     def restore(self, but: Collection[str] = ()) -> None:
-        """Puts back what the buffers held first, `but` those of these names."""
+        """Restores the initial contents of the buffers, except those in `but`."""
         with torch.no_grad():
             for name, owner, leaf, tensor, first in self._rows:
                 if name not in but:
@@ -285,14 +281,14 @@ class BufferSnapshot:
 
 
 def _same(now: torch.Tensor | None, first: torch.Tensor) -> bool:
-    """Whether a buffer is what it was, in its shape and dtype too."""
+    """Returns whether a buffer has its initial shape, dtype and contents."""
     return now is not None and (now.shape, now.dtype) == (first.shape, first.dtype) and same_bits(now, first)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EagerResult:
-    """What eager PyTorch left after its last call.  `inputs`: the copies of the inputs that it ran on; an output may be one of
-    these.  `state`: what the buffers hold, by their names in the user's module."""
+    """The results of the last call in eager PyTorch.  `inputs` are the copies of the inputs that it ran on; an output may be one of
+    these.  `state` has the buffers, by their names in the user's module."""
 
     outputs: tuple[torch.Tensor, ...]
     inputs: tuple[torch.Tensor, ...]
@@ -300,8 +296,8 @@ class EagerResult:
 
 
 def call_eager(reference: Reference, inputs: Sequence[torch.Tensor], seed: int) -> tuple[torch.Tensor, ...]:
-    """One call, torch's random numbers seeded.  It may write to `inputs` and to buffers.  Without TF32, which cuDNN may use in one
-    process and not in another."""
+    """Runs one call with a seed for torch's random numbers.  It may write to `inputs` and to buffers.  TF32 is off, because cuDNN
+    may use it in one process and not in another."""
     with torch.random.fork_rng(devices=sorted({tensor.device.index or 0 for tensor in inputs if tensor.is_cuda})), without_tf32():
         torch.manual_seed(seed)
         with torch.no_grad(), traced_per_size():
@@ -310,7 +306,7 @@ def call_eager(reference: Reference, inputs: Sequence[torch.Tensor], seed: int) 
 
 @contextmanager
 def without_tf32() -> Iterator[None]:
-    """Meanwhile a GPU computes float32 products and convolutions in float32."""
+    """Disables TF32 inside this context: a GPU computes matrix products and convolutions in float32."""
     switches = (torch.backends.cuda.matmul, torch.backends.cudnn)
     before = [switch.allow_tf32 for switch in switches]
     try:
@@ -323,8 +319,7 @@ def without_tf32() -> Iterator[None]:
 
 
 def run_eager(reference: Reference, tensors: Sequence[torch.Tensor], calls: int = 1, *, keep: bool = False) -> EagerResult:
-    """Runs eager PyTorch on copies of the inputs so many times.  The buffers' first contents are put back at the end, unless
-    `keep`."""
+    """Runs eager PyTorch `calls` times on copies of the inputs.  Restores the buffers at the end, unless `keep`."""
     outputs: tuple[torch.Tensor, ...] = ()
     try:
         for _ in range(calls):
@@ -342,7 +337,7 @@ def run_eager(reference: Reference, tensors: Sequence[torch.Tensor], calls: int 
 
 @contextmanager
 def padded_calls(reference: Reference) -> Iterator[None]:
-    """Meanwhile the calls of a FlatModule are filled up."""
+    """Marks the calls of a FlatModule inside this context as padded."""
     flat = reference if isinstance(reference, FlatModule) else None
     if flat is not None:
         flat.padded = True
@@ -354,9 +349,9 @@ def padded_calls(reference: Reference) -> Iterator[None]:
 
 
 def traced_per_size() -> AbstractContextManager[Any]:
-    """Operators that torch traces even in eager mode (while_loop, scan, flex_attention) are traced for each size: with symbols for
-    sizes torch refuses some, and from the ninth trace on all (torch._dynamo.config, 2.11 and 2.13)."""
-    from torch._dynamo import config  # late: Dynamo is not needed to read a model
+    """Makes torch trace while_loop, scan, flex_attention and similar operators for each size.  torch traces these even in eager
+    mode.  With symbolic sizes it refuses some, and from the ninth trace on all (torch._dynamo.config, 2.11 and 2.13)."""
+    from torch._dynamo import config  # late import: reading a model does not need Dynamo
 
     context: AbstractContextManager[Any] = config.patch(automatic_dynamic_shapes=False, recompile_limit=1 << 20)
     return context

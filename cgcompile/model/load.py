@@ -1,4 +1,4 @@
-"""Where the model comes from: a model.py, `package.module:attribute`, a saved .pt2 program, or a module in memory."""
+"""Loads the model: from a model.py, `package.module:attribute`, a saved .pt2 program, or a module in memory."""
 
 from __future__ import annotations
 
@@ -31,17 +31,15 @@ ROWS_EXAMPLE = 'for example {"keys_*": "pages"}, or {"keys_*": ("pages", 4096)} 
 
 
 def load_source(model: str | os.PathLike[str] | torch.nn.Module, inputs: Callable[..., Any] | None = None) -> Source:
-    """The source of a model with one entry.  Raises as `load_sources`."""
+    """Loads a model with one entry.  Raises like `load_sources`."""
     return load_sources(model, inputs)[0]
 
 
 def load_sources(
     model: str | os.PathLike[str] | torch.nn.Module | Recipe, inputs: Inputs | None = None, share: tuple[int, int] | None = None
 ) -> tuple[Source, ...]:
-    """A source for each entry of a model, `forward` first where it is one.  `share`: (rank, world) of a model over several devices.
-
-    Raises source-missing or source-invalid, with the user's file and line where it is their code that failed.
-    """
+    """Loads a model.  Returns a source for each entry, `forward` first.  `share` is (rank, world) of a model over several devices.
+    Raises source-missing or source-invalid, with the user's file and line if their code failed."""
     if isinstance(model, Recipe):
         with plain_errors():
             instance = model.model()
@@ -63,7 +61,7 @@ def load_sources(
     if kind == "file":
         module = _load_file(label)
         sources = _from_module(
-            name_of(label), label, label, label, _member(module, "model", label), _given_inputs(module, label), share
+            name_of(label), label, label, label, _member(module, "model", label), _inputs_of(module, label), share
         )
         return _declared(sources, module, label)
     if kind == "folder":
@@ -71,13 +69,13 @@ def load_sources(
     path, _, attribute = label.partition(":")
     module = _import(path, label)
     sources = _from_module(
-        name_of(label), label, path, path, _attribute(module, attribute, label), _given_inputs(module, label), share
+        name_of(label), label, path, path, _attribute(module, attribute, label), _inputs_of(module, label), share
     )
     return _declared(sources, module, label)
 
 
 def checked_donations(answer: Any, label: str) -> tuple[DonationNames, ...]:
-    """What donations() gave, as pairs of texts.  Raises source-invalid."""
+    """Checks the result of donations(): pairs of strings.  Raises source-invalid."""
     pairs = [tuple(pair) if isinstance(pair, tuple | list) else () for pair in answer] if isinstance(answer, tuple | list) else [()]
     if not all(len(pair) == 2 and all(isinstance(name, str) for name in pair) for pair in pairs):
         raise ModelError(
@@ -88,57 +86,57 @@ def checked_donations(answer: Any, label: str) -> tuple[DonationNames, ...]:
 
 
 def with_rows(sources: tuple[Source, ...], state: Any) -> tuple[Source, ...]:
-    """The sources with what state() gave.  Raises source-invalid, state-refused."""
+    """Returns the sources with the result of state().  Raises source-invalid, state-refused."""
     rows = declared_rows(state, sources[0].model, sources[0].label)
     return tuple([replace(source, rows=rows) for source in sources])
 
 
 def declared_rows(state: Any, model: torch.nn.Module, label: str) -> tuple[StateRows, ...]:
-    """What state() gave: from a buffer's name, or a pattern of names, to the name of a dimension, alone or with the most rows that
-    are of use.  Raises source-invalid, state-refused."""
+    """Checks the result of state(): a dict from names or patterns of buffers to dimensions.  A value is the name of a dimension, or
+    a pair of it and the maximum useful number of rows.  Raises source-invalid, state-refused."""
     if not isinstance(state, Mapping):
         text = f"{label}: state: expected a dict from buffers to dimensions, got {type(state).__name__}"
         raise ModelError("source-invalid", text, ROWS_EXAMPLE)
-    known = dict(model.named_buffers(remove_duplicate=False))
+    by_name = dict(model.named_buffers(remove_duplicate=False))
     by_dimension: dict[str, list[str]] = {}
-    most: dict[str, int] = {}
+    maximums: dict[str, int] = {}
     for pattern, value in state.items():
         name, limit = value if isinstance(value, tuple | list) and len(value) == 2 else (value, None)
         if not (isinstance(pattern, str) and isinstance(name, str) and name.isidentifier() and type(limit) in (int, type(None))):
             raise ModelError("source-invalid", f"{label}: state: {pattern!r}: {value!r} is no dimension", ROWS_EXAMPLE)
-        named = [buffer for buffer in known if fnmatchcase(buffer, pattern)]
-        if not named:
-            raise ModelError("state-refused", f"{label}: state: the model has no buffer {pattern!r}{meant(pattern, known)}")
+        matches = [buffer for buffer in by_name if fnmatchcase(buffer, pattern)]
+        if not matches:
+            raise ModelError("state-refused", f"{label}: state: the model has no buffer {pattern!r}{meant(pattern, by_name)}")
         names = by_dimension.setdefault(name, [])
-        names += [buffer for buffer in named if buffer not in names]
+        names += [buffer for buffer in matches if buffer not in names]
         if limit is not None:
-            most[name] = max(limit, most.get(name, 0))
-    state_rows = [_checked(name, sorted(buffers), most.get(name), known, label) for name, buffers in by_dimension.items()]
-    twice = [name for name in known if sum(name in row.buffers for row in state_rows) > 1]
+            maximums[name] = max(limit, maximums.get(name, 0))
+    state_rows = [_checked(name, sorted(buffers), maximums.get(name), by_name, label) for name, buffers in by_dimension.items()]
+    twice = [name for name in by_name if sum(name in row.buffers for row in state_rows) > 1]
     if twice:
         raise ModelError("state-refused", f"{label}: state: {twice[0]!r} has two dimensions")
     return tuple(state_rows)
 
 
-def _checked(name: str, buffers: Sequence[str], most: int | None, known: Mapping[str, torch.Tensor], label: str) -> StateRows:
-    number = known[buffers[0]].shape[0] if known[buffers[0]].dim() else 0
+def _checked(name: str, buffers: Sequence[str], maximum: int | None, by_name: Mapping[str, torch.Tensor], label: str) -> StateRows:
+    number = by_name[buffers[0]].shape[0] if by_name[buffers[0]].dim() else 0
     for buffer in buffers:
-        value = known[buffer]
+        value = by_name[buffer]
         if not value.numel() or value.shape[0] != number:
             text = f"has shape {list(value.shape)}: {name!r} is the size of its first axis, {number} in {buffers[0]!r}"
         elif not value.is_contiguous():
             text = f"strides {list(value.stride())} are not those of a contiguous tensor"
-        elif any(other is not value and _shares(other, value) for other in known.values()):
+        elif any(other is not value and _shares(other, value) for other in by_name.values()):
             text = "shares memory with another buffer"
         elif not is_zero(value):
             text = "is not zeros at first, as rows are that are added when the bundle is loaded"
         else:
             continue
         raise ModelError("state-refused", f"{label}: state: buffer {buffer!r} {text}")
-    if most is not None and most < number:
-        text = f"{label}: state: at most {most} {name} are of use, and the model has {number}"
+    if maximum is not None and maximum < number:
+        text = f"{label}: state: at most {maximum} {name} are of use, and the model has {number}"
         raise ModelError("state-refused", text, "make the model with fewer rows: its number is the minimum for a load")
-    return StateRows(name=name, buffers=tuple(buffers), number=number, most=most)
+    return StateRows(name=name, buffers=tuple(buffers), number=number, most=maximum)
 
 
 def _shares(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -146,7 +144,7 @@ def _shares(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _declared(sources: tuple[Source, ...], module: ModuleType, label: str) -> tuple[Source, ...]:
-    """The sources with what donations() and state() say, where the module has them."""
+    """Returns the sources with the results of donations() and state(), if the module defines them."""
     if hasattr(module, "donations"):
         pairs = checked_donations(call_user(module.donations, "donations()", label), label)
         sources = tuple([replace(source, donations=pairs) for source in sources])
@@ -156,7 +154,7 @@ def _declared(sources: tuple[Source, ...], module: ModuleType, label: str) -> tu
 
 
 def load_code(code: str) -> None:
-    """Imports the files and modules in `code`, a line each, which may register operators, without making the model.  Raises
+    """Imports the files and modules in `code`, one per line, without creating the model: they may register operators.  Raises
     source-missing, source-invalid."""
     for line in code.splitlines():
         if line.endswith(".py"):
@@ -184,7 +182,7 @@ def _sources(name: str, label: str, code: str, model: Any, inputs: Inputs, owned
 
 
 def _check_entries(makers: Mapping[Any, Any], model: torch.nn.Module, label: str) -> None:
-    """Raises source-invalid unless each entry is a method of the model, and has a function that makes its inputs."""
+    """Raises source-invalid unless each entry is a method of the model with a function for its inputs."""
     if not makers:
         raise ModelError("source-invalid", f"{label}: entries() names no method of the model")
     for entry, maker in makers.items():
@@ -193,12 +191,12 @@ def _check_entries(makers: Mapping[Any, Any], model: torch.nn.Module, label: str
         if entry != FORWARD and not inspect.ismethod(getattr(model, entry, None)):
             raise ModelError("source-invalid", f"{label}: entries(): {type(model).__name__} has no method {entry!r}")
         if not callable(maker):
-            what = "inputs" if entry == FORWARD else f"entries(): that of {entry!r}"
-            raise ModelError("source-invalid", f"{label}: {what} is a {type(maker).__name__}, expected a function")
+            text = "inputs" if entry == FORWARD else f"entries(): that of {entry!r}"
+            raise ModelError("source-invalid", f"{label}: {text} is a {type(maker).__name__}, expected a function")
 
 
-def _given_inputs(module: ModuleType, label: str) -> Any:
-    """inputs(), or what entries() gives.  Raises source-invalid for a file with both, or none."""
+def _inputs_of(module: ModuleType, label: str) -> Any:
+    """Returns inputs(), or the result of entries().  Raises source-invalid for a file with both, or neither."""
     if not hasattr(module, "entries"):
         return _member(module, "inputs", label)
     if hasattr(module, "inputs"):
@@ -215,30 +213,30 @@ def _given_inputs(module: ModuleType, label: str) -> Any:
 def _from_module(
     name: str, label: str, code: str, where: str, maker: Any, inputs: Any, share: tuple[int, int] | None
 ) -> tuple[Source, ...]:
-    there = isinstance(maker, torch.nn.Module)
-    ranked = not there and _takes_rank(maker)
-    if ranked and share is None:
+    is_module = isinstance(maker, torch.nn.Module)
+    takes_rank = not is_module and _takes_rank(maker)
+    if takes_rank and share is None:
         raise ModelError(
             "source-invalid",
             f"{where}: model(rank, world) is over several GPUs",
             "`cgcompile build --world 2` checks and builds it for two",
         )
-    if there:
+    if is_module:
         model = maker
     elif share is None:
         model = call_user(maker, "model()", label)
-    elif ranked:
+    elif takes_rank:
         model = call_user(maker, f"model(rank={share[0]}, world={share[1]})", label, rank=share[0], world=share[1])
-    if share is not None and not ranked:
+    if share is not None and not takes_rank:
         text = f"{where}: model() takes no rank and world: it would be the same on all {share[1]} GPUs"
         raise ModelError("source-invalid", text, "define model(rank, world), or leave --world out")
     if not callable(inputs) and not isinstance(inputs, Mapping):
         raise ModelError("source-invalid", f"{where}: inputs is a {type(inputs).__name__}, expected a function")
-    return _sources(name, label, code, model, inputs, owned=not there)
+    return _sources(name, label, code, model, inputs, owned=not is_module)
 
 
 def _takes_rank(maker: Any) -> bool:
-    """Whether a function that makes a model has the parameters `rank` and `world`."""
+    """Returns whether a function has the parameters `rank` and `world`."""
     code = getattr(maker, "__code__", None)
     return code is not None and {"rank", "world"} <= {*code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]}
 
@@ -260,10 +258,10 @@ def _load_file(label: str) -> ModuleType:
     if spec is None or spec.loader is None:
         raise ModelError("source-invalid", f"{label}: not a Python file")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses and pickle look their module up
+    sys.modules[spec.name] = module  # dataclasses and pickle look up their module
     folder = str(path.resolve().parent)
     if folder not in sys.path:
-        sys.path.insert(0, folder)  # as `python model.py` would: the file may import its neighbours
+        sys.path.insert(0, folder)  # like `python model.py`: the file may import its neighbours
     call_user(spec.loader.exec_module, "importing it", label, module)
     return module
 

@@ -1,4 +1,4 @@
-"""A saved `torch.export` program (.pt2) as a source: its symbolic sizes are the declared dimensions."""
+"""Loads a saved `torch.export` program (.pt2) as a source.  Its symbolic sizes are the declared dimensions."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from .source import Source
 from .user_code import first_line
 
 NAMES = "dimensions"
-"""The extra file of a .pt2 that may name its dimensions: `torch.export.save(program, path, extra_files={NAMES: "batch,seq"})`.
-torch itself keeps the names of `Dim`s nowhere (2.11 and 2.13)."""
+"""The extra file of a .pt2 with names of dimensions: `torch.export.save(program, path, extra_files={NAMES: "batch,seq"})`.  PyTorch
+does not save the names of `Dim`s (2.11 and 2.13)."""
 
 
 def load_saved(label: str) -> Source:
-    """Raises source-missing, source-invalid.
+    """Loads a saved program.  Raises source-missing, source-invalid.
 
-    Dimensions are in the order in which they first occur in the inputs' shapes.  Their names are those of the extra file `NAMES`;
-    without one `batch` for a single one, `dim0`, `dim1`, ... for several.  Inputs are drawn like the program's own example inputs:
-    floats normal, integers within the examples' range.  What is no tensor is a constant without a default: the program, too,
-    wants it given.
+    Dimensions are in the order of their first occurrence in the inputs' shapes.  The extra file `NAMES` names them.  Without it, a
+    single one is `batch`, several are `dim0`, `dim1`, ...  Inputs are random: floats from a normal distribution, integers within
+    the range of the program's example inputs.  An input that is not a tensor is a constant without a default, because the program
+    requires it.
     """
     check_saved(label)
     extra = {NAMES: ""}
@@ -53,16 +53,15 @@ def load_saved(label: str) -> Source:
 
 
 def _loaded(label: str, extra: dict[str, Any]) -> Any:
-    """The program of a file, and its extra files.  torch logs why it cannot read one, with a traceback, and raises something else:
-    here the reason is raised."""
+    """Loads a program and its extra files.  torch only logs the reason of a failure, so this function catches and raises it."""
     reasons: list[BaseException] = []
 
-    def kept(record: logging.LogRecord) -> bool:
+    def keep_reason(record: logging.LogRecord) -> bool:
         reasons.extend([record.exc_info[1]] if record.exc_info and record.exc_info[1] else [])
         return False
 
     logger = logging.getLogger("torch.export")
-    logger.addFilter(kept)
+    logger.addFilter(keep_reason)
     try:
         return torch.export.load(label, extra_files=extra)
     except Exception as error:
@@ -72,7 +71,7 @@ def _loaded(label: str, extra: dict[str, Any]) -> Any:
             f"the file is damaged, or of another version of torch than {torch.__version__}: {SAVE}",
         ) from error  # fmt: skip
     finally:
-        logger.removeFilter(kept)
+        logger.removeFilter(keep_reason)
 
 
 def _names(label: str, contents: str | bytes, count: int) -> list[str]:
@@ -90,12 +89,12 @@ def _names(label: str, contents: str | bytes, count: int) -> list[str]:
 
 
 def _paths(examples: Any, model: torch.nn.Module) -> list[str]:
-    """The path of every example input, as those of a call's tensors: `cache.0.key`."""
+    """Returns the path of every example input, such as `cache.0.key`."""
     positional = list(inspect.signature(model.forward).parameters)
     paths = []
-    for (kind, first, *rest), _ in pytree.tree_flatten_with_path(examples)[0]:
+    for (kind, first, *keys), _ in pytree.tree_flatten_with_path(examples)[0]:
         name = positional[first.idx] if kind.idx == 0 else first.key
-        inner = [getattr(key, "key", getattr(key, "idx", getattr(key, "name", ""))) for key in rest]
+        inner = [getattr(key, "key", getattr(key, "idx", getattr(key, "name", ""))) for key in keys]
         paths.append(".".join(map(str, [name, *inner])))
     return paths
 

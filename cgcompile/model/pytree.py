@@ -1,4 +1,4 @@
-"""Nested inputs and outputs -> structure as data (see cgbundle.format.pytree) and a flat list of tensors."""
+"""Converts nested inputs and outputs to a tree (see cgbundle.format.pytree) and a flat list of tensors, and back."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NamedTensor = tuple[str, torch.Tensor]
 """A tensor with its path, such as `cache.0.key`."""
 
 CODES = ("structure-unsupported", "dtype-unsupported")
-"""What is raised here."""
+"""Codes of the errors that this module raises."""
 
 TYPES = "use tensors, None, numbers, text, and tuples, lists, dicts, named tuples or dataclasses of them"
 NO_CACHE = "set model.config.use_cache = False, pass use_cache=False, or return its tensors (output.logits)"
@@ -28,10 +28,8 @@ HINTS = {"numpy.ndarray": "torch.from_numpy(...) makes a tensor of it"}
 
 
 def describe(value: Any, path: str, leaves: list[NamedTensor]) -> Tree:
-    """The tree of `value`; its tensors are appended to `leaves`.
-
-    Raises structure-unsupported for a type that JSON cannot describe, dtype-unsupported for tensors that a bundle cannot hold.
-    """
+    """Returns the tree of `value`, and appends its tensors to `leaves`.  Raises structure-unsupported for a type that JSON cannot
+    describe, dtype-unsupported for tensors that a bundle cannot hold."""
     if isinstance(value, torch.Tensor):
         _check_tensor(value, path)
         leaves.append((path, value))
@@ -63,14 +61,14 @@ def _describe_fields(fields: Fields, path: str, leaves: list[NamedTensor]) -> Tr
 
 
 def _tuple_names(value: Any) -> tuple[str, ...]:
-    """The fields of a named tuple, or of what torch.topk and its like give; () for anything else."""
+    """Returns the fields of a named tuple, or of a result such as that of torch.topk, else ()."""
     if not isinstance(value, tuple):
         return ()
     return tuple(getattr(value, "_fields", ()) or (getattr(value, "__match_args__", ()) if hasattr(value, "n_fields") else ()))
 
 
 def constant(value: Any) -> Tree | None:
-    """The tree of a value without tensors, or None for what a bundle cannot describe."""
+    """Returns the tree of a value without tensors, or None if a bundle cannot describe it."""
     leaves: list[NamedTensor] = []
     try:
         tree = describe(value, "", leaves)
@@ -80,10 +78,8 @@ def constant(value: Any) -> Tree | None:
 
 
 def contexts(value: Any, path: str) -> list[Any]:
-    """What `rebuild` takes over from the example of an input besides tensors and constants; none of it may change with a size.
-
-    Raises structure-unsupported for an instance that cannot be made again with other tensors.
-    """
+    """Returns what `rebuild` copies from an example input besides tensors and constants.  It must be the same at all sizes.  Raises
+    structure-unsupported for an instance that cannot be rebuilt with other tensors."""
     if isinstance(value, torch.Tensor | str):
         return []
     if not isinstance(value, tuple | list) and (parts := fields_of(value)):
@@ -100,7 +96,7 @@ def contexts(value: Any, path: str) -> list[Any]:
 
 
 def rebuild(tree: Tree, tensors: list[torch.Tensor], like: Any) -> Any:
-    """`like` with its tensors replaced: the inverse of `describe`, which keeps the types of the original."""
+    """Returns a copy of `like` with other tensors: the inverse of `describe`.  Keeps the types of `like`."""
     ((kind, body),) = tree.items()
     if kind == "tensor":
         return tensors[body]
@@ -124,20 +120,20 @@ def rebuild(tree: Tree, tensors: list[torch.Tensor], like: Any) -> Any:
 
 
 def join(path: str, part: str) -> str:
-    """`cache` and `0` make `cache.0`."""
+    """Joins `cache` and `0` to `cache.0`."""
     return f"{path}.{part}" if path else part
 
 
 @contextmanager
 def located(place: str) -> Iterator[None]:
-    """Says in errors of this module where the user's code is that they are about: `model.py:12: forward() returns`."""
+    """Adds `place`, such as `model.py:12: forward() returns`, to the errors of this module."""
     try:
         yield
     except ModelError as error:
         if error.code not in CODES:
             raise
         raise named(error.code, f"{place}{error}", error.hint) from None
-    except Exception as error:  # of an object of the user's
+    except Exception as error:  # an object of the user raised it
         text = f"{place}an object that cannot be looked at: {type(error).__name__}: {first_line(error)}"
         raise ModelError("structure-unsupported", text, TYPES) from error
 
@@ -159,11 +155,11 @@ def _check_tensor(value: torch.Tensor, path: str) -> None:
 SPARSE = "sparse"
 
 DENSE = {"nested": ".to_padded_tensor(0)", "quantized": ".dequantize()", SPARSE: ".to_dense()", "blocked": ".to_dense()"}
-"""How a tensor of each kind is made dense."""
+"""The method that makes a tensor of each kind dense."""
 
 
 def not_dense(value: torch.Tensor) -> str:
-    """The key of DENSE for a tensor that is not dense, or ""."""
+    """Returns the key of DENSE for a tensor that is not dense, else ""."""
     if value.is_nested:
         return "nested"
     if value.is_quantized:
@@ -174,5 +170,5 @@ def not_dense(value: torch.Tensor) -> str:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """`float32` for torch.float32."""
+    """Returns `float32` for torch.float32."""
     return str(dtype).removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""What a call of the model does that leaves no operation in the graph, and what Python learns from tensors on the way."""
+"""The effects of a call of the model that are not operations in the graph, and the values that Python reads from tensors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 BRANCH = "Python needs the value of a tensor to know how to go on"
 ASSERTED = "Python goes on only where this has the value that it has for the example inputs; the bundle asserts it"
-"""The obstacle of asserted-value, in words."""
+"""The message of the obstacle asserted-value."""
 
 BRANCH_FIX = "choose with torch.where or torch.cond, loop with torch.while_loop; make what never changes in forward()"
 LOOP_FIX = "loop over all there is (every expert), with a weight of 0 for what is not chosen"
@@ -21,7 +21,7 @@ WHILE_FIX = (
     "let a solver take fixed steps (method='rk4')"
 )
 FLAG = re.compile(r"(el)?if (not )?self\.\w+(\.\w+\(\))?:")
-"""A line that asks a tensor of the model alone.  Python knows what no call writes to."""
+"""A source line that tests only an attribute of the model.  If no call writes to it, Python gets its known value."""
 
 FLAG_FIX = "calls change this: where the first call sets the model up, call it once before the build, at the end of model()"
 SIZED = "a number that is read out of a tensor is a size, or a position, in another one"
@@ -32,7 +32,7 @@ SIZE_FIX = (
 
 
 def branch_fix(line: str, message: str = BRANCH) -> str:
-    """What to do about a line where Python needs the value of a tensor; `message` says what for."""
+    """Returns the hint for a source line where Python needs the value of a tensor.  `message` says why it does."""
     if message.startswith(SIZED):
         return SIZE_FIX
     if line.startswith("while "):
@@ -44,7 +44,7 @@ def branch_fix(line: str, message: str = BRANCH) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Obstacle:
-    """What leaves no operation in the graph: the rule of the finding, its message, the user's file:line and the source line."""
+    """An effect that is not an operation: the rule of the finding, its message, the user's file:line and the source line."""
 
     rule: str
     message: str
@@ -54,8 +54,8 @@ class Obstacle:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Asserted:
-    """Branches, by their positions among `SideEffects.answers`, and numbers, by theirs among `reads`, where Python goes on one way
-    alone: any other fails."""
+    """Values with which Python must continue, because any other value fails.  `answers` has positions of branches in
+    `SideEffects.answers`, `reads` has positions of numbers in `SideEffects.reads`."""
 
     answers: frozenset[int] = frozenset()
     reads: frozenset[int] = frozenset()
@@ -64,20 +64,22 @@ class Asserted:
 NOTHING = Asserted()
 
 ASSIGNED, UNREAD = "assigned-attribute", "unread-attribute"
-"""The rules of attributes that calls change: assigned before it is read, and of which no result depends on it."""
+"""Rules of attributes that calls change: each call assigns it before it reads it, or no result depends on it."""
 
 UNFINISHED = object()
 """A read that raised."""
 
 
 class SideEffects:
-    """The obstacles of one call, what its branches on data said, the numbers that Python read out of tensors, in order, and the
-    attributes that it read before it assigned them.  `guessed` are the positions of answers about one
-    tensor without data, `whole` of reads of one integer.  `baked` are parameters and buffers whose values a traced call gave to
-    Python, by name, with the (file:line, source line) that asked first, and `written` those that the call wrote to, or replaced.
+    """The effects of one call.
 
-    It is filled during the call and read after it: torch.export puts the attributes of a traced module back, so that nothing else
-    survives.  A traced call, whose tensors hold no data, has symbols among its `reads`.
+    `answers` has the truth values of branches on data, in order, and `reads` the numbers that Python read from tensors.  `guessed`
+    are positions of answers about one tensor without data, `whole` are positions of reads of one integer.  `early` are attributes
+    that the call read before it assigned them.  `baked` has the parameters and buffers whose values a traced call returned to
+    Python, by name, with the (file:line, source line) of the first read.  `written` are those that the call wrote to, or replaced.
+
+    The call fills it, and it is read afterwards: torch.export restores the attributes of a traced module, so nothing else remains.
+    The tensors of a traced call hold no data, so its `reads` contain symbols.
     """
 
     def __init__(self) -> None:
@@ -91,12 +93,12 @@ class SideEffects:
         self.written: set[str] = set()
 
     def reads_of(self, symbols: Set[Any]) -> frozenset[int]:
-        """The positions of the reads that made some of these symbols of export, and of one that failed."""
+        """Returns the positions of reads that created any of these symbols, and of a read that raised."""
         return frozenset([index for index, read in enumerate(self.reads) if read is UNFINISHED or _symbols(read) & symbols])
 
 
 def _symbols(value: Any) -> set[Any]:
-    """The symbols of export in a number, or in the numbers of a list."""
+    """Returns the symbols of torch.export in a number or a list of numbers."""
     symbols: set[Any] = set()
     for leaf in pytree.tree_leaves(value):
         if isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool):

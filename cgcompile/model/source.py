@@ -1,4 +1,4 @@
-"""A model and its example inputs: what loading gives, and the inputs at given sizes."""
+"""A loaded model, and its example inputs at given sizes."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ from .pytree import NamedTensor, constant, contexts, describe, located
 from .user_code import call_user, definition, mismatch
 
 SEED = 0
-"""Inputs are drawn after seeding torch with this, so that two builds of one model have the same self-test."""
+"""torch's seed for example inputs, so that two builds of one model have the same self-test."""
 
 SELF_TEST_SEED, OTHER_SEED = 1, 2
-"""Those of inputs that neither the export nor a recording has seen: of the self-test, and of calls between these."""
+"""Seeds of inputs that neither the export nor a recording uses: for the self-test, and for calls between its calls."""
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 DonationNames = tuple[str, str]
-"""An output and the input that takes it where it lies, each as `entry.name`."""
+"""An output, and the input that takes over its memory, each as `entry.name`."""
 
 
 ROWS = "cgcompile_rows_"
-"""How buffers begin that hold numbers of rows of state, which a load chooses."""
+"""Prefix of the names of buffers that hold the number of rows of state, which is chosen at the load."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StateRows:
-    """A dimension of the state.  `buffers`: by their names in the model, those whose first axis has `number` rows where it is
-    built.  `most`: with more rows nothing is gained, None where nobody knows."""
+    """A dimension of the state.  `buffers` are the names in the model of the buffers whose first axis has this size.  `number` is
+    the number of rows at the build.  `most` is the maximum useful number of rows, None if unknown."""
 
     name: str
     buffers: tuple[str, ...]
@@ -50,15 +50,15 @@ class StateRows:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
-    """A model, one of its methods, and how to make inputs for that.  `name` is the bundle's name, `label` what the user typed, for
-    a module the file and line of `inputs`.  `origin`: what the manifest says instead, "" for the label.
+    """A model, one of its methods, and a function that creates inputs for it.
 
-    `entry` is the method; the sources of a model with several entries have one and the same `model`.  `code` is the file or module
-    that defines the model, "" where no other process can import it.  `dimensions` are the parameters of `inputs`.  `owned`: the
-    model was made for this build, which may do with it what it likes.  `device`: where it lives.  `target_device`: where the bundle
-    will run; the model's code is told that its tensors are there, and the compute `capability` of that GPU.  `saved` is what a
-    saved program says of its dimensions, None where the model is none.  `donations` are those of the whole model, `rows` its state
-    whose number of rows a load chooses, `notes` what was taken off it.
+    `name` is the bundle's name.  `label` is what the user typed, or the file and line of `inputs` for a module.  The manifest has
+    `origin` instead, unless it is "".  `code` is the file or module that defines the model, "" if other processes cannot import it.
+    `entry` is the method; the sources of several entries share one `model`.  `dimensions` are the parameters of `inputs`.  `owned`:
+    the model was created for this build, which may change it.  `device` is the device of the model, and `target_device` that of the
+    bundle.  The model's code sees `target_device` as the device of its tensors, with this compute `capability`.  `saved` has the
+    dimensions of a saved program, None for other models.  `donations` are those of the whole model.  `rows` is the state whose
+    number of rows is chosen at the load.  `notes` name wrappers that were removed.
     """
 
     name: str
@@ -81,11 +81,12 @@ class Source:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
-    """A model that the compiler itself knows how to make, where the user names no Python.
+    """A model that the compiler itself can create, without Python code of the user.
 
-    `name` is the bundle's, `label` what the user typed, `code` the module that defines the model and registers its operators.
-    `model` makes it, with the same weights every time; `entries` maps its methods that are called to what makes their inputs;
-    `state` is as state() gives it."""
+    `name` is the bundle's name, `label` is what the user typed.  `code` is the module that defines the model and registers its
+    operators.  `model` creates it, always with the same weights.  `entries` maps its methods to functions that create their inputs.
+    `state` has the form of the result of state().
+    """
 
     name: str
     label: str
@@ -96,24 +97,22 @@ class Recipe:
 
 
 def entry_method(model: torch.nn.Module, entry: str) -> Callable[..., Any]:
-    """A method of the model that is an entry: `forward` with what torch does around it, hooks above all."""
+    """Returns the method of an entry.  `forward` includes the hooks of torch."""
     method: Callable[..., Any] = model if entry == FORWARD else getattr(model, entry)
     return method
 
 
 def written_method(model: torch.nn.Module, entry: str) -> Callable[..., Any]:
-    """The method as the user wrote it."""
+    """Returns the method as the user wrote it."""
     method: Callable[..., Any] = getattr(model, entry)
     return method
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
-    """The inputs at one size: the call's arguments, its structure, its parameters, and its tensors with their paths.
-
-    The tensors of `leaves` are on the source's device and need no gradients, those in `args` and `kwargs` where inputs() made them.
-    `contexts` are what instances among the arguments hold besides (see `pytree.contexts`).
-    """
+    """The inputs at one size: the call's arguments, tree and parameters, and its tensors with their paths.  The tensors of `leaves`
+    are detached and on the source's device.  Those in `args` and `kwargs` are the ones that inputs() created.  `contexts` are the
+    other attributes of instances among the arguments (see `pytree.contexts`)."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -128,10 +127,8 @@ class Sample:
 
 
 def sample(source: Source, sizes: Mapping[str, int], seed: int = SEED) -> Sample:
-    """The inputs at `sizes`, drawn after seeding torch with `seed`, then moved.
-
-    Raises source-invalid when inputs() fails or gives none, structure-unsupported and dtype-unsupported for what no bundle takes.
-    """
+    """Creates the inputs at `sizes`, with torch's seed `seed`, and moves them to the source's device.  Raises source-invalid if
+    inputs() fails or has another type, structure-unsupported and dtype-unsupported for unsupported values."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         answer = call_user(
@@ -142,23 +139,21 @@ def sample(source: Source, sizes: Mapping[str, int], seed: int = SEED) -> Sample
     bound = _bind(source, args, kwargs)
     with located(f"{definition(source.inputs) or source.label}: inputs() gives "):
         call = {"call": [[name, describe(value, name, leaves)] for name, value, _ in bound]}
-        kept = [context for name, value, _ in bound for context in contexts(value, name)]
+        context_rows = [context for name, value, _ in bound for context in contexts(value, name)]
     for path in [path for path, tensor in leaves if tensor.is_meta]:
         where = definition(source.inputs) or source.label
         text = f"{where}: {_maker(source)} gives {path} on the meta device, without values"
         raise ModelError("dtype-unsupported", text, "make it on the CPU")
     return Sample(
         args=args, kwargs=kwargs, call=call, parameters=tuple([parameter for _, _, parameter in bound]),
-        leaves=tuple([(path, moved(tensor.detach(), source.device)) for path, tensor in leaves]), contexts=tuple(kept),
+        leaves=tuple([(path, moved(tensor.detach(), source.device)) for path, tensor in leaves]), contexts=tuple(context_rows),
     )  # fmt: skip
 
 
 def _arguments(source: Source, answer: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """(args, kwargs) of what inputs() gave: a tuple of arguments, a dict of them by name, (args, kwargs), or the only argument.
-
-    A tuple is (args, kwargs) where it has two parts, a tuple and a dict, and forward() takes the one by position and the other
-    by name, `((ids,), {"attention_mask": mask})`, or would but for a misspelt name.  Raises source-invalid.
-    """
+    """Returns (args, kwargs) of a result of inputs(): a tuple of arguments, a dict of them, (args, kwargs), or the only argument.
+    A tuple of a tuple and a dict is (args, kwargs) if these match forward(), as in `((ids,), {"attention_mask": mask})`, or would
+    match but for a misspelt name.  Raises source-invalid."""
     if isinstance(answer, tuple) and len(answer) == 2 and type(answer[0]) is tuple and type(answer[1]) is dict:
         args, kwargs = answer
         if all(type(name) is str for name in kwargs) and _by_name(source, args, kwargs):
@@ -177,12 +172,12 @@ def _arguments(source: Source, answer: Any) -> tuple[tuple[Any, ...], dict[str, 
 
 
 def _maker(source: Source) -> str:
-    """What the user calls the function that makes the inputs."""
+    """Returns the user's name of the function that creates the inputs."""
     return "inputs()" if source.entry == FORWARD else f"what makes the inputs of {source.entry!r}"
 
 
 def _by_name(source: Source, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether these are meant as (args, kwargs), and not as two arguments."""
+    """Returns whether a tuple and a dict are (args, kwargs), and not two arguments."""
     signature = inspect.signature(written_method(source.model, source.entry))
     if not args or not mismatch(signature, args, kwargs):
         return True
@@ -191,17 +186,14 @@ def _by_name(source: Source, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 
 
 def _bind(source: Source, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[str, Any, Parameter]]:
-    """(name, value, parameter of forward) for every argument, in the order of the call.
-
-    What inputs() leaves out is there with its default.  A default that is no constant cannot be described: nobody can pass
-    another.
-    """
+    """Returns (name, value, parameter of forward) for every argument, in the order of the call.  An omitted argument has its
+    default.  It is left out if a bundle cannot describe its default, because no call can pass another value."""
     signature = inspect.signature(written_method(source.model, source.entry))
-    if wrong := mismatch(signature, args, kwargs):
-        taken = ", ".join([str(parameter.replace(annotation=parameter.empty)) for parameter in signature.parameters.values()])
+    if problem := mismatch(signature, args, kwargs):
+        formals = ", ".join([str(parameter.replace(annotation=parameter.empty)) for parameter in signature.parameters.values()])
         raise ModelError(
             "source-invalid",
-            f"{definition(source.inputs) or source.label}: {_maker(source)} does not fit {source.entry}({taken}): {wrong}",
+            f"{definition(source.inputs) or source.label}: {_maker(source)} does not fit {source.entry}({formals}): {problem}",
             f"a dict names the arguments of {source.entry}(), a tuple gives them in its order",
         )
     bound = signature.bind(*args, **kwargs)
@@ -225,5 +217,5 @@ def _bind(source: Source, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> l
 
 
 def all_keys(sizes: Mapping[str, tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """The int_keys: the product of the sizes, in declared order."""
+    """Returns the int_keys: the product of the sizes, in declared order."""
     return list(itertools.product(*sizes.values()))

@@ -1,4 +1,4 @@
-"""Which code is the user's: the file and line that an error, a frame or a node comes from."""
+"""Finds the user's code: the file and line of an error, a frame or a node."""
 
 from __future__ import annotations
 
@@ -28,14 +28,13 @@ MODELS = os.path.join(OURS, "language_models", "")
 
 
 def is_ours(filename: str) -> bool:
-    """Whether a file belongs to the compiler, but not to its models."""
+    """Returns whether a file belongs to the compiler, but not to its models."""
     return filename.startswith(OURS) and not filename.startswith(MODELS)
 
 
 def user_line(error: BaseException, label: str) -> str:
-    """`model.py:12`, the innermost line of the traceback in the user's code, or "".  If an installed package raised the error,
-    `model.py:12: transformers/models/x.py:34`: the user's line, and the line of the package.
-    """
+    """Returns `model.py:12`, the innermost line of the traceback in the user's code, or "".  If an installed package raised the
+    error: `model.py:12: transformers/models/x.py:34`, the user's line and that of the package."""
     frames = [frame for frame in reversed(traceback.extract_tb(error.__traceback__)) if is_user_file(frame.filename)]
     if not frames:
         return ""
@@ -47,7 +46,8 @@ def user_line(error: BaseException, label: str) -> str:
 
 
 def package_of(error: BaseException) -> str:
-    """`transformers` where the innermost frame that is neither torch's nor ours lies in an installed package, else "" """
+    """Returns the package, such as `transformers`, of the innermost frame outside of torch and the compiler.  Returns "" if that
+    frame is not in an installed package."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if is_user_file(frame.filename):
             installed = INSTALLED.match(frame.filename)
@@ -57,7 +57,8 @@ def package_of(error: BaseException) -> str:
 
 @cache
 def is_user_file(filename: str) -> bool:
-    """Whether a file is neither torch's, ours, the standard library's, nor generated."""
+    """Returns whether a file belongs to the user or to an installed package.  False for torch, the compiler, the standard library,
+    and generated code."""
     library = os.path.dirname(os.__file__)
     torch_home = os.path.dirname(os.path.abspath(torch.__file__))
     full = os.path.abspath(filename)
@@ -67,20 +68,20 @@ def is_user_file(filename: str) -> bool:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line with text, without the C++ file and line."""
+    """Returns the first line of an error with text, without the C++ file and line."""
     lines = [LIBRARY_SOURCE.sub(" ", line).strip() for line in text_of(error).splitlines()]
     return next(filter(None, lines), "no message")
 
 
 def text_of(error: BaseException) -> str:
-    """The text of an exception, whose class may be the user's."""
+    """Returns the text of an exception, whose class may be the user's."""
     with suppress(Exception):
         return str(error)
     return "no text: its __str__ raises"
 
 
 def can_be_asked(value: object) -> bool:
-    """Whether the class and the attributes of an object can be read without an exception; its class may be the user's."""
+    """Returns whether reading the class and the attributes of an object raises nothing.  The class may be the user's."""
     with suppress(Exception), plain_errors():
         isinstance(value, int), callable(value), hasattr(value, "__dict__") and vars(value)
         return True
@@ -88,14 +89,14 @@ def can_be_asked(value: object) -> bool:
 
 
 PASSED_ON = (KeyboardInterrupt, GeneratorExit)
-"""Exceptions that do not come from the model's code."""
+"""Exceptions that do not come from the model's code, and are not converted."""
 
 
 @contextmanager
 def plain_errors() -> Iterator[None]:
-    """Converts exceptions of the user's code inside this context to standard ones.  A user's class, a class that is not an
-    Exception (SystemExit), or one whose text cannot be made, becomes a class of the same name and text, derived from a standard
-    class."""
+    """Converts exceptions of the user's code inside this context to standard ones.  This applies to classes of the user, classes
+    that are not an Exception (SystemExit), and exceptions whose text raises.  The new class has the same name and text, and a
+    standard base class."""
     try:
         yield
     except PASSED_ON:
@@ -111,7 +112,7 @@ def plain_errors() -> Iterator[None]:
 
 
 def _handled(error: BaseException) -> bool:
-    """Whether an exception is Python's, torch's or ours, and has a text."""
+    """Returns whether an exception is Python's, torch's or ours, and has a text."""
     kind = type(error)
     with suppress(Exception):
         str(error)
@@ -120,25 +121,25 @@ def _handled(error: BaseException) -> bool:
 
 
 BASES = (ValueError, TypeError, IndexError, AssertionError)
-"""The base classes that are kept; others become RuntimeError."""
+"""Standard base classes of converted exceptions.  All other exceptions become RuntimeError."""
 
 HANDLED = frozenset({"builtins", "torch", "cgcompile", "cgbundle", "sympy", "triton"})
-"""Packages whose exceptions are known here."""
+"""Packages whose exceptions are not converted."""
 
 
 def here() -> tuple[str, str]:
-    """(file:line, source line) of the running user's code, or ("", "")."""
+    """Returns (file:line, source line) of the running user's code, or ("", "")."""
     frame = _user_frame()
     return ("", "") if frame is None else line_of(frame.f_code.co_filename, frame.f_lineno)
 
 
 def line_of(file: str, line: int) -> tuple[str, str]:
-    """(file:line, source line) of a file of the user's."""
+    """Returns (file:line, source line) of a user's file."""
     return f"{shown(file)}:{line}", linecache.getline(file, line).strip()
 
 
 def user_frame() -> str:
-    """The frame of the running user's code as text of a traceback, or ""."""
+    """Returns the frame of the running user's code as text of a traceback, or ""."""
     frame = _user_frame()
     if frame is None:
         return ""
@@ -147,7 +148,7 @@ def user_frame() -> str:
 
 
 def _user_frame() -> FrameType | None:
-    """The innermost frame of the user's code that a frame of the compiler called.  Callers of the compiler do not count."""
+    """Returns the innermost frame of the user's code that the compiler called.  Callers of the compiler do not count."""
     innermost: FrameType | None = None
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -160,7 +161,7 @@ def _user_frame() -> FrameType | None:
 
 
 def user_place(error: BaseException) -> tuple[str, str]:
-    """(file:line, source line) of the innermost frame of the user's code that an error came through, or ("", "")."""
+    """Returns (file:line, source line) of the innermost frame of the user's code in an error's traceback, or ("", "")."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if is_user_file(frame.filename):
             return f"{shown(frame.filename)}:{frame.lineno}", (frame.line or "").strip()
@@ -168,10 +169,10 @@ def user_place(error: BaseException) -> tuple[str, str]:
 
 
 LIBRARY_SOURCE = re.compile(r'(?:\s*\bat )?"?(?:/|\.\./)[^\s"]*\.(?:cpp|cc|cu|cuh|h)"?:\d+[:,.]?\s*')
-"""`/pytorch/aten/src/x.cpp:12: `, ` at "/pytorch/c10/x.cpp":12, `: a file of the machine that torch was built on."""
+"""Matches `/pytorch/aten/src/x.cpp:12: ` and ` at "/pytorch/c10/x.cpp":12, `: files on the machine that built torch."""
 
 STRING = re.compile(r"""'[^']*'|"[^"]*"|#.*""")
-"""Strings and comments, whose brackets do not count."""
+"""Matches strings and comments.  Brackets in them do not count."""
 
 PAIRS = {"(": ")", "[": "]", "{": "}"}
 """The closing bracket of each opening bracket."""
@@ -181,9 +182,8 @@ INSTALLED = re.compile(r".*[/\\](?:site|dist)-packages[/\\]")
 
 
 def shown(file: str) -> str:
-    """The path of a user's file for messages and bundles.  For an installed package it is `transformers/models/x.py`, without the
-    environment.  It is relative if the file is under the current folder.
-    """
+    """Returns the path of a user's file for messages and bundles.  It is `transformers/models/x.py` for an installed package, and
+    relative if the file is below the current directory."""
     if installed := INSTALLED.match(file):
         return file[installed.end() :]
     near = os.path.relpath(file) if os.path.isabs(file) else file
@@ -191,23 +191,23 @@ def shown(file: str) -> str:
 
 
 def place(node: Node | None) -> tuple[str, str]:
-    """(file:line, source line) of the user's code that a node comes from, or ("", "")."""
+    """Returns (file:line, source line) of the user's code that a node comes from, or ("", "")."""
     return next(((f"{shown(file)}:{line}", whole(code.strip())) for file, line, code in _frames_of(node)), ("", ""))
 
 
 def called_from(node: Node | None) -> str:
-    """If a node comes from an installed package, the user's line that called it: ", called from model.py:12"."""
+    """Returns ", called from model.py:12", the user's line, if a node comes from an installed package, else ""."""
     return _caller([(file, int(line)) for file, line, _ in _frames_of(node)])
 
 
 def called_by(error: BaseException) -> str:
-    """The same for the innermost frame of the user's code in a traceback."""
+    """Like `called_from`, for the innermost frame of the user's code in a traceback."""
     frames = [(frame.filename, frame.lineno or 0) for frame in reversed(traceback.extract_tb(error.__traceback__))]
     return _caller([(file, line) for file, line in frames if is_user_file(file)])
 
 
 def called_here() -> str:
-    """The same for the running code."""
+    """Like `called_from`, for the running code."""
     frames: list[tuple[str, int]] = []
     frame = _user_frame()
     while frame is not None and not is_ours(frame.f_code.co_filename):
@@ -218,21 +218,22 @@ def called_here() -> str:
 
 
 def _caller(frames: Sequence[tuple[str, int]]) -> str:
-    """`frames`: of the user's code, the innermost first."""
+    """Returns ", called from model.py:12" if the innermost of the user's `frames`, the first one, is in an installed package, else
+    ""."""
     if not frames or not INSTALLED.match(frames[0][0]):
         return ""
     return next((f", called from {shown(file)}:{line}" for file, line in frames if not INSTALLED.match(file)), "")
 
 
 def _frames_of(node: Node | None) -> list[tuple[str, str, str]]:
-    """(file, line, source line) of the frames of the user's code that made a node, the innermost first."""
+    """Returns (file, line, source line) of the frames of the user's code that created a node, the innermost first."""
     trace = (node.meta.get("stack_trace") or "") if node is not None else ""
     frames = re.findall(r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]*)', trace)
     return [frame for frame in reversed(frames) if is_user_file(frame[0])]
 
 
 def whole(code: str) -> str:
-    """The first line of a statement, with `...` for its other lines: `x = f(` is `x = f(...)`."""
+    """Returns the first line of a statement, with `...` for its other lines: `x = f(` becomes `x = f(...)`."""
     opened: list[str] = []
     for char in STRING.sub("", code):
         if char in PAIRS:
@@ -243,25 +244,25 @@ def whole(code: str) -> str:
 
 
 def definition(function: Callable[..., Any]) -> str:
-    """`model.py:12` where a function of the user's is defined, or "" """
+    """Returns `model.py:12`, the place of the definition of a user's function, or ""."""
     return defined(function)[0]
 
 
 def defined(function: Callable[..., Any]) -> tuple[str, str]:
-    """(file:line, source line) where a function of the user's is defined, or ("", "")."""
+    """Returns (file:line, source line) of the definition of a user's function, or ("", "")."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     user = code is not None and is_user_file(code.co_filename)
     return line_of(code.co_filename, code.co_firstlineno) if user and code is not None else ("", "")
 
 
 def call_user(function: Callable[..., Any], what: str, label: str, *args: Any, **kwargs: Any) -> Any:
-    """Calls the user's code.  An exception becomes an error of one line with the place."""
+    """Calls the user's code.  Converts an exception to an error of one line with the place."""
     try:
         with plain_errors():
             return function(*args, **kwargs)
     except SyntaxError as error:
         raise not_python(error, label) from None
-    except ModelError:  # of cgcompile.language_models: one line already
+    except ModelError:  # from cgcompile.language_models, already one line
         raise
     except Exception as error:
         if isinstance(error.__cause__, SystemExit):
@@ -272,8 +273,7 @@ def call_user(function: Callable[..., Any], what: str, label: str, *args: Any, *
 
 
 def _cure(error: Exception) -> str:
-    """The hint for an exception of the user's code, or of a package that it calls: the last note of the exception, or a hint for
-    its class."""
+    """Returns the hint for an exception of the user's code or a package: its last note, or a hint for its class."""
     if notes := getattr(error, "__notes__", None):
         return str(notes[-1])
     if isinstance(error, ModuleNotFoundError) and error.name:
@@ -286,14 +286,13 @@ def _cure(error: Exception) -> str:
 
 
 def mismatch(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """The arguments that match no parameter, with the closest name, and the missing arguments.  "" if `signature` can be bound to
-    the call.
-    """
+    """Describes the arguments that match no parameter, with the closest name, and the missing arguments.  Returns "" if the call
+    matches `signature`."""
     try:
         signature.bind(*args, **kwargs)
         return ""
     except TypeError as error:
-        wrong = str(error)
+        bind_error = str(error)
     formals = signature.parameters.values()
     by_place = [formal.name for formal in formals if formal.kind in (formal.POSITIONAL_ONLY, formal.POSITIONAL_OR_KEYWORD)]
     by_name = [formal.name for formal in formals if formal.kind in (formal.KEYWORD_ONLY, formal.POSITIONAL_OR_KEYWORD)]
@@ -301,16 +300,16 @@ def mismatch(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[
     placed, named = by_place[: len(args)], [name for name in kwargs if name in by_name]
     missing = [formal.name for formal in single if formal.default is formal.empty and formal.name not in (*placed, *named)]
     free = [name for name in by_name if name not in (*placed, *named)]
-    more = any(formal.kind is formal.VAR_KEYWORD for formal in formals)
-    problems = [_unknown(name, missing, free) for name in kwargs if name not in by_name and not (more and not missing)]
+    has_var_keyword = any(formal.kind is formal.VAR_KEYWORD for formal in formals)
+    problems = [_unknown(name, missing, free) for name in kwargs if name not in by_name and not (has_var_keyword and not missing)]
     problems += [f"{name!r} is given by position and by name" for name in placed if name in named]
     if len(args) > len(by_place) and not any(formal.kind is formal.VAR_POSITIONAL for formal in formals):
         problems.append(f"{len(args)} arguments by position, and it takes {len(by_place)}")
     problems += [f"{name!r} is missing" for name in missing]
-    return ", ".join(problems) or wrong
+    return ", ".join(problems) or bind_error
 
 
 def _unknown(name: str, missing: Sequence[str], free: Sequence[str]) -> str:
-    """The parameter with the closest name, of the missing ones first."""
-    near = closest(name, missing) or closest(name, free)
-    return f"no parameter is called {name!r}" + (f" (did you mean {near!r}?)" if near else "")
+    """Says that no parameter has this name, and suggests the closest name of a missing or other free parameter."""
+    suggestion = closest(name, missing) or closest(name, free)
+    return f"no parameter is called {name!r}" + (f" (did you mean {suggestion!r}?)" if suggestion else "")

@@ -1,4 +1,4 @@
-"""What Python learns from tensors: branches on data, and numbers that are read out."""
+"""Values of tensors that Python reads: truth values for branches, and numbers."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ BRANCHES = frozenset({
     torch.Tensor.__bool__, torch.Tensor.is_nonzero, torch.is_nonzero, torch.equal, torch.Tensor.equal, torch.allclose,
     torch.Tensor.allclose,
 })  # fmt: skip
-"""What Python asks for a truth value."""
+"""Functions that return a truth value to Python."""
 
 ONE_TENSOR = frozenset({torch.Tensor.__bool__, torch.Tensor.is_nonzero, torch.is_nonzero})
-"""Those of BRANCHES that are asked of one element."""
+"""Functions of BRANCHES that test a single element."""
 
 NUMBERS = frozenset({
     torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.__float__, torch.Tensor.__int__, torch.Tensor.__index__,
 })  # fmt: skip
-"""What Python asks for numbers."""
+"""Functions that return numbers to Python."""
 
 
 SIZES = frozenset({torch.Tensor.shape.__get__, torch.Tensor.size, torch.Tensor.numel})
-"""What Python asks for sizes."""
+"""Functions that return sizes to Python."""
 
 
 class DataReads:
-    """The branches and reads of one call, noted in the effects of `places`.
+    """The branches and reads of one call.  Records them in the effects of `places`.
 
-    What `values` has is no data: Python gets it.  `earlier`: what a call with real tensors did.  A traced call, whose tensors hold
-    no data, branches as that one did, and gets the numbers from it that `known` names by position.  Of what `asserted` names, the
-    program asserts that a call goes the same way.
+    A value in `values` does not depend on data.  `earlier` has the effects of a call with real tensors.  The tensors of a traced
+    call hold no data, so it takes the answers of branches from `earlier`, and the numbers at the positions in `known`.  At the
+    positions in `asserted`, the program gets an assertion that the value is the same in every call.
     """
 
     def __init__(
@@ -54,8 +54,8 @@ class DataReads:
         self._guess = False
 
     def truth(self, func: Any, args: list[Any], kwargs: dict[str, Any]) -> bool:
-        """One of BRANCHES.  A traced call has no data to decide by: it goes where the example inputs went."""
-        earlier = next(self._answers, None)
+        """Returns the value of a function of BRANCHES.  A traced call has no data, and takes the branch of the example inputs."""
+        example_answer = next(self._answers, None)
         if not any(has_no_data(tensor) for tensor in tensors_in((args, kwargs))):
             answer = bool(run_at(self._places, func, args, kwargs, DEVICE))
         elif is_known(value := self._values.result(func, args, kwargs)):
@@ -66,8 +66,8 @@ class DataReads:
             position = len(self._effects.answers)
             if func in ONE_TENSOR:
                 self._effects.guessed.add(position)
-            self._guess = not self._guess  # beyond the answers: no loop may wait for one of the two for ever
-            answer = self._guess if earlier is None else earlier
+            self._guess = not self._guess  # more answers than examples: alternate, so that a loop ends
+            answer = self._guess if example_answer is None else example_answer
             if position in self._asserted.answers:
                 self._assert(args[0], answer)
             else:
@@ -76,7 +76,7 @@ class DataReads:
         return answer
 
     def read(self, func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        """One of NUMBERS."""
+        """Returns the value of a function of NUMBERS."""
         position = len(self._effects.reads)
         self._effects.reads.append(UNFINISHED)
         if func is not torch.Tensor.tolist and not (args[0].is_floating_point() or args[0].is_complex()):
@@ -87,17 +87,17 @@ class DataReads:
             value = self._reads[position] if replayed else called(func, args, kwargs)
             if replayed and position in self._asserted.reads:
                 self._assert(args[0], value)
-        # a traced tensor's tolist() asks for one number after the other
+        # tolist() of a traced tensor reads each number separately
         self._effects.reads[position:] = tree_leaves(value) if func is torch.Tensor.tolist else [value]
         return value
 
     def sized(self, sizes: Any) -> Any:
-        """What Python gets for the result of one of SIZES."""
+        """Returns the result of a function of SIZES to Python."""
         return sizes
 
     def _assert(self, tensor: torch.Tensor, value: bool | int) -> None:
-        """Puts an assertion into the graph that the one element of `tensor` is `value`.  The host asserts: on a GPU an assertion
-        that fails would end the process's use of it."""
+        """Adds an assertion to the graph that `tensor`, of one element, equals `value`.  It runs on the host: a failed assertion on
+        a GPU makes the GPU unusable for the process."""
         places = self._places
         places.saw("asserted-value", ASSERTED)
         where, line = here()

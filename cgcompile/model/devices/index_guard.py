@@ -1,7 +1,7 @@
-"""Trials of values and sizes that no example has: an index out of range raises IndexError, wherever the tensors are.
+"""Raises IndexError for an index out of range on any device.  Trials use values and sizes that no example has.
 
-On the CPU PyTorch raises it itself.  On a GPU a kernel asserts it, which ends the use of the GPU by the process: there the
-operators that take positions are asked before they run.
+PyTorch raises it on the CPU.  On a GPU a kernel asserts instead, which makes the GPU unusable for the process.  So the indices are
+checked before the operator runs.
 """
 
 from __future__ import annotations
@@ -19,39 +19,39 @@ from torch.utils._pytree import tree_leaves
 from .tensor_places import CPU
 
 FAILURES = (RuntimeError, LookupError, ValueError, TypeError, AttributeError, AssertionError, ArithmeticError)
-"""What operators, and a model's own code, raise that do not take what they are tried with."""
+"""Exceptions of operators and of the model's code for values that they do not support."""
 
 VALUELESS = (FakeTensor, FunctionalTensor)
-"""Tensors of a trace, which have a shape and no values."""
+"""Traced tensors, which have a shape and no values."""
 
 LISTED = frozenset({"index", "_unsafe_index", "index_put", "index_put_", "_unsafe_index_put", "_index_put_impl_"})
-"""Take a list of positions, one for each of the first axes; from the end too."""
+"""Operators with a list of index tensors, one for each leading axis.  Negative indices count from the end."""
 
 ROWS = frozenset({"embedding", "_embedding_bag", "_embedding_bag_forward_only"})
-"""Take positions of rows of `weight`."""
+"""Operators with indices of rows of `weight`."""
 
 ALONG = frozenset({
     "gather", "scatter", "scatter_", "scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_", "index_select",
     "index_add", "index_add_", "index_copy", "index_copy_", "index_fill", "index_fill_", "index_reduce", "index_reduce_",
 })  # fmt: skip
-"""Take positions `index` along the axis `dim`."""
+"""Operators with indices `index` along the axis `dim`."""
 
 FLAT = frozenset({"take", "put", "put_"})
-"""Take positions `index` among all elements; from the end too."""
+"""Operators with indices `index` of the flattened tensor.  Negative indices count from the end."""
 
 LABELS = frozenset({"nll_loss_forward", "nll_loss2d_forward", "nll_loss", "nll_loss2d", "nll_loss_nd"})
-"""Take classes `target`, which are positions along axis 1 of `self`; `ignore_index` besides."""
+"""Operators with classes `target`, which index axis 1 of `self`.  `ignore_index` is allowed too."""
 
 UNPOOLED = frozenset({"max_unpool2d", "max_unpool3d"})
-"""Take positions `indices` in a picture of `output_size`."""
+"""Operators with indices `indices` into an image of `output_size`."""
 
 ASSERTED = frozenset({"_assert_async"})
-"""Assert that `self` holds."""
+"""Operators that assert that all elements of `self` are true."""
 
 
 @contextmanager
 def guarded_indices(device: torch.device) -> Iterator[None]:
-    """Inside, an index out of range raises IndexError on `device`, and leaves the device as it was."""
+    """Raises IndexError for an index out of range on `device` inside this context, and keeps the device usable."""
     if device.type == CPU.type:
         yield
         return
@@ -60,14 +60,14 @@ def guarded_indices(device: torch.device) -> Iterator[None]:
 
 
 class IndexGuard(TorchDispatchMode):
-    """Asks every operator that takes positions, of tensors on any device."""
+    """Checks every operator with indices, on tensors of any device, before it runs."""
 
-    supports_higher_order_operators = True  # their bodies are not asked
+    supports_higher_order_operators = True  # does not check their bodies
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Branches, loops and flex_attention compile themselves in eager mode.  Under a mode that does not say this, they fail, and
-        from then on without a mode too (torch 2.11, 2.13)."""
+        """Lets branches, loops and flex_attention compile themselves in eager mode.  Under a mode without this method they fail,
+        and then also without a mode (torch 2.11, 2.13)."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
@@ -83,20 +83,20 @@ def _check(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str
         return
     names = [argument.name for argument in func._schema.arguments]
     operands = {**dict(zip(names, args, strict=False)), **kwargs}
-    if any(isinstance(value, VALUELESS) for value in tree_leaves(operands)):  # a trial may trace
+    if any(isinstance(value, VALUELESS) for value in tree_leaves(operands)):  # the trial traces
         return
     if name in ASSERTED and not bool(operands["self"].all()):
         raise RuntimeError(operands.get("assert_msg", "an assertion of the model does not hold"))
     for positions, low, high, ignored in _ranges(name, operands):
         if not isinstance(positions, torch.Tensor) or positions.dtype in (torch.bool, torch.uint8) or not positions.numel():
             continue
-        asked = positions if ignored is None else positions[positions != ignored]
-        if asked.numel() and not (low <= int(asked.min()) and int(asked.max()) < high):
+        checked = positions if ignored is None else positions[positions != ignored]
+        if checked.numel() and not (low <= int(checked.min()) and int(checked.max()) < high):
             raise IndexError(f"{name}: an index is out of range, expected {low} to {high - 1}")
 
 
 def _ranges(name: str, operands: Mapping[str, Any]) -> Iterator[tuple[Any, int, int, int | None]]:
-    """Positions, the lowest one, the end, and what is taken besides."""
+    """Yields index tensors, with the lowest index, the end of the range, and the ignored index."""
     tensor = operands.get("self")
     if name in LISTED:
         assert isinstance(tensor, torch.Tensor)

@@ -1,13 +1,12 @@
-"""Tensors of a traced call whose values are known: no input is among what they are made of, and no buffer that calls write to.
+"""Tensors of a traced call whose values are known: they depend on no input and on no buffer that calls write to.
 
-A model makes positions, grids and masks of ones from sizes, and asks them: how long, how many, where.  It asks parameters and
-buffers as well: the times of a solver, a flag.  In eager PyTorch these are tensors like others; a trace knows of no tensor what it
-holds, and stops.  So it notes what each tensor is computed from, and where Python asks for a value that follows from constants
-alone, it is computed with real tensors (tracing/constant_expressions.py).  It holds for every call of these sizes, because nothing
-else went in, and as long as the weights that it was computed from stay: their names are noted with the line that asks.
+Models create positions, grids and masks from sizes, and read values of parameters and buffers: a flag, the times of a solver.  In
+eager PyTorch Python can read these tensors.  A trace has no values, so export fails.  This module records the expression of each
+tensor.  If Python reads a value that depends only on constants, the expression is evaluated with real tensors
+(tracing/constant_expressions.py).  The value is the same in every call of these sizes, as long as the weights in the expression do
+not change.  Their names are recorded with the source line that reads the value.
 
-An expression counts as long as the tensor's version and its storage are those at which it was noted, and nothing was written to
-the storage since.
+An expression is valid while the tensor has the recorded version and storage, and no operation has written to the storage since.
 
 Private interfaces (torch 2.11, 2.13): `torch.UntypedStorage._cdata`.
 """
@@ -33,20 +32,20 @@ from .size_lists import SizeLists
 from .tracing import called, tensors_in
 
 LARGEST = 1 << 16
-"""Elements of a value that becomes a literal of the graph: masks and positions of short sequences, no weights."""
+"""Maximum elements of a value that becomes a literal of the graph: enough for short masks and positions, not for weights."""
 
 MADE_OF_NUMBERS = frozenset({
     torch.arange, torch.zeros, torch.ones, torch.full, torch.eye, torch.linspace, torch.tensor, torch.as_tensor, torch.tril_indices,
     torch.triu_indices, torch.scalar_tensor, torch.hann_window, torch.logspace, torch.hamming_window, torch.blackman_window,
     torch.bartlett_window, torch.kaiser_window, torch.asarray, torch.fft.fftfreq, torch.fft.rfftfreq,
 })  # fmt: skip
-"""What makes tensors of numbers alone."""
+"""Functions that create tensors from numbers."""
 
 OF_ONE_NUMBER: Mapping[Any, float | None] = {
     torch.zeros_like: 0, torch.ones_like: 1, torch.full_like: None, torch.Tensor.new_zeros: 0, torch.Tensor.new_ones: 1,
     torch.Tensor.new_full: None,
 }  # fmt: skip
-"""What takes nothing but sizes from its first tensor, with the number that it is filled with; None: the last argument."""
+"""Functions that use only the size of their first tensor, and the fill value.  None: the fill value is the last argument."""
 
 SIZED = frozenset({
     F.interpolate, F.pad, torch.multinomial, torch.Tensor.multinomial, torch.Tensor.new_zeros, torch.Tensor.new_ones,
@@ -54,10 +53,10 @@ SIZED = frozenset({
     torch.narrow, torch.Tensor.narrow, torch.topk, torch.Tensor.topk, torch.Tensor.unfold, torch.roll, torch.split,
     torch.Tensor.split,
 })  # fmt: skip
-"""What takes numbers, or tensors of one element that stand for numbers, for all arguments but the first."""
+"""Functions that take numbers for all arguments except the first.  Tensors of one element can stand for these numbers."""
 
 MOVES = frozenset({torch.Tensor.cpu, torch.Tensor.cuda, torch.Tensor.pin_memory})
-"""What changes nothing but the place: a value is where the model is."""
+"""Functions that change only the device.  Values are always on the device of the model."""
 
 INDEXING = frozenset({torch.Tensor.__getitem__, torch.Tensor.__setitem__})
 
@@ -66,23 +65,23 @@ COUNTED = frozenset(
     {getattr(owner, name) for owner in (torch, torch.Tensor) for name in _COUNTED if hasattr(owner, name)}
     | {torch._unique2, torch.where, torch.Tensor.__getitem__}
 )
-"""What may give a tensor whose size depends on what its arguments hold."""
+"""Functions whose result may have a size that depends on values."""
 
 REPEATS = frozenset({torch.repeat_interleave, torch.Tensor.repeat_interleave})
 
 NORMS = frozenset({F.batch_norm, F.instance_norm, torch.batch_norm, torch.instance_norm, torch.native_batch_norm})
-"""What writes to running statistics, whose versions do not show it, unless argument number `NORM_FLAG` says otherwise."""
+"""Functions that write to running statistics without a new version, unless argument number `NORM_FLAG` is False."""
 
 NORM_FLAG = 5
 
 PYTHON = frozenset({torch.Tensor.__contains__, torch.Tensor.__format__, torch.Tensor.__complex__})
-"""What Python asks that is neither a truth nor a number of a program."""
+"""Special methods whose result goes to Python, other than those in BRANCHES and NUMBERS of data_reads.py."""
 
 UNFILLED = frozenset({
     torch.empty_like, torch.Tensor.new_empty, torch.Tensor.new_empty_strided, torch.Tensor.new, torch.Tensor.resize_,
     torch.Tensor.resize_as_, torch.Tensor.data_ptr,
 })  # fmt: skip
-"""What gives memory that nobody has filled, or says where it lies."""
+"""Functions that return uninitialized memory, or an address."""
 
 _ARGUMENTS = (Number, bool, str, torch.dtype, torch.device, torch.layout, torch.memory_format, type(None), type(...))
 _SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -90,11 +89,8 @@ _UNKNOWN = object()
 
 
 class KnownValues:
-    """Of one call, whose tensors are on the device `real`; nothing is known of a call that is not traced.
-
-    `asked`: gets the name of every parameter and buffer that an answer was computed from, with the (file:line, source line) that
-    asked first.
-    """
+    """The known values of one call, whose tensors are on the device `real`.  A call that is not traced has none.  `asked` gets the
+    names of the parameters and buffers that Python's values depend on.  Each has the (file:line, source line) of the first read."""
 
     def __init__(self, real: torch.device, asked: MutableMapping[str, tuple[str, str]]) -> None:
         self._real, self._asked = real, asked
@@ -104,19 +100,19 @@ class KnownValues:
         self._sizes = SizeLists(self._state)
 
     def hold(self, tensor: torch.Tensor, value: torch.Tensor, name: str) -> None:
-        """A traced tensor stands for `value` in every call: the parameter or buffer of this name."""
-        if not isinstance(tensor, FakeTensor) or tensor.layout is not torch.strided or (held := leaf(value, name)) is None:
+        """Records that a traced tensor stands for `value` in every call: the parameter or buffer `name`."""
+        if not isinstance(tensor, FakeTensor) or tensor.layout is not torch.strided or (expression := leaf(value, name)) is None:
             return
-        if tensor not in self._notes:  # of a tied one the first name counts
-            self._note(tensor, held)
+        if tensor not in self._notes:  # a tied weight keeps its first name
+            self._note(tensor, expression)
         self._held.append((name, tensor))
 
     def written(self) -> set[str]:
-        """The names of the held tensors that the call wrote to."""
+        """Returns the names of the parameters and buffers that the call wrote to."""
         return {name for name, tensor in self._held if not isinstance(self._of(tensor), Leaf)}
 
     def result(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """What an operation gives, a number or a truth value too; `is_known` is False of it where an argument is not known."""
+        """Returns the result of an operation, also a number or a truth value.  If it is unknown, `is_known` is False of it."""
         operation = self._operation(func, args, kwargs)
         if operation is not None:
             return self._evaluated(operation)
@@ -124,7 +120,7 @@ class KnownValues:
         return _UNKNOWN if size is None else size
 
     def answer(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """What Python gets of an operation that it asks for something else than a tensor; `is_known` is False of any other."""
+        """Returns the result of a function in PYTHON.  `is_known` is False of it for any other function."""
         return self.result(func, args, kwargs) if func in PYTHON and get_proxy_mode() is not None else _UNKNOWN
 
     def _evaluated(self, operation: Operation) -> Any:
@@ -136,7 +132,7 @@ class KnownValues:
         return value
 
     def _answered(self, weights: frozenset[str]) -> None:
-        """Python got a value that was computed from these weights."""
+        """Records that Python got a value that depends on these weights."""
         if new := weights - self._asked.keys():
             self._asked.update(dict.fromkeys(sorted(new), here()))
 
@@ -148,18 +144,18 @@ class KnownValues:
         before: Mapping[int, Any] = MappingProxyType({}),
         written: torch.Tensor | None = None,
     ) -> Operation | None:
-        """The call as an expression, None where an argument is not known.  `before`: what tensors were before it, by their ids;
-        `written`: the one that it writes to."""
+        """Returns the call as an expression, or None if an argument is unknown.  `before` has the expressions of tensors before the
+        call, by id.  `written` is the tensor that the call writes to."""
         if get_proxy_mode() is None or func in UNFILLED:
             return None
         missing = False
 
         def value(argument: Any) -> Any:
             nonlocal missing
-            known = before.get(id(argument), _UNKNOWN)
-            known = self._of(argument) if known is _UNKNOWN else known
-            missing = missing or known is _UNKNOWN
-            return known
+            expression = before.get(id(argument), _UNKNOWN)
+            expression = self._of(argument) if expression is _UNKNOWN else expression
+            missing = missing or expression is _UNKNOWN
+            return expression
 
         values, named = pytree.tree_map(value, (list(args), {name: part for name, part in kwargs.items() if name != "pin_memory"}))
         if missing:
@@ -173,12 +169,12 @@ class KnownValues:
         return Operation(func=func, args=values, kwargs=named, written=None if written is None else before[id(written)])
 
     def has(self, tensor: torch.Tensor) -> bool:
-        """Whether the value of a tensor is known, and follows from no weight."""
+        """Returns whether the value of a tensor is known and depends on no weight."""
         expression = self._of(tensor)
         return expression is not _UNKNOWN and not expression.weights and self._value(tensor) is not None
 
     def _value(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """The real tensor that a traced one stands for, None where it is not known."""
+        """Returns the real tensor for a traced one, or None if it is unknown."""
         expression = self._of(tensor)
         try:
             with plain():
@@ -191,19 +187,19 @@ class KnownValues:
         self._notes[tensor] = (*self._state(tensor), expression)
 
     def _state(self, tensor: torch.Tensor) -> tuple[int, int, int]:
-        """What changes when a tensor is written to: through another one that shares its memory, too."""
+        """Returns what changes when a tensor, or another one that shares its memory, is written to."""
         storage = tensor.untyped_storage()._cdata
         return tensor._version, storage, self._writes.get(storage, 0)
 
     def _of(self, argument: Any) -> Any:
-        """An argument with an expression in place of a tensor."""
+        """Returns an argument, with an expression in place of a tensor."""
         if isinstance(argument, FakeTensor):
             noted = self._notes.get(argument)
             if noted is not None:
                 return noted[3] if noted[:3] == self._state(argument) else _UNKNOWN
             return self._of_sizes(argument)
         if isinstance(argument, torch.Tensor):
-            # a constant of the model's: parameters and buffers are fake while they are traced
+            # a constant of the model; traced parameters and buffers are fake
             return leaf(argument) or _UNKNOWN
         if isinstance(argument, slice):
             parts = [self._of(part) for part in (argument.start, argument.stop, argument.step)]
@@ -215,7 +211,7 @@ class KnownValues:
         return argument if isinstance(argument, _ARGUMENTS) and not isinstance(argument, _SYMBOLS) else _UNKNOWN
 
     def _of_sizes(self, tensor: FakeTensor) -> Any:
-        """A part of a list of sizes as an expression, where none of these sizes varies."""
+        """Returns the expression of a part of a list of sizes, if none of the sizes is symbolic."""
         elements = self._sizes.of(tensor)
         parts = elements if isinstance(elements, list) else [elements]
         if not all(type(part) is int for part in parts):
@@ -224,7 +220,7 @@ class KnownValues:
         return Result(operation=operation, index=0, shape=tuple(tensor.shape), dtype=tensor.dtype)
 
     def with_numbers(self, func: Any, args: list[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-        """The arguments, with numbers for known tensors of one element where the operation wants numbers."""
+        """Replaces known tensors of one element in the arguments by numbers, where the function takes numbers."""
         if get_proxy_mode() is None:
             return args, kwargs
         if func in MADE_OF_NUMBERS:
@@ -247,12 +243,12 @@ class KnownValues:
             return value.item()
 
     def _position(self, part: Any) -> Any:
-        """An index; of an integer without dimensions, which selects as a number does, the number."""
-        whole = isinstance(part, torch.Tensor) and not (part.is_floating_point() or part.dtype in (torch.bool, torch.uint8))
-        return self._number(part) if whole else part
+        """Replaces an integer tensor without dimensions, which selects like a number, by the number."""
+        is_integer = isinstance(part, torch.Tensor) and not (part.is_floating_point() or part.dtype in (torch.bool, torch.uint8))
+        return self._number(part) if is_integer else part
 
     def _repeated(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:
-        """How many rows `repeat_interleave` of a tensor makes by repeats of known value; None where they are not known."""
+        """Returns the number of rows of `repeat_interleave` with known repeats, or None."""
         repeats = kwargs.get("repeats", args[1] if len(args) > 1 else None)
         if not isinstance(repeats, torch.Tensor) or repeats.dim() != 1 or repeats.numel() == 1:
             return None
@@ -267,7 +263,7 @@ class KnownValues:
 
     @contextmanager
     def noting(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[list[Any]]:
-        """Around an operation that is traced: what it gives is put into the list, and noted with what it is computed from."""
+        """Records the expression of a traced operation.  The caller appends its result to the list."""
         results: list[Any] = []
         if get_proxy_mode() is None:
             yield results
@@ -277,15 +273,15 @@ class KnownValues:
         yield results
         outputs = [args[0]] if func is torch.Tensor.__setitem__ else tensors_in(results)
         written = [tensor for tensor, version in input_versions if tensor._version != version]
-        unseen = _written_unseen(func, args, kwargs)
-        for tensor in [*written, *unseen]:
+        unversioned = _unversioned_writes(func, args, kwargs)
+        for tensor in [*written, *unversioned]:
             if isinstance(tensor, FakeTensor) and tensor.layout is torch.strided:
                 storage = tensor.untyped_storage()._cdata
                 self._writes[storage] = self._writes.get(storage, 0) + 1
         self._sizes.note(func, args, results[0])
         if not outputs or not all(map(_constant_shape, outputs)) or any(tensor is not outputs[0] for tensor in written):
             return
-        if unseen and not written:
+        if unversioned and not written:
             return
         if func in OF_ONE_NUMBER:
             operation = self._filled(func, args, kwargs, outputs[0])
@@ -310,7 +306,7 @@ class KnownValues:
         return Operation(func=torch.full, args=(tuple(output.shape), number), kwargs=named)
 
     def counted(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """What an operation gives whose size depends on values, as constants of the graph; None where it is no such, or unknown."""
+        """Returns the result of a function in COUNTED as constants of the graph, or None if it is unknown or large."""
         if func not in COUNTED or get_proxy_mode() is None or not _counts(func, args, kwargs):
             return None
         operation = self._operation(func, args, kwargs)
@@ -324,7 +320,7 @@ class KnownValues:
         return pytree.tree_map_only(torch.Tensor, self._constant, outcome)
 
     def positions(self, mask: torch.Tensor) -> list[torch.Tensor] | None:
-        """Where a mask of known value is true, an index for each of its axes; None where it is not known, or large."""
+        """Returns the indices of True in a mask, one tensor per axis, or None if the mask is unknown or large."""
         value = self._value(mask)
         if value is None:
             return None
@@ -340,25 +336,25 @@ class KnownValues:
             numbers = value.tolist()
         constant = called(torch.tensor, [numbers], {"dtype": value.dtype, "device": self._real})
         if constant.shape != value.shape:
-            constant = called(torch.Tensor.reshape, [constant, tuple(value.shape)], {})  # of no elements
-        if isinstance(constant, FakeTensor) and (held := leaf(value)) is not None:
-            self._note(constant, held)
+            constant = called(torch.Tensor.reshape, [constant, tuple(value.shape)], {})  # tolist() lost the shape
+        if isinstance(constant, FakeTensor) and (expression := leaf(value)) is not None:
+            self._note(constant, expression)
         return constant
 
 
 def is_known(value: Any) -> bool:
-    """Whether `KnownValues.result` found it."""
+    """Returns whether `KnownValues.result` found a value."""
     return value is not _UNKNOWN
 
 
-def _written_unseen(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-    """The arguments that an operation may write to without a change of their versions."""
+def _unversioned_writes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """Returns the arguments that an operation may write to without a new version."""
     if func is torch.Tensor.data.__set__:
         return [args[0]]
     if func in NORMS:
         flag = args[NORM_FLAG] if len(args) > NORM_FLAG else kwargs.get("training", kwargs.get("use_input_stats", True))
         return [] if flag is False else tensors_in((args[1:], kwargs))
-    if isinstance(func, torch._ops.OpOverloadPacket | torch._ops.OpOverload):  # of a library that may count no versions
+    if isinstance(func, torch._ops.OpOverloadPacket | torch._ops.OpOverload):  # a library's operator may not update versions
         packet = func.overloadpacket if isinstance(func, torch._ops.OpOverload) else func
         schemas = [getattr(packet, name)._schema for name in packet.overloads()]
         return tensors_in((args, kwargs)) if any(schema.is_mutable for schema in schemas) else []
@@ -374,7 +370,7 @@ def _small(tensor: torch.Tensor) -> bool:
 
 
 def _counts(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether the size depends on values in this form of the operation."""
+    """Returns whether the size of the result depends on values for these arguments."""
     if func is torch.where:
         return len(args) == 1 and not kwargs
     if func in REPEATS:

@@ -1,4 +1,4 @@
-"""The marker operators that stand in a graph for moves between the GPU and the host."""
+"""The marker operators for moves between the GPU and the host in a graph."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ for _name in ("to_host", "to_device"):
     torch.library.register_fake(f"cgcompile::{_name}", lambda x: torch.empty_like(x), lib=_LIBRARY)
 
 TO_HOST, TO_DEVICE = torch.ops.cgcompile.to_host.default, torch.ops.cgcompile.to_device.default
-"""Copies of a tensor to the other side.  On the CPU, where models are exported and compared, both are clones."""
+"""Copies of a tensor to the other device.  On the CPU, where models are exported and compared, both are clones."""
 
 _NAMES = {TO_HOST: "to_host", TO_DEVICE: "to_device"}
 
 
 def marker(node: Node) -> str:
-    """ "to_host", "to_device", or "" for what is no marker operator."""
+    """Returns "to_host", "to_device", or "" if the node is not a marker."""
     return _NAMES.get(node.target, "") if node.op == "call_function" else ""

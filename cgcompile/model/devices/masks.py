@@ -1,7 +1,7 @@
-"""Masks while a call is traced: bytes become truth values, and a mask of known value becomes positions.
+"""Converts masks of a traced call: uint8 to bool, and a mask of known value to indices.
 
-Eager PyTorch takes uint8 for a condition and a mask, torch.export does not.  A selection by a mask whose value is known has a size
-that no data decides.
+Eager PyTorch accepts uint8 as a condition and a mask, torch.export does not.  The size of a selection by a known mask does not
+depend on data.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 CONDITIONS = {torch.where: 0, torch.Tensor.where: 1}
-"""What takes a condition, with its place among the arguments."""
+"""Functions with a condition, and its position among the arguments."""
 
 INDEXING = frozenset({torch.Tensor.__getitem__, torch.Tensor.__setitem__})
 
@@ -24,22 +24,22 @@ MASKED = CONDITIONS.keys() | INDEXING | SELECTING
 Call = tuple[Any, list[Any], dict[str, Any]]
 
 Positions = Callable[[torch.Tensor], list[torch.Tensor] | None]
-"""Where a mask of known value is true, an index for each of its axes; None for another mask."""
+"""Returns the indices of True in a mask of known value, one tensor per axis; None for any other mask."""
 
 
 def _selected(x: torch.Tensor, mask: torch.Tensor, positions: Positions) -> tuple[Any, ...] | None:
-    """What `x` is indexed with for its elements where a mask of known value is true.  The mask is as large as `x` along axes that
-    lie side by side, and 1 along the others; None for another mask."""
+    """Returns the index that selects the elements of `x` where a mask of known value is true, or None.  Supports a mask that has
+    the size of `x` along adjacent axes, and size 1 along the others."""
     if not all(type(size) is int for size in mask.shape):
-        return None  # its value is not known, and a question about a size would fix it
-    before = x.dim() - mask.dim()
-    wide = [axis for axis, size in enumerate(mask.shape) if size != 1] or [*range(mask.dim())]
-    if before < 0 or not wide or len(wide) != wide[-1] - wide[0] + 1:
+        return None  # unknown value; a comparison of its sizes would specialize them
+    leading = x.dim() - mask.dim()
+    axes = [axis for axis, size in enumerate(mask.shape) if size != 1] or [*range(mask.dim())]
+    if leading < 0 or not axes or len(axes) != axes[-1] - axes[0] + 1:
         return None
-    if any(x.shape[before + axis] != mask.shape[axis] for axis in wide):
+    if any(x.shape[leading + axis] != mask.shape[axis] for axis in axes):
         return None
     places = positions(mask)
-    return None if places is None else (*[slice(None)] * (before + wide[0]), *[places[axis] for axis in wide])
+    return None if places is None else (*[slice(None)] * (leading + axes[0]), *[places[axis] for axis in axes])
 
 
 def _select(x: torch.Tensor, index: tuple[Any, ...]) -> torch.Tensor:
@@ -47,15 +47,15 @@ def _select(x: torch.Tensor, index: tuple[Any, ...]) -> torch.Tensor:
 
 
 def with_masks(func: Any, args: list[Any], kwargs: dict[str, Any], positions: Positions, truth: Callable[[Any], Any]) -> Call:
-    """The call, or the one that replaces it.  `truth` makes truth values of bytes."""
+    """Returns the call, or the call that replaces it.  `truth` converts uint8 to bool."""
 
     def as_truth(value: Any) -> Any:
         return truth(value) if isinstance(value, torch.Tensor) and value.dtype is torch.uint8 else value
 
     if get_proxy_mode() is None:
         return func, args, kwargs
-    if (at := CONDITIONS.get(func)) is not None:
-        args = [as_truth(part) if place == at else part for place, part in enumerate(args)]
+    if (condition_position := CONDITIONS.get(func)) is not None:
+        args = [as_truth(part) if place == condition_position else part for place, part in enumerate(args)]
         return func, args, {name: as_truth(part) if name == "condition" else part for name, part in kwargs.items()}
     if func in SELECTING and not kwargs and (index := _selected(args[0], args[1], positions)) is not None:
         return _select, [args[0], index], {}

@@ -1,9 +1,9 @@
-"""The questions of a call whose answers are forced: traced, with a marker in the graph at each, or with real tensors.
+"""Branches of a call with forced answers: a traced call, with a marker in the graph at each branch, or one with real tensors.
 
-Replaced while such a call is traced: `__bool__` of torch.SymBool, torch.SymInt and torch.SymFloat, since a comparison of a number
-that was read out of a tensor is one of these (torch 2.11, 2.13).  Torch's own code gets torch's answer.
-Private interfaces: `torch.overrides._pop_mode_temporarily`, `create_symintnode` and `_maybe_evaluate_static` of a ShapeEnv, and
-`_override_builtin_ops`: while torch.export traces, `min` and `max` of tensors ask nothing.
+While such a call is traced, `__bool__` of torch.SymBool, torch.SymInt and torch.SymFloat is replaced, because a comparison of a
+number from a tensor is one of these (torch 2.11, 2.13).  Torch's own code gets torch's answer.  Private interfaces:
+`torch.overrides._pop_mode_temporarily`, `create_symintnode` and `_maybe_evaluate_static` of a ShapeEnv, and
+`_override_builtin_ops`: while torch.export traces, `min` and `max` of tensors do not branch.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from .tensor_places import DEVICE, TensorPlaces
 from .tracing import called, has_no_data, tensors_in
 
 MIN_MAX = os.path.join("torch", "_export", "non_strict_utils.py")
-"""The file of what torch.export puts in place of Python's `min` and `max` (torch 2.11, 2.13)."""
+"""The file with torch.export's replacements of Python's `min` and `max` (torch 2.11, 2.13)."""
 
 NUMBERS = (torch.SymBool, torch.SymInt, torch.SymFloat)
 
 
 class TracedReads(DataReads):
-    """The questions of a traced call of `model`, whose caller's code is `entry`."""
+    """The branches of a traced call of `model`.  `entry` is the code of the caller."""
 
     def __init__(
         self,
@@ -60,22 +60,22 @@ class TracedReads(DataReads):
                     self._way.symbols[size.node.expr] = lambda size=size: torch.scalar_tensor(size, dtype=torch.float64)
 
     def truth(self, func: Any, args: list[Any], kwargs: dict[str, Any]) -> bool:
-        """One of BRANCHES."""
+        """Returns the value of a function of BRANCHES."""
         if not any(has_no_data(tensor) for tensor in tensors_in((args, kwargs))):
             return self._noted(bool(run_at(self._places, func, args, kwargs, DEVICE)))
         if is_known(value := self._values.result(func, args, kwargs)):
             return self._noted(bool(value))
         if func in EQUAL and differ_in_shape(*args):
             return self._noted(False)
-        asked = called(lambda: predicate(func, args, kwargs), [], {})
-        if asked is None:
-            return bool(called(func, args, kwargs))  # torch's own error, or False for two shapes
+        condition = called(lambda: predicate(func, args, kwargs), [], {})
+        if condition is None:
+            return bool(called(func, args, kwargs))  # an error of torch, or False for different shapes
         if func in ONE_TENSOR:
-            return self._answer(asked, tensors_in((args, kwargs)))
-        return self._answer(asked, (), by_itself=False)
+            return self._answer(condition, tensors_in((args, kwargs)))
+        return self._answer(condition, (), by_itself=False)
 
     def read(self, func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        """One of NUMBERS."""
+        """Returns the value of a function of NUMBERS."""
         position = len(self._way.reads)
         value = self._values.result(func, args, kwargs)
         if is_known(value):
@@ -84,49 +84,49 @@ class TracedReads(DataReads):
         tensor = args[0]
         exact = torch.float64 if tensor.is_floating_point() else torch.int64
         value = called(func, args, kwargs)
-        kept = called(lambda: tensor.detach().to(exact, copy=True), [], {})
+        copy = called(lambda: tensor.detach().to(exact, copy=True), [], {})
         for place, number in enumerate(tree_leaves(value)):
             if isinstance(number, torch.SymInt | torch.SymFloat | torch.SymBool):
                 self._read |= number.node.expr.free_symbols
                 for symbol in number.node.expr.free_symbols:
-                    self._way.symbols.setdefault(symbol, lambda place=place: kept.reshape(-1)[place])
-        self._way.reads[position:] = [True] * len(tree_leaves(value))  # tolist() asks for one number after the other
+                    self._way.symbols.setdefault(symbol, lambda place=place: copy.reshape(-1)[place])
+        self._way.reads[position:] = [True] * len(tree_leaves(value))  # tolist() reads each number separately
         return value
 
     def number_truth(self, number: Any) -> bool | None:
-        """Whether a number of a trace is true; None where it follows from nothing that was read out of a tensor."""
+        """Returns whether a traced number is true, or None if it depends on no number that was read from a tensor."""
         expression = number.node.expr
         selected = [symbol for symbol in expression.free_symbols - self._read if symbol_is_type(symbol, SymT.UNBACKED_INT)]
         shapes = number.node.shape_env
         if (selected and shapes is None) or (not selected and expression.free_symbols.isdisjoint(self._read)):
-            return None  # a size, which torch knows more of
-        if selected and (known := shapes._maybe_evaluate_static(expression)) is not None:
-            return self._noted(bool(known))
-        for symbol in selected:  # how many rows a mask selects
+            return None  # a size: torch decides
+        if selected and (static_value := shapes._maybe_evaluate_static(expression)) is not None:
+            return self._noted(bool(static_value))
+        for symbol in selected:  # number of rows that a mask selects
             size = shapes.create_symintnode(symbol, hint=None)
             self._way.symbols.setdefault(symbol, lambda size=size: torch.scalar_tensor(size, dtype=torch.float64))
-        with _pop_mode_temporarily():  # what is computed here is none of the model's operations
-            asked = called(lambda: truth_of(expression, self._way.symbols), [], {})
-            return None if asked is None else self._answer(asked, ())
+        with _pop_mode_temporarily():  # these are not operations of the model
+            condition = called(lambda: truth_of(expression, self._way.symbols), [], {})
+            return None if condition is None else self._answer(condition, ())
 
     def sized(self, sizes: Any) -> Any:
-        """What Python gets for the result of one of SIZES."""
-        listed = sizes if isinstance(sizes, tuple) else (sizes,)
-        self._way.sizes.append(tuple([size.node.expr if _by_data(size) else None for size in listed]))
+        """Returns the result of a function of SIZES to Python, and records which sizes depend on data."""
+        size_tuple = sizes if isinstance(sizes, tuple) else (sizes,)
+        self._way.sizes.append(tuple([size.node.expr if _by_data(size) else None for size in size_tuple]))
         return sizes
 
     def converted(self, kind: type, value: Any) -> Any:
-        """What `int(value)` or `float(value)` gives; None for a value that does not depend on data."""
+        """Returns `int(value)` or `float(value)`, or None if the value does not depend on data."""
         if isinstance(value, torch.Tensor):
             value = value.item() if value.numel() == 1 and has_no_data(value) else None
             if isinstance(value, int | float):
-                return kind(value)  # it is known
+                return kind(value)  # a known value
         if not self._depends(value):
             return None
         return torch.sym_int(value) if kind is int else torch.sym_float(value)
 
     def asked_of(self, plain: Callable[[Any], bool], value: Any) -> bool | None:
-        """The answer of `math.isnan` or its like, `plain`; None for a value that does not depend on data."""
+        """Returns the result of `plain` (`math.isnan` or similar), or None if the value does not depend on data."""
         if not self._depends(value):
             return None
         with _pop_mode_temporarily():
@@ -134,7 +134,7 @@ class TracedReads(DataReads):
             return None if number is None else self._answer(called(getattr(torch, plain.__name__), [number], {}), ())
 
     def length(self, value: Any) -> Any:
-        """What `len(value)` gives; None for a value whose length is a constant."""
+        """Returns `len(value)`, or None if the length is a constant."""
         size = value.shape[0] if isinstance(value, torch.Tensor) and value.dim() else None
         return size if isinstance(size, torch.SymInt) else None
 
@@ -145,23 +145,24 @@ class TracedReads(DataReads):
         self._way.asks.append(answer)
         return answer
 
-    def _answer(self, asked: torch.Tensor, tensors: Sequence[torch.Tensor], by_itself: bool = True) -> bool:
-        """The answer to a question; one that is asked of the same tensor again keeps it.  `by_itself` as for PythonState."""
+    def _answer(self, condition: torch.Tensor, tensors: Sequence[torch.Tensor], by_itself: bool = True) -> bool:
+        """Returns the answer to a branch on `condition`, and records the branch.  The same tensor gets the same answer again.
+        `by_itself` is that of PythonState."""
         way = self._way
         for tensor in tensors:
-            if (known := way.answered(tensor)) is not None:
-                return self._noted(known)
+            if (earlier_answer := way.answered(tensor)) is not None:
+                return self._noted(earlier_answer)
         frames = model_frames(self._entry)
         where, line = here()
         spot = spot_of(frames)
         answer = way.next_answer(spot, where, line)
         state = PythonState(frames, self._model, self._inputs, by_itself)
-        held = [*state.tensors, *self._counts(state.sizes)]
-        called(ASKED, [[asked, *[tensor for _, tensor in held]], len(way.questions)], {})
-        kept = tuple([(name, way.answered(tensor)) for name, tensor in state.tensors])
+        state_tensors = [*state.tensors, *self._counts(state.sizes)]
+        called(ASKED, [[condition, *[tensor for _, tensor in state_tensors]], len(way.questions)], {})
+        tensor_answers = tuple([(name, way.answered(tensor)) for name, tensor in state.tensors])
         question = Question(
-            answer=answer, where=where, line=line, caller=called_here(), spot=spot, state=(state.value, kept), memory=state.memory,
-            names=tuple([name for name, _ in held]), asks=len(way.asks), reads=len(way.reads),
+            answer=answer, where=where, line=line, caller=called_here(), spot=spot, state=(state.value, tensor_answers),
+            memory=state.memory, names=tuple([name for name, _ in state_tensors]), asks=len(way.asks), reads=len(way.reads),
             sizes=len(way.sizes),
         )  # fmt: skip
         way.questions.append(question)
@@ -169,7 +170,7 @@ class TracedReads(DataReads):
         return self._noted(answer)
 
     def _counts(self, sizes: Sequence[torch.SymInt]) -> list[tuple[str, torch.Tensor]]:
-        """What these sizes are made of, as far as it is how many rows are selected: int64 without dimensions, by name."""
+        """Returns the row counts that `sizes` depend on, by name: int64 tensors without dimensions."""
         symbols = {symbol: size.node.shape_env for size in sizes for symbol in size.node.expr.free_symbols}
         counted = [symbol for symbol in symbols if symbol_is_type(symbol, SymT.UNBACKED_INT) and symbol not in self._read]
         symints = {symbol: symbols[symbol].create_symintnode(symbol, hint=None) for symbol in sorted(counted, key=str)}
@@ -177,23 +178,23 @@ class TracedReads(DataReads):
 
 
 class ForcedReads(DataReads):
-    """The questions of a call with real tensors that goes the way of a traced one."""
+    """The branches of a call with real tensors that takes the path of a traced call."""
 
     def __init__(self, places: TensorPlaces, values: KnownValues, way: ForcedWay) -> None:
         super().__init__(places, values, SideEffects(), frozenset(), NOTHING)
         self._way = way
 
     def truth(self, func: Any, args: list[Any], kwargs: dict[str, Any]) -> bool:
-        """One of BRANCHES."""
+        """Returns the forced answer for a function of BRANCHES."""
         return self._way.ask(False)
 
     def read(self, func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        """One of NUMBERS."""
+        """Returns the value of a function of NUMBERS, tracked if it depends on data."""
         value = called(func, args, kwargs)
         return tree_map(lambda leaf: tracked(leaf, self._way.ask) if self._way.read() else leaf, value)
 
     def sized(self, sizes: Any) -> Any:
-        """As of TracedReads."""
+        """Returns sizes to Python, tracked if they depend on data."""
         traced = next(self._way.sizes, ())
         if all(expression is None for expression in traced):
             return sizes
@@ -204,52 +205,52 @@ class ForcedReads(DataReads):
         return torch.Size([size if expr is None else tracked(size, self._way.ask, expr) for size, expr in pairs])
 
     def converted(self, kind: type, value: Any) -> Any:
-        """As of TracedReads."""
+        """See TracedReads."""
         if not isinstance(value, torch.Tensor) or value.numel() != 1:
             return converted(kind, value)
         number = value.item()
-        kept = converted(kind, number)
-        return kind(number) if kept is None else kept
+        tracked_number = converted(kind, number)
+        return kind(number) if tracked_number is None else tracked_number
 
     def asked_of(self, plain: Callable[[Any], bool], value: Any) -> bool | None:
-        """As of TracedReads."""
+        """See TracedReads."""
         return asked(plain, value)
 
     def length(self, value: Any) -> Any:
-        """As of TracedReads."""
+        """See TracedReads."""
         size = value.shape[0] if isinstance(value, torch.Tensor) and value.dim() else None
         return None if type(size) is int else size
 
 
 def _by_data(size: Any) -> bool:
-    """Whether a size depends on data."""
-    return isinstance(size, torch.SymInt) and any(symbol_is_type(it, SymT.UNBACKED_INT) for it in size.node.expr.free_symbols)
+    """Returns whether a size depends on data."""
+    return isinstance(size, torch.SymInt) and any(symbol_is_type(sym, SymT.UNBACKED_INT) for sym in size.node.expr.free_symbols)
 
 
 @contextmanager
 def numbers_asked(answer: Callable[[Any], bool | None]) -> Iterator[None]:
-    """Meanwhile `answer` says whether a number of a trace is true, where the model's code asks."""
-    before = {kind: kind.__bool__ for kind in NUMBERS if hasattr(kind, "__bool__")}
+    """Uses `answer` inside this context for the truth of traced numbers that the model's code tests."""
+    originals = {kind: kind.__bool__ for kind in NUMBERS if hasattr(kind, "__bool__")}
 
     def replaced(original: Callable[[Any], bool]) -> Callable[[Any], bool]:
         def __bool__(number: Any) -> bool:
             file = sys._getframe(1).f_code.co_filename
-            forced = None if _inside_torch(file) or not number.node.expr.free_symbols else answer(number)
-            return original(number) if forced is None else forced
+            forced_answer = None if _inside_torch(file) or not number.node.expr.free_symbols else answer(number)
+            return original(number) if forced_answer is None else forced_answer
 
         return __bool__
 
-    for kind, original in before.items():
+    for kind, original in originals.items():
         kind.__bool__ = replaced(original)
     try:
         yield
     finally:
-        for kind, original in before.items():
+        for kind, original in originals.items():
             kind.__bool__ = original
 
 
 def min_and_max_as_traced() -> AbstractContextManager[None]:
-    """Meanwhile `min` and `max` of tensors are operations, as in the traced call: they would ask for the truth of a comparison."""
+    """Makes `min` and `max` of tensors operations inside this context, as in the traced call, so that they do not branch."""
     return _override_builtin_ops()
 
 

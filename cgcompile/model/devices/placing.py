@@ -1,4 +1,4 @@
-"""The model on the device where it will run: its tensors move there one storage at a time, and what shared memory still does."""
+"""Moves the model to its device, one storage at a time.  Tensors that share memory still share it afterwards."""
 
 from __future__ import annotations
 
@@ -20,22 +20,20 @@ from ..tracing.held_tensors import held_tensors
 from ..user_code import can_be_asked, first_line
 
 _Replaced = tuple[dict[str, Any], str, Any]
-"""Parameters or buffers of a module, a name in it, and what stood there."""
+"""Parameters or buffers of a module, a name in it, and the original tensor."""
 
 DEEP, WIDE = 6, 256
-"""How far down and along containers, objects and functions among a module's attributes are looked into for tensors."""
+"""Maximum depth and number of elements of the search for tensors in attributes of modules."""
 
 MOST = 20_000
-"""Objects that are looked into: an attribute may lead to all of a program."""
+"""Maximum number of objects of the search: an attribute may lead to the whole program."""
 
 
 @contextmanager
 def placed(source: Source, device: torch.device) -> Iterator[Source]:
-    """`source` with its model on `device`, one of its tensors after the other: the host never holds a second copy of the weights.
-
-    A model that was made for this build leaves the host.  One that the caller made is at the end what it was: its tensors are the
-    caller's, and its modules have the attributes that they had.  Raises gpu-memory.
-    """
+    """Gives `source` with its model on `device`.  Moves one storage at a time, so the host never holds a second copy of the
+    weights.  A model that was created for this build leaves the host.  A model of the caller is restored at the end: its tensors
+    and the attributes of its modules.  Raises gpu-memory."""
     originals: list[tuple[torch.Tensor, torch.Tensor]] = []
     before = [] if source.owned else [(vars(module), dict(vars(module))) for module in source.model.modules()]
     replaced: list[_Replaced] = []
@@ -55,47 +53,47 @@ def placed(source: Source, device: torch.device) -> Iterator[Source]:
             tensor.data = data
         for owner, name, value in () if source.owned else replaced:
             owner[name] = value
-        for attributes, were in before if device != CPU else ():
+        for attributes, saved in before if device != CPU else ():
             attributes.clear()
-            attributes.update(were)
+            attributes.update(saved)
 
 
 def _by_storage(model: torch.nn.Module, device: torch.device) -> Iterator[list[torch.Tensor]]:
-    """The plain tensors that are elsewhere, those of one storage together.  None is held here once the next are asked for."""
+    """Yields the plain tensors on other devices, grouped by storage.  Keeps no reference to a group after the next is requested."""
     groups: dict[int, dict[int, torch.Tensor]] = {}
     for tensor in _tensors(model):
         if _plain(tensor) and tensor.device != device:
             group = groups.setdefault(tensor.untyped_storage()._cdata, {})
             group[id(tensor)] = tensor
-            if tensor._base is not None:  # what a view was made of keeps the memory, too
+            if tensor._base is not None:  # the base of a view keeps the memory alive too
                 group[id(tensor._base)] = tensor._base
     for key in list(groups):
         yield list(groups.pop(key).values())
 
 
 def _tensors(model: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """Parameters, buffers, and what other attributes of the modules hold, and objects, containers and functions among these."""
+    """Yields parameters, buffers, and tensors in other attributes: also in objects, containers and functions."""
     seen: set[int] = set()
     for module in model.modules():
         for value in list(vars(module).values()):
             yield from _within(value, DEEP, seen)
-    for held in held_tensors(model):
-        yield held.tensor
+    for slot in held_tensors(model):
+        yield slot.tensor
 
 
-def _within(value: Any, deep: int, seen: set[int]) -> Iterator[torch.Tensor]:
+def _within(value: Any, depth: int, seen: set[int]) -> Iterator[torch.Tensor]:
     if not can_be_asked(value):
         return
     if isinstance(value, torch.Tensor):
         yield value
-    elif deep and len(seen) < MOST and id(value) not in seen:
+    elif depth and len(seen) < MOST and id(value) not in seen:
         seen.add(id(value))
         for part in _parts(value):
-            yield from _within(part, deep - 1, seen)
+            yield from _within(part, depth - 1, seen)
 
 
 def _parts(value: Any) -> list[Any]:
-    """What a value holds: a container its elements, an object its attributes, a function what it was made with."""
+    """Returns the elements of a container, the attributes of an object, or the closure and defaults of a function."""
     if isinstance(value, torch.nn.Module | type | ModuleType | str | bytes):
         return []
     if isinstance(value, Mapping):
@@ -114,7 +112,7 @@ def _parts(value: Any) -> list[Any]:
 
 
 def _slot(value: Any, name: str) -> Any:
-    with suppress(Exception):  # of the user's class
+    with suppress(Exception):  # a property of the user's class
         return getattr(value, name)
     return None
 
@@ -128,17 +126,17 @@ def _plain(tensor: torch.Tensor) -> bool:
 
 
 def _move(tensors: list[torch.Tensor], device: torch.device) -> None:
-    """Moves tensors of one storage.  The memory on the other side goes with the last of them."""
+    """Moves tensors of one storage.  The old memory is freed with the last of them."""
     if len(tensors) == 1:
         tensors[0].data = moved(tensors[0].data, device)
         return
-    there = storage_bytes(tensors[0]).to(device)
+    storage = storage_bytes(tensors[0]).to(device)
     for tensor in tensors:
-        tensor.data = seen_as(there, tensor)
+        tensor.data = seen_as(storage, tensor)
 
 
 def _replace_others(model: torch.nn.Module, device: torch.device, replaced: list[_Replaced]) -> None:
-    """Tensors of other classes (quantized ones, say) know themselves how they move: they are replaced in their modules."""
+    """Replaces tensors of other classes, for example quantized ones, in their modules: `.to()` of the class moves them."""
     others: dict[int, torch.Tensor] = {}
     for module in model.modules():
         for owner in (module._parameters, module._buffers):
@@ -146,8 +144,8 @@ def _replace_others(model: torch.nn.Module, device: torch.device, replaced: list
                 if tensor is None or _plain(tensor) or tensor.device == device:
                     continue
                 if id(tensor) not in others:
-                    there = tensor.to(device)
+                    moved_tensor = tensor.to(device)
                     is_parameter = isinstance(tensor, torch.nn.Parameter)
-                    others[id(tensor)] = torch.nn.Parameter(there, tensor.requires_grad) if is_parameter else there
+                    others[id(tensor)] = torch.nn.Parameter(moved_tensor, tensor.requires_grad) if is_parameter else moved_tensor
                 replaced.append((owner, name, tensor))
                 owner[name] = others[id(tensor)]

@@ -1,8 +1,9 @@
-"""Where the tensors of one call are: on the host, on the device, or free to be on either.
+"""The place of each tensor of one call: on the host, on the device, or free.
 
-An input of the model is on the device; what an operation makes is where its tensors are.  A tensor that no operation made
-(a parameter, a buffer, a constant) is free: it goes with the others, and is on the device by itself.  A tensor of no dimensions on
-the host may be combined with tensors on the device, as in PyTorch.  Any other mixture is PyTorch's error, and an obstacle here.
+Inputs of the model are on the device.  The result of an operation is where its tensors are.  A tensor without an operation (a
+parameter, a buffer, a constant) is free: it follows the other tensors of an operation, and is on the device by default.  As in
+PyTorch, a tensor without dimensions on the host can be combined with tensors on the device.  PyTorch raises an error for any other
+mixture, which is an obstacle here.
 """
 
 from __future__ import annotations
@@ -23,14 +24,12 @@ HOST, DEVICE, FREE = "host", "device", "free"
 """Places of a tensor."""
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
-"""What the user's code is told of a tensor on the host, and of one on the device where that is a GPU."""
+"""The devices that the user's code sees for tensors on the host, and for tensors on the device if it is a GPU."""
 
 
 class TensorPlaces:
-    """The place of every tensor of one call of the user's model, whose tensors are on the device `real`.
-
-    `target_device`: where the bundle will run.  On the CPU there is one place, and a move to a GPU moves nothing.  `effects` gets
-    what cannot be followed.
+    """The place of every tensor of one call of the user's model, whose tensors are on the device `real`.  `target_device` is the
+    device of the bundle.  If it is the CPU there is only one place, and moves to a GPU do nothing.  `effects` gets the obstacles.
     """
 
     def __init__(self, inputs: Sequence[torch.Tensor], real: torch.device, target_device: torch.device) -> None:
@@ -42,18 +41,18 @@ class TensorPlaces:
             self._places[tensor] = DEVICE
 
     def place(self, tensor: torch.Tensor) -> str:
-        """HOST, DEVICE, or FREE for what no operation made."""
+        """Returns HOST, DEVICE, or FREE if no operation created the tensor."""
         location: str = self._places.get(tensor, FREE)
         return location
 
     def device(self, tensor: torch.Tensor, real: torch.device) -> torch.device:
-        """What the user's code is told.  Tensors without memory keep their device."""
+        """Returns the device that the user's code sees.  Tensors on the meta device keep their device."""
         if real.type == "meta":
             return real
         return CPU if self.place(tensor) == HOST else self.target_device
 
     def named(self, device: Any) -> str | None:
-        """The place of a device as the user writes it, None for one without memory (meta)."""
+        """Returns the place of a device in the user's code, or None for the meta device."""
         torch_device = torch.device(plain_device(device))
         if torch_device.type == "meta":
             return None
@@ -65,18 +64,18 @@ class TensorPlaces:
         return DEVICE
 
     def to_gpu(self) -> None:
-        """The user's code names a GPU."""
+        """Records that the user's code names a GPU."""
         if self.target_device == CPU:
             self.saw("moved-to-gpu", "a tensor is moved to a GPU, and the bundle is for the CPU")
 
     def note(self, tensor: torch.Tensor, place: str) -> None:
-        """From now on `tensor` is at `place`."""
+        """Records the place of `tensor`."""
         self._places[tensor] = place
 
     def moved(self, tensor: torch.Tensor, place: str) -> torch.Tensor:
-        """`tensor` at `place`, with a marker where it was elsewhere."""
-        there = self.place(tensor)
-        if there == place or (there == FREE and place == DEVICE):
+        """Returns `tensor` at `place`, with a marker if it was elsewhere."""
+        current_place = self.place(tensor)
+        if current_place == place or (current_place == FREE and place == DEVICE):
             return tensor
         tensor_copy: torch.Tensor
         if self.real == CPU or is_traced([tensor]):
@@ -87,7 +86,7 @@ class TensorPlaces:
         return tensor_copy
 
     def noted(self, result: Any, side: str, wanted: str | None = None) -> Any:
-        """The result of an operation that ran at `side`, with its tensors noted there, and moved where `wanted` says so."""
+        """Records that the tensors of a result are at `side`, and moves them to `wanted` if that is another place."""
         for tensor in tensors_in(result):
             self._places[tensor] = side
         if wanted is None or wanted == side or (side == FREE and wanted == DEVICE):
@@ -95,13 +94,13 @@ class TensorPlaces:
         return pytree.tree_map_only(torch.Tensor, lambda tensor: self.moved(tensor, wanted), result)
 
     def saw(self, rule: str, message: str) -> None:
-        """Notes an obstacle at the user's line, once."""
+        """Records an obstacle at the user's line, once."""
         where, source = here()
-        seen = Obstacle(rule=rule, message=message + called_here(), where=where, source=source)
-        if seen not in self.effects.obstacles:
-            self.effects.obstacles.append(seen)
+        obstacle = Obstacle(rule=rule, message=message + called_here(), where=where, source=source)
+        if obstacle not in self.effects.obstacles:
+            self.effects.obstacles.append(obstacle)
 
 
 def plain_device(value: Any) -> Any:
-    """A number names a GPU; torch looks for one when it is asked about it."""
+    """Converts a number to a GPU device.  torch.device(number) would look for a GPU on this machine."""
     return torch.device("cuda", value) if type(value) is int else value

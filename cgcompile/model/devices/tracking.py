@@ -1,16 +1,14 @@
-"""Where the user's code puts its tensors: a mode that keeps a virtual device per tensor while the model runs on one device.
+"""Tracks where the user's code puts its tensors: a mode with a virtual device per tensor, while the model runs on one real device.
 
-A model is exported on one device, the CPU or the GPU that it is built for.  An explicit move (`.cpu()`, `.cuda()`, `.to(device)`,
-`device=`) would vanish from the graph, or break it.  `DeviceTracking` answers `tensor.device` as if everything were where the
-bundle will run, and follows the moves.  It leaves a marker operator in the graph for each (markers.py).  A model that names no
-device gets no marker.
+A model is exported on one device, the CPU or the GPU of the build.  An explicit move (`.cpu()`, `.cuda()`, `.to(device)`,
+`device=`) would disappear from the graph, or break it.  `DeviceTracking` returns `tensor.device` as if the tensors were on the
+devices of the bundle, and follows the moves.  It adds a marker operator to the graph for each (markers.py).
 
-Private interfaces (torch 2.11, 2.13): `FakeTensor.device`, `torch.overrides._get_current_function_mode_stack`,
-`get_proxy_mode`, which is None while torch carries out an operation that it traces, `torch.autocast.__init__`.  Replaced while
-the model runs are `FakeTensor.device`, a property of Python that no mode is asked about, and, where tensors are on the CPU and
-told to be on a GPU, autocast, since autocast for cuda would do nothing to them, `torch.cuda.get_device_capability`, which
-answers for the GPU that the bundle is for, `torch.cuda.is_current_stream_capturing`, which torch for the CPU does not have, and
-`torch.backends.cudnn.is_acceptable`, by which `flatten_parameters()` of recurrent layers would start CUDA.
+Private interfaces (torch 2.11, 2.13): `FakeTensor.device`, `torch.overrides._get_current_function_mode_stack`, `get_proxy_mode`
+(None while torch runs an operation that it traces), `torch.autocast.__init__`.  Replaced while the model runs is
+`FakeTensor.device`, a Python property without a mode.  If the CPU stands for a GPU, also autocast (for cuda it has no effect on the
+CPU), `torch.cuda.get_device_capability` (returns the bundle's GPU), `torch.cuda.is_current_stream_capturing` (missing in torch for
+the CPU), and `torch.backends.cudnn.is_acceptable` (`flatten_parameters()` of recurrent layers would start CUDA).
 """
 
 from __future__ import annotations
@@ -66,15 +64,15 @@ _SPECIAL: Mapping[Any, _Handler] = {
     torch.histc: histogram,
     torch.Tensor.histc: histogram,
 }
-"""What is no operation like others: moves, questions about devices, packed sequences and LSTMs."""
+"""Functions with special handling: moves, queries of devices, packed sequences and LSTMs."""
 
 
-_ASKING = frozenset({F.gaussian_nll_loss})
-"""Functions of PyTorch's in Python that branch on data.  Others run as one operation, which no mode looks into."""
+_BRANCHING = frozenset({F.gaussian_nll_loss})
+"""Functions of PyTorch in Python that branch on data.  A mode sees other functions as one operation."""
 
 
 def _opened(func: Any) -> Any:
-    """A function of `torch.nn.functional` that asks no mode for itself, so that one sees what it does."""
+    """Copies a function of `torch.nn.functional` without its own dispatch, so that the mode sees the operations inside."""
     names = {**func.__globals__, "has_torch_function_variadic": lambda *values: False}
     function = FunctionType(func.__code__, names, func.__name__, func.__defaults__, func.__closure__)
     function.__kwdefaults__ = func.__kwdefaults__
@@ -82,7 +80,7 @@ def _opened(func: Any) -> Any:
 
 
 class DeviceTracking(TorchFunctionMode):
-    """Active around one call of the user's model."""
+    """The mode, which is active during one call of the user's model."""
 
     def __init__(self, places: TensorPlaces, reads: DataReads, known: KnownValues, packed: PackedSequences) -> None:
         super().__init__()
@@ -91,25 +89,25 @@ class DeviceTracking(TorchFunctionMode):
         self._one_hots = OpenOneHots()
 
     def knows(self, tensor: torch.Tensor) -> bool:
-        """Whether the value of a tensor is known."""
+        """Returns whether the value of a tensor is known."""
         return self._known.has(tensor)
 
     def within_torch(self) -> bool:
-        """Whether torch traces an operation that asks no mode, as torch.Tensor([...]) and torch.FloatTensor([...]): what is called
-        meanwhile is its own."""
+        """Returns whether torch runs an operation that it traces.  torch.Tensor([...]) and torch.FloatTensor([...]) call no mode
+        themselves, but the operations inside would."""
         return self._traced and get_proxy_mode() is None
 
     def _truth(self, tensor: torch.Tensor) -> Any:
-        """Bytes as truth values."""
+        """Converts a uint8 tensor to bool."""
         return self.__torch_function__(torch.Tensor.bool, (), [tensor])
 
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         if torch.compiler.is_dynamo_compiling():
-            return func(*args, **(kwargs or {}))  # branches of torch.cond: they are traced without the mode
+            return func(*args, **(kwargs or {}))  # branches of torch.cond are traced without the mode
         if self.within_torch():
             return func(*args, **(kwargs or {}))
         operands, named = list(args), dict(kwargs or {})
-        if func in _ASKING:
+        if func in _BRANCHING:
             with self:
                 return _opened(func)(*operands, **named)
         if self.packed.concern(func, operands, named):
@@ -139,13 +137,13 @@ class DeviceTracking(TorchFunctionMode):
 
 
 def has_value(tensor: torch.Tensor) -> bool:
-    """Whether the call that the user's code runs in knows what a traced tensor holds."""
+    """Returns whether the current call of the user's code knows the value of a traced tensor."""
     modes = torch.overrides._get_current_function_mode_stack()
     return any(isinstance(mode, DeviceTracking) and mode.knows(tensor) for mode in modes)
 
 
 def _packed() -> PackedSequences | None:
-    """The packed sequences of the call that the user's code runs in."""
+    """Returns the packed sequences of the current call of the user's code."""
     modes = torch.overrides._get_current_function_mode_stack()
     return next((mode.packed for mode in reversed(modes) if isinstance(mode, DeviceTracking)), None)
 
@@ -164,59 +162,60 @@ def track_devices(
     model: torch.nn.Module | None = None,
     padded: bool = False,
 ) -> Iterator[SideEffects]:
-    """A DeviceTracking that is active inside, for a call with `inputs` of a model on `real`; what the call did, filled meanwhile.
+    """Activates a DeviceTracking inside this context, for a call with `inputs` of a model on `real`.  Gives the call's effects.
 
-    `target_device` is that of `TensorPlaces`, a GPU of this compute `capability`: torch cannot say so where it is not here.
-    `earlier`, `known` and `asserted` are those of `DataReads`, `padded` that of `PackedSequences`.  `weights` are parameters and
-    buffers that no call writes to, as far as is known: names, traced tensors, values.  `way`: the answers that the call of `model`
-    gets are forced.  Fake tensors answer `.device` by a property that asks no mode.  While the user's own code runs, the property
-    asks this one; in what that code calls, the mode is off the stack.
+    `target_device` is that of `TensorPlaces`, and `capability` its compute capability if it is a GPU.  `earlier`, `known` and
+    `asserted` are those of `DataReads`, `padded` is that of `PackedSequences`.  `weights` are the names, traced tensors and values
+    of parameters and buffers that no call is known to write to.  `way` has forced answers for the call of `model`.
+
+    Fake tensors read `.device` from a property without a mode.  The replaced property uses this mode while the user's own code
+    runs.  Inside the operations that this code calls, the mode is off the stack.
     """
     places = TensorPlaces(inputs, real, target_device)
     values = KnownValues(real, places.effects.baked)
     for name, tensor, value in weights:
         values.hold(tensor, value, name)
     reads = DataReads(places, values, earlier, known, asserted)
-    asked_by: AbstractContextManager[None] = nullcontext()
+    number_tests: AbstractContextManager[None] = nullcontext()
     conversions: AbstractContextManager[None] = nullcontext()
     if isinstance(way, TracedWay):
         assert model is not None
         way.begin()
-        reads = traced = TracedReads(places, values, way, model, tuple(inputs), sys._getframe(2).f_code)
-        asked_by = numbers_asked(traced.number_truth)
-        conversions = conversion_calls(model, traced.converted, traced.asked_of, traced.length)
+        reads = traced_reads = TracedReads(places, values, way, model, tuple(inputs), sys._getframe(2).f_code)
+        number_tests = numbers_asked(traced_reads.number_truth)
+        conversions = conversion_calls(model, traced_reads.converted, traced_reads.asked_of, traced_reads.length)
     elif way is not None:
         assert model is not None
-        reads = forced = ForcedReads(places, values, way)
-        asked_by = min_and_max_as_traced()
-        conversions = conversion_calls(model, forced.converted, forced.asked_of, forced.length)
+        reads = forced_reads = ForcedReads(places, values, way)
+        number_tests = min_and_max_as_traced()
+        conversions = conversion_calls(model, forced_reads.converted, forced_reads.asked_of, forced_reads.length)
     mode = DeviceTracking(places, reads, values, PackedSequences(padded))
-    fake, autocast = FakeTensor.__dict__["device"], torch.autocast.__init__
-    asked, capturing = torch.cuda.get_device_capability, torch.cuda.is_current_stream_capturing
+    fake_device, autocast = FakeTensor.__dict__["device"], torch.autocast.__init__
+    capability_of, capturing = torch.cuda.get_device_capability, torch.cuda.is_current_stream_capturing
     acceptable = torch.backends.cudnn.is_acceptable
 
     def device(tensor: FakeTensor) -> torch.device:
-        real: torch.device = fake.fget(tensor)
-        asked = mode in torch.overrides._get_current_function_mode_stack() and not mode.within_torch()
-        return places.device(tensor, real) if asked else real
+        real: torch.device = fake_device.fget(tensor)
+        asks_mode = mode in torch.overrides._get_current_function_mode_stack() and not mode.within_torch()
+        return places.device(tensor, real) if asks_mode else real
 
     def on_the_cpu(self: Any, device_type: str, dtype: torch.dtype | None = None, *args: Any, **kwargs: Any) -> None:
         if device_type == "cuda":
             device_type, dtype = "cpu", dtype or torch.get_autocast_dtype("cuda")
         autocast(self, device_type, dtype, *args, **kwargs)
 
-    FakeTensor.device = property(device, fake.fset)
+    FakeTensor.device = property(device, fake_device.fset)
     if real == CPU != target_device:
         torch.autocast.__init__ = on_the_cpu
         torch.cuda.get_device_capability = lambda device=None: capability
         torch.cuda.is_current_stream_capturing = lambda: False
         torch.backends.cudnn.is_acceptable = lambda tensor: False
     try:
-        with layers_of_packed_sequences(_packed), mode, asked_by, conversions:
+        with layers_of_packed_sequences(_packed), mode, number_tests, conversions:
             yield places.effects
     finally:
         places.effects.written |= values.written()
-        FakeTensor.device = fake
+        FakeTensor.device = fake_device
         torch.autocast.__init__ = autocast
-        torch.cuda.get_device_capability, torch.cuda.is_current_stream_capturing = asked, capturing
+        torch.cuda.get_device_capability, torch.cuda.is_current_stream_capturing = capability_of, capturing
         torch.backends.cudnn.is_acceptable = acceptable

@@ -1,3 +1,4 @@
-"""What a call takes that is no input: numbers that Python and NumPy draw, the time, memory that nothing wrote.
-Eager PyTorch gives another result at every call; a program has the one of its export for ever.
+"""Values that a call uses and that are not inputs: random numbers of Python and NumPy, the time, uninitialized memory.
+
+Eager PyTorch returns different results with them.  An exported program always has the values of its export.
 """

@@ -1,4 +1,4 @@
-"""Where a call reads the clock, or random bytes of the system: neither leaves a trace that could be compared."""
+"""Finds reads of the clock and of the system's random bytes.  They change no state, so they must be observed during the call."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ CLOCKS: dict[Any, str] = {
 SYSTEM: dict[Any, str] = {os.urandom: "os.urandom", **({os.getrandom: "os.getrandom"} if hasattr(os, "getrandom") else {})}
 
 STEPS = (0.37, 12345.61, 43200.5, 4 * 86400 + 21600.25, 1e8 + 0.37)
-"""Seconds by which clocks are put forward: what is made of a fraction, an hour, a weekday or a year shows in one of them."""
+"""Offsets for clocks, in seconds.  At least one changes a value made from a fraction of a second, an hour, a weekday or a year."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Read:
-    """A read of a clock, or of the system's random bytes: what was called, at which of the user's lines."""
+    """A read of a clock or of the system's random bytes: the function, and the user's line that calls it."""
 
     name: str
     where: str
@@ -45,14 +45,15 @@ class Read:
 
 @contextmanager
 def outside_reads(model: torch.nn.Module) -> Iterator[list[Read]]:
-    """The reads of the model's own code meanwhile, each line once.  None where a profiler is at work: there can be one."""
+    """Collects the reads of the model's own code inside this context, once per line and function.  Collects nothing if a profiler
+    is active, because Python supports only one."""
     reads: list[Read] = []
     if sys.getprofile() is not None:
         yield reads
         return
     packages = {type(module).__module__.partition(".")[0] for module in model.modules()}
 
-    def seen(frame: FrameType, event: str, function: Any) -> None:
+    def profile(frame: FrameType, event: str, function: Any) -> None:
         if event != "c_call" or (function not in CLOCKS and function not in SYSTEM):
             return
         caller = frame if function in CLOCKS else _past_library(frame)
@@ -64,7 +65,7 @@ def outside_reads(model: torch.nn.Module) -> Iterator[list[Read]]:
             if not any((read.where, read.name) == (where, name) for read in reads):
                 reads.append(Read(name=name, where=where, source=source, function=function, globals=caller.f_globals))
 
-    sys.setprofile(seen)
+    sys.setprofile(profile)
     try:
         yield reads
     finally:
@@ -72,7 +73,7 @@ def outside_reads(model: torch.nn.Module) -> Iterator[list[Read]]:
 
 
 def _past_library(frame: FrameType) -> FrameType:
-    """The innermost frame that is not the standard library's: `secrets` and `uuid` read in its name."""
+    """Returns the innermost frame outside of the standard library: its `secrets` and `uuid` read for their callers."""
     home = os.path.dirname(os.__file__) + os.sep
     while frame.f_back is not None:
         file = frame.f_code.co_filename
@@ -84,18 +85,18 @@ def _past_library(frame: FrameType) -> FrameType:
 
 @contextmanager
 def put_forward(reads: Sequence[Read], seconds: float) -> Iterator[None]:
-    """Meanwhile the clocks that were read, of module `time`, are ahead by so much, under whichever name they were called."""
-    changed: list[tuple[dict[str, Any], str, Any]] = []
+    """Adds `seconds` to the clocks of module `time` that were read, under all their names, inside this context."""
+    replaced: list[tuple[dict[str, Any], str, Any]] = []
     for read in reads:
         if read.name.startswith("time."):
             for names in (vars(time), read.globals):
                 for name in [name for name, value in names.items() if value is read.function]:
-                    changed.append((names, name, read.function))
+                    replaced.append((names, name, read.function))
                     names[name] = _ahead(read.function, seconds)
     try:
         yield
     finally:
-        for names, name, function in changed:
+        for names, name, function in replaced:
             names[name] = function
 
 

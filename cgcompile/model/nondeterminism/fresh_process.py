@@ -1,12 +1,12 @@
-"""The user's model as `model()` made it, in processes that have not called it.
+"""Runs the user's model, as `model()` created it, in processes that have not called it.
 
-A build calls its copy of the model many times before torch.export sees it: caches are filled, attributes set.  What such a copy
-computes later may be what no new process computes.  So a process is forked before the first call.  It never calls the model.  For
-every sequence of calls it forks another one, whose model is new.
+A build calls its copy of the model many times before torch.export: caches are filled, attributes are set.  A used copy can compute
+other results than a new process.  So the build forks a process before the first call.  This process never calls the model.  For
+every sequence of calls it forks another process, whose model is new.
 
-A forked process shares the memory of the weights, and needs no import.  libgomp's threads do not survive a fork: where this process
-has started some, the forked one computes with one thread.  CUDA does not survive a fork either: where this process uses it, or a
-forked one cannot, `copied_models` makes a second model in this process.
+A forked process shares the memory of the weights, and needs no imports.  libgomp's threads do not survive a fork: if this process
+has started some, the forked one computes with one thread.  CUDA does not survive a fork either.  If this process uses CUDA, or a
+forked one cannot, `copied_models` creates a second model in this process.
 
 Private interface: `torch.cuda._is_in_bad_fork` (2.11, 2.13).
 """
@@ -40,12 +40,12 @@ from ..user_code import call_user, first_line
 from .kept_values import Kept, kept_values
 
 NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
-"""With this variable `torch.cuda.is_available()` does not start CUDA (torch 2.11, 2.13)."""
+"""If this variable is set, `torch.cuda.is_available()` does not start CUDA (torch 2.11, 2.13)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """Where the models run: fields of `Source`."""
+    """The devices of the models, as in `Source`."""
 
     device: torch.device
     target_device: torch.device
@@ -54,8 +54,8 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Called:
-    """What one call of a new model gave: its outputs, and the inputs after the call.  `raised`: what it raised instead, with the
-    user's line, or ""."""
+    """The results of one call of a new model: its outputs, and the inputs after the call.  `raised` is the exception instead, with
+    the user's line, or ""."""
 
     outputs: tuple[torch.Tensor, ...] = ()
     inputs: tuple[torch.Tensor, ...] = ()
@@ -63,32 +63,33 @@ class Called:
 
 
 class FreshModel(Protocol):
-    """A model that was called by nobody but through this.  `threads`: what it computes with on the CPU."""
+    """A model that is called only through this interface.  `threads` is its number of CPU threads."""
 
     threads: int
 
     def send(self, entry: int, tensors: Sequence[torch.Tensor], seed: int, reset: bool = False) -> None:
-        """Begins a call of entry number `entry`, torch's random numbers seeded.  `reset`: with the buffers' first contents."""
+        """Starts a call of entry number `entry`, with a seed for torch's random numbers.  `reset` restores the buffers before."""
 
     def receive(self) -> Called:
-        """What the call that was sent gave, on the CPU.  Raises fresh-failed."""
+        """Returns the results of the call, moved to the CPU.  Raises fresh-failed."""
 
     def kept(self, calls: Sequence[tuple[int, Sequence[torch.Tensor]]]) -> Kept:
-        """Makes these calls, (entry, inputs), twice, and says what it keeps of the first ones."""
+        """Makes the calls (entry, inputs) repeatedly, and returns what the model keeps between them."""
 
 
 class FreshModels(Protocol):
-    """Makes new models."""
+    """Creates new models."""
 
     def begin(self, place: Place) -> bool:
-        """Where all new models will run.  Whether they can."""
+        """Sets the devices of all new models.  Returns whether they can run there."""
 
     def new(self, sizes: Mapping[str, dict[str, int]]) -> Any:
-        """A context manager that gives a FreshModel.  `sizes`: of an example call, by entry; entries are numbered in this order."""
+        """Returns a context manager that gives a FreshModel.  `sizes` of an example call are by entry, in order of the entry
+        numbers."""
 
 
 class _Calls:
-    """Calls of a model in this process."""
+    """A FreshModel in this process."""
 
     def __init__(self, sources: Sequence[Source], sizes: Mapping[str, dict[str, int]]) -> None:
         self.threads = torch.get_num_threads()
@@ -124,19 +125,19 @@ class _Calls:
         return kept_values([(self._flats[entry], [tensor.to(device) for tensor in tensors]) for entry, tensors in calls])
 
 
-# --- by a fork -------------------------------------------------------------------------------------------------------
+# --- forked models ---------------------------------------------------------------------------------------------------
 
 
 class _Forked:
-    """The side of the build: new models in forked processes."""
+    """New models in forked processes: the side of the build, which sends calls through a pipe."""
 
     def __init__(self, connection: Connection, process: int) -> None:
         self._connection, self._process = connection, process
         self.threads = 1
 
     def begin(self, place: Place) -> bool:
-        able, self.threads = self._ask("begin", place)
-        return bool(able)
+        supported, self.threads = self._ask("begin", place)
+        return bool(supported)
 
     @contextmanager
     def new(self, sizes: Mapping[str, dict[str, int]]) -> Iterator[_Forked]:
@@ -151,22 +152,22 @@ class _Forked:
         _put(self._connection, ("call", entry, tuple([tensor.cpu() for tensor in tensors]), seed, reset))
 
     def receive(self) -> Called:
-        called: Called = self._answer()
-        return called
+        result: Called = self._answer()
+        return result
 
     def kept(self, calls: Sequence[tuple[int, Sequence[torch.Tensor]]]) -> Kept:
         kept: Kept = self._ask("kept", [(entry, tuple([tensor.cpu() for tensor in tensors])) for entry, tensors in calls])
         return kept
 
     def close(self) -> None:
-        with suppress(ProcessLookupError):  # it has not become a leader yet
+        with suppress(ProcessLookupError):  # it is not yet a process group leader
             os.killpg(self._process, signal.SIGKILL)
         os.kill(self._process, signal.SIGKILL)
         os.waitpid(self._process, 0)
         self._connection.close()
 
-    def _ask(self, what: str, *content: object) -> Any:
-        _put(self._connection, (what, *content))
+    def _ask(self, command: str, *content: object) -> Any:
+        _put(self._connection, (command, *content))
         return self._answer()
 
     def _answer(self) -> Any:
@@ -185,17 +186,17 @@ def _ended() -> ModelError:
 
 @contextmanager
 def forked_models(sources: Sequence[Source]) -> Iterator[FreshModels]:
-    """New models of this process's, which has not called them: call it before anything else is done with the sources."""
-    ours, theirs = Pipe()
+    """Forks the process for new models of the sources.  Call it before anything else uses the sources."""
+    parent_end, child_end = Pipe()
     parent, threads = os.getpid(), _threads_after_a_fork()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of a fork beside threads
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns about a fork with threads
         process = os.fork()
     if not process:
-        ours.close()
-        _run(theirs, sources, parent, threads)
-    theirs.close()
-    models = _Forked(ours, process)
+        parent_end.close()
+        _run(child_end, sources, parent, threads)
+    child_end.close()
+    models = _Forked(parent_end, process)
     try:
         yield models
     finally:
@@ -203,21 +204,21 @@ def forked_models(sources: Sequence[Source]) -> Iterator[FreshModels]:
 
 
 def _threads_after_a_fork() -> int:
-    """As many as torch has, or 1 where native threads run that a forked process would wait for in vain."""
+    """Returns the number of torch's threads, or 1 if native threads run, which do not exist after a fork."""
     return torch.get_num_threads() if len(os.listdir("/proc/self/task")) <= threading.active_count() else 1
 
 
 def _run(connection: Connection, sources: Sequence[Source], parent: int, threads: int) -> None:
-    """The forked process, to its end."""
+    """Runs the forked process to its end."""
     status = 1
     try:
         os.setpgid(0, 0)
         end_with_parent(parent)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the build ends it
-        quiet = os.open(os.devnull, os.O_RDWR)
-        for number in range(3):
-            os.dup2(quiet, number)
-        gc.freeze()  # what belongs to the build is not finalized here
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the build ends this process
+        null = os.open(os.devnull, os.O_RDWR)
+        for descriptor in range(3):
+            os.dup2(null, descriptor)
+        gc.freeze()  # do not finalize the build's objects
         torch.set_num_threads(threads)
         _serve(connection, sources, threads)
         status = 0
@@ -226,17 +227,17 @@ def _run(connection: Connection, sources: Sequence[Source], parent: int, threads
 
 
 def _serve(connection: Connection, sources: Sequence[Source], threads: int) -> None:
-    """In the process that never calls the model: forks one that does for each `new`, and waits for it."""
+    """Runs the process that never calls the model: forks one that does for each `new`, and waits for it."""
     while True:
-        what, *content = pickle.loads(connection.recv_bytes())
-        if what == "begin":
+        command, *content = pickle.loads(connection.recv_bytes())
+        if command == "begin":
             (place,) = content
             sources = [replace(source, target_device=place.target_device, capability=place.capability) for source in sources]
             device = place.device
             if device == CPU:
                 _leave_cuda_alone()
-            able = not torch.cuda._is_in_bad_fork() and (device == CPU or _cuda_works())
-            _put(connection, (able, threads))
+            supported = not torch.cuda._is_in_bad_fork() and (device == CPU or _cuda_works())
+            _put(connection, (supported, threads))
         elif process := os.fork():
             _, status = os.waitpid(process, 0)
             if status:
@@ -248,24 +249,24 @@ def _serve(connection: Connection, sources: Sequence[Source], threads: int) -> N
 
 
 def _call(connection: Connection, sources: Sequence[Source], device: torch.device, sizes: Mapping[str, dict[str, int]]) -> None:
-    """In a process whose model is new: carries out calls until the `end`.  NumPy's generator is seeded anew, as Python does with
-    its own after a fork: what the first call draws is not what the build's first call drew."""
+    """Runs the calls of a new model until the command "end".  Seeds NumPy's generator again after the fork, as Python does with its
+    own, so that it draws other numbers than the build did."""
     if numpy := sys.modules.get("numpy.random"):
         numpy.seed()
     with ExitStack() as stack:
         try:
-            there = stack.enter_context(placed(replace(sources[0], owned=True), device)).device
-            calls = _Calls([replace(source, device=there) for source in sources], sizes)
+            real_device = stack.enter_context(placed(replace(sources[0], owned=True), device)).device
+            calls = _Calls([replace(source, device=real_device) for source in sources], sizes)
         except BuildError as error:
             _put(connection, error)
             return
         _put(connection, None)
         while True:
-            what, *content = pickle.loads(connection.recv_bytes())
-            if what == "end":
+            command, *content = pickle.loads(connection.recv_bytes())
+            if command == "end":
                 _put(connection, None)
                 return
-            if what == "call":
+            if command == "call":
                 calls.send(*content)
                 _put(connection, calls.receive())
             else:
@@ -273,15 +274,15 @@ def _call(connection: Connection, sources: Sequence[Source], device: torch.devic
 
 
 def _leave_cuda_alone() -> None:
-    """Dynamo would start CUDA for its generator's state and its stream, whatever it compiles: that takes memory and time."""
+    """Prevents that Dynamo starts CUDA to read its generator's state and its stream, which takes memory and time."""
     torch.accelerator.is_available = lambda: False
     torch.cuda.get_rng_state = lambda device="cuda": torch.empty(0, dtype=torch.uint8)
     torch.cuda.set_rng_state = lambda new_state, device="cuda": None
 
 
 def _cuda_works() -> bool:
-    """CUDA cannot be started in a process whose parent had started it before the fork.  Asked in a process of its own: a later
-    fork of this one has to find CUDA untouched."""
+    """Returns whether CUDA starts.  It does not if the parent process had started it before the fork.  Tests this in another
+    process: later forks of this one need CUDA unused."""
     process = os.fork()
     if not process:
         status = 1
@@ -302,11 +303,11 @@ def _put(connection: Connection, value: object) -> None:
         os._exit(1)
 
 
-# --- by a copy -------------------------------------------------------------------------------------------------------
+# --- copied models ---------------------------------------------------------------------------------------------------
 
 
 class _Copied:
-    """New models in this process, which share classes and modules with the one that the build calls."""
+    """New models in this process.  They share classes and modules with the build's model."""
 
     def __init__(self, make: Callable[[], Sequence[Source]]) -> None:
         self._make = make
@@ -328,7 +329,7 @@ class _Copied:
 def models_at(
     place: Place, models: FreshModels, sources: Sequence[Source], again: Callable[[], Sequence[Source]] | None
 ) -> FreshModels:
-    """`models` at a place, or `copied_models` where they cannot be there."""
+    """Returns `models` on these devices, or `copied_models` if they cannot run there."""
     if not models.begin(place):
         models = copied_models(sources, again)
         models.begin(place)
@@ -336,17 +337,16 @@ def models_at(
 
 
 def copied_models(sources: Sequence[Source], again: Callable[[], Sequence[Source]] | None) -> FreshModels:
-    """New models in this process: what `again` gives, which makes the sources once more, else a copy of the model as it is now.
-
-    Raises fresh-failed for a model that cannot be copied."""
+    """Returns new models in this process: `again` creates the sources once more.  If it is None, copies the current model.  Raises
+    fresh-failed for a model that cannot be copied."""
     if again is not None:
         return _Copied(lambda: _with_weights(again(), sources[0].model))
-    kept = _copy(sources)
-    return _Copied(lambda: _copy(kept))
+    first_copy = _copy(sources)
+    return _Copied(lambda: _copy(first_copy))
 
 
 def _with_weights(sources: Sequence[Source], like: torch.nn.Module) -> Sequence[Source]:
-    """The sources with the weights of a model that was made before: model() may draw others."""
+    """Copies the weights of an existing model to the sources: model() may draw other ones."""
     first = {**dict(like.named_parameters()), **dict(like.named_buffers())}
     with torch.no_grad():
         for name, tensor in [*sources[0].model.named_parameters(), *sources[0].model.named_buffers()]:
@@ -357,8 +357,8 @@ def _with_weights(sources: Sequence[Source], like: torch.nn.Module) -> Sequence[
 
 def _copy(sources: Sequence[Source]) -> Sequence[Source]:
     model = sources[0].model
-    tensors = [*model.buffers(), *[held.tensor for held in held_tensors(model)]]
-    # what was computed with gradients, as weight_norm does and some a buffer in eval(), refuses to be copied
+    tensors = [*model.buffers(), *[slot.tensor for slot in held_tensors(model)]]
+    # deepcopy refuses tensors that were computed with gradients, as by weight_norm
     memory: dict[int, Any] = {id(tensor): tensor.detach().clone() for tensor in tensors if not tensor.is_leaf}
     try:
         model_copy = copy.deepcopy(model, memory)
@@ -370,7 +370,8 @@ def _copy(sources: Sequence[Source]) -> Sequence[Source]:
 
 @contextmanager
 def cuda_left_alone() -> Iterator[None]:
-    """Meanwhile `torch.cuda.is_available()` does not start CUDA, which many model files ask: a forked process can still use it."""
+    """Stops `torch.cuda.is_available()`, which many model files call, from starting CUDA inside this context.  Then a forked
+    process can still use CUDA."""
     if NVML_CHECK in os.environ:
         yield
         return

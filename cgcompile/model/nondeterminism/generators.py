@@ -1,4 +1,4 @@
-"""Python's and NumPy's generators of random numbers that a model can draw from: the two global ones, and those that it holds."""
+"""Random generators of Python and NumPy that a model can draw from: the two global ones, and generators in the model."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ from ..source import written_method
 from ..user_code import can_be_asked, is_user_file, line_of
 
 DEEP, WIDE = 3, 256
-"""How far down and along containers are looked into."""
+"""Maximum depth and number of elements of the search in containers."""
 
 LOWEST, HIGHEST = 0, 0x12DD9BB3
-"""Words of a Mersenne Twister's state that it hands out as 0 and as 2**32 - 1: the ends of whatever is drawn."""
+"""Words of a Mersenne Twister's state that it outputs as 0 and as 2**32 - 1: the ends of the range of a draw."""
 
 FIRST = 256
-"""Words that are set to one of these.  Not all: some draws are repeated until they are something else."""
+"""Number of words that are set to LOWEST or HIGHEST.  Not all, because some draws repeat until they get another number."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Generator:
-    """`ends` gives, for a state, those whose next draws are at either end of their range; () where that is not known."""
+    """A random generator, with functions that read and write its state.  `ends` returns, for a state, states whose next draws are
+    at either end of their range, or () if unknown."""
 
     name: str
     read: Callable[[], Any]
@@ -37,36 +38,36 @@ class Generator:
 
 
 def generators(model: torch.nn.Module, entry: str) -> tuple[Generator, ...]:
-    """The global ones, and what modules hold and the user's methods see.  NumPy's only where it was imported."""
+    """Returns the global generators, and those in modules and in scopes of the user's methods.  NumPy's only if it is imported."""
     global_generators = [Generator(name="Python's `random`", read=random.getstate, write=random.setstate, ends=_python_ends)]
     numpy = sys.modules.get("numpy.random")
     if numpy is not None:
         read = lambda: numpy.get_state(legacy=False)  # noqa: E731
         global_generators.append(Generator(name="`numpy.random`", read=read, write=numpy.set_state, ends=_numpy_ends))
-    held: dict[int, Any] = {}
+    visible: dict[int, Any] = {}
     for value in _visible(model, entry):
-        held.setdefault(id(value), value)
-    return (*global_generators, *[generator for value in held.values() for generator in _generators_of(value, numpy)])
+        visible.setdefault(id(value), value)
+    return (*global_generators, *[generator for value in visible.values() for generator in _generators_of(value, numpy)])
 
 
 def states(rngs: Sequence[Generator]) -> tuple[Any, ...]:
-    """What all of them hold, comparable."""
-    return tuple([_frozen(one.read()) for one in rngs])
+    """Returns the states of all generators in a form that can be compared."""
+    return tuple([_frozen(rng.read()) for rng in rngs])
 
 
 @contextmanager
 def put_back(rngs: Sequence[Generator]) -> Iterator[None]:
-    """At the end they hold what they held."""
-    before = [one.read() for one in rngs]
+    """Restores the states of the generators at the end."""
+    before = [rng.read() for rng in rngs]
     try:
         yield
     finally:
-        for one, state in zip(rngs, before, strict=True):
-            one.write(state)
+        for rng, state in zip(rngs, before, strict=True):
+            rng.write(state)
 
 
 def first_draw(rngs: Sequence[Generator], call: Callable[[], object]) -> tuple[str, str]:
-    """(file:line, source line) of the user's where one of them draws first in a `call`, or ("", "")."""
+    """Returns the user's (file:line, source line) that first draws from one of the generators in `call`, or ("", "")."""
     search = _Search(rngs)
     before = sys.gettrace()
     sys.settrace(search.step)
@@ -78,10 +79,10 @@ def first_draw(rngs: Sequence[Generator], call: Callable[[], object]) -> tuple[s
 
 
 class _Search:
-    """Looks at every line of the user's code whether a generator has moved since the one before."""
+    """A trace function that compares the states of the generators at every line of the user's code."""
 
     def __init__(self, rngs: Sequence[Generator]) -> None:
-        self._each = rngs
+        self._rngs = rngs
         self._states = states(rngs)
         self._at: tuple[str, int] | None = None
         self.location = ("", "")
@@ -91,7 +92,7 @@ class _Search:
             return None
         if event == "call" and not is_user_file(frame.f_code.co_filename):
             return None
-        if self._at is not None and states(self._each) != self._states:
+        if self._at is not None and states(self._rngs) != self._states:
             self.location = line_of(*self._at)
             return None
         at: FrameType | None = frame.f_back if event == "return" else frame
@@ -101,7 +102,7 @@ class _Search:
         return self.step
 
 
-# --- where they are -----------------------------------------------------------------------------------------------
+# --- search -------------------------------------------------------------------------------------------------------
 
 
 def _visible(model: torch.nn.Module, entry: str) -> Iterator[Any]:
@@ -120,16 +121,16 @@ def _visible(model: torch.nn.Module, entry: str) -> Iterator[Any]:
             yield from inspect.getclosurevars(method).nonlocals.values()
 
 
-def _within(value: Any, deep: int) -> Iterator[Any]:
+def _within(value: Any, depth: int) -> Iterator[Any]:
     if not can_be_asked(value):
         return
     yield value
-    if deep and isinstance(value, list | tuple):
+    if depth and isinstance(value, list | tuple):
         for element in value[:WIDE]:
-            yield from _within(element, deep - 1)
-    elif deep and isinstance(value, dict):
+            yield from _within(element, depth - 1)
+    elif depth and isinstance(value, dict):
         for element in list(value.values())[:WIDE]:
-            yield from _within(element, deep - 1)
+            yield from _within(element, depth - 1)
 
 
 def _generators_of(value: Any, numpy: Any) -> Iterator[Generator]:
@@ -144,7 +145,7 @@ def _generators_of(value: Any, numpy: Any) -> Iterator[Generator]:
         yield Generator(name="a `numpy.random.Generator`", read=lambda: bits.state, write=write, ends=_numpy_ends)
 
 
-# --- what they hold -----------------------------------------------------------------------------------------------
+# --- states -------------------------------------------------------------------------------------------------------
 
 
 def _python_ends(state: Any) -> tuple[Any, ...]:

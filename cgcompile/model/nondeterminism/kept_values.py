@@ -1,6 +1,6 @@
-"""What a call of the model keeps for later calls outside of its buffers: attributes, of classes too, and globals of its files.
+"""Finds values that a call of the model keeps for later calls outside of its buffers: attributes, class attributes and globals.
 
-Asked of a new model where its results differ from those of the exported program, to name the cause.
+Used to name the cause if the results of a new model differ from those of the exported program.
 """
 
 from __future__ import annotations
@@ -26,19 +26,17 @@ from ..tracing.attributes import DEEP, WIDE, assignment_place, own_attributes
 from ..user_code import call_user, is_user_file, shown
 
 CODE = (type, ModuleType, FunctionType, property, staticmethod, classmethod)
-"""What a name of a class or a file stands for that holds no data."""
+"""Types of members of a class or a module that hold no data."""
 
 Digests = dict[str, str]
-"""By the name of an attribute or a global: a digest of its value."""
+"""Digests of values, by the name of an attribute or a global."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kept:
-    """What calls keep for the same calls once more.
-
-    `first` are digests of what they set, `again` the names of what they changed the second time too, `read` the names of what they
-    then read before they assigned it.  `places`: (file:line, source line) of assignments, by name.
-    """
+    """Values that calls keep for the next calls.  `first` has digests of the values that the first calls set.  `again` has the
+    names of those that the second calls changed too.  `read` has the names of those that a call may read before it assigns them.
+    `places` has (file:line, source line) of assignments, by name."""
 
     first: Digests
     again: tuple[str, ...]
@@ -47,7 +45,7 @@ class Kept:
 
 
 def kept_values(calls: Sequence[tuple[FlatModule, Sequence[torch.Tensor]]]) -> Kept:
-    """Makes calls of the entries of a new model, three times.  What one raises is its end."""
+    """Calls the entries of a new model three times, and returns what it keeps.  A call that raises is ignored."""
     model = calls[0][0].model
     before = _digests(model)
     _call_all(calls)
@@ -58,7 +56,7 @@ def kept_values(calls: Sequence[tuple[FlatModule, Sequence[torch.Tensor]]]) -> K
     watched = tuple([name for name in set_first if name in own_attributes(model)])
     effects: list[SideEffects] = []
     for flat, _ in calls:
-        flat.assigned, flat.watch = watched, effects.append  # from here on what a call assigns is taken back at its end
+        flat.assigned, flat.watch = watched, effects.append  # from here on, a call restores the attributes at its end
     _call_all(calls)
     read = (set_first.keys() - set(watched)).union(*[effect.early for effect in effects])
     places = {name: assignment_place(model, name) if name in watched else _place(name) for name in set_first}
@@ -72,8 +70,8 @@ def _call_all(calls: Sequence[tuple[FlatModule, Sequence[torch.Tensor]]]) -> Non
 
 
 def _place(name: str) -> tuple[str, str]:
-    """(file:line, source line) of the first assignment inside of a function to a global, `file.py:name`, or to an attribute of a
-    class, `Class.attribute`."""
+    """Returns (file:line, source line) of the last assignment in a function to a global or a class attribute.  `name` is
+    `file.py:name` or `Class.attribute`."""
     file, _, leaf = name.rpartition(":")
     if not file:
         leaf = name.rpartition(".")[2]
@@ -81,9 +79,11 @@ def _place(name: str) -> tuple[str, str]:
         file = next((home.__file__ or "" for home in list(sys.modules.values()) if _defines(home, kind)), "")
     pattern = re.compile(rf"\s+.*\b{re.escape(leaf)}\b\s*([-+*/|&@%]?=[^=]|\[|\.\w+\()")
     numbered = enumerate(linecache.getlines(file), 1)
-    inside = [(number, line) for number, line in numbered if pattern.match(line)]
-    assigning = [pair for pair in inside if re.search(rf"\b{re.escape(leaf)}\b(\[[^\]]*\])?\s*[-+*/|&@%]?=[^=]", pair[1])] or inside
-    # a class attribute's own definition stands before what functions assign
+    indented = [(number, line) for number, line in numbered if pattern.match(line)]
+    assigning = [
+        pair for pair in indented if re.search(rf"\b{re.escape(leaf)}\b(\[[^\]]*\])?\s*[-+*/|&@%]?=[^=]", pair[1])
+    ] or indented
+    # the definition of a class attribute comes before assignments in functions
     return next(((f"{shown(file)}:{number}", line.strip()) for number, line in assigning[-1:]), ("", ""))
 
 
@@ -93,7 +93,7 @@ def _defines(home: ModuleType, kind: str) -> bool:
 
 
 def _digests(model: torch.nn.Module) -> Digests:
-    """Of attributes of the modules (`module.attribute`), of the user's classes (`Class.attribute`), and of globals of their files
+    """Returns digests of attributes of modules (`module.attribute`), of the user's classes (`Class.attribute`), and of globals
     (`file.py:name`)."""
     digests = {name: _digest(value) for name, value in own_attributes(model).items()}
     kinds = {kind: None for module in model.modules() for kind in type(module).__mro__ if _is_users(kind)}
@@ -112,7 +112,7 @@ def _is_users(kind: type) -> bool:
 
 
 def _is_data(name: str, value: Any) -> bool:
-    """Whether a name of a class or file holds data that code may write to."""
+    """Returns whether a member of a class or module holds data that code may write to."""
     return not name.startswith("__") and not isinstance(value, CODE)
 
 
@@ -122,8 +122,8 @@ def _digest(value: Any) -> str:
     return hasher.hexdigest()
 
 
-def _add(hasher: Any, value: Any, deep: int, seen: set[int]) -> None:
-    """Adds the value to a hash, as far down as `marks` looks.  Other objects count by their class alone."""
+def _add(hasher: Any, value: Any, depth: int, seen: set[int]) -> None:
+    """Adds a value to a hash, to the depth of `marks`.  Of other objects only the class counts."""
     if isinstance(value, torch.Tensor):
         hasher.update(f"{value.dtype}{tuple(value.shape)}".encode())
         if value.layout is torch.strided and not value.is_meta:
@@ -132,7 +132,7 @@ def _add(hasher: Any, value: Any, deep: int, seen: set[int]) -> None:
     hasher.update(type(value).__qualname__.encode())
     if isinstance(value, int | float | complex | str | bytes | None):
         hasher.update(repr(value).encode())
-    if not deep or id(value) in seen or isinstance(value, torch.nn.Module | type):
+    if not depth or id(value) in seen or isinstance(value, torch.nn.Module | type):
         return
     seen.add(id(value))
     if isinstance(value, list | tuple | set | frozenset):
@@ -145,4 +145,4 @@ def _add(hasher: Any, value: Any, deep: int, seen: set[int]) -> None:
         parts = [repr(value)] if type(value).__module__ in ("itertools", "collections", "numpy") else []
     hasher.update(str(len(parts)).encode())
     for part in parts[: 2 * WIDE]:
-        _add(hasher, part, deep - 1, seen)
+        _add(hasher, part, depth - 1, seen)

@@ -1,4 +1,4 @@
-"""What calls with the same inputs give: whether numbers drawn by Python or NumPy, or the time, decide about it."""
+"""Compares calls with the same inputs: whether the results depend on random numbers of Python or NumPy, or on the time."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ from .clock_reads import STEPS, SYSTEM, Read, outside_reads, put_forward
 from .generators import Generator, first_draw, put_back, states
 
 Results = tuple[torch.Tensor, ...]
-"""Outputs, and what the buffers hold after the call."""
+"""Outputs, and the buffers after the call."""
 
 ORDINARY = 4
-"""Calls with other numbers, beside those with numbers at either end of their range."""
+"""Number of calls with other random numbers, besides those with numbers at either end of their range."""
 
 SPREADS = 4.0
-"""On a GPU calls differ by rounding: what differs by more than so much of that does not."""
+"""Results on a GPU differ by rounding.  A larger difference, by this factor, is not rounding."""
 
 
 def results(flat: FlatModule, tensors: Sequence[torch.Tensor]) -> Results:
-    """Of a call with torch's random numbers the same every time."""
+    """Runs one call with a fixed torch seed."""
     with torch.random.fork_rng(devices=sorted({tensor.device.index or 0 for tensor in tensors if tensor.is_cuda})):
         torch.manual_seed(SEED)
-        ran = run_eager(flat, tensors)
-    return (*ran.outputs, *ran.state.values())
+        result = run_eager(flat, tensors)
+    return (*result.outputs, *result.state.values())
 
 
 def apart(one: Results, other: Results) -> float:
-    """The largest error of `other` beside `one`."""
+    """Returns the largest error of `other` compared with `one`."""
     return max([compare(want, got).error for want, got in zip(one, other, strict=True)], default=0.0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Observed:
-    """What a call gave, the generators that it moved, and what it read outside of the model."""
+    """The results of a call, the generators that it changed, and its reads of clocks and random bytes."""
 
     results: Results
     moved: tuple[Generator, ...]
@@ -49,20 +49,22 @@ class Observed:
 
 
 def observed(flat: FlatModule, tensors: Sequence[torch.Tensor], rngs: Sequence[Generator], earlier: Sequence[Any] = ()) -> Observed:
-    """A call.  A generator that it seeds itself, and so leaves as a call before did, has not moved: `earlier` holds such states."""
+    """Runs a call, and observes generators and reads.  A generator that the call seeds itself has the state of an earlier call, in
+    `earlier`, and does not count as changed."""
     before = states(rngs)
     with outside_reads(flat.model) as reads:
         outputs = results(flat, tensors)
     after = states(rngs)
-    known = earlier or before
+    earlier_states = earlier or before
     moved = [
-        one for one, was, was_earlier, now in zip(rngs, before, known, after, strict=True) if now not in (was, was_earlier)
+        rng for rng, old, earlier_state, new in zip(rngs, before, earlier_states, after, strict=True)
+        if new not in (old, earlier_state)
     ]  # fmt: skip
     return Observed(results=outputs, moved=tuple(moved), reads=tuple(reads))
 
 
 def outside_values(flat: FlatModule, tensors: Sequence[torch.Tensor], first: Results, call: Observed) -> tuple[Obstacle, ...]:
-    """The obstacles that a call showed; `first` is what one before it gave, for the same inputs."""
+    """Returns the obstacles that a call showed.  `first` has the results of an earlier call with the same inputs."""
     obstacles = []
     if call.moved:
         with put_back(call.moved):
@@ -81,8 +83,8 @@ def outside_values(flat: FlatModule, tensors: Sequence[torch.Tensor], first: Res
 def unrepeated(
     flat: FlatModule, tensors: Sequence[torch.Tensor], call: Observed, bound: float, written: tuple[str, str]
 ) -> tuple[Obstacle, ...]:
-    """The obstacle of a model that gives other results for the same inputs, by more than `bound`, on the CPU, where that is not
-    rounding.  `written`: (file:line, source line) of the model's method."""
+    """Returns an obstacle if two calls on the CPU with the same inputs differ by more than `bound`, which rounding does not
+    explain.  `written` is (file:line, source line) of the model's method."""
     if any(result.is_cuda for result in call.results):
         return ()
     error = apart(results(flat, tensors), results(flat, tensors))
@@ -95,30 +97,30 @@ def unrepeated(
 
 
 def _drawn_decides(flat: FlatModule, tensors: Sequence[torch.Tensor], call: Observed) -> bool:
-    """Whether results differ with other numbers: those at either end of their range, where that is known, and a few more."""
+    """Returns whether results depend on random numbers: tries both ends of their range, if known, and a few more."""
     with put_back(call.moved):
-        begun = [rng.read() for rng in call.moved]
-        ends = [rng.ends(state) for rng, state in zip(call.moved, begun, strict=True)]
+        original_states = [rng.read() for rng in call.moved]
+        ends = [rng.ends(state) for rng, state in zip(call.moved, original_states, strict=True)]
         if not all(ends):
             return True
-        again = []
-        for chosen in [begun, begun, *zip(*ends, strict=True), *[()] * ORDINARY]:
+        runs = []
+        for chosen in [original_states, original_states, *zip(*ends, strict=True), *[()] * ORDINARY]:
             for rng, state in zip(call.moved, chosen, strict=False):
                 rng.write(state)
             try:
                 with guarded_indices(flat.device):
-                    again.append(results(flat, tensors))
+                    runs.append(results(flat, tensors))
             except FAILURES:
                 return True
-    one, other, *more = again
+    one, other, *others = runs
     noise = apart(one, other)
-    return any(apart(one, result) > SPREADS * noise for result in more)
+    return any(apart(one, result) > SPREADS * noise for result in others)
 
 
 def _time_decides(
     flat: FlatModule, tensors: Sequence[torch.Tensor], first: Results, call: Observed, clocks: Sequence[Read]
 ) -> bool:
-    """Whether results differ at another time.  Of a clock that cannot be put forward that is not known."""
+    """Returns whether results depend on the time.  True for a clock that cannot be set forward."""
     noise = apart(first, call.results)
     on_gpu = any(result.is_cuda for result in call.results)
     if (noise and not on_gpu) or not all(read.name.startswith("time.") for read in clocks):

@@ -1,3 +1,1 @@
-"""Quantized modules in terms of plain tensors: subclasses of tensors become their inner tensors, packed weights int8 ones.
-`plain_model` is the whole of it.
-"""
+"""Converts quantized modules to plain tensors: tensor subclasses to their inner tensors, packed weights to int8 (`plain_model`)."""

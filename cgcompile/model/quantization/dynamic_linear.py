@@ -1,7 +1,8 @@
-"""`torch.ao.nn.quantized.dynamic.Linear` in plain operations: its weights are packed for a library of the CPU, and opaque.
+"""`torch.ao.nn.quantized.dynamic.Linear` with plain operations.  Its own weights are packed for a CPU library, and opaque.
 
-The arithmetic is that of ATen's `quantized::linear_dynamic`: one step and zero for the whole activation (ChooseQuantizationParams
-in aten/src/ATen/native/quantized/cpu/QuantUtils.h, read in 2.13), rounded to whole steps, an integer product, one scale.
+The arithmetic is that of ATen's `quantized::linear_dynamic`: one step and zero point for the whole activation
+(ChooseQuantizationParams in aten/src/ATen/native/quantized/cpu/QuantUtils.h, read in 2.13), rounding to whole steps, an integer
+product, one scale.
 """
 
 from __future__ import annotations
@@ -10,18 +11,18 @@ import torch
 from torch import Tensor
 
 SMALLEST = 6.1e-5
-"""The smallest step that ATen chooses (SMALL_SCALE_THRESHOLD in QuantUtils.h)."""
+"""The smallest step of ATen (SMALL_SCALE_THRESHOLD in QuantUtils.h)."""
 
 TINY = 2.0**-128
-"""Steps from here on down have no reciprocal in float32; ATen takes 0.1 instead."""
+"""Steps up to this one have no reciprocal in float32.  ATen uses 0.1 instead."""
 
 LEVELS = (127, 255)
-"""The largest quantized activation: 127 keeps the sums of two products within 16 bits, which some libraries of the CPU need."""
+"""The largest quantized activation.  127 keeps the sum of two products within 16 bits, which some CPU libraries need."""
 
 
 class PackedParams(torch.nn.Module):
-    """What the module's `_packed_params` hold, as plain tensors: `weight` (out, in) int8, its `scale` and `zero_point`, float32,
-    one for all or one per row, and `bias` (out,).  `zero_point` is None where it is 0, `bias` where there is none."""
+    """The contents of the module's `_packed_params` as plain tensors.  `weight` is (out, in) int8.  `scale` and `zero_point` are
+    float32, one value or one per row.  `bias` is (out,).  `zero_point` is None if it is 0, `bias` if there is none."""
 
     weight: Tensor
     scale: Tensor
@@ -40,11 +41,9 @@ class PackedParams(torch.nn.Module):
 
 
 class DynamicLinear(torch.nn.Module):
-    """x (..., in) -> (..., out) of the same floating dtype.  `levels`: one of LEVELS.
-
-    Its tensors are those of a submodule `_packed_params`: in the module's own state_dict `scale` and `zero_point` are others, which
-    belong to no weight, and a name must not mean two things.
-    """
+    """Maps x (..., in) to (..., out) of the same floating dtype.  `levels` is one of LEVELS.  Its tensors are in a submodule
+    `_packed_params`.  In the original state_dict, `scale` and `zero_point` of the module are other tensors, so these names must
+    stay free."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, levels: int) -> None:
         super().__init__()
@@ -52,26 +51,26 @@ class DynamicLinear(torch.nn.Module):
         self._packed_params = PackedParams(weight, bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        held = self._packed_params
+        params = self._packed_params
         activations = x.to(torch.float32)
         step, zero = activation_step(activations, self.levels)
         steps = (torch.round(activations * (1.0 / step)) + zero).clamp(0, 255) - zero
         if self.levels == LEVELS[0] and x.device.type == "cpu":
-            # all steps lie in -127..127; cuBLAS takes no such product of 16 rows or fewer
-            product = torch._int_mm(steps.to(torch.int8).reshape(-1, x.shape[-1]), held.weight.t())
-            output = product.to(torch.float32).reshape(*x.shape[:-1], held.weight.shape[0])
+            # all steps are in -127..127; cuBLAS does not support this product for up to 16 rows
+            product = torch._int_mm(steps.to(torch.int8).reshape(-1, x.shape[-1]), params.weight.t())
+            output = product.to(torch.float32).reshape(*x.shape[:-1], params.weight.shape[0])
         else:
-            output = torch.nn.functional.linear(steps, held.weight.to(torch.float32))
-        if held.zero_point is not None:
-            output = output - steps.sum(-1, keepdim=True) * held.zero_point
-        output = output * (step * held.scale)
-        return (output if held.bias is None else output + held.bias).to(x.dtype)
+            output = torch.nn.functional.linear(steps, params.weight.to(torch.float32))
+        if params.zero_point is not None:
+            output = output - steps.sum(-1, keepdim=True) * params.zero_point
+        output = output * (step * params.scale)
+        return (output if params.bias is None else output + params.bias).to(x.dtype)
 
 
 def activation_step(x: Tensor, levels: int) -> tuple[Tensor, Tensor]:
-    """Step and zero of an activation, float32 scalars: x is about step * (q - zero) for q from 0 to `levels`."""
+    """Returns the step and zero point of an activation, float32 scalars: x is about step * (q - zero), q from 0 to `levels`."""
     low, high = x.amin().clamp(max=0.0).to(torch.float64), x.amax().clamp(min=0.0).to(torch.float64)
-    wide = ((high - low) / levels).to(torch.float32).to(torch.float64)
-    step = torch.where(wide <= TINY, 0.1, wide)
+    exact_step = ((high - low) / levels).to(torch.float32).to(torch.float64)
+    step = torch.where(exact_step <= TINY, 0.1, exact_step)
     zero = torch.round((-low / step).clamp(0, levels))
     return step.clamp(min=SMALLEST).to(torch.float32), zero.to(torch.float32)

@@ -1,4 +1,4 @@
-"""What a model says of its own weights where they are quantized."""
+"""The description of quantized weights that a model can have."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Quantization:
-    """The attribute `quantization` of a model: how its weights are stored, in words, their bytes `before` and `after`, and how far
-    results are from those of the weights before."""
+    """The attribute `quantization` of a model.  `stored` describes the format of the weights, as text.  `before` and `after` are
+    their bytes.  `error` says how much the results differ from those of the original weights."""
 
     stored: str
     before: int

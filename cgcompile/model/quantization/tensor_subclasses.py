@@ -1,9 +1,9 @@
-"""Weights that are tensor subclasses (torchao's quantized tensors, say) as the plain tensors inside them.
+"""Converts weights that are tensor subclasses, for example torchao's quantized tensors, to the plain tensors inside them.
 
-Instead of `layer.weight` there is a submodule `layer.weight_tensors` whose parameters are the inner tensors (`qdata`, `scale`), and
-the layer's class gets a property `weight`, which puts the subclass together again.  torch.export then
-sees its operations, and stores plain tensors.  `__tensor_flatten__` and its counterpart are PyTorch's own protocol for that
-(torch/utils/_python_dispatch.py, read in 2.11 and 2.13).
+A submodule `layer.weight_tensors` replaces `layer.weight`.  Its parameters are the inner tensors (`qdata`, `scale`).  The layer's
+class gets a property `weight`, which rebuilds the subclass.  So torch.export sees its operations, and stores plain tensors.
+`__tensor_flatten__` and `__tensor_unflatten__` are PyTorch's protocol for this (torch/utils/_python_dispatch.py, read in 2.11 and
+2.13).
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 SUFFIX = "_tensors"
-"""Of the submodule's name; torch.export finds no submodule that a property hides."""
+"""Suffix of the submodule's name.  torch.export does not find a submodule with the name of a property."""
 
 
 class InnerTensors(torch.nn.Module):
-    """The plain tensors of one weight that is a tensor subclass, by their names in it; `rebuilt` gives the subclass."""
+    """The plain tensors of one tensor subclass, by their names in it."""
 
     def __init__(self, weight: Any) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class InnerTensors(torch.nn.Module):
         self._names = tuple(names)
 
     def rebuilt(self) -> torch.Tensor:
-        """The subclass over the tensors that are here now."""
+        """Returns the subclass with the current inner tensors."""
         parts = {name: getattr(self, name) for name in self._names}
         inner = {name: part.rebuilt() if isinstance(part, InnerTensors) else part for name, part in parts.items()}
         tensor: torch.Tensor = self._kind.__tensor_unflatten__(inner, self._context, self._shape, self._strides)
@@ -43,13 +43,13 @@ class InnerTensors(torch.nn.Module):
 
 
 def subclass_weights(module: torch.nn.Module) -> list[str]:
-    """The names of a module's own parameters and buffers that are tensor subclasses with plain tensors inside."""
+    """Returns the names of a module's parameters and buffers that are tensor subclasses with plain tensors inside."""
     weights = {**module._parameters, **module._buffers}
     return [name for name, value in weights.items() if value is not None and is_traceable_wrapper_subclass(value)]
 
 
 def with_inner_tensors(module: torch.nn.Module) -> None:
-    """Replaces a module's weights that are tensor subclasses; its class becomes a subclass of what it was, of the same name."""
+    """Replaces a module's tensor subclasses.  Its class becomes a subclass of the original class, with the same name."""
     names = subclass_weights(module)
     for name in names:
         holder = module._parameters if name in module._parameters else module._buffers
@@ -61,7 +61,7 @@ def with_inner_tensors(module: torch.nn.Module) -> None:
 
 def _rebuilding(name: str) -> property:
     def get(module: Any) -> torch.Tensor:
-        held: InnerTensors = module._modules[name + SUFFIX]
-        return held.rebuilt()
+        inner_tensors: InnerTensors = module._modules[name + SUFFIX]
+        return inner_tensors.rebuilt()
 
     return property(get)

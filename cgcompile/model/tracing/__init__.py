@@ -1,4 +1,7 @@
-"""What the user's code does to Python while torch.export traces it, and what it is told meanwhile: attributes that it changes
-(`attributes`, `attribute_reads`), tensors that are no buffers (`held_tensors`), conversions that change nothing (`conversions`),
-whether it is traced at all (`questions`), what follows from constants (`constant_expressions`), and one way through its branches on
-data (`way`): what it asks (`predicates`, `tracked_numbers`), and what Python keeps where it asks (`python_state`, `bytecode`)."""
+"""What the user's code does in Python while torch.export traces it, and what it sees meanwhile.
+
+`attributes` and `attribute_reads` find attributes that it changes, `held_tensors` finds tensors that are not buffers.
+`conversions` skips conversions that change nothing.  `questions` hides that the code is traced.  `constant_expressions` evaluates
+values of constants.  `way` follows one path through its branches on data: `predicates` and `tracked_numbers` are the conditions,
+`python_state` and `bytecode` the state of Python at a branch.
+"""

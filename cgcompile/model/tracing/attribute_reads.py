@@ -1,8 +1,8 @@
-"""Whether a call reads an attribute of a module before it assigns it.
+"""Finds whether a call reads an attribute of a module before it assigns it.
 
-An attribute that every call assigns first is a value on the way, whatever it keeps between two calls: no later call sees it, and a
-replay needs none of it.  Found by watching the class of the module while the call runs: every way to an attribute of an instance
-leads through `__getattribute__` of its class, that by `vars(module)` and by a copy of the module too.
+If every call assigns an attribute first, no later call sees its old value, and a replay does not need it.  The class of the module
+is watched during the call: every access to an attribute of an instance uses `__getattribute__` of its class, also `vars(module)`
+and a copy of the module.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from ..user_code import is_ours
 from .attributes import holder_of
 
 WHOLE = frozenset({"__dict__", "__getstate__", "__reduce_ex__", "__reduce__", "__deepcopy__", "__copy__"})
-"""Attributes by which all others can be read."""
+"""Attributes that give access to all others."""
 
 OWN_FILE = torch.nn.Module.__init__.__code__.co_filename
-"""`torch.nn.Module` looks into `__dict__` for parameters, buffers and modules alone."""
+"""The file of `torch.nn.Module`, which reads `__dict__` only for parameters, buffers and modules."""
 
 _MISSING = object()
 
 
 class _Watched:
-    """What one call did to the attributes `names` of a module, by their last part."""
+    """Records reads and assignments of the attributes `names` of a module in one call."""
 
     def __init__(self, prefix: str, names: Sequence[str], early: set[str]) -> None:
         self._prefix, self._names, self._early = prefix, frozenset(names), early
@@ -35,7 +35,7 @@ class _Watched:
         self.inside = False
 
     def read(self, name: str, file: str) -> None:
-        """`name` is asked for by code in `file`."""
+        """Records that code in `file` reads `name`."""
         if self.inside or (name == "__dict__" and (file == OWN_FILE or is_ours(file))):
             return
         for attribute in self._names if name in WHOLE else self._names & {name}:
@@ -43,20 +43,20 @@ class _Watched:
                 self._early.add(f"{self._prefix}.{attribute}" if self._prefix else attribute)
 
     def assigned(self, name: str) -> None:
-        """`name` has a value of this call."""
+        """Records that the call has assigned `name`."""
         self._assigned.add(name)
 
 
 @contextmanager
 def early_reads(model: torch.nn.Module, names: Sequence[str], early: set[str]) -> Iterator[None]:
-    """Adds to `early` those of these attributes (`module.attribute`, `module.object.attribute`) that the code inside reads before
-    it assigns them.  At the end they are what they were."""
+    """Adds to `early` the attributes in `names` that the code inside this context reads before it assigns them.  Names are
+    `module.attribute` or `module.object.attribute`.  Restores the attributes at the end."""
     grouped: dict[str, list[str]] = {}
     for name in names:
         prefix, _, leaf = name.rpartition(".")
         grouped.setdefault(prefix, []).append(leaf)
     modules = {prefix: holder_of(model, prefix) for prefix in grouped}
-    for prefix in [prefix for prefix, module in modules.items() if module is None]:  # an object that is gone: nobody knows
+    for prefix in [prefix for prefix, module in modules.items() if module is None]:  # the object is gone: assume a read
         early.update(f"{prefix}.{leaf}" for leaf in grouped.pop(prefix))
         del modules[prefix]
     watched = {id(modules[prefix]): _Watched(prefix, leaves, early) for prefix, leaves in grouped.items()}
@@ -83,8 +83,8 @@ def early_reads(model: torch.nn.Module, names: Sequence[str], early: set[str]) -
 
 
 def _watch(kind: Any, watched: dict[int, _Watched]) -> None:
-    """Replaces the three methods of a class that attributes of its instances are reached by."""
-    get, put, remove = kind.__getattribute__, kind.__setattr__, kind.__delattr__
+    """Replaces the three methods of a class that access attributes of its instances."""
+    get, set_attribute, remove = kind.__getattribute__, kind.__setattr__, kind.__delattr__
 
     def __getattribute__(self: Any, name: str) -> Any:
         if (watcher := watched.get(id(self))) is not None:
@@ -94,11 +94,11 @@ def _watch(kind: Any, watched: dict[int, _Watched]) -> None:
     def __setattr__(self: Any, name: str, value: Any) -> None:
         watcher = watched.get(id(self))
         if watcher is None or watcher.inside:
-            put(self, name, value)
+            set_attribute(self, name, value)
             return
         watcher.inside = True
         try:
-            put(self, name, value)
+            set_attribute(self, name, value)
         finally:
             watcher.inside = False
         watcher.assigned(name)

@@ -1,7 +1,7 @@
-"""What a call of the model leaves behind in Python: attributes of its modules that are no buffers.
+"""Attributes of modules, other than buffers, that a call of the model changes.
 
-torch.export keeps nothing of these in the program: a counter stays where it was, a tensor kept for the next call is that of the
-export.  Found by comparing before and after calls with the same inputs: what changes at the second, too, is no cache.
+torch.export does not keep them in the program: a counter does not change, and a tensor for the next call is that of the export.
+They are compared before and after calls with the same inputs.  An attribute that the second call changes too is not a cache.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from ..user_code import can_be_asked, shown
 ATTRIBUTE_FIX = "register it as a buffer and write to that, or leave it out of forward()"
 
 DEEP, WIDE = 3, 256
-"""How far down and along containers and objects are looked into."""
+"""Maximum depth and number of elements of the search in containers and objects."""
 
 _PLAIN = (int, float, complex, str, bytes, bool, type(None))
 _OWN = ("_parameters", "_buffers", "_modules", "training")
 
 Marks = dict[str, Any]
-"""By `module.attribute`: something that is equal as long as the attribute is the same."""
+"""Values by `module.attribute`.  A mark is equal as long as the attribute does not change."""
 
 
 def marks(model: torch.nn.Module, state: Set[int] = frozenset()) -> Marks:
-    """Of every module's attributes that are no parameters, buffers or modules.  Tensors of an `id` in `state` may be written to."""
+    """Returns marks of the attributes of modules.  Calls may write to tensors whose `id` is in `state`."""
     return {name: _mark(value, DEEP, state) for name, value in own_attributes(model).items()}
 
 
 class _Shell:
-    """In place of an object whose attributes are looked at one by one."""
+    """A placeholder for an object whose attributes have their own marks."""
 
     __slots__ = ("ident",)
 
@@ -43,8 +43,8 @@ class _Shell:
 
 
 def own_attributes(model: torch.nn.Module) -> dict[str, Any]:
-    """The attributes of every module that are no parameters, buffers or modules, by `module.attribute`, and those of the objects
-    among them, by `module.attribute.part`.  Modules that a list or a dict holds are modules, too: `module.attribute.0.part`."""
+    """Returns the attributes of modules that are not parameters, buffers or modules, by `module.attribute`.  Attributes of objects
+    among them are `module.attribute.part`, those of modules in lists and dicts `module.attribute.0.part`."""
     members: dict[str, Any] = {}
     modules = dict(model.named_modules())
     seen = {id(module) for module in modules.values()}
@@ -73,8 +73,8 @@ def own_attributes(model: torch.nn.Module) -> dict[str, Any]:
 
 
 def _items(value: Any) -> list[tuple[Any, Any]]:
-    """What a list, a tuple or a dict holds, by its index or its key.  A subclass may define these anew, or refuse them, and an
-    object may refuse to say of what class it is."""
+    """Returns the items of a list, a tuple or a dict, by index or key.  Uses methods of the builtin class, because a subclass may
+    override them, or raise."""
     kind = type(value)
     if issubclass(kind, list | tuple):
         return list(enumerate(list.__iter__(value) if issubclass(kind, list) else tuple.__iter__(value)))[:WIDE]
@@ -83,12 +83,12 @@ def _items(value: Any) -> list[tuple[Any, Any]]:
 
 @contextmanager
 def unregistered_attributes_kept(model: torch.nn.Module) -> Iterator[None]:
-    """At the end the modules that lists and dicts hold, and objects, have the attributes that they had: torch.export puts back
-    those of registered modules alone, and others keep what was traced."""
+    """Restores the attributes of objects, and of modules in lists and dicts, at the end.  torch.export restores only those of
+    registered modules."""
     registered = {id(vars(module)) for module in model.modules()}
     holders = [holder_of(model, name.rpartition(".")[0]) for name in own_attributes(model)]
-    kept = {id(vars(holder)): vars(holder) for holder in holders if holder is not None}
-    before = [(attributes, dict(attributes)) for ident, attributes in kept.items() if ident not in registered]
+    by_id = {id(vars(holder)): vars(holder) for holder in holders if holder is not None}
+    before = [(attributes, dict(attributes)) for ident, attributes in by_id.items() if ident not in registered]
     try:
         yield
     finally:
@@ -98,18 +98,18 @@ def unregistered_attributes_kept(model: torch.nn.Module) -> Iterator[None]:
 
 
 def _is_object(value: Any) -> bool:
-    """Whether a value is an instance of a class that is written in Python, and neither a container, a tensor nor a function."""
+    """Returns whether a value is an instance of a Python class, but not a container, a tensor or a function."""
     if not can_be_asked(value) or not hasattr(value, "__dict__") or callable(value):
         return False
     return bool(type(value).__flags__ & HEAP_TYPE) and not isinstance(value, (*_PLAIN, torch.Tensor, list, tuple, dict, set, type))
 
 
 HEAP_TYPE = 1 << 9
-"""Py_TPFLAGS_HEAPTYPE: a class whose methods can be replaced."""
+"""Py_TPFLAGS_HEAPTYPE: the methods of such a class can be replaced."""
 
 
 def holder_of(model: torch.nn.Module, path: str) -> Any:
-    """The module or object at `path`, None where it is gone."""
+    """Returns the module or object at `path`, or None if it does not exist."""
     value: Any = model
     for part in path.split(".") if path else ():
         if issubclass(type(value), list | tuple | dict):
@@ -122,14 +122,14 @@ def holder_of(model: torch.nn.Module, path: str) -> Any:
 
 
 def changed(before: Marks, after: Marks) -> list[str]:
-    """The attributes that are not what they were, or are new.  Of an object that is another one its parts are not named."""
+    """Returns the attributes that are new or changed.  Omits the attributes of an object that was replaced."""
     nothing = object()
     names = {name: None for name, mark in after.items() if before.get(name, nothing) != mark}
     return [name for name in names if name.rpartition(".")[0] not in names]
 
 
 def same_nesting(one: Any, other: Any) -> bool:
-    """Whether two marks of an attribute differ in nothing but which tensors it holds."""
+    """Returns whether two marks of an attribute differ only in their tensors."""
     if isinstance(one, tuple) and isinstance(other, tuple):
         return True
     if isinstance(one, dict) and isinstance(other, dict):
@@ -139,55 +139,53 @@ def same_nesting(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def _mark(value: Any, deep: int, state: Set[int]) -> Any:
+def _mark(value: Any, depth: int, state: Set[int]) -> Any:
     if not can_be_asked(value):
         return id(value)
     if isinstance(value, _Shell):
         return value.ident
     if isinstance(value, torch.Tensor):
-        return id(value), -1 if id(
-            value
-        ) in state else value._version  # by identity: who assigns an equal tensor assigns what an input may have made
+        return id(value), -1 if id(value) in state else value._version  # by identity: an equal new tensor may depend on an input
     if isinstance(value, _PLAIN):
         return value
-    if deep and isinstance(value, list | tuple):  # a subclass may define its length or its indices anew, or refuse them
+    if depth and isinstance(value, list | tuple):  # a subclass may override these methods, or raise
         items = list(list.__iter__(value) if isinstance(value, list) else tuple.__iter__(value))
-        return [type(value).__name__, len(items), [_mark(item, deep - 1, state) for item in items[:WIDE]]]
-    if deep and isinstance(value, dict):
+        return [type(value).__name__, len(items), [_mark(item, depth - 1, state) for item in items[:WIDE]]]
+    if depth and isinstance(value, dict):
         entries = list(dict.items(value))
-        return [len(entries), {str(key): _mark(item, deep - 1, state) for key, item in entries[:WIDE]}]
-    if deep and hasattr(value, "__dict__") and not isinstance(value, torch.nn.Module | type) and not callable(value):
-        return [id(value), {key: _mark(item, deep - 1, state) for key, item in list(vars(value).items())[:WIDE]}]
+        return [len(entries), {str(key): _mark(item, depth - 1, state) for key, item in entries[:WIDE]}]
+    if depth and hasattr(value, "__dict__") and not isinstance(value, torch.nn.Module | type) and not callable(value):
+        return [id(value), {key: _mark(item, depth - 1, state) for key, item in list(vars(value).items())[:WIDE]}]
     return id(value)
 
 
 def assignment_place(model: torch.nn.Module, name: str) -> tuple[str, str]:
-    """(file:line, source line) of the first assignment to an attribute outside __init__, in the class of its module or in one that
-    it is derived from, else of its forward(), else of the class; ("", "") without source."""
+    """Returns (file:line, source line) of the first assignment to an attribute outside of __init__.  Searches the class of its
+    module and its base classes.  Without an assignment, returns their forward(), else the class, else ("", "")."""
     path, _, leaf = name.rpartition(".")
-    best, least = ("", ""), 0
+    best, best_rank = ("", ""), 0
     for kind in type(holder_of(model, path)).__mro__:
         if kind is object or kind.__module__.startswith("torch."):
             continue
-        worth, place, line = _assignment_in(kind, leaf)
-        if worth > least:
-            best, least = (place, line), worth
+        rank, place, line = _assignment_in(kind, leaf)
+        if rank > best_rank:
+            best, best_rank = (place, line), rank
     return best
 
 
 def _assignment_in(kind: type, leaf: str) -> tuple[int, str, str]:
-    """The place in the source of one class, and what it is: 3 for an assignment, 2 for forward(), 1 for the class, 0 for none."""
+    """Returns a rank and the place in the source of one class: 3 an assignment, 2 forward(), 1 the class, 0 none."""
     try:
         file, (lines, first) = inspect.getsourcefile(kind) or "", inspect.getsourcelines(kind)
     except (OSError, TypeError):
         return 0, "", ""
-    inside, worth, at = "", 1, 0
+    function, rank, at = "", 1, 0
     for number, line in enumerate(lines):
         if header := re.match(r"\s*def (\w+)", line):
-            inside = header[1]
-            if inside == "forward":
-                worth, at = 2, number
-        elif inside != "__init__" and re.search(rf"\.{re.escape(leaf)}\b\s*([-+*/|&@%]?=[^=]|\[|\.\w+\()", line):
-            worth, at = 3, number
+            function = header[1]
+            if function == "forward":
+                rank, at = 2, number
+        elif function != "__init__" and re.search(rf"\.{re.escape(leaf)}\b\s*([-+*/|&@%]?=[^=]|\[|\.\w+\()", line):
+            rank, at = 3, number
             break
-    return worth, f"{shown(file)}:{first + at}", lines[at].strip()
+    return rank, f"{shown(file)}:{first + at}", lines[at].strip()

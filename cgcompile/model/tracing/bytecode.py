@@ -1,5 +1,6 @@
-"""The state of a Python frame at an instruction: live local variables, and values on its stack.  Private interface:
-`dis._parse_exception_table` (Python 3.11 to 3.14).  Without it the state is unknown.
+"""The state of a Python frame at an instruction: live local variables, and values on its stack.
+
+Private interface: `dis._parse_exception_table` (Python 3.11 to 3.14).  Without it the state is unknown.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Kept:
 
 
 def kept(code: CodeType, offset: int) -> Kept | None:
-    """The state of a frame at an instruction; None if unknown."""
+    """Returns the state of a frame at an instruction, or None if unknown."""
     table = _table(code)
     return None if table is None else table.get(offset)
 
@@ -59,7 +60,7 @@ def _table(code: CodeType) -> dict[int, Kept] | None:
 
 
 def _following(index: int, instructions: Sequence[dis.Instruction], at: dict[int, int]) -> list[int]:
-    """The instructions that may come next, the next one first."""
+    """Returns the instructions that may come next.  The next one in the code is the first."""
     instruction = instructions[index]
     after = [index + 1] if index + 1 < len(instructions) and not _ends(instruction.opname) else []
     return [*after, at[instruction.argval]] if _jumps(instruction) else after
@@ -70,7 +71,7 @@ def _jumps(instruction: dis.Instruction) -> bool:
 
 
 def _ends(name: str) -> bool:
-    """Whether an instruction never continues with the next one."""
+    """Returns whether an instruction never continues with the next one."""
     return name.startswith(("RETURN_VALUE", "RETURN_CONST", "RAISE", "RERAISE", "JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_ABSOLUTE"))
 
 
@@ -81,7 +82,7 @@ Handlers = Sequence[tuple[int, int, int, int]]
 def _live(
     code: CodeType, instructions: Sequence[dis.Instruction], following: Sequence[Sequence[int]], handlers: Handlers
 ) -> list[frozenset[str]]:
-    """The local variables that may be read after each instruction."""
+    """Returns the local variables that may be read after each instruction."""
     always = frozenset(code.co_cellvars + code.co_freevars)
     before: list[frozenset[str]] = [frozenset()] * len(instructions)
     result: list[frozenset[str]] = [always] * len(instructions)
@@ -100,7 +101,7 @@ def _live(
 
 
 def _depths(instructions: Sequence[dis.Instruction], following: Sequence[Sequence[int]], handlers: Handlers) -> list[int | None]:
-    """The stack depth after each instruction, without a jump; None for unreachable instructions."""
+    """Returns the stack depth after each instruction, without a jump; None for unreachable instructions."""
     before: dict[int, int] = {0: 0} | {target: depth for _, _, target, depth in handlers}
     after: list[int | None] = [None] * len(instructions)
     pending = list(before)
@@ -119,8 +120,8 @@ def _depths(instructions: Sequence[dis.Instruction], following: Sequence[Sequenc
 
 
 def _iterators(index: int, instructions: Sequence[dis.Instruction], handlers: Handlers) -> int | None:
-    """The number of iterators of enclosing loops, and of context managers, on the stack; None in a comprehension, which keeps its
-    partial result there."""
+    """Returns the number of iterators of enclosing loops, and of context managers, on the stack.  Returns None in a comprehension,
+    which keeps its partial result there."""
     offset = instructions[index].offset
     loops = [loop for loop in instructions if loop.opname == "FOR_ITER" and loop.offset < offset < loop.argval]
     inside = [other.opname for loop in loops for other in instructions if loop.offset < other.offset < loop.argval]
@@ -135,8 +136,8 @@ def _iterators(index: int, instructions: Sequence[dis.Instruction], handlers: Ha
 def _loaded(
     index: int, instructions: Sequence[dis.Instruction], depths: Sequence[int | None], bottom: int | None
 ) -> frozenset[str] | None:
-    """The local variables on the stack below the operands of an instruction, such as the function of an enclosing call; None if a
-    computed value is there."""
+    """Returns the local variables on the stack below the operands of an instruction, such as the function of an enclosing call.
+    Returns None if a computed value is there."""
     depth = depths[index]
     if depth is None or bottom is None:
         return None
@@ -155,7 +156,7 @@ def _loaded(
 
 
 def _locals(instruction: dis.Instruction) -> tuple[frozenset[str], frozenset[str]]:
-    """The local variables that an instruction reads, and those that it writes."""
+    """Returns the local variables that an instruction reads, and those that it writes."""
     kinds = list(_kinds(instruction.opname))
     names = instruction.argval if isinstance(instruction.argval, tuple) else (instruction.argval,)
     pairs = list(zip(kinds, names, strict=False))
@@ -165,7 +166,7 @@ def _locals(instruction: dis.Instruction) -> tuple[frozenset[str], frozenset[str
 
 
 def _kinds(name: str) -> Iterator[str]:
-    """ "LOAD", "STORE" or "DELETE" for each local variable of an instruction: LOAD_FAST, STORE_FAST_LOAD_FAST, ..."""
+    """Yields "LOAD", "STORE" or "DELETE" for each local variable of an instruction: LOAD_FAST, STORE_FAST_LOAD_FAST, ..."""
     for first, second in pairwise(name.split("_")):
         if second == "FAST" and first in ("LOAD", "STORE", "DELETE"):
             yield first

@@ -1,8 +1,9 @@
-"""Expressions over constants: what tensors of a traced call are computed from, evaluated with real tensors when Python asks.
+"""Expressions of constants: how tensors of a traced call are computed.  They are evaluated with real tensors if Python needs a
+value.
 
-A leaf is a tensor of the model with its real data, an operation takes leaves, results of other operations, and plain arguments.
-Nothing is computed before it is asked for, and then once: a trace of large weights costs nothing.  Evaluation writes to no tensor
-of the model: an operation that writes in place writes to a copy.
+A leaf is a tensor of the model with its real data.  An operation takes leaves, results of other operations, and plain arguments.
+It runs at most once, and only if its value is needed, so a trace of large weights costs nothing.  Evaluation writes to no tensor of
+the model: an in-place operation writes to a copy.
 
 Private interfaces (torch 2.11, 2.13): `torch.utils._python_dispatch._disable_current_modes`, `torch._C._functorch`.
 """
@@ -21,15 +22,15 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from ..devices.tracing import tensors_in
 
 KEPT = 1 << 22
-"""Elements of the results that an operation keeps at most; larger ones are computed again when they are asked for again."""
+"""Maximum elements of results that an operation caches.  Larger results are computed again each time."""
 
 
 class NotConstant(Exception):
-    """A value cannot be computed at the build: it would be random, or the operation fails."""
+    """The build cannot compute a value: it would be random, or the operation fails."""
 
 
 class _NoDraws(TorchDispatchMode):
-    """Raises before a random number is drawn."""
+    """A mode that raises before a random number is drawn."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags:
@@ -39,21 +40,21 @@ class _NoDraws(TorchDispatchMode):
 
 @contextmanager
 def plain() -> Iterator[None]:
-    """Meanwhile nothing is traced, and no mode (of the user's, too) changes what an operation does."""
+    """Disables tracing and all modes, also the user's, inside this context."""
     with torch._C.DisableTorchFunction(), _disable_current_modes():
         yield
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Leaf:
-    """A real tensor at one of its versions, None for one that has none; `weights`: its name, if it is a parameter or a buffer."""
+    """A real tensor at a version (None for a tensor without versions).  `weights` has its name if it is a parameter or a buffer."""
 
     tensor: torch.Tensor
     version: int | None
     weights: frozenset[str]
 
     def value(self) -> torch.Tensor:
-        """Raises NotConstant where it was written to since."""
+        """Returns the tensor.  Raises NotConstant if it was written to since."""
         if version_of(self.tensor) != self.version:
             raise NotConstant
         return self.tensor.detach()
@@ -61,8 +62,8 @@ class Leaf:
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Operation:
-    """A call of `func` with a Leaf or Result in place of every tensor.  `written`: the one of them that the call writes to.
-    `inside` is entered around the call.  `weights` are the names of all parameters and buffers below."""
+    """A call of `func` with a Leaf or Result in place of every tensor.  `written` is the one that the call writes to.  `weights`
+    are the names of all parameters and buffers in the expression."""
 
     func: Callable[..., Any]
     args: Sequence[Any]
@@ -79,10 +80,10 @@ class Operation:
         self._parents = tuple(dict.fromkeys([leaf.operation for leaf in leaves if isinstance(leaf, Result)]))
 
     def evaluate(self) -> Any:
-        """What the call gives; of an assignment to a part of a tensor that tensor.  Raises NotConstant."""
+        """Returns the result.  For an assignment to a part of a tensor, this is the whole tensor.  Raises NotConstant."""
         waiting: list[Operation] = [self]
         done: dict[int, Any] = {}
-        while waiting:  # no recursion: a loop may make a long chain
+        while waiting:  # no recursion: a loop may create a long chain
             operation = waiting[-1]
             pending = [parent for parent in operation._parents if parent._outcome is None and id(parent) not in done]
             if operation._failed or any(parent._failed for parent in operation._parents):
@@ -97,7 +98,7 @@ class Operation:
         return done[id(self)]
 
     def _run(self, done: Mapping[int, Any]) -> Any:
-        """Runs the call, whose parents have run."""
+        """Runs the call.  Its parents have run."""
         copy: torch.Tensor | None = None
 
         def value(leaf: Any) -> Any:
@@ -128,7 +129,7 @@ class Operation:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Result:
-    """Tensor number `index` of what an operation gives, which the trace saw with this shape and dtype."""
+    """Tensor number `index` of the result of an operation, with the shape and dtype of the trace."""
 
     operation: Operation
     index: int
@@ -137,11 +138,11 @@ class Result:
 
     @property
     def weights(self) -> frozenset[str]:
-        """The names of the parameters and buffers that it is computed from."""
+        """The names of the parameters and buffers in the expression."""
         return self.operation.weights
 
     def of(self, outcome: Any) -> torch.Tensor:
-        """The tensor in the outcome of the operation.  Raises NotConstant where the trace saw another one."""
+        """Returns the tensor from the outcome of the operation.  Raises NotConstant if the trace saw another shape or dtype."""
         tensors = tensors_in([outcome])
         tensor = tensors[self.index] if self.index < len(tensors) else None
         if tensor is None or tuple(tensor.shape) != self.shape or tensor.dtype != self.dtype:
@@ -149,7 +150,7 @@ class Result:
         return tensor
 
     def value(self) -> torch.Tensor:
-        """The real tensor.  Raises NotConstant."""
+        """Returns the real tensor.  Raises NotConstant."""
         return self.of(self.operation.evaluate())
 
 
@@ -157,12 +158,12 @@ Expression = Leaf | Result
 
 
 def version_of(tensor: torch.Tensor) -> int | None:
-    """How often a tensor was written to; None for one of inference mode, which does not say."""
+    """Returns the version of a tensor, which counts writes, or None for an inference tensor."""
     return None if tensor.is_inference() else tensor._version
 
 
 def leaf(tensor: torch.Tensor, weight: str = "") -> Leaf | None:
-    """A real tensor as an expression; None for one of another class or layout, or without data."""
+    """Returns a real tensor as an expression, or None for another class or layout, or a tensor without data."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) or tensor.layout is not torch.strided:
         return None
     if tensor.is_meta or tensor.is_quantized or torch._C._functorch.is_functorch_wrapped_tensor(tensor):

@@ -1,9 +1,9 @@
-"""`int()`, `float()` and `math.isnan()` of numbers that one way through a model's Python reads out of tensors; `len()` of rows.
+"""Replaces `int()`, `float()` and `math.isnan()` for numbers that are read from tensors on one path, and `len()` for rows.
 
-`int(tensor)` gives a plain number, whatever `tensor.__int__` returns, and so does `len(tensor)`.  So while a way is traced, or gone
-again with forced answers, these names of the model's modules stand for others.  They keep a number that depends on data, and do
-with anything else what they always do.  A module that uses `int` or `float` for more than calls, `isinstance` and annotations
-(`dtype=float`, `type(x) is int`) keeps the builtin one.
+`int(tensor)` returns a plain number, whatever `tensor.__int__` returns, and so does `len(tensor)`.  So these names are replaced in
+the model's modules while a path is traced, or run again with forced answers.  The replacements keep numbers that depend on data,
+and otherwise call the builtin.  A module that uses `int` or `float` for more than calls, `isinstance` and annotations
+(`dtype=float`, `type(x) is int`) keeps the builtin.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ from typing import Any
 import torch
 
 Convert = Callable[[type, Any], Any]
-"""Given int or float and a value: the number to keep, None for what the builtin type shall convert."""
+"""Takes int or float and a value.  Returns the number to keep, or None to call the builtin."""
 
 Ask = Callable[[Callable[[Any], bool], Any], bool | None]
-"""Given one of ASKING and a value: the answer, None for what the function shall answer."""
+"""Takes a function of ASKING and a value.  Returns the answer, or None to call the function."""
 
 Measure = Callable[[Any], Any]
-"""Given a value: its length as a number to keep, None for what `len` shall measure."""
+"""Takes a value.  Returns its length as a number to keep, or None to call `len`."""
 
 ASKING = (math.isnan, math.isinf, math.isfinite)
-"""Functions that ask a number, which torch has by the same names."""
+"""Functions that test a number.  torch has functions with the same names."""
 
 NAMES = (int, float)
 _MISSING = object()
 
 
 class _Stand(type):
-    """The type of what stands for a builtin number type."""
+    """The metaclass of a replacement of a builtin number type."""
 
     plain: type
     convert: Convert
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        kept = cls.convert(cls.plain, args[0]) if len(args) == 1 and not kwargs else None
-        return cls.plain(*args, **kwargs) if kept is None else kept
+        number = cls.convert(cls.plain, args[0]) if len(args) == 1 and not kwargs else None
+        return cls.plain(*args, **kwargs) if number is None else number
 
     def __instancecheck__(cls, value: Any) -> bool:
         return isinstance(value, cls.plain)
@@ -56,8 +56,8 @@ class _Stand(type):
 
 @contextmanager
 def conversion_calls(model: torch.nn.Module, convert: Convert, ask: Ask, measure: Measure) -> Iterator[None]:
-    """Meanwhile `convert`, `ask` and `measure` are asked where the modules of the model's packages call these functions."""
-    stands: dict[str, Any] = {
+    """Replaces these functions in the modules of the model's packages inside this context."""
+    replacements: dict[str, Any] = {
         kind.__name__: _Stand(kind.__name__, (), {"plain": kind, "convert": staticmethod(convert)}) for kind in NAMES
     }
     asking = {function.__name__: _asking(function, ask) for function in ASKING}
@@ -70,8 +70,8 @@ def conversion_calls(model: torch.nn.Module, convert: Convert, ask: Ask, measure
 
     try:
         for namespace in _namespaces(model):
-            for name in _called_alone(namespace.get("__file__")) - namespace.keys():
-                put(namespace, name, stands[name])
+            for name in _replaceable_names(namespace.get("__file__")) - namespace.keys():
+                put(namespace, name, replacements[name])
             if "len" not in namespace:
                 put(namespace, "len", measuring)
             for plain in ASKING:
@@ -104,9 +104,9 @@ def _measuring(measure: Measure) -> Callable[[Any], Any]:
     return function
 
 
-def _called_alone(file: Any) -> frozenset[str]:
-    """Those of NAMES that a source file calls, and uses for nothing else but `isinstance` and annotations; none of a file that
-    cannot be read."""
+def _replaceable_names(file: Any) -> frozenset[str]:
+    """Returns the names in NAMES that a source file calls, and otherwise uses only in `isinstance` and annotations.  Returns none
+    for a file that cannot be read."""
     try:
         return _calls_of(file, os.stat(file).st_mtime_ns)
     except (OSError, TypeError, SyntaxError, ValueError):
@@ -114,12 +114,12 @@ def _called_alone(file: Any) -> frozenset[str]:
 
 
 @cache
-def _calls_of(file: str, changed: int) -> frozenset[str]:
-    """`changed`: when the file was, as the result holds for its text of that time."""
+def _calls_of(file: str, modified: int) -> frozenset[str]:
+    """See `_replaceable_names`.  `modified` is the modification time of the file, a part of the cache key."""
     source = Path(file).read_bytes()
     names = {name.decode() for name in re.findall(rb"\b(int|float)\(", source)}
     if not names:
-        return frozenset()  # most modules: the trees of the other 38 of transformers take a second, once a process
+        return frozenset()  # most modules; parsing the other 38 of transformers takes 1 s per process
     nodes = list(ast.walk(ast.parse(source)))
     allowed: set[int] = set()
     for node in nodes:
@@ -132,7 +132,7 @@ def _calls_of(file: str, changed: int) -> frozenset[str]:
 
 
 def _namespaces(model: torch.nn.Module) -> list[dict[str, Any]]:
-    """The global names of the modules of all packages that the model's classes come from, but for torch."""
+    """Returns the globals of the modules of all packages that define classes of the model, except torch."""
     kinds = {kind for module in model.modules() for kind in type(module).__mro__}
     packages = {kind.__module__.partition(".")[0] for kind in kinds} - {"builtins", "torch", "abc", "typing"}
     namespaces = [vars(module) for name, module in list(sys.modules.items()) if name.partition(".")[0] in packages]

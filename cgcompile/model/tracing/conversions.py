@@ -1,6 +1,7 @@
-"""Conversions of modules in forward() that change nothing, such as `self.linear = self.linear.to(x.dtype)`.  Under export weights
-are fake tensors.  `.to()`, `.float()` and similar methods call the private `torch.nn.Module._apply`, which swaps the tensors.  For
-fake tensors this fails, although nothing would change.  Tested with torch 2.11 and 2.13.
+"""Conversions of modules in forward() that change nothing, such as `self.linear = self.linear.to(x.dtype)`.
+
+During the export, weights are fake tensors.  `.to()`, `.float()` and similar methods call the private `torch.nn.Module._apply`,
+which swaps the tensors.  This fails for fake tensors, even if nothing would change.  Tested with torch 2.11 and 2.13.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ import torch
 
 @contextmanager
 def needless_conversions_left_out() -> Iterator[None]:
-    """Inside this context, `module.to(tensor)` uses the device that the user's code sees.  A conversion that changes no dtype,
-    device or shape does nothing."""
+    """Skips conversions that change no dtype, device or shape, inside this context.  `module.to(tensor)` uses the device that the
+    user's code sees."""
     convert, move = torch.nn.Module._apply, torch.nn.Module.to
 
     def apply(module: torch.nn.Module, change: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
@@ -26,8 +27,7 @@ def needless_conversions_left_out() -> Iterator[None]:
         return convert(module, change, recurse)
 
     def to(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """`module.to(tensor)`: torch reads the real device of the tensor, which differs from the device that the user's code
-        sees."""
+        """Handles `module.to(tensor)`: torch would read the tensor's real device, not the one that the user's code sees."""
         like = args[0] if args else kwargs.get("tensor")
         if not isinstance(like, torch.Tensor):
             return move(module, *args, **kwargs)

@@ -1,9 +1,8 @@
-"""Tensors that a model keeps neither as parameters nor as buffers: attributes of its modules, and of objects, lists and dicts that
-these hold.
+"""Tensors of a model that are neither parameters nor buffers: in attributes of its modules, and in objects, lists and dicts there.
 
-torch.export knows parameters and buffers alone; any other tensor is a constant to it.  So what a call writes to becomes a buffer as
-long as a build takes: it is state.  And where an object holds a tensor that is a buffer too (the layers of a cache, registered
-to be exported), it holds the traced one while the model is traced.
+torch.export knows only parameters and buffers; any other tensor is a constant.  So a tensor that calls write to becomes a buffer,
+that is state, during the build.  If an object holds a tensor that is a buffer too (registered layers of a cache), it holds the
+traced tensor while the model is traced.
 """
 
 from __future__ import annotations
@@ -19,18 +18,16 @@ import torch
 from ..user_code import can_be_asked
 
 DEEP, WIDE = 6, 256
-"""How far down and along containers and objects are looked into."""
+"""Maximum depth and number of elements of the search in containers and objects."""
 
 OWN = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
-"""What torch keeps in a module itself."""
+"""torch's own attributes of a module."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Held:
-    """A tensor at `key` of `holder`: the attributes of a module or object, a list or a dict.
-
-    It is reached from `module` by `path`, names with dots.
-    """
+    """A tensor at `key` of `holder`, which is the `__dict__` of a module or an object, a list or a dict.  `path` with dots leads
+    from `module` to it."""
 
     module: torch.nn.Module
     path: str
@@ -40,7 +37,7 @@ class Held:
 
 
 def held_tensors(model: torch.nn.Module) -> tuple[Held, ...]:
-    """All of them, each place once."""
+    """Returns all such tensors, each place once."""
     seen: set[int] = set()
     slots: list[Held] = []
     for module in model.modules():
@@ -50,14 +47,14 @@ def held_tensors(model: torch.nn.Module) -> tuple[Held, ...]:
     return tuple(slots)
 
 
-def _within(module: torch.nn.Module, path: str, holder: Any, key: Any, value: Any, deep: int, seen: set[int]) -> Iterator[Held]:
+def _within(module: torch.nn.Module, path: str, holder: Any, key: Any, value: Any, depth: int, seen: set[int]) -> Iterator[Held]:
     if not can_be_asked(value):
         return
     if isinstance(value, torch.Tensor):
         if type(value) is torch.Tensor and value.layout is torch.strided and holder is not None:
             yield Held(module=module, path=path, holder=holder, key=key, tensor=value)
         return
-    if not deep or isinstance(value, torch.nn.Module | type | str) or id(value) in seen:
+    if not depth or isinstance(value, torch.nn.Module | type | str) or id(value) in seen:
         return
     inner: Any = None
     if isinstance(value, list | tuple):
@@ -70,14 +67,14 @@ def _within(module: torch.nn.Module, path: str, holder: Any, key: Any, value: An
         return
     seen.add(id(value))
     for name, item in items:
-        yield from _within(module, f"{path}.{name}", inner, name, item, deep - 1, seen)
+        yield from _within(module, f"{path}.{name}", inner, name, item, depth - 1, seen)
 
 
 @contextmanager
 def own_buffers(model: torch.nn.Module) -> Iterator[None]:
-    """At the end the modules have the buffers, and the attributes that became some, as they had them."""
+    """Restores the buffers of modules at the end, and the attributes that became buffers."""
     before = [(module, dict(module._buffers), set(module._non_persistent_buffers_set)) for module in model.modules()]
-    held = held_tensors(model)
+    slots = held_tensors(model)
     numbers = [
         (vars(module), name, value)
         for module in model.modules()
@@ -88,14 +85,14 @@ def own_buffers(model: torch.nn.Module) -> Iterator[None]:
         yield
     finally:
         for module, buffers, names in before:
-            if {name: id(tensor) for name, tensor in module._buffers.items()} != {name: id(it) for name, it in buffers.items()}:
+            if {name: id(tensor) for name, tensor in module._buffers.items()} != {name: id(old) for name, old in buffers.items()}:
                 for name in buffers.keys() & vars(module).keys():
                     del vars(module)[name]
                 module._buffers.clear()
                 module._buffers.update(buffers)
                 module._non_persistent_buffers_set.clear()
                 module._non_persistent_buffers_set.update(names)
-        for slot in held:
+        for slot in slots:
             if slot.holder is vars(slot.module) and slot.key not in slot.holder:
                 slot.holder[slot.key] = slot.tensor
         for attributes, name, value in numbers:
@@ -103,14 +100,14 @@ def own_buffers(model: torch.nn.Module) -> Iterator[None]:
 
 
 def make_buffer(held: Held) -> None:
-    """Makes it a buffer of its module, under its path."""
+    """Converts a held tensor to a buffer of its module, with its path as name."""
     if held.holder is vars(held.module):
-        del held.holder[held.key]  # the buffer of that name is found instead
+        del held.holder[held.key]  # the buffer replaces the attribute
     also_buffer(held)
 
 
 def also_buffer(held: Held) -> str:
-    """Registers it as a buffer of its module, too, under a free name, which is returned."""
+    """Registers a held tensor also as a buffer of its module.  Returns the buffer's name."""
     plain = re.sub(r"\W", "_", held.path)
     number, name = 0, plain
     while name in held.module._buffers or hasattr(held.module, name):
@@ -121,7 +118,7 @@ def also_buffer(held: Held) -> str:
 
 
 def make_attribute(model: torch.nn.Module, name: str, value: Any) -> None:
-    """Makes the buffer `name` (`module.attribute`) a plain attribute."""
+    """Converts the buffer `name` (`module.attribute`) to a plain attribute."""
     path, _, leaf = name.rpartition(".")
     module = model.get_submodule(path)
     delattr(module, leaf)
@@ -130,7 +127,7 @@ def make_attribute(model: torch.nn.Module, name: str, value: Any) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shared:
-    """A place that holds a buffer: that of `owner` under the name `leaf`."""
+    """A place that holds a buffer: the buffer `leaf` of `owner`."""
 
     held: Held
     owner: torch.nn.Module
@@ -138,28 +135,26 @@ class Shared:
 
 
 def held_buffers(model: torch.nn.Module) -> tuple[Shared, ...]:
-    """The places of objects that hold a buffer of the model's."""
+    """Returns the places in objects that hold a buffer of the model."""
     owners = {id(tensor): (module, leaf) for module in model.modules() for leaf, tensor in module._buffers.items()}
     return tuple(
         [
-            Shared(held=held, owner=owners[id(held.tensor)][0], leaf=owners[id(held.tensor)][1])
-            for held in held_tensors(model)
-            if id(held.tensor) in owners
+            Shared(held=slot, owner=owners[id(slot.tensor)][0], leaf=owners[id(slot.tensor)][1])
+            for slot in held_tensors(model)
+            if id(slot.tensor) in owners
         ]
     )
 
 
 @contextmanager
 def current_buffers(model: torch.nn.Module, shared: Sequence[Shared], target_device: torch.device) -> Iterator[None]:
-    """Meanwhile each of these places holds what the module has for the buffer: the traced tensor while the model is traced.
-
-    A module that keeps the CPU as its device, and an object that does so and holds tensors, gets `target_device` instead, where the
-    bundle will run: `model.to()` changes no attribute.
-    """
-    put: list[tuple[Any, Any, Any, Any]] = []
+    """Puts the current buffers into these places inside this context: traced tensors while the model is traced.  A module with the
+    CPU as an attribute, or an object with the CPU that holds tensors, gets `target_device` there: `model.to()` does not change
+    attributes."""
+    replaced: list[tuple[Any, Any, Any, Any]] = []
 
     def put_in(holder: Any, key: Any, value: Any) -> None:
-        put.append((holder, key, value, holder[key]))
+        replaced.append((holder, key, value, holder[key]))
         holder[key] = value
 
     for share in shared:
@@ -172,6 +167,6 @@ def current_buffers(model: torch.nn.Module, shared: Sequence[Shared], target_dev
     try:
         yield
     finally:
-        for holder, key, value, before in reversed(put):
-            if holder[key] is value:  # else the model assigned it, which is a change of its own
+        for holder, key, value, before in reversed(replaced):
+            if holder[key] is value:  # otherwise the model assigned another value
                 holder[key] = before

@@ -1,10 +1,9 @@
-"""`one_hot(index, max(classes, n))[..., :n]` where `classes` is a tensor: routers of experts write this for a `one_hot` that leaves
-out what is too large.
+"""Supports `one_hot(index, max(classes, n))[..., :n]` with a tensor `classes`.  Expert routers use it to ignore large indices.
 
-How many columns `one_hot` gives depends on data; how many are left does not, because there are at least `n`.  While torch exports a
-model, `max` of a tensor and a number is `torch.clamp` (torch 2.11, 2.13).
+The number of columns of `one_hot` depends on data.  The number of selected columns does not, because there are at least `n`.  While
+torch exports a model, `max` of a tensor and a number is `torch.clamp` (torch 2.11, 2.13).
 
-Private interfaces (torch 2.11, 2.13): `torch._C._nn.one_hot`, which `torch.nn.functional.one_hot` is.
+Private interfaces (torch 2.11, 2.13): `torch._C._nn.one_hot`, which is `torch.nn.functional.one_hot`.
 """
 
 from __future__ import annotations
@@ -25,45 +24,45 @@ METHODS = (
     "add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "matmul", "rmatmul", "and", "or", "xor", "invert", "neg",
     "eq", "ne", "lt", "le", "gt", "ge", "len", "iter", "bool", "float", "int", "setitem",
 )  # fmt: skip
-"""What Python looks up in the class of an operand."""
+"""Special methods, which Python looks up in the class of an operand."""
 
 
 class OpenOneHots:
-    """The calls of `one_hot` in one traced call of the model, and how large tensors are at least that were clamped."""
+    """The calls of `one_hot` in one traced call of the model, and the lower bounds of clamped tensors."""
 
     def __init__(self) -> None:
         self._least: Any = WeakTensorKeyDictionary()
 
     def clamped(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
-        """Notes the result `result` of an operation, if that clamps from below."""
+        """Records the lower bound of the `result` of a clamp."""
         if func not in CLAMPS:
             return
-        least = kwargs.get("min", args[1] if len(args) > 1 else None)
-        largest = kwargs.get("max", args[2] if len(args) > 2 else None)
-        if type(least) is int and largest is None and isinstance(result, torch.Tensor):
-            self._least[result] = result._version, least
+        minimum = kwargs.get("min", args[1] if len(args) > 1 else None)
+        maximum = kwargs.get("max", args[2] if len(args) > 2 else None)
+        if type(minimum) is int and maximum is None and isinstance(result, torch.Tensor):
+            self._least[result] = result._version, minimum
 
     def opened(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> OpenOneHot | None:
-        """The result of `one_hot` for a number of classes that was clamped; None for any other call."""
+        """Returns an OpenOneHot if the number of classes was clamped; None for any other call."""
         if func not in ONE_HOT:
             return None
         index, classes = [*args, *[kwargs[name] for name in ("input", "num_classes") if name in kwargs], None][:2]
         if not isinstance(index, torch.Tensor) or not isinstance(classes, torch.Tensor):
             return None
-        version, least = self._least.get(classes, (None, None))
-        if least is None or version != classes._version:
+        version, minimum = self._least.get(classes, (None, None))
+        if minimum is None or version != classes._version:
             return None
 
-        def whole() -> torch.Tensor:
-            self._least.pop(classes, None)  # the next time torch answers
+        def full_encoding() -> torch.Tensor:
+            self._least.pop(classes, None)  # the next call goes to torch
             encoding: torch.Tensor = func(index, classes)
             return encoding
 
-        return OpenOneHot(index, classes, least, whole)
+        return OpenOneHot(index, classes, minimum, full_encoding)
 
 
 class OpenOneHot:
-    """Rows of `one_hot` whose columns are not made yet.  `whole` makes all of them, or raises what torch does."""
+    """Rows of `one_hot` whose columns are not computed yet.  `whole` computes all of them, or raises torch's error."""
 
     def __init__(self, index: torch.Tensor, classes: torch.Tensor, least: int, whole: Callable[[], torch.Tensor]) -> None:
         self._index, self._classes, self._least, self._whole = index, classes, least, whole
@@ -77,7 +76,7 @@ class OpenOneHot:
         return self._whole()[key]
 
     def _first(self, columns: int) -> torch.Tensor:
-        """The first columns, int64.  What is no class fails as in `one_hot`: it is made negative."""
+        """Returns the first columns, int64.  An index that is not below `classes` becomes -1, so that it fails as in `one_hot`."""
         index = torch.where(self._index < self._classes, self._index.clamp(max=columns), -1)
         return F.one_hot(index, columns + 1)[..., :columns]
 

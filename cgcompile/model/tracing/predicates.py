@@ -1,4 +1,4 @@
-"""Questions as tensors: what `if`, `torch.equal` and comparisons of numbers that were read out of tensors compute."""
+"""Converts conditions of Python to tensors: `if`, `torch.equal`, and comparisons of numbers that were read from tensors."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ CLOSE = frozenset({torch.allclose, torch.Tensor.allclose})
 
 
 def differ_in_shape(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors surely have other shapes: in sizes that are constants."""
+    """Returns whether two tensors surely differ in shape: in rank or in constant sizes."""
     pairs = zip(one.shape, other.shape, strict=False)
     return one.dim() != other.dim() or any(type(left) is type(right) is int and left != right for left, right in pairs)
 
 
 def predicate(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
-    """The truth that Python asks for as a tensor without dimensions; None where that is not known how."""
+    """Returns the condition that Python tests, as a tensor without dimensions, or None if this is not supported."""
     if func in EQUAL:
         one, other = args
         return (one == other).all() if one.shape == other.shape else None
@@ -32,11 +32,11 @@ def predicate(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torc
 
 
 class Unknown(Exception):
-    """An expression that has no tensor."""
+    """An expression that cannot be converted to a tensor."""
 
 
 def truth_of(expression: Any, symbols: Mapping[Any, Callable[[], torch.Tensor]]) -> torch.Tensor | None:
-    """A condition about numbers as a tensor.  `symbols`: what makes the tensor that a symbol was read out of."""
+    """Converts a condition on numbers to a tensor, or returns None.  `symbols` has functions that return the tensor of a symbol."""
     try:
         value = _tensor(expression, symbols)
     except Unknown:
@@ -47,7 +47,7 @@ def truth_of(expression: Any, symbols: Mapping[Any, Callable[[], torch.Tensor]])
 
 
 def number_of(expression: Any, symbols: Mapping[Any, Callable[[], torch.Tensor]]) -> torch.Tensor | None:
-    """A number that was computed from read ones as a tensor."""
+    """Converts a number that follows from numbers that Python read to a tensor, or returns None."""
     try:
         value = _tensor(expression, symbols)
     except Unknown:
@@ -62,7 +62,7 @@ BINARY: Mapping[str, Callable[[Any, Any], Any]] = {
     "IntTrueDiv": lambda one, other: one / other, "FloorDiv": operator.floordiv, "Mod": operator.mod, "PythonMod": operator.mod,
     "Pow": operator.pow, "FloatPow": operator.pow, "PowByNatural": operator.pow,
 }  # fmt: skip
-"""By the name of sympy's class, or of torch's own (torch.utils._sympy.functions)."""
+"""By the name of the class in sympy, or in torch.utils._sympy.functions."""
 
 UNARY: Mapping[str, Callable[[Any], Any]] = {
     "Not": torch.logical_not,

@@ -1,7 +1,8 @@
-"""The state of Python where a model tests a tensor.  Two paths with equal state, except for tensors, continue in the same way.  The
-state has the positions of all frames of the model, local variables that are read later, and attributes of the modules.  An object
-that cannot be compared (a generator, a C object) is never equal.  The value stack of a frame is not visible, nor is the state of a
-C function that tests (`max`, `sorted`): such states are never equal.
+"""The state of Python where a model tests a tensor.  Two paths with equal state, except for tensors, continue in the same way.
+
+The state has the positions of all frames of the model, local variables that are read later, and attributes of the modules.  An
+object that cannot be compared (a generator, a C object) is never equal.  The value stack of a frame is not visible, nor is the
+state of a C function that tests (`max`, `sorted`): such states are never equal.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from .way import Spot
 
 TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 LAYERS = os.path.join(TORCH, "nn", "modules") + os.sep
-"""Folder of torch whose frames have a state of the model: `Sequential.forward` and its like."""
+"""Folder of torch whose frames have state of the model: `Sequential.forward` and similar methods."""
 
 MOST, DEEPEST = 20_000, 12
 """Maximum number of values, and of nested containers, that are compared."""
@@ -36,7 +37,7 @@ ITERATORS = tuple(
 
 
 def model_frames(entry: CodeType) -> list[FrameType]:
-    """The running frames of the model, the outermost first; `entry` is the code of the frame that called it."""
+    """Returns the running frames of the model, the outermost first.  `entry` is the code of the frame that called it."""
     frames: list[FrameType] = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not entry:
@@ -55,13 +56,13 @@ def _of_model(file: str) -> bool:
 
 
 def spot_of(frames: list[FrameType]) -> Spot:
-    """The position of these frames."""
+    """Returns the position of these frames."""
     return tuple([(frame.f_code, frame.f_lasti) for frame in frames])
 
 
 class PythonState:
-    """The state of the frames and the model: `value` without tensors, `tensors` by their place in the state, and which of them
-    share memory.  `sizes` are the symbolic numbers in the state and in shapes."""
+    """The state of the frames and the model.  `value` is the state without tensors.  `tensors` are by their place in the state;
+    `memory` says which of them share memory.  `sizes` are the symbolic integers in the state and in shapes."""
 
     def __init__(self, frames: list[FrameType], model: torch.nn.Module, inputs: tuple[torch.Tensor, ...], by_itself: bool) -> None:
         """`by_itself`: the test is an instruction of Python, not a function call."""
@@ -71,11 +72,11 @@ class PythonState:
         self._kept: list[Any] = []
         parts: list[Any] = []
         for number, frame in enumerate(frames):
-            locals_read = kept(frame.f_code, frame.f_lasti)
-            if locals_read is None or locals_read.hidden or (number == len(frames) - 1 and by_itself and not locals_read.tests):
+            frame_state = kept(frame.f_code, frame.f_lasti)
+            if frame_state is None or frame_state.hidden or (number == len(frames) - 1 and by_itself and not frame_state.tests):
                 parts.append(object())
             for name, value in sorted(frame.f_locals.items()):
-                if locals_read is None or name in locals_read.live:
+                if frame_state is None or name in frame_state.live:
                     parts.append((number, name, self._part(value, f"{number}.{name}", 0)))
         for name, value in own_attributes(model).items():
             parts.append((name, self._part(value, f"self.{name}", 0)))

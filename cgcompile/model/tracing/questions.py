@@ -1,10 +1,10 @@
-"""What the user's code is told when it asks whether it is traced.
+"""Hides from the user's code that it is traced.
 
-Libraries compute otherwise under torch.export: transformers keeps masks that eager PyTorch leaves out, and some of its models give
-other values by that.  Where a program differs from eager PyTorch, the model is exported again and told "no".
+Libraries compute differently under torch.export.  transformers keeps masks that eager PyTorch omits, which changes the results of
+some models.  If a program differs from eager PyTorch, the model is exported again, and these queries return False.
 
 Private interfaces (torch 2.11, 2.13): the flags that `torch.compiler.is_compiling` and `is_exporting` read, and the name
-`torch._subclasses.FakeTensor`, which libraries compare classes with; for code that is not the user's it stays what it is.
+`torch._subclasses.FakeTensor`, which libraries use in isinstance().  For other code than the user's it does not change.
 """
 
 from __future__ import annotations
@@ -24,13 +24,12 @@ FLAGS = ("_is_compiling_flag", "_is_exporting_flag")
 
 
 FLAGS_ALONE, KNOWN, ALL = "flags", "known", "all"
-"""Which questions are answered with "no": `torch.compiler.is_exporting()` and its like; also what a tensor of known value is an
-instance of; what any tensor is.  A library that asks of a tensor means to leave its data alone: that answer is the last to be
-changed."""
+"""Which queries return False: `torch.compiler.is_exporting()` and similar functions; also isinstance() of tensors with known
+values; also that of all tensors.  A library that tests a tensor does so to avoid reading its data, so this is the last resort."""
 
 
 class _Asked(type):
-    """Of a class that no tensor is an instance of where the user asks, or none of a known value."""
+    """Metaclass of a class without instances for the user's code, or with only tensors of unknown value as instances."""
 
     questions: str
 
@@ -45,12 +44,12 @@ class _Asked(type):
 
 @contextmanager
 def tracing_hidden(questions: str) -> Iterator[None]:
-    """Meanwhile the user's code is told that nothing is traced, as far as it asks one of these `questions`; "" are none."""
+    """Lets these `questions` of the user's code return False inside this context.  "" changes nothing."""
     if not questions:
         yield
         return
     flags = {name: getattr(torch.compiler, name) for name in FLAGS}
-    known = torch._subclasses.FakeTensor
+    fake_tensor = torch._subclasses.FakeTensor
     for name in FLAGS:
         setattr(torch.compiler, name, False)
     if questions != FLAGS_ALONE:
@@ -61,4 +60,4 @@ def tracing_hidden(questions: str) -> Iterator[None]:
     finally:
         for name, flag in flags.items():
             setattr(torch.compiler, name, flag)
-        setattr(torch._subclasses, "FakeTensor", known)  # noqa: B010
+        setattr(torch._subclasses, "FakeTensor", fake_tensor)  # noqa: B010

@@ -1,4 +1,4 @@
-"""Numbers that eager PyTorch reads out of tensors, whose comparisons get forced answers."""
+"""Numbers that eager PyTorch reads from tensors, and whose comparisons get forced answers."""
 
 from __future__ import annotations
 
@@ -13,24 +13,22 @@ ARITHMETIC = (
 )  # fmt: skip
 COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
 CONVERTED = "converted"
-"""The method of such a number that gives it as an int or a float."""
+"""The method of such a number that converts it to an int or a float."""
 
 LOGIC = ("and", "rand", "or", "ror")
 
 
 EXACT = frozenset({"add", "radd", "sub", "rsub", "mul", "rmul", "neg", "pos"})
-"""Arithmetic that the expressions of sizes follow."""
+"""Arithmetic that expressions of sizes support."""
 
 EXPRESSION = "expression"
-"""The attribute of a size with what a trace has for it, an expression of symbols; of another number it is None."""
+"""The attribute of a size that holds its symbolic expression in the trace.  It is None for any other number."""
 
 
 def tracked(value: Any, ask: Callable[[bool], bool], expression: Any = None) -> Any:
-    """`value`, a number, as one of the same value; what follows from it by arithmetic is such a number too, and `ask` answers
-    whether it, or a comparison with it, is true.
-
-    `expression`: what a trace has for this number, a size.  A comparison of two that differ by a constant is no question: torch
-    knows the answer."""
+    """Returns a number with the value of `value`.  `ask` answers whether it, or a comparison with it, is true.  Arithmetic with it
+    returns such numbers too.  `expression` is the symbolic expression of a size.  A comparison of two expressions with a constant
+    difference needs no answer, because torch knows it."""
     if type(value) is bool:
         return _truth(value, ask)
     if type(value) in (int, float):
@@ -56,21 +54,21 @@ def _number(value: Any, ask: Callable[[bool], bool], expression: Any = None) -> 
 
 
 def _computed(method: Callable[..., Any], name: str, ask: Callable[[bool], bool]) -> Callable[..., Any]:
-    """Arithmetic, of expressions too where all of them are known."""
+    """Wraps an arithmetic method.  The result has an expression if all operands have one."""
 
     def run(*values: Any) -> Any:
         result = method(*values)
         if result is NotImplemented:
             return result
         parts = [_expression(value) for value in values] if name in EXACT else [None]
-        known = all(part is not None for part in parts)
-        return tracked(result, ask, getattr(parts[0], f"__{name}__")(*parts[1:]) if known else None)
+        has_expression = all(part is not None for part in parts)
+        return tracked(result, ask, getattr(parts[0], f"__{name}__")(*parts[1:]) if has_expression else None)
 
     return run
 
 
 def _compared(method: Callable[..., Any], ask: Callable[[bool], bool]) -> Callable[..., Any]:
-    """A comparison: a question, but where the expressions answer it."""
+    """Wraps a comparison.  `ask` answers it, unless the expressions do."""
 
     def run(one: Any, other: Any) -> Any:
         result = method(one, other)
@@ -83,26 +81,26 @@ def _compared(method: Callable[..., Any], ask: Callable[[bool], bool]) -> Callab
 
 
 def _expression(value: Any) -> Any:
-    """What a trace has for a number; None where that is not known."""
+    """Returns the symbolic expression of a number, or None if it is unknown."""
     if type(value) is int:
         return sympy.Integer(value)
     return getattr(value, EXPRESSION, None)
 
 
 def converted(kind: type, value: Any) -> Any:
-    """A number of this module's as an int or a float that is one, too; None for any other value."""
+    """Converts a tracked number to a tracked int or float.  Returns None for any other value."""
     method = getattr(value, CONVERTED, None) if isinstance(value, int | float) else None
     return None if method is None else method(kind)
 
 
 def asked(natural: Callable[[Any], bool], value: Any) -> bool | None:
-    """The answer to a question about a number of this module's, which has a `natural` one; None for any other value."""
+    """Returns the forced answer to `natural` of a tracked number, or None for any other value."""
     ask = getattr(value, "ask", None) if isinstance(value, int | float) else None
     return None if ask is None else ask(natural(value))
 
 
 def _truth(value: Any, ask: Callable[[bool], bool]) -> Any:
-    """A truth value, as an int: no class can be derived from `bool`."""
+    """Returns a tracked truth value as an int, because `bool` has no subclasses."""
     if value is NotImplemented:
         return value
     methods: dict[str, Any] = {"__hash__": int.__hash__, "__bool__": lambda self: ask(int(self) != 0)}

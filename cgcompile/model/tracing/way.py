@@ -1,4 +1,4 @@
-"""One way through a model's Python: the questions that it asks tensors, with forced answers."""
+"""One path through a model's Python: its branches on tensors, with forced answers."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ Spot = tuple[Any, ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Question:
-    """Python asks for the truth of a value that depends on data.
+    """Python branches on a value that depends on data.
 
-    `state` is equal for two questions only where everything that Python keeps, but tensors, is equal.  `names` say where Python
-    keeps its tensors, in the order in which the graph's marker takes them behind the predicate, and `memory` which of these share
-    memory.  `asks`, `reads` and `sizes` count the answers, numbers and sizes that Python got before.
-    `caller`: as `user_code.called_here` has it.
+    `state` is equal for two questions only if the whole state of Python is equal, except for tensors.  `names` are the places of
+    the tensors in this state, in the order in which the marker operator takes them after the predicate.  `memory` says which of
+    them share memory.  `asks`, `reads` and `sizes` count the earlier answers, the numbers that Python read, and its reads of sizes.
+    `caller` is the result of `user_code.called_here`.
     """
 
     answer: bool
@@ -41,7 +41,7 @@ class Question:
 
 
 class TooManyTurns(Exception):
-    """A loop asks again and again: nothing bounds its turns."""
+    """A loop branches again and again, and no bound is known."""
 
     def __init__(self, where: str, line: str, caller: str) -> None:
         super().__init__(f"{where}: {line}")
@@ -49,12 +49,12 @@ class TooManyTurns(Exception):
 
 
 class TracedWay:
-    """The record of one traced call, which answers `forced` first, then what `preferred` says of the position, else True.
+    """The record of one traced call.  Its answers are `forced`, then those that `preferred` has for the position, else True.
 
-    `asks` are all answers in order, those to known values and repeated questions too, and `reads` say of every number that Python
-    read whether it depends on data, and `sizes` has an expression for every size that does, None for another, of every tensor that
-    was asked for its sizes: with these, eager PyTorch takes the same way.  `raised` is what the model raised, `result` the
-    nesting and the constants of what it gave, and `changed` are attributes that it left changed.
+    `asks` are all answers in order, also for known values and repeated questions.  `reads` says of every number that Python read
+    whether it depends on data.  `sizes` has an entry per read of a tensor's sizes: an expression for each size that depends on
+    data, else None.  With these, eager PyTorch takes the same path.  `raised` is the model's exception, `result` the tree of its
+    outputs, and `changed` are attributes that the call changed.
     """
 
     def __init__(self, forced: Sequence[bool], preferred: Mapping[Spot, bool], limit: int) -> None:
@@ -62,7 +62,7 @@ class TracedWay:
         self.begin()
 
     def begin(self) -> None:
-        """Forgets an earlier call."""
+        """Clears the record of an earlier call."""
         self.questions: list[Question] = []
         self.asks: list[bool] = []
         self.reads: list[bool] = []
@@ -74,12 +74,12 @@ class TracedWay:
         self.answers: list[tuple[torch.Tensor, int, bool]] = []
 
     def answered(self, tensor: torch.Tensor) -> bool | None:
-        """What Python was told of this tensor; None where it did not ask, or the tensor changed since."""
-        answers = [answer for known, version, answer in self.answers if known is tensor and version == tensor._version]
+        """Returns the earlier answer for this tensor, or None if there is none, or the tensor was written to since."""
+        answers = [answer for key, version, answer in self.answers if key is tensor and version == tensor._version]
         return answers[0] if answers else None
 
     def next_answer(self, spot: Spot, where: str, line: str) -> bool:
-        """The answer to a new question.  Raises TooManyTurns."""
+        """Returns the answer to a new question.  Raises TooManyTurns."""
         count = len(self.questions)
         if count < len(self.forced):
             return self.forced[count]
@@ -90,7 +90,7 @@ class TracedWay:
 
 @dataclass(kw_only=True, slots=True)
 class ForcedWay:
-    """Answers of a traced call, given to a call with real tensors.  `wrong`: the call asked for something else."""
+    """The answers of a traced call, for a call with real tensors.  `wrong`: the call took another path."""
 
     asks: Iterator[bool]
     reads: Iterator[bool]
@@ -98,25 +98,25 @@ class ForcedWay:
     wrong: bool = field(default=False)
 
     def ask(self, natural: bool) -> bool:
-        """The next answer."""
+        """Returns the next answer.  If there is none, returns `natural`, and the path is wrong."""
         answer = next(self.asks, None)
         self.wrong = self.wrong or answer is None
         return natural if answer is None else answer
 
     def read(self) -> bool:
-        """Whether the next number depends on data."""
+        """Returns whether the next number that Python reads depends on data."""
         depends = next(self.reads, None)
         self.wrong = self.wrong or depends is None
         return bool(depends)
 
     def ended(self) -> bool:
-        """Whether the call asked for exactly what the traced one did."""
+        """Returns whether the call used exactly the answers and reads of the traced one."""
         return not self.wrong and next(self.asks, None) is None and next(self.reads, None) is None
 
 
 @contextmanager
 def noting_errors(way: TracedWay | ForcedWay | None) -> Iterator[None]:
-    """Notes what the model's code raises inside."""
+    """Records an exception of the model's code inside this context."""
     try:
         yield
     except Exception as error:
@@ -131,6 +131,6 @@ _LIBRARY.impl("asked", lambda values, number: None, "CompositeExplicitAutograd")
 torch.library.register_fake("cgcompile::asked", lambda values, number: None, lib=_LIBRARY)
 
 ASKED = torch.ops.cgcompile.asked.default
-"""Stands in a traced graph where Python asks question `number`: the predicate, then the tensors that Python keeps."""
+"""The marker operator in a traced graph for question `number`.  It takes the predicate, then the tensors of Python's state."""
 
 torch.fx.node.has_side_effect(ASKED)

@@ -1,10 +1,9 @@
-"""Modules that others are wrapped in: by torch.compile, nn.DataParallel and DistributedDataParallel.
+"""Removes wrappers of modules: torch.compile, nn.DataParallel and DistributedDataParallel.
 
-A bundle is compiled for one device, so what such a wrapper does is done without it, and its weights have the names that they have
-inside.  torch.export reaches children by their names: one that a method of the class hides gets another name
-(`self.parameters = nn.ParameterList(...)`).
+A bundle is compiled for one device, so it needs no wrapper.  Weights have the names of the inner module.  torch.export accesses
+children by name, so a child that a method of the class hides is renamed (`self.parameters = nn.ParameterList(...)`).
 
-Private interface (torch 2.11, 2.13): `torch._dynamo.eval_frame.OptimizedModule`, by its name, and `_orig_mod`, what it wraps.
+Private interface (torch 2.11, 2.13): `torch._dynamo.eval_frame.OptimizedModule`, by its name, and `_orig_mod`, the inner module.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 
 
 def unwrapped(model: nn.Module, label: str) -> tuple[nn.Module, tuple[str, ...]]:
-    """`model` without its wrappers, a copy where one is inside of it, and what was taken off, in words.  Weights are shared with
-    it, and the model itself stays as it is.  Raises source-invalid for a model that is traced or scripted as a whole."""
+    """Returns `model` without wrappers, and notes about them.  It is a copy if a wrapper is inside; weights are shared.  Does not
+    change `model`.  Raises source-invalid for a model that is traced or scripted as a whole."""
     notes: dict[str, None] = {}
     bare = _unwrapped(model, "the model", notes, {})
     if isinstance(bare, torch.jit.ScriptModule):
@@ -34,7 +33,7 @@ def unwrapped(model: nn.Module, label: str) -> tuple[nn.Module, tuple[str, ...]]
 def _unwrapped(module: nn.Module, path: str, notes: dict[str, None], seen: dict[int, nn.Module]) -> nn.Module:
     if id(module) in seen:
         return seen[id(module)]
-    seen[id(module)] = module  # a module may hold itself
+    seen[id(module)] = module  # a module may contain itself
     if (inner := _inside(module)) is not None:
         kind = "torch.compile" if type(module).__name__ == "OptimizedModule" else type(module).__name__
         notes[f"{path} is wrapped by {kind}"] = None
@@ -62,8 +61,7 @@ def _unwrapped(module: nn.Module, path: str, notes: dict[str, None], seen: dict[
 
 
 def _name_parameters(scripted: torch.jit.ScriptModule) -> None:
-    """Makes parameters of the tensors that a module from `torch.jit.load` has for them, which torch.export refuses.  They share
-    their memory."""
+    """Converts tensors of a module from `torch.jit.load` to parameters, which torch.export needs.  They share memory."""
     for module in scripted.modules():
         for name, value in list(module.named_parameters(recurse=False)):
             if not isinstance(value, nn.Parameter):
@@ -71,7 +69,7 @@ def _name_parameters(scripted: torch.jit.ScriptModule) -> None:
 
 
 def _inside(module: Any) -> nn.Module | None:
-    """What a module wraps, None for one that is no wrapper."""
+    """Returns the module inside a wrapper, or None."""
     if isinstance(module, WRAPPERS):
         return module.module
     if type(module).__name__ == "OptimizedModule" and type(module).__module__.startswith("torch._dynamo"):
