@@ -16,8 +16,7 @@ from torch import Tensor
 from ..targets.collectives.exchange_nodes import output_shape
 
 NAME = "collective"
-"""The operator.  Arguments: input, one of `exchange_nodes.KINDS`, ranks, sender or -1, the previous collective; returns the
-received tensor."""
+"""(input, one of `exchange_nodes.KINDS`, ranks, sender or -1, the collective before) -> the received tensor."""
 
 _LIBRARY = torch.library.Library("cgcompile", "FRAGMENT")
 _LIBRARY.define(f"{NAME}(Tensor given, str kind, int world, int sender, Tensor? after=None) -> Tensor")

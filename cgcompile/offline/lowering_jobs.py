@@ -41,9 +41,8 @@ def whole_jobs(
 
 
 def region_jobs(split: SplitProgram, live: tuple[str, ...]) -> dict[RegionKey, LoweringJob]:
-    """The jobs of every graph region at every key.  An output that another region reads has eager PyTorch's strides, or dense ones
-    if these leave gaps, because regions are lowered separately and must agree.  `live`: see `live_weights`.  Raises
-    lowering-broken."""
+    """The jobs of every graph region at every key.  An output that another region reads has eager PyTorch's strides, dense ones if
+    these leave gaps: regions are lowered separately and must agree.  `live`: see `live_weights`.  Raises lowering-broken."""
     jobs = {}
     for key, regions in split.regions.items():
         read = {name for region in regions for name in region.planned.inputs}

@@ -56,7 +56,6 @@ class Trial:
         return [contents for which, contents in zip(self.order, outcome.read, strict=True) if which == kind]
 
     def seen(self, outcome: Outcome) -> Seen:
-        """The results of the calls as tensors."""
         early = iter(self.read(outcome, EARLY))
         calls = [tuple([torch.empty(0) if like is None else _tensor(like, next(early)) for like in call]) for call in self.early]
         left = tuple([_tensor(want, got) for want, got in zip(self.left, self.read(outcome, LEFT), strict=True)])

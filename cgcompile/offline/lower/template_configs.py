@@ -28,7 +28,6 @@ More = Callable[[Problem], Sequence[Candidate]]
 
 
 def nothing_more(problem: Problem) -> Sequence[Candidate]:
-    """A `More` without configurations."""
     return ()
 
 

@@ -82,8 +82,8 @@ def constant_factors(source: str) -> str:
 
 def true_hints(source: str, arguments: Sequence[str]) -> str:
     """Restricts a contiguity hint of a product that computes a factor instead of loading it, because the hint may be false.  If the
-    last block of rows wraps around to the first row, its rows are not contiguous.  This is harmless for rows of a factor, but a
-    vector of indices that the kernel loads by row would be misaligned (torch 2.11)."""
+    last block of rows wraps to the first row, its rows are not contiguous.  This does not matter for rows of a factor.  A vector of
+    indices that the kernel loads by row would be misaligned (torch 2.11)."""
     for factor, rows in (("A", "M"), ("B", "N")):
         if f"arg_{factor}" not in arguments:
             source = source.replace(f"({rows} >= BLOCK_{rows} and K > 1)", f"({rows} % BLOCK_{rows} == 0 and K > 1)")

@@ -21,7 +21,6 @@ from .worker_job import WorkerJob, read_program
 
 
 def work(job: WorkerJob) -> Lowered:
-    """Lowers the job's program."""
     warnings.filterwarnings("ignore", module=r"torch\.|copyreg")
     apply_settings(job.settings)
     load_code(job.code)
