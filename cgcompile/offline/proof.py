@@ -1,4 +1,4 @@
-"""The self-test of a bundle that cannot run on this machine: its steps become stages for the interpreter, and the results are
+"""The self-test of a bundle that cannot run on this machine.  Its steps become stages for the interpreter, and the results are
 compared with eager PyTorch.  The stages come from the manifest's rows, so the order of the steps and the copies are tested too.
 Host regions do not run: eager PyTorch computes their outputs from the same inputs."""
 

@@ -49,10 +49,10 @@ def cut(
 ) -> tuple[Layer, ...]:
     """Returns the fewest layers that alternate between graph and host and respect `edges`, pairs (earlier, later) of positions.
 
-    `small`: a graph layer between two host layers that weighs less is moved to the host, the lightest first, while another graph is
-    left.  The first and the last layer stay, because the inputs and outputs of the call cross there in any case.  Each operation of
-    kind "graph" weighs 1, or its entry of `weights`.  A copy to the host and back takes about 20 us, a small kernel 2 to 5 us.
-    Raises ValueError for an edge that does not point forward.
+    `small`: a graph layer between two host layers that weighs less moves to the host, the lightest first, while another graph is
+    left.  The first and the last layer stay, because the call's inputs and outputs cross there anyway.  Each operation of kind
+    "graph" weighs 1, or its entry of `weights`.  A copy to the host and back takes about 20 us, a small kernel 2 to 5 us.  Raises
+    ValueError for an edge that does not point forward.
     """
     before: list[list[int]] = [[] for _ in kinds]
     for earlier, later in edges:
@@ -76,8 +76,8 @@ def cut(
 
 
 def _best(kinds: Sequence[Kind], before: Sequence[Sequence[int]], after: Sequence[Sequence[int]]) -> _Numbering:
-    """Returns the better numbering: fewer layers, then fewer free operations on the host, then nearer to the original order, then
-    graph."""
+    """Returns the better numbering: fewer layers, fewer free operations on the host, nearer to the original order, then graph
+    first."""
     numberings = []
     sides: tuple[Side, Side] = ("graph", "host")
     for first in sides:
@@ -162,6 +162,4 @@ def _layers(best: _Numbering) -> tuple[Layer, ...]:
     positions: list[list[int]] = [[] for _ in range(best.count)]
     for position, number in enumerate(best.numbers):
         positions[number - 1].append(position)
-    return tuple(
-        [Layer(kind=_side(number, best.first), operations=tuple(operations)) for number, operations in enumerate(positions, 1)]
-    )
+    return tuple([Layer(kind=_side(number, best.first), operations=tuple(layer)) for number, layer in enumerate(positions, 1)])

@@ -88,8 +88,8 @@ def _with_layers(nodes: Sequence[Node]) -> Iterator[tuple[str, Node]]:
 
 
 def form(module: GraphModule, arguments: Mapping[str, Hashable]) -> Hashable:
-    """Returns a key that is equal for graphs that compute the same: the operations in order, and for every input its value in
-    `arguments`, by name.  Attribute tensors are equal if they are the same object."""
+    """Returns a key that is equal for graphs that compute the same.  It has the operations in order and `arguments`' value for
+    every input, by name.  Attribute tensors are equal if they are the same object."""
     numbers = {node: number for number, node in enumerate(module.graph.nodes)}
 
     def text(value: Any) -> str:

@@ -96,8 +96,8 @@ class Partition:
 def partition(program: ExportedProgram, placements: Mapping[str, str], small: int = SMALL) -> Partition:
     """Returns the regions of `program`.  `placements`: the nodes that must run on the host, with the reasons.
 
-    Readers of data-dependent values, control flow, copies to the host, and what writes tie to these run on the host too.  A name
-    inside a module of a higher-order operator places the operator.  Raises node-unknown, program-unsupported,
+    Readers of data-dependent values, control flow, copies to the host, and nodes that writes tie to these run on the host too.  A
+    name in a module of a higher-order operator places the operator.  Raises node-unknown, program-unsupported,
     data-dependent-output.
     """
     known = node_kinds(program)
@@ -187,8 +187,7 @@ def _cut(
 
 
 def _kinds(members: Sequence[Sequence[Node]], edges: Iterable[tuple[int, int]], reasons: Mapping[Node, str]) -> list[Kind]:
-    """The kinds of the components.  A free one that only the host reads and no graph computes is "host", so that it does not
-    cross."""
+    """The kinds of the components.  A free one that only the host reads and no graph computes is "host", so it need not cross."""
     kinds: list[Kind] = [
         "host" if component[0] in reasons else "either" if all(is_free(node) for node in component) else "graph"
         for component in members

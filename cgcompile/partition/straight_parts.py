@@ -14,8 +14,8 @@ from .node_kinds import is_view, writes_to
 
 
 def end_with_copies(module: GraphModule, targets: Sequence[int]) -> None:
-    """Replaces the last results of a module by copies into the inputs at the positions `targets`.  A result that is one of these
-    inputs or a view of one is cloned first, because all results have the values from before the copies."""
+    """Replaces the last results of a module by copies into the inputs at the positions `targets`.  A result in the memory of these
+    inputs is cloned first, because results have the values from before the copies."""
     if not targets:
         return
     (output,) = module.graph.find_nodes(op="output")

@@ -17,8 +17,8 @@ from ..export.higher_order.conditionals import COND, higher_order
 
 
 class Case(NamedTuple):
-    """A body of a switch: the constant that selects it (None for the last one), its graph in the source and in the copy, and its
-    operands as values of the graph that contains the switch."""
+    """A body of a switch.  `constant`: selects it; None for the last one.  `source` and `module`: its graph in the original and in
+    the copy.  `operands`: values of the graph that contains the switch."""
 
     constant: Any
     source: GraphModule

@@ -17,7 +17,7 @@ from ..errors import BuildError
 from .node_kinds import is_free
 
 LIGHT = 16384
-"""The most elements of an operation that is as fast on the host as a small kernel: 4 bytes each at 10 GB/s take about 7 us."""
+"""The most elements of an operation that is as fast on the host as a small kernel, about 7 us at 4 bytes each and 10 GB/s."""
 
 Bindings = Mapping[Any, int]
 """The value of each of export's symbols."""
@@ -75,10 +75,8 @@ def number(value: Any, known: Bindings) -> Any:
 
 
 def weigh(program: ExportedProgram, node: Node, heavy: int) -> int:
-    """Returns 0 for a free operation, 1 for a light one, and at least `heavy` for one that takes the host much longer than a GPU.
-
-    An operation is heavy if its tensors are large at the largest sizes, or if it is not known to read its tensors once.
-    """
+    """Returns 0 for a free operation, 1 for a light one, and at least `heavy` for one that is much slower on the host than on a
+    GPU."""
     if is_free(node):
         return 0
     tags = getattr(node.target, "tags", ())

@@ -34,7 +34,7 @@ def write_constraints(module: GraphModule, known: NodeKinds) -> WriteConstraints
 
     Every access to memory that is written to comes after the writes before it and before the writes after it.  If nobody uses an
     older name of the memory after a write, the write makes a new value, which may be in another region.  Otherwise the memory's
-    first node, the views and the writes up to the last such write stay together; for inputs and weights every other access does
+    first node, the views and the writes up to the last such write stay together.  For inputs and weights every other access stays,
     too.
     """
     nodes = [node for node in module.graph.nodes if known[node] in (*_ACCESSING, *_GIVEN)]
@@ -124,7 +124,6 @@ def _written_outside(module: GraphModule) -> list[int]:
 
 
 def _order(accesses: Sequence[Node], writers: set[Node]) -> list[tuple[Node, Node]]:
-    """Returns the pairs (earlier, later) that keep every access on its side of each write."""
     pairs: list[tuple[Node, Node]] = []
     after_last_write: list[Node] = []
     last_write: Node | None = None

@@ -104,7 +104,7 @@ def _assemble(
     lowered = where.lowered
     functions: dict[Function, int] = {}
     begin_next: set[int] = set()
-    rows = Bodies()
+    graph = Bodies()
     for moment, event in enumerate(lowered.events[region.start : region.stop], region.start):
         spot = f"int_key {lowered.key}, event {moment}"
         match event:
@@ -112,25 +112,25 @@ def _assemble(
                 function = functions.setdefault(_function(compiled[event.variant]), len(functions))
                 if lowered.variants[event.variant].begins_next:
                     begin_next.add(function)
-                rows.add([_kernel(event, function, compiled[event.variant], where, spot)])
+                graph.add([_kernel(event, function, compiled[event.variant], where, spot)])
             case Copy() if event.nbytes:
-                rows.add(list(_copies(event, where, spot)))
+                graph.add(list(_copies(event, where, spot)))
             case Fill() if event.count:
-                rows.add([_fill(event, where, spot)])
+                graph.add([_fill(event, where, spot)])
             case SetCondition():
                 assert conditions is not None  # compiled if any program sets a condition
                 function = functions.setdefault(conditions, len(functions))
-                rows.add([set_condition(function, where.address(event.byte, 1, spot), event.conditional)])
+                graph.add([set_condition(function, where.address(event.byte, 1, spot), event.conditional)])
             case Exchange() if event.nbytes:
                 assert exchanges is not None  # only a model over several devices has collectives
-                rows.add([_exchange(event, functions, exchanges, where, spot)])
+                graph.add([_exchange(event, functions, exchanges, where, spot)])
             case Begin():
-                rows.begin(event.conditional, event.type)
+                graph.begin(event.conditional, event.type)
             case NextBody():
-                rows.next_body()
+                graph.next_body()
             case End():
-                rows.end()
-    nodes, edges, bodies = rows.rows()
+                graph.end()
+    nodes, edges, bodies = graph.rows()
     return RecordedGraph(
         recording=Recording(
             key=lowered.key, functions=tuple(functions), nodes=nodes, edges=_early(edges, nodes, begin_next), bodies=bodies
@@ -164,8 +164,7 @@ def _bases(lowered: Lowered, plan: Plan, weights: Mapping[str, Address], inputs:
 
 
 def _check_written(where: _Where, written: Collection[int]) -> None:
-    """Raises place-invalid for writes to weights, which sessions share, or to inputs that would not be copied back to the
-    caller."""
+    """Raises place-invalid for writes to weights, which sessions share, or to inputs that are not copied back to the caller."""
     for index in where.lowered.written:
         buffer, base = where.lowered.buffers[index], where.bases[index]
         written_input = buffer.kind == INPUT and int(buffer.name) in written

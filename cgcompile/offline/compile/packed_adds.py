@@ -1,9 +1,8 @@
-"""Avoids a defect of ptxas 12.8 and 12.9: they drop the immediate of an `add.s16x2` if only one half of the result is used
-(triton-lang/triton#11581; sm_90 and later, the first with packed adds).  LLVM emits such adds for indices that fit in 16 bits: the
+"""Avoids a defect of ptxas 12.8 and 12.9 (triton-lang/triton#11581).  They drop the immediate of an `add.s16x2` if only one half of
+the result is used.  It affects sm_90 and later, which have packed adds.  LLVM emits such adds for indices that fit in 16 bits: the
 padding of a convolution read its neighbours.
 
-Private interfaces, Triton 3.6 and 3.7: `knobs.runtime.add_stages_inspection_hook` (see `_hook`), and a stage "ptx" that returns
-text.
+Private interfaces, Triton 3.6 and 3.7: `knobs.runtime.add_stages_inspection_hook`, and a stage "ptx" that returns text.
 """
 
 from __future__ import annotations
@@ -47,8 +46,8 @@ def install() -> None:
 
 
 def _hook(*compiler: Any) -> tuple[str, str] | None:
-    """Triton calls it without arguments for (key, hash), which become part of its cache keys, and then with a backend, the stages
-    by name, which may be replaced, and three more arguments."""
+    """Triton calls it without arguments for (key, hash), which become part of its cache keys.  It then calls it with a backend, the
+    stages by name, and three more arguments.  Stages may be replaced."""
     if not compiler:
         return KEY, KEY
     stages: MutableMapping[str, Stage] = compiler[1]

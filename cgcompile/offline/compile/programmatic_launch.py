@@ -1,14 +1,14 @@
 """Lets kernels begin before the previous kernel has ended: CUDA's programmatic dependent launch (sm_90 and later).
 
 A kernel lets the next one begin once all its own blocks have begun (`griddepcontrol.launch_dependents`).  The next kernel first
-reads only memory that no kernel of its chain has written so far: weights, and cache contents from earlier calls or iterations.
-Then it waits until the previous kernel has ended and its writes are visible (`griddepcontrol.wait`).  Everything else comes after
-the wait.  A kernel ends after its wait, so the third kernel may rely on the first.  The first kernel of a chain begins when all
-earlier nodes have ended.
+reads memory that no kernel of its chain has written so far: weights, and caches of earlier calls or iterations.  Then it waits
+until the previous kernel has ended and its writes are visible (`griddepcontrol.wait`).  Everything else comes after the wait.  A
+kernel ends after its wait, so the third kernel may rely on the first.  The first one of a chain begins when all earlier nodes have
+ended.
 
 Products on tensor cores begin when all earlier nodes have ended, as without this feature.  They have large blocks, about one per
 multiprocessor, and read in a loop, so they could do nothing before the wait.  When they began early, a step of Llama-8B with 32
-lanes took 8.8 ms instead of 7.4 ms; the times of its kernels add up to 7.2 ms (H100).  Probably their blocks were distributed
+lanes took 8.8 ms, and 7.4 ms otherwise; its kernels alone add up to 7.2 ms (H100).  Probably their blocks were distributed
 unevenly.
 
 A kernel may let the next one begin only if that one waits.  A kernel without a wait after such a kernel read stale bytes, although

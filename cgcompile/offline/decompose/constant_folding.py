@@ -41,8 +41,8 @@ def fold(
     retraced: Retraced, values: Mapping[str, torch.Tensor], live: Collection[str] = ()
 ) -> tuple[Retraced, tuple[FoldedConstant, ...]]:
     """Folds constants; changes the graph of `retraced` in place.  Returns it with the constants as further weights, and the
-    constants.  `values`: the program's tensors by name, on the CPU.  Weights that the program changes and those in `live` are not
-    folded."""
+    constants.  `values`: the program's tensors by name, on the CPU.  Weights that the program changes and those in `live` stay
+    unfolded."""
     graph = retraced.graph.graph
     named = _weights(retraced, live)
     weights = {node: values[name].detach() for node, name in named.items()}

@@ -85,10 +85,10 @@ def _taps(x: Tensor, kernel: Sequence[int], stride: list[int], padding: list[int
 
 
 def _depthwise(x: Tensor, weight: Tensor, stride: list[int], padding: list[int], dilation: list[int]) -> Tensor:
-    """One input channel per group: sums over the kernel's positions without matrix products, fused into one kernel.  Adjacent
-    positions are a window and one sum of at most `ROW` elements, which Inductor unrolls; one operation per position gave graphs of
-    thousands.  The total is marked by `kept`, so that it is one kernel: otherwise a reader of another shape is fused only with the
-    last additions."""
+    """One input channel per group: sums over the kernel's positions in one kernel, without matrix products.  Adjacent positions are
+    a window and one sum of at most `ROW` elements, which Inductor unrolls; one operation per position gave graphs of thousands.
+    `kept` writes the total to memory, so that one kernel computes all sums.  Otherwise a reader of another shape is fused only with
+    the last additions, and every row has a kernel."""
     wide = torch.float32 if x.dtype in PRODUCTS else x.dtype
     repeated = x.repeat_interleave(weight.shape[0] // x.shape[1], 1) if weight.shape[0] != x.shape[1] else x
     *kernel, width = weight.shape[2:]
@@ -124,7 +124,7 @@ def _pointwise(x: Tensor, weight: Tensor) -> Tensor:
 
 def _underfilled(x: Tensor, weight: Tensor, stride: list[int], padding: list[int]) -> bool:
     """Whether the template would have few blocks with many steps each, so that a product, which can be split, is faster.  On an
-    H200 (tests/bench/gpu_kernels/kernel_times.py), 49 by 512 by 4608 took 24 us by the template and 7 us as a product; 196 by 256
+    H200 (tests/bench/gpu_kernels/kernel_times.py), 49 by 512 by 4608 took 24 us by the template and 7 us as a product.  196 by 256
     by 2304 took 16 and 14 us.  With more rows (56 and 100 blocks) the product was no faster."""
     sizes = [(x.shape[2 + i] + 2 * padding[i] - weight.shape[2 + i]) // stride[i] + 1 for i in range(2)]
     blocks = math.ceil(x.shape[0] * math.prod(sizes) / 64) * math.ceil(weight.shape[0] / 64)

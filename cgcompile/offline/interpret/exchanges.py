@@ -72,8 +72,7 @@ def together(ranks: Sequence[Steps[Result]], key: IntKey) -> list[Result]:
 
 
 def _summed(combine: str, received: Sequence[bytes]) -> Array:
-    """The sum of numbers of a dtype, rounded to nearest at the end.  The sum starts with the first rank's numbers, so that -0
-    stays."""
+    """The sum of numbers of a dtype, rounded to nearest at the end.  It starts with the first rank's numbers, so that -0 stays."""
     with np.errstate(all="ignore"):
         total, *others = [_numbers(combine, part) for part in received]
         for other in others:

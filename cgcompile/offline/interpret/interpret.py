@@ -80,8 +80,7 @@ class Outcome:
 
 
 def estimate(task: Task) -> float:
-    """Estimates a key's work relative to other keys of a program: elements of blocks times lines of the kernel, over all
-    instances."""
+    """Estimates a key's work, to compare keys of a program: elements of blocks times lines of the kernel, over all instances."""
     variants = dict(task.variants)
     total = 0.0
     nodes = [(recording, node) for recording in task.recordings for node in recording.nodes]  # other ranks have as much
@@ -111,8 +110,8 @@ def interpret(
 ) -> tuple[Outcome, ...]:
     """Runs the recordings that are not in `cache`; outcomes have the order of `tasks`.  The smallest and the largest task run
     first, then the others by size.  After `budget` seconds, tasks are stopped and have no Outcome; the smallest always ends.
-    `workers`: the number of processes (default: one per processor).  `folder`: for their logs.  Raises order-broken,
-    parameter-mismatch, function-not-interpretable, access-outside, kernel-asserted, kernel-unreadable, worker-died."""
+    `workers`: the number of processes (default: one per processor).  `folder`: for logs.  Raises order-broken, parameter-mismatch,
+    function-not-interpretable, access-outside, kernel-asserted, kernel-unreadable, worker-died."""
     for recording in [recording for task in tasks for subtask in (task, *task.others) for recording in subtask.recordings]:
         check_order(recording)
     cache_paths = _cache_files(tasks, cache) if cache else {}

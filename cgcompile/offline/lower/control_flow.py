@@ -1,8 +1,8 @@
 """Lowers programs with branches and loops: lowers every straight part separately and joins the events in order.  Of equal layers,
 one is lowered; its launches are repeated for the others with their weights.
 
-All bodies of a branch write their results to the same buffers.  Loop-carried values have buffers of their own.  They hold the
-initial values first and are written in place at the end of the body, which also computes the condition for the next iteration.  All
+All bodies of a branch write their results to the same buffers.  Loop-carried values have buffers of their own, which first hold the
+initial values and are written in place at the end of the body.  The body also computes the condition for the next iteration.  All
 values that cross between parts are dense.
 """
 
@@ -49,8 +49,7 @@ LowerStraight = Callable[[Retraced, Sequence[tuple[int, ...] | None]], Lowered]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Value:
-    """The value of a name: a `number`, or a tensor like `fake`.  `name`: the name of the weight or of the merged program's
-    value."""
+    """The value of a name: a `number`, or a tensor like `fake`.  `name`: the weight's name, or the name in the merged program."""
 
     fake: torch.Tensor | None = None
     number: Any = None
@@ -109,8 +108,8 @@ def lower_blocks(
 
 
 def _written_early(block: Block, new: Sequence[Pair]) -> dict[int, list[Pair]]:
-    """Returns, by a straight part's position, the pairs that it can write: it computes the new value, and no later part needs the
-    new or the old one.  A cache is then written in place.  Otherwise the whole value would be copied for the last part."""
+    """Returns the pairs that each straight part can write, by its position.  It must compute the new value, and no later part may
+    need the new or the old one.  A cache is then written in place.  Otherwise the whole value would be copied for the last part."""
     makers = {node.name: number for number, part in enumerate(block.parts) if isinstance(part, Straight) for node in part.nodes}
     needed = needed_after(block)
     pairs: dict[int, list[Pair]] = {}

@@ -88,7 +88,7 @@ def _without_kernel(program: ExportedProgram, on_host: Collection[str], arch: Ar
 def _all_fallback_ops(
     program: ExportedProgram, on_host: Collection[str], arch: Arch, folded: Collection[Node], unsupported: Collection[Node]
 ) -> list[str]:
-    """The operators to keep on the host.  Each can make others lose their kernel, because complex numbers then cross."""
+    """The operators to keep on the host.  Each can make others lose their kernel, if complex numbers then cross."""
     names: dict[str, None] = {}
     host = set(on_host)
     while new := {_spelled(node): None for node in unsupported if _spelled(node) not in names}:
@@ -152,8 +152,7 @@ def _finding(node: Node, missing: str, hint: str) -> Finding:
 
 
 def _missing(node: Node, arch: Arch, known: Collection[Node], on_host: Collection[str]) -> str:
-    """Returns the operator without a kernel that an operation decomposes into, or "".  `known`: nodes that depend on weights
-    alone."""
+    """Returns the operator without a kernel that an operation consists of, or "".  `known`: nodes that depend on weights alone."""
     folded = node in known
     if node.target in TENSOR_ASSERTIONS:
         return operator(node)  # a kernel that only asserts would be dropped
@@ -248,8 +247,8 @@ def _on_device(value: Any) -> Any:
 
 
 def _without_lowering(graph: Graph, folded: bool) -> Iterator[str]:
-    """Yields the operators of a decomposed graph that Inductor has no kernel for.  `folded`: only operators with several results,
-    because the others are computed at build time."""
+    """Yields the operators of a decomposed graph that Inductor has no kernel for.  `folded`: only those with several results; the
+    others are computed at build time."""
     for node in graph.nodes:
         if node.op != "call_function" or node.target is python_operators.getitem or not computes(node) or node.target in FREE:
             continue

@@ -146,8 +146,8 @@ def _forked(
 
 
 def _saved(jobs: Iterable[LoweringJob], folder: Path) -> tuple[dict[int, tuple[int, Path]], list[dict[str, Any]]]:
-    """Saves the jobs' programs without weights.  Returns their numbers and files by identity, and the weights by number: tensors,
-    or for weights that may change between calls, such as caches, (number of the storage, its bytes, offset, strides)."""
+    """Saves the jobs' programs without weights.  Returns their numbers and files by identity, and the weights by number.  A weight
+    is a tensor.  If it may change between calls, such as a cache, it is (number of the storage, its bytes, offset, strides)."""
     files: dict[int, tuple[int, Path]] = {}
     saved: list[dict[str, Any]] = []
     storages: dict[int, int] = {}

@@ -31,8 +31,8 @@ LAUNCHED = 2000.0
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Problem:
     """`batch` products of (m, k) by (k, n).  `kind`: "mm", "addmm", "bmm", "baddbmm" or "conv".  `dtype`: of the factors.  For a
-    convolution m is the number of output positions, n the output channels of a group, batch the groups, and k the input channels of
-    a group times the kernel's size."""
+    convolution: m output positions, n output channels of a group, batch groups, and k = input channels of a group times the
+    kernel's size."""
 
     kind: str
     batch: int
@@ -61,8 +61,8 @@ Table = Mapping[Problem, Sequence[tuple[Candidate, float]]]
 
 
 def choose(problem: Problem, candidates: Sequence[Candidate], arch: Arch, table: Table | None = None) -> tuple[int, str]:
-    """Returns the position of the best candidate and how it was chosen: "only" (a single candidate), "table" (measured), "nearest"
-    (a similar problem was measured) or "heuristic" (the cost model).  Raises ValueError if none fits the target."""
+    """Returns the position of the best candidate and how it was chosen: "only" (a single candidate), "table" (a measurement of this
+    problem), "nearest" (of a similar one) or "heuristic" (the cost model).  Raises ValueError if none fits the target."""
     fitting = [index for index, candidate in enumerate(candidates) if fits(problem, candidate, arch)]
     if not fitting:
         raise ValueError(f"no configuration of {len(candidates)} fits {arch.name}: {problem}")
@@ -101,8 +101,8 @@ def shared_bytes(problem: Problem, candidate: Candidate) -> int:
 
 def cost(problem: Problem, candidate: Candidate, arch: Arch) -> float:
     """Estimates cycles, for ceil(k / block_k) steps per block and as many concurrent blocks as fit a multiprocessor.  A step takes
-    the time of the tensor cores or of L2, whichever is longer, but at least the latency that the pipeline does not hide.  A partial
-    wave costs as much as a full one, and padding of m and n costs as much as results."""
+    the longer time of the tensor cores and L2, and at least the latency that the pipeline does not hide.  A partial wave costs as
+    much as a full one, and padding of m and n costs as much as results."""
     blocks = problem.batch * math.ceil(problem.m / candidate.block_m) * math.ceil(problem.n / candidate.block_n)
     steps = math.ceil(problem.k / candidate.block_k)
     resident = _resident(problem, candidate, arch)
