@@ -22,7 +22,7 @@ def same_launches(
     reference: tuple[LoweredPrograms, CompiledPrograms],
     make: Callable[[dict[RegionKey, LoweringJob]], tuple[LoweredPrograms, CompiledPrograms]],
 ) -> None:
-    """Compares `reference`, the result of `jobs`, with that of `make` with more rows.  Raises state-refused if they differ."""
+    """Compares `reference`, the result of `jobs`, with the result of `make` for more rows.  Raises state-refused if they differ."""
     rows = spec.entries[0].source.rows
     firsts: dict[int, RegionKey] = {}
     for region, key in jobs:

@@ -229,7 +229,7 @@ def _conditional(source: GraphModule, module: GraphModule, node: Node, names: di
             operands=_operands(operands, names),
             outputs=tuple([f"{node.name}.{number}" for number in range(len(blocks_of[0].outputs))]),
         )
-    carried, more = node.args[2:4]
+    carried, extra_operands = node.args[2:4]
     _as_bool(first[1])
     _append(second[1], first[1], len(carried))
     return Loop(
@@ -237,7 +237,7 @@ def _conditional(source: GraphModule, module: GraphModule, node: Node, names: di
         condition=_block(*first, layers),
         body=_block(*second, layers),
         carried=_operands(carried, names),
-        operands=_operands(more, names),
+        operands=_operands(extra_operands, names),
         outputs=tuple([f"{node.name}.{number}" for number in range(len(carried))]),
     )
 

@@ -103,13 +103,13 @@ def _place(node: Node) -> str:
     return place(node)[0]
 
 
-def _of_call(node: Node, known: NodeKinds) -> NodeKind:
+def _of_call(node: Node, kinds: NodeKinds) -> NodeKind:
     if node.target in TENSOR_CHECKS:
         return NodeKind.KNOWN_ASSERTION
     if node.target in SCALAR_CHECKS:
         return (
             NodeKind.ASSERTION
-            if any(known[source] is NodeKind.DATA_DEPENDENT for source in node.all_input_nodes)
+            if any(kinds[source] is NodeKind.DATA_DEPENDENT for source in node.all_input_nodes)
             else NodeKind.KNOWN_ASSERTION
         )
     value = node.meta.get("val")
@@ -117,7 +117,7 @@ def _of_call(node: Node, known: NodeKinds) -> NodeKind:
         return NodeKind.DATA_DEPENDENT
     if isinstance(value, int | float | bool | torch.SymInt | torch.SymFloat | torch.SymBool):
         # torch knows the value of a number that an assertion fixes, but only the data shows whether the assertion holds
-        read = node.target is aten.item.default or any(known[source] is NodeKind.DATA_DEPENDENT for source in node.all_input_nodes)
+        read = node.target is aten.item.default or any(kinds[source] is NodeKind.DATA_DEPENDENT for source in node.all_input_nodes)
         return NodeKind.DATA_DEPENDENT if read else NodeKind.NUMBER
     return NodeKind.OPERATION
 

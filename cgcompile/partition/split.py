@@ -113,12 +113,12 @@ def partition(program: ExportedProgram, placements: Mapping[str, str], small: in
     return _partition(program, known, needed, layers, reasons)
 
 
-def _placed(program: ExportedProgram, known: NodeKinds, placements: Mapping[str, str]) -> dict[Node, str]:
+def _placed(program: ExportedProgram, kinds: NodeKinds, placements: Mapping[str, str]) -> dict[Node, str]:
     """Maps the nodes that `placements` name to their reasons.  Raises node-unknown."""
-    names = {node.name: node for node in known}
+    names = {node.name: node for node in kinds}
     inner = {
         inner_node.name: node
-        for node in known
+        for node in kinds
         if higher_order(node)
         for module in inner_modules(node, program.graph_module)
         for inner_node in module.graph.nodes
@@ -131,16 +131,16 @@ def _placed(program: ExportedProgram, known: NodeKinds, placements: Mapping[str,
     return {names.get(name) or inner[name]: reason for name, reason in placements.items()}
 
 
-def _reasons(program: ExportedProgram, known: NodeKinds, needed: Dependencies, placed: Mapping[Node, str]) -> dict[Node, str]:
+def _reasons(program: ExportedProgram, kinds: NodeKinds, needed: Dependencies, placed: Mapping[Node, str]) -> dict[Node, str]:
     """Returns why each operation that must be on the host is there.  Includes data-dependent nodes that the placements name."""
-    reasons = {node: reason for node, reason in placed.items() if known[node] is NodeKind.DATA_DEPENDENT}
+    reasons = {node: reason for node, reason in placed.items() if kinds[node] is NodeKind.DATA_DEPENDENT}
     for node in needed.nodes:
-        dependent = [source for source in node.all_input_nodes if known[source] is NodeKind.DATA_DEPENDENT]
+        dependent = [source for source in node.all_input_nodes if kinds[source] is NodeKind.DATA_DEPENDENT]
         if node in placed:
             reasons[node] = placed[node]
         elif reason := needs_host(node, program.graph_module):
             reasons[node] = reason
-        elif dependent or known[node] in (NodeKind.DATA_DEPENDENT, NodeKind.ASSERTION):
+        elif dependent or kinds[node] in (NodeKind.DATA_DEPENDENT, NodeKind.ASSERTION):
             reasons[node] = DATA
     return reasons
 
@@ -210,21 +210,21 @@ def _kinds(members: Sequence[Sequence[Node]], edges: Iterable[tuple[int, int]], 
 
 def _partition(
     program: ExportedProgram,
-    known: NodeKinds,
+    kinds: NodeKinds,
     needed: Dependencies,
     layers: Sequence[tuple[Literal["graph", "host"], list[Node]]],
     reasons: Mapping[Node, str],
 ) -> Partition:
     layers = layers or [("graph", [])]
     returned = [value_of(node) for node in returned_nodes(program)]
-    returned_weights = [node for node in dict.fromkeys(returned) if known[node] is NodeKind.WEIGHT]
+    returned_weights = [node for node in dict.fromkeys(returned) if kinds[node] is NodeKind.WEIGHT]
     returning_layer = max([number for number, (kind, _) in enumerate(layers) if kind == "graph"], default=len(layers) - 1)
     layer_nodes = [needed.with_recomputed(nodes) for _, nodes in layers]
     maker = {node: number for number, (_, nodes) in enumerate(layers) for node in nodes}
     order = {node: place for place, node in enumerate(program.graph.nodes)}
     outliving = needed.writes.outliving
-    state = {node for node in outliving if known[node] is NodeKind.WEIGHT}
-    reads = [_reads(nodes, known, state if kind == "host" else set()) for (kind, _), nodes in zip(layers, layer_nodes, strict=True)]
+    state = {node for node in outliving if kinds[node] is NodeKind.WEIGHT}
+    reads = [_reads(nodes, kinds, state if kind == "host" else set()) for (kind, _), nodes in zip(layers, layer_nodes, strict=True)]
     planned_regions: list[PlannedRegion] = []
     merged: list[MergedGraph] = []
     for number, ((kind, layer_operations), nodes) in enumerate(zip(layers, layer_nodes, strict=True)):
@@ -238,7 +238,7 @@ def _partition(
                 kind=kind,
                 reason=_reason([reasons[node] for node in nodes if node in reasons]) if kind == "host" else "",
                 nodes=_names(nodes),
-                operations=_names([node for node in nodes if _computes(node, known)]),
+                operations=_names([node for node in nodes if _computes(node, kinds)]),
                 inputs=_names(sorted([node for node in reads[number] if maker.get(node) != number], key=order.__getitem__)),
                 outputs=_names(outputs),
                 written=_names(sorted(_lasting_writes(nodes, needed.writes), key=order.__getitem__)),
@@ -250,7 +250,7 @@ def _partition(
     return Partition(
         regions=tuple(planned_regions),
         merged=tuple(merged),
-        inputs=_names([node for node in program.graph.nodes if known[node] is NodeKind.INPUT]),
+        inputs=_names([node for node in program.graph.nodes if kinds[node] is NodeKind.INPUT]),
         outputs=_names(returned),
         state=_names(sorted(state.intersection(*[set().union(*reads)]), key=order.__getitem__)),
     )
@@ -270,16 +270,16 @@ def value_of(node: Node) -> Node:
     return node
 
 
-def _reads(nodes: Sequence[Node], known: NodeKinds, state: Collection[Node]) -> set[Node]:
+def _reads(nodes: Sequence[Node], kinds: NodeKinds, state: Collection[Node]) -> set[Node]:
     """The tensors that a region reads from outside: results of other regions, inputs of the call, or members of `state`."""
     own_nodes = set(nodes)
     sources = {value_of(source) for node in nodes if marker(node) != "to_device" for source in node.all_input_nodes}
     crossing = NodeKind.INPUT, NodeKind.OPERATION
-    return {node for node in sources if node not in own_nodes and (known[node] in crossing or node in state)}
+    return {node for node in sources if node not in own_nodes and (kinds[node] in crossing or node in state)}
 
 
-def _computes(node: Node, known: NodeKinds) -> bool:
-    if marker(node) or known[node] is NodeKind.ASSERTION or node.target is operator.getitem:
+def _computes(node: Node, kinds: NodeKinds) -> bool:
+    if marker(node) or kinds[node] is NodeKind.ASSERTION or node.target is operator.getitem:
         return False
     number = isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool)
     return not number or node.target in (torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.default)
@@ -289,8 +289,8 @@ def _reason(reasons: Sequence[str]) -> str:
     """At most three different reasons of a region's operations, in order.  TIED and DATA count only if there is no other reason."""
     different = list(dict.fromkeys(reasons))
     different = [reason for reason in different if reason not in (TIED, DATA)] or sorted(different)[:1]
-    more = f", and {len(different) - 3} more" if len(different) > 3 else ""
-    return ", ".join(different[:3]) + more
+    suffix = f", and {len(different) - 3} more" if len(different) > 3 else ""
+    return ", ".join(different[:3]) + suffix
 
 
 def _names(nodes: Iterable[Node]) -> tuple[str, ...]:

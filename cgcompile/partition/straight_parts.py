@@ -25,10 +25,10 @@ def end_with_copies(module: GraphModule, targets: Sequence[int]) -> None:
         for number, result in enumerate(results):
             if isinstance(result, Node) and _origin(result) in places:
                 results[number] = module.graph.call_function(torch.ops.aten.clone.default, (result,))
-        kept, new = results[: -len(places)], results[-len(places) :]
+        remaining, new = results[: -len(places)], results[-len(places) :]
         for place, result in zip(places, new, strict=True):
             module.graph.call_function(torch.ops.aten.copy_.default, (place, result))
-    output.args = (tuple(kept),)
+    output.args = (tuple(remaining),)
     module.recompile()
 
 

@@ -35,13 +35,13 @@ def bindings(program: ExportedProgram, tensors: Sequence[torch.Tensor]) -> dict[
         raise BuildError("inputs-unlike", f"the program takes {len(inputs)} tensors, the call has {len(tensors)}")
     symbol_values: dict[Any, int] = {}
     for node, tensor in zip(inputs, tensors, strict=True):
-        seen = node.meta["val"]
-        if (seen.dtype, seen.dim()) != (tensor.dtype, tensor.dim()):
+        fake = node.meta["val"]
+        if (fake.dtype, fake.dim()) != (tensor.dtype, tensor.dim()):
             raise BuildError(
                 "inputs-unlike",
-                f"input {node.name!r} is {tensor.dtype} with {tensor.dim()} axes, expected {seen.dtype} with {seen.dim()}",
+                f"input {node.name!r} is {tensor.dtype} with {tensor.dim()} axes, expected {fake.dtype} with {fake.dim()}",
             )
-        for axis, (size, actual) in enumerate(zip(seen.shape, tensor.shape, strict=True)):
+        for axis, (size, actual) in enumerate(zip(fake.shape, tensor.shape, strict=True)):
             if isinstance(size, torch.SymInt):
                 _bind(f"input {node.name!r}, axis {axis}", size.node.expr, actual, symbol_values)
             elif size != actual:
@@ -54,10 +54,10 @@ def _bind(where: str, expr: Any, actual: int, symbol_values: dict[Any, int]) -> 
     (symbol,) = expr.free_symbols
     shift = int(expr.subs(symbol, 0))
     step = int(expr.subs(symbol, 1)) - shift
-    value, rest = divmod(actual - shift, step)
-    if rest or symbol_values.setdefault(symbol, value) != value:
+    value, remainder = divmod(actual - shift, step)
+    if remainder or symbol_values.setdefault(symbol, value) != value:
         raise BuildError(
-            "inputs-unlike", f"{where}: {actual} is not {expr}" + ("" if rest else f" with {symbol} = {symbol_values[symbol]}")
+            "inputs-unlike", f"{where}: {actual} is not {expr}" + ("" if remainder else f" with {symbol} = {symbol_values[symbol]}")
         )
 
 

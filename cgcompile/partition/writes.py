@@ -19,7 +19,7 @@ from .node_kinds import NodeKind, NodeKinds, higher_order, storages, writes_to
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WriteConstraints:
     """`order`: pairs (earlier, later) besides those of inputs.  `together`: sets of nodes that must be in one region.  `touched`:
-    every node that makes, reads or writes memory that is written to.  `written`: for each writing node, the nodes that share the
+    every node that creates, reads or writes memory that is written to.  `written`: for each writing node, the nodes that share the
     memory.  `outliving`: the inputs and weights among these, whose contents outlive the call."""
 
     order: tuple[tuple[Node, Node], ...]
@@ -138,12 +138,12 @@ def _order(accesses: Sequence[Node], writers: set[Node]) -> list[tuple[Node, Nod
 
 
 def _together(
-    members: Sequence[Node], accesses: Sequence[Node], writers: set[Node], known: NodeKinds, place: dict[Node, int]
+    members: Sequence[Node], accesses: Sequence[Node], writers: set[Node], kinds: NodeKinds, place: dict[Node, int]
 ) -> list[tuple[Node, ...]]:
     """Returns the segments of accesses that stay in one region.  The memory's first node, or a write of a new value, begins one."""
     groups: list[tuple[Node, ...]] = []
     segment: list[Node] = []
-    external = any(known[member] in _GIVEN for member in members)
+    external = any(kinds[member] in _GIVEN for member in members)
     bound = 0
 
     def close() -> None:
@@ -152,7 +152,7 @@ def _together(
             groups.append(tuple(tied))
 
     for node in accesses:
-        if node in writers and _makes_new(node, members, known, place):
+        if node in writers and _makes_new(node, members, kinds, place):
             close()
             segment, bound, external = [node], 0, False
             continue
@@ -163,10 +163,10 @@ def _together(
     return groups
 
 
-def _makes_new(node: Node, members: Sequence[Node], known: NodeKinds, place: dict[Node, int]) -> bool:
+def _makes_new(node: Node, members: Sequence[Node], kinds: NodeKinds, place: dict[Node, int]) -> bool:
     """Whether nobody uses an older name of the memory after a write, and no older name is an input or a weight."""
     older = [member for member in members if place[member] < place[node]]
     later = [user for member in older for user in member.users if place[user] > place[node]]
-    return not any(known[user] in (*_ACCESSING, NodeKind.OUTPUT) for user in later) and not any(
-        known[member] in _GIVEN for member in older
+    return not any(kinds[user] in (*_ACCESSING, NodeKind.OUTPUT) for user in later) and not any(
+        kinds[member] in _GIVEN for member in older
     )

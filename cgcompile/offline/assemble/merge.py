@@ -91,7 +91,7 @@ class MergedProgram:
                 self.events.append(HostRead(buffer=self.views[name].pointer.buffer))
 
     def add(self, region: LoweredRegion, traced: Lowered, targets: Sequence[Pointer] = ()) -> None:
-        """Adds a graph region, or a part of one.  `targets`: the addresses of its dense outputs; () for its own buffers."""
+        """Adds a graph region, or a part of one.  `targets`: the addresses for its dense outputs; () keeps its own buffers."""
         start = len(self.events)
         outs = _own_buffers(traced) if targets else {}
         places = [targets[outs[i]] if i in outs else self._place(region, traced, buffer) for i, buffer in enumerate(traced.buffers)]

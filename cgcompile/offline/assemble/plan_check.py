@@ -1,6 +1,6 @@
 """Checks an arena plan.  Derives the lifetimes from the launches alone, independently of `arena`, Allocate and Release.  Pure.  A
-buffer is needed from the first event that names it to the last, an output to the end.  A loop that names it counts as a whole if an
-event outside names it too.  Two buffers that are needed at the same event must not share a byte."""
+buffer is needed from the first event that names it to the last, an output to the end.  A buffer that events inside and outside a
+loop name is needed through the whole loop.  Two buffers that are needed at the same event must not share a byte."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def _alone(name: str) -> Any:
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         raise ImportError("no torch")
-    before = set(sys.modules)
+    loaded = set(sys.modules)
     parts = RUNTIME.split(".")
     try:
         for depth in range(1, len(parts) + 1):
@@ -42,5 +42,5 @@ def _alone(name: str) -> Any:
             sys.modules.setdefault(package.__name__, package)
         return import_module(name)
     finally:
-        for module_name in [module for module in sys.modules if module.partition(".")[0] == "torch" and module not in before]:
+        for module_name in [module for module in sys.modules if module.partition(".")[0] == "torch" and module not in loaded]:
             del sys.modules[module_name]

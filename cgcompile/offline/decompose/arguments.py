@@ -41,9 +41,9 @@ def argument_rows(program: ExportedProgram, tensors: Sequence[torch.Tensor]) -> 
         if spec.kind == InputKind.USER_INPUT:
             if count >= len(tensors):
                 raise BuildError("inputs-unlike", f"the program takes more than the {len(tensors)} tensors of the call")
-            tensor, seen = tensors[count], node.meta["val"]
-            if (tensor.dtype, tensor.dim()) != (seen.dtype, seen.dim()):
-                raise BuildError("inputs-unlike", f"input {count} is {_text(tensor)}, the program takes {_text(seen)}")
+            tensor, fake = tensors[count], node.meta["val"]
+            if (tensor.dtype, tensor.dim()) != (fake.dtype, fake.dim()):
+                raise BuildError("inputs-unlike", f"input {count} is {_text(tensor)}, the program takes {_text(fake)}")
             rows.append((INPUT, str(count), tensor))
             count += 1
         else:

@@ -179,8 +179,8 @@ def add(a: Any, b: Any, *, alpha: Any = 1) -> Pair:
     if like is None:  # a real tensor and a complex number
         number = complex(scaled)
         return Pair(a + number.real, torch.full_like(a, number.imag))
-    one, other = pair(a, like), pair(scaled, like)
-    return Pair(one.real + other.real, one.imag + other.imag)
+    left, right = pair(a, like), pair(scaled, like)
+    return Pair(left.real + right.real, left.imag + right.imag)
 
 
 def subtract(a: Any, b: Any, *, alpha: Any = 1) -> Pair:
@@ -236,8 +236,8 @@ def concatenate(operator: Any) -> Callable[..., Pair]:
 
 def where(condition: Tensor, a: Any, b: Any) -> Pair:
     like = a if isinstance(a, Pair) else b
-    one, other = pair(a, like), pair(b, like)
-    return Pair(torch.where(condition, one.real, other.real), torch.where(condition, one.imag, other.imag))
+    left, right = pair(a, like), pair(b, like)
+    return Pair(torch.where(condition, left.real, right.real), torch.where(condition, left.imag, right.imag))
 
 
 def padded(x: Pair, lengths: Sequence[int], value: Any = 0) -> Pair:

@@ -179,15 +179,15 @@ def _from_weights(node: Node, known: Mapping[Node, torch.Tensor]) -> set[Node]:
 
 def _computed(node: Node, known: Mapping[Node, torch.Tensor]) -> torch.Tensor | None:
     """The value of a node with the strides of the graph, or None if it is too large or not dense."""
-    seen = node.meta["val"]
-    size = seen.numel() * seen.element_size()
+    fake = node.meta["val"]
+    size = fake.numel() * fake.element_size()
     weights = [known[weight] for weight in _from_weights(node, known)]
     limit = max(SMALL, GROWTH * sum(value.numel() * value.element_size() for value in weights)) if weights else TABLE
-    if size > limit or not _is_dense(seen):
+    if size > limit or not _is_dense(fake):
         return None
     with torch.no_grad():
         value = _run(node, dict(known))
-    return torch.empty_strided(seen.shape, seen.stride(), dtype=seen.dtype).copy_(value)
+    return torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype).copy_(value)
 
 
 def _run(node: Node, values: dict[Node, torch.Tensor]) -> torch.Tensor:

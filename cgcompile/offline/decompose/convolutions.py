@@ -74,9 +74,9 @@ def _taps(x: Tensor, kernel: Sequence[int], stride: list[int], padding: list[int
     sizes = [(padded.shape[2 + axis] - dilation[axis] * (size - 1) - 1) // stride[axis] + 1 for axis, size in enumerate(kernel)]
     taps = []
     for flat in range(math.prod(kernel)):
-        tap, rest = padded, flat
+        tap, remainder = padded, flat
         for axis in reversed(range(len(kernel))):
-            rest, position = divmod(rest, kernel[axis])
+            remainder, position = divmod(remainder, kernel[axis])
             start = position * dilation[axis]
             tap = tap.narrow(2 + axis, start, (sizes[axis] - 1) * stride[axis] + 1)
             tap = aten.slice(tap, 2 + axis, 0, tap.shape[2 + axis], stride[axis])

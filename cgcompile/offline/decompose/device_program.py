@@ -117,8 +117,8 @@ def source_line(node: torch.fx.Node) -> str:
 
 
 def named_node(node: torch.fx.Node) -> str:
-    where = source_line(node)
-    return f"{node.target}{f' at {where}' if where else ''}"
+    line = source_line(node)
+    return f"{node.target}{f' at {line}' if line else ''}"
 
 
 def host_hint(operators: Iterable[str]) -> str:

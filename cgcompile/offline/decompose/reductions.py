@@ -52,8 +52,8 @@ def average_pool(
         end = (begin + width).clamp(max=length + before)
         inside = end - begin if count_include_pad else end.clamp(max=length) - begin.clamp(min=0)
         count = count * inside.view([-1] + [1] * (-1 - axis))
-        behind = max(0, (number - 1) * step + width - before - length)
-        padded = aten.constant_pad_nd(x, [0, 0] * (-1 - axis) + [before, behind])
+        after = max(0, (number - 1) * step + width - before - length)
+        padded = aten.constant_pad_nd(x, [0, 0] * (-1 - axis) + [before, after])
         x = padded.unfold(axis, width, step).sum(-1).narrow(axis, 0, number)
     return (x / (divisor or count)).to(dtype)
 
@@ -65,9 +65,9 @@ def largest(x: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
         windows = _windows(x.shape[axis], size)
         maxima = [x.narrow(axis, *window).max(axis, keepdim=True) for window in windows]
         places = torch.cat(
-            [places.narrow(axis, *window).gather(axis, one.indices) for window, one in zip(windows, maxima, strict=True)], axis
+            [places.narrow(axis, *window).gather(axis, top.indices) for window, top in zip(windows, maxima, strict=True)], axis
         )
-        x = torch.cat([one.values for one in maxima], axis)
+        x = torch.cat([top.values for top in maxima], axis)
     return x, places
 
 
@@ -94,14 +94,14 @@ def scatter_reduced(x: Tensor, dim: int, index: Tensor, src: Tensor, reduce: str
             f"scatter_reduce by {reduce} of {index.numel()} elements to {x.shape[dim]} places: up to {COMPARED} comparisons are "
             "lowered to Triton",
         )
-    part, taken = x, src
+    part, source = x, src
     for axis, length in enumerate(index.shape):
-        taken = taken.narrow(axis, 0, length)
+        source = source.narrow(axis, 0, length)
         part = part if axis == dim else part.narrow(axis, 0, length)
-    combined = _combined(part, dim, index, taken, reduce, include_self)
+    combined = _combined(part, dim, index, source, reduce, include_self)
     for axis in range(x.dim()):  # elements outside the shape of `index` stay unchanged
-        before = tuple([slice(None) if other <= axis or other == dim else slice(combined.shape[other]) for other in range(x.dim())])
-        rest = x[before].narrow(axis, combined.shape[axis], x.shape[axis] - combined.shape[axis])
+        slices = tuple([slice(None) if other <= axis or other == dim else slice(combined.shape[other]) for other in range(x.dim())])
+        rest = x[slices].narrow(axis, combined.shape[axis], x.shape[axis] - combined.shape[axis])
         combined = torch.cat([combined, rest], axis) if rest.shape[axis] else combined
     return combined
 

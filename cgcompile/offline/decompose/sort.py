@@ -29,16 +29,16 @@ def sort(x: Tensor, *, stable: bool | None = None, dim: int = -1, descending: bo
     same = ~_less(row, column) & ~_less(column, row)
     rank = (before | (same & (position < position.unsqueeze(-1)))).sum(-1)
     nowhere = torch.zeros(rank.shape, device=x.device, dtype=torch.int32)
-    where = nowhere.scatter(-1, rank, position.expand(rank.shape)).to(torch.int64)
-    return rows.gather(-1, where).movedim(-1, dim), where.movedim(-1, dim)
+    indices = nowhere.scatter(-1, rank, position.expand(rank.shape)).to(torch.int64)
+    return rows.gather(-1, indices).movedim(-1, dim), indices.movedim(-1, dim)
 
 
 def kthvalue(x: Tensor, k: int, dim: int = -1, keepdim: bool = False) -> tuple[Tensor, Tensor]:
     """The k-th smallest value and its index, the first one of equal values."""
     if x.dim() == 0:
         return x.clone(), torch.zeros((), dtype=torch.int64, device=x.device)
-    values, where = [part.narrow(dim, k - 1, 1) for part in torch.sort(x, dim=dim, stable=True)]
-    return (values, where) if keepdim else (values.squeeze(dim), where.squeeze(dim))
+    values, indices = [part.narrow(dim, k - 1, 1) for part in torch.sort(x, dim=dim, stable=True)]
+    return (values, indices) if keepdim else (values.squeeze(dim), indices.squeeze(dim))
 
 
 def topk(x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> tuple[Tensor, Tensor]:
@@ -47,15 +47,15 @@ def topk(x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = 
         return x.clone(), torch.zeros((), dtype=torch.int64, device=x.device)
     rows = x.movedim(dim, -1)
     if k > SEARCHED:
-        values, where = _best_of_pieces(rows, k, largest)
-        return values.movedim(-1, dim), where.movedim(-1, dim)
+        values, indices = _best_of_pieces(rows, k, largest)
+        return values.movedim(-1, dim), indices.movedim(-1, dim)
     position = torch.arange(rows.shape[-1], device=x.device)
     remaining = torch.ones_like(rows, dtype=torch.bool)
     floating = x.is_floating_point()
     numbers = rows == rows  # NaN differs from itself
     limits = torch.finfo(x.dtype) if floating else torch.iinfo(x.dtype)
     worst = (-math.inf if floating else limits.min) if largest else (math.inf if floating else limits.max)
-    values, where = [], []
+    values, indices = [], []
     for _ in range(k):
         remaining_nan = remaining & ~numbers if floating else None  # NaN counts as the largest
         candidates = torch.where(remaining & numbers, rows, worst)
@@ -66,9 +66,9 @@ def topk(x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = 
             equal = torch.where(take_nan, remaining_nan, equal)
         first = torch.where(equal, position, rows.shape[-1]).amin(-1, keepdim=True)
         values.append(rows.gather(-1, first))
-        where.append(first)
+        indices.append(first)
         remaining = remaining & (position != first)
-    return torch.cat(values, -1).movedim(-1, dim), torch.cat(where, -1).movedim(-1, dim)
+    return torch.cat(values, -1).movedim(-1, dim), torch.cat(indices, -1).movedim(-1, dim)
 
 
 def _best_of_pieces(rows: Tensor, k: int, largest: bool) -> tuple[Tensor, Tensor]:
@@ -81,15 +81,15 @@ def _best_of_pieces(rows: Tensor, k: int, largest: bool) -> tuple[Tensor, Tensor
     place: Tensor | None = None
     while rows.shape[-1] > piece and piece <= RANKED:
         count = -(-rows.shape[-1] // piece)
-        rest = (*rows.shape[:-1], count * piece - rows.shape[-1])
-        pieces = torch.cat([rows, rows.new_full(rest, worst)], -1).unflatten(-1, (count, piece))
-        values, where = torch.sort(pieces, dim=-1, descending=largest, stable=True)
+        pad_shape = (*rows.shape[:-1], count * piece - rows.shape[-1])
+        pieces = torch.cat([rows, rows.new_full(pad_shape, worst)], -1).unflatten(-1, (count, piece))
+        values, indices = torch.sort(pieces, dim=-1, descending=largest, stable=True)
         start = torch.arange(count, device=rows.device).unsqueeze(-1) * piece
-        rows, positions = values[..., :k].flatten(-2), (where[..., :k] + start).flatten(-2)
-        place = positions if place is None else torch.cat([place, place.new_zeros(rest)], -1).gather(-1, positions)
-    values, where = torch.sort(rows, dim=-1, descending=largest, stable=True)
-    values, where = values[..., :k], where[..., :k]
-    return values, where if place is None else place.gather(-1, where)
+        rows, positions = values[..., :k].flatten(-2), (indices[..., :k] + start).flatten(-2)
+        place = positions if place is None else torch.cat([place, place.new_zeros(pad_shape)], -1).gather(-1, positions)
+    values, indices = torch.sort(rows, dim=-1, descending=largest, stable=True)
+    values, indices = values[..., :k], indices[..., :k]
+    return values, indices if place is None else place.gather(-1, indices)
 
 
 def _less(a: Tensor, b: Tensor) -> Tensor:

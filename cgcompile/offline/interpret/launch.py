@@ -58,8 +58,8 @@ def _run(builder: Builder, function: Callable[..., Any], arguments: Mapping[str,
         except BuildError:
             raise
         except Exception as error:  # Triton's front end may raise any error for a kernel that its compiler refuses too
-            what = f"{type(error).__name__}: {error}".splitlines()[0]
-            raise BuildError("kernel-unreadable", f"{builder.kernel}: the interpreter failed: {what}") from error
+            message = f"{type(error).__name__}: {error}".splitlines()[0]
+            raise BuildError("kernel-unreadable", f"{builder.kernel}: the interpreter failed: {message}") from error
 
 
 def _ids(numbers: Array) -> Array:

@@ -150,8 +150,8 @@ class _Program:
             if small or not (weights and reads):
                 self._weights[node], self._reads[node] = weights, reads
                 return
-        known = [self._owners[name] for name in state if name in self._owners]
-        rank = self._layers.get(layer_of(node), max([*pinned, *known], default=0))
+        owned = [self._owners[name] for name in state if name in self._owners]
+        rank = self._layers.get(layer_of(node), max([*pinned, *owned], default=0))
         self._ranks[node] = rank
         for name in state:
             self._owners.setdefault(name, rank)

@@ -144,8 +144,8 @@ class _Share:
         self._last = sent
         return sent
 
-    def _call(self, target: Any, arguments: tuple[Any, ...], **others: Any) -> Node:
-        return self._graph.call_function(target, arguments, others)
+    def _call(self, target: Any, arguments: tuple[Any, ...], **kwargs: Any) -> Node:
+        return self._graph.call_function(target, arguments, kwargs)
 
     # --- sizes --------------------------------------------------------------------------------------------------------
 
@@ -187,9 +187,9 @@ class _Share:
             text = f"{place(node)[0] or 'model'}: {node.target} makes a tensor of size {size}, which goes to another device"
             raise BuildError("split-refused", text, "cut where sizes are those of the inputs: `--world` with model(rank, world)")
 
-        def combined(one: Any, other: Any) -> Node:
-            size_node = self._call(function, (one, other))
-            size_node.meta["val"] = function(*[term.meta["val"] if isinstance(term, Node) else term for term in (one, other)])
+        def combined(left: Any, right: Any) -> Node:
+            size_node = self._call(function, (left, right))
+            size_node.meta["val"] = function(*[term.meta["val"] if isinstance(term, Node) else term for term in (left, right)])
             return size_node
 
         self._sizes[expr] = reduce(combined, [self._computed(argument, node, size) for argument in expr.args])

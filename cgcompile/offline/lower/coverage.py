@@ -123,12 +123,12 @@ def _complex_results(module: GraphModule, on_host: Collection[str]) -> Iterator[
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Disables torch's log messages about operations that cannot be traced alone."""
-    before = logging.root.manager.disable
+    level = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
         yield
     finally:
-        logging.disable(before)
+        logging.disable(level)
 
 
 def _folded(program: ExportedProgram) -> set[Node]:

@@ -174,7 +174,7 @@ class _Log:
         nbytes = -(-span(shape, strides) * dtype.itemsize // multiple) * multiple
         self.buffers.append(Buffer(kind=TEMPORARY, name=f"t{buffer}", nbytes=nbytes))
         self.events.append(Allocate(buffer=buffer))
-        handle = _Handle(buffer, lambda gone: self.events.append(Release(buffer=gone)))
+        handle = _Handle(buffer, lambda index: self.events.append(Release(buffer=index)))
         return WrapperTensor(self, handle, 0, tuple(shape), tuple(strides), dtype)
 
     def exchange(self, operand: Any, kind: Any, world: int, sender: int, after: Any = None) -> Any:

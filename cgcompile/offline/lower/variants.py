@@ -74,7 +74,7 @@ def exact_products(source: str) -> str:
 
 
 def constant_factors(source: str) -> str:
-    """Makes constant factors of a product matrices.  torch 2.11 and 2.13 broadcast a vector, which Triton refuses."""
+    """Turns constant factors of a product into matrices.  torch 2.11 and 2.13 broadcast a vector, which Triton refuses."""
     if len(set(BLOCKS.findall(source))) != 3 or "tl.dot(" not in source:
         return source
     return source.replace("tl.full([1], ", "tl.full([1, 1], ")
@@ -94,11 +94,11 @@ def _functions(text: str, name: str) -> str:
     """Returns the kernel's function without decorators, then its helpers (of scans and reductions) with theirs."""
     parts = re.split(r"^(?=@triton|@triton_heuristics|def )", text, flags=re.MULTILINE)
     kernel, helpers = "", []
-    for before, part in zip(["", *parts], parts, strict=False):
+    for previous, part in zip(["", *parts], parts, strict=False):
         definition = re.match(r"def (\w+)", part)
         if definition and definition[1] == name:
             kernel = part
-        elif definition and before.startswith("@triton.jit"):
+        elif definition and previous.startswith("@triton.jit"):
             helpers.append("@triton.jit\n" + part.strip() + "\n")
     if not kernel:
         raise BuildError("lowering-broken", f"kernel {name}: Inductor's module defines no such function")

@@ -139,7 +139,7 @@ def _resident(problem: Problem, candidate: Candidate, arch: Arch) -> int:
 
 
 def _fastest(measured: Iterable[tuple[Candidate, float]], positions: Mapping[Candidate, int]) -> int | None:
-    """The position of the fastest measured candidate in `known`, or None."""
+    """The position of the fastest measured candidate that is in `positions`, or None."""
     offered = [(time, positions[candidate]) for candidate, time in measured if candidate in positions]
     return min(offered)[1] if offered else None
 
