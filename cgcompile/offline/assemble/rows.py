@@ -46,7 +46,7 @@ PORTABLE_CLUSTER = 8
 
 COOPERATIVE, CLUSTER_DIMENSION, CLUSTER_SCHEDULING = 2, 4, 5
 SPREAD = 1
-"""CUlaunchAttributeID, and the cluster scheduling policy that triton's launcher sets with a cluster."""
+"""Values of CUlaunchAttributeID.  SPREAD: the cluster scheduling policy that triton's launcher sets for clusters."""
 
 LARGEST_ROW = 1 << 30
 

@@ -67,7 +67,7 @@ def begin_early(program: LoweredProgram) -> LoweredProgram:
     read_only = {number for number, buffer in enumerate(lowered.buffers) if buffer.kind != TEMPORARY} - set(lowered.written)
     read = [_only_read(variant) for variant in lowered.variants]
     begin_next: set[int] = set()
-    settled: dict[int, set[str]] = {}  # for launches that wait: the arguments that the chain has not written to
+    settled: dict[int, set[str]] = {}  # launch that waits -> its arguments that the chain has not written to
     for region in program.regions:
         before = -1  # the previous launch, if its kernel is able
         changed: set[int] = set()  # buffers that the chain may have written to
@@ -115,8 +115,8 @@ def _can_take_part(variant: KernelVariant) -> bool:
 
 
 def _overlapping(lowered: Lowered, begin_next: Collection[int], settled: Mapping[int, set[str]]) -> Lowered:
-    """Gives a kernel one variant for each role in a chain: it begins one, follows in one, or both.  A variant reads early the
-    arguments that are `settled` in all its launches; `settled` is by the number of a launch that waits."""
+    """Gives a kernel one variant for each role in a chain: first, follower, or both.  `settled`: for launches that wait, the
+    arguments that the chain has not written to.  A variant reads early the arguments that are settled in all its launches."""
     parts = [(event.variant, number in settled, number in begin_next) for number, event in _launches(lowered)]
     early: dict[tuple[int, bool, bool], set[str]] = {}
     for part, (number, _) in zip(parts, _launches(lowered), strict=True):

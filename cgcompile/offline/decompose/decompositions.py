@@ -253,7 +253,7 @@ def embedding_bag(
 def lstm_cell(
     x: Tensor, state: Sequence[Tensor], w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None = None, b_hh: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The new hidden and cell states, (batch, hidden) each.  PyTorch's own GPU kernel is a library function."""
+    """The new hidden and cell states, (batch, hidden) each.  PyTorch's own GPU kernel is not a Triton kernel."""
     hidden, cell = state
     gates = torch.nn.functional.linear(x, w_ih, b_ih) + torch.nn.functional.linear(hidden, w_hh, b_hh)
     input_gate, forget_gate, new, output_gate = gates.chunk(4, 1)

@@ -1,9 +1,9 @@
 """Finds the operations of a program without a Triton kernel, without lowering the whole program.  Each operation is decomposed
-alone, as `retrace` does with the whole program.  Inductor's tables then show whether it has a kernel for each result.
+alone, as `retrace` does with the whole program.  Inductor's tables then show which of the resulting operators have a kernel.
 
 Some of Inductor's lowerings have kernels only for some arguments and GPUs.  Such operations are lowered, each alone.  Private
 interfaces (torch 2.11, 2.13): `FakeTensorMode`, `make_fx`, the tables `lowerings` and `fallbacks` of `torch._inductor.lowering`,
-and `_is_fallback_handler` of a function of the first.
+and `_is_fallback_handler` of the functions in `lowerings`.
 """
 
 from __future__ import annotations
