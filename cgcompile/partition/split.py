@@ -262,7 +262,7 @@ def _lasting_writes(nodes: Sequence[Node], writes: WriteConstraints) -> set[Node
 
 
 def value_of(node: Node) -> Node:
-    """Returns the node whose value a node has.  to_device only renames its input; to_host is a copy."""
+    """Returns the node that computes a node's value.  to_device only renames its input; to_host computes a copy."""
     while marker(node) == "to_device":
         source = node.args[0]
         assert isinstance(source, Node)

@@ -62,8 +62,7 @@ def _bind(where: str, expr: Any, actual: int, symbol_values: dict[Any, int]) -> 
 
 
 def number(value: Any, known: Bindings) -> Any:
-    """Returns a size, or a number computed from sizes, as a Python number.  Raises inputs-unlike if the inputs do not determine
-    it."""
+    """Returns a size, or a number computed from sizes, as a Python number.  Raises inputs-unlike if inputs do not determine it."""
     if not isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
         return value
     expression = value.node.expr.subs(known) if hasattr(value.node.expr, "subs") else value.node.expr

@@ -87,7 +87,7 @@ def _layout(value: Pair | Tensor) -> tuple[Any, ...]:
 
 
 class _OnPairs(Interpreter):
-    """Runs operators that consist of no others on pairs."""
+    """Runs operators that are not decomposed further on pairs."""
 
     def __init__(self, module: GraphModule) -> None:
         super().__init__(module)

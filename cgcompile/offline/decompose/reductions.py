@@ -81,8 +81,8 @@ def _windows(length: int, size: int) -> list[tuple[int, int]]:
 
 def scatter_reduced(x: Tensor, dim: int, index: Tensor, src: Tensor, reduce: str, *, include_self: bool = True) -> Tensor:
     """Combines every position of `x` along `dim` with the elements of `src` that `index` sends there, by prod, mean, amax or amin.
-    Without `include_self` they replace it.  Inductor computes sums itself, with atomic operations.  Here every position compares
-    all indices in a fixed order, so that equal inputs give equal bits."""
+    Without `include_self`, the result has only the elements of `src`.  Inductor computes sums itself, with atomic operations.  Here
+    every position compares all indices in a fixed order, so that equal inputs give equal bits."""
     if reduce == "sum" or x.dtype == torch.bool:
         return NotImplemented
     if x.dim() == 0:
