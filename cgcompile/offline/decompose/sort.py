@@ -11,7 +11,7 @@ from torch import Tensor
 from ...errors import ModelError
 
 SORTED, RANKED, SEARCHED = 512, 1 << 14, 16
-"""The most elements that Inductor sorts in one kernel, that are ranked by counting, and that are searched one by one."""
+"""The most elements that Inductor sorts in one kernel and that are ranked by counting; the largest k that topk searches."""
 
 
 def sort(x: Tensor, *, stable: bool | None = None, dim: int = -1, descending: bool = False) -> tuple[Tensor, Tensor]:
