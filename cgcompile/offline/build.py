@@ -1,4 +1,4 @@
-"""The cuda target's half of a build without that GPU: lower to Triton, compile, plan, lay out as files, interpret."""
+"""The cuda target's part of a build without that GPU: lowers to Triton, compiles, plans, writes the files and interprets."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ from .trace import (
 
 
 def build_parts(spec: BuildSpec, stage: Path, stages: Stages) -> ManifestParts:
-    """Cross-compiles every int_key, and writes tables, images, weights, host regions and the self-test into `stage`.  Raises the
-    refusals of lowering and of `split_program`, and proof-failed when a key differs from eager PyTorch by more than the dtype
+    """Cross-compiles every int_key and writes tables, images, weights, host regions and the self-test into `stage`.  Raises the
+    errors of lowering and of `split_program`, and proof-failed if a key differs from eager PyTorch by more than the dtype
     allows."""
     target, exported = arch(spec.target), spec.programs
     tensors, state = exported.weights(), spec.entries[0].prepared.state
@@ -77,7 +77,7 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages) -> ManifestParts:
         with stages("compile") as tell:
             compiled = compile_programs(lowered, target, tell)
             if spec.entries[0].source.rows:
-                from .more_rows import same_launches  # late: few models have any
+                from .more_rows import same_launches  # imported here because few models need it
 
                 def lower_and_compile(others: dict[RegionKey, LoweringJob]) -> tuple[LoweredPrograms, CompiledPrograms]:
                     again = lower(others)
@@ -125,7 +125,7 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages) -> ManifestParts:
     world = planned.world
     peer = [("peer", world.size * world.stride)] if world else []
     driver = max(lowest_driver(target.capability), graph_driver(written.recordings.values()))
-    if spec.ranks is None:  # eager PyTorch needs all ranks for a run
+    if spec.ranks is None:  # with ranks, eager PyTorch would need all of them for a run
         parts = [
             _with_near_ties(entry, part, self_tests[entry.name], written.weights)
             for entry, part in zip(spec.entries, parts, strict=True)
@@ -148,7 +148,7 @@ def _calls(entry: EntryBuild) -> dict[IntKey, tuple[torch.Tensor, ...]]:
 
 
 def _unproved(spec: BuildSpec, number: int, self_tests: Sequence[KeySelfTest], written: Written) -> EntryParts:
-    """The rows of entry number `number`, none of whose int_keys was compared yet."""
+    """The parts of entry number `number` before any of its int_keys was compared."""
     prepared = spec.entries[number].prepared
     program_rows = spec.of_entry(number, dict(zip(spec.programs.by_key, written.programs, strict=True)))
     bounds = error_bounds(prepared, written.weights)
@@ -164,7 +164,7 @@ def _unproved(spec: BuildSpec, number: int, self_tests: Sequence[KeySelfTest], w
 def _with_near_ties(
     entry: EntryBuild, part: EntryParts, self_tests: Sequence[KeySelfTest], weights: Sequence[Weight]
 ) -> EntryParts:
-    """The rows of an entry, whose bounds allow a GPU to select other indices that are as good."""
+    """The parts of an entry, with bounds that allow a GPU to select other indices with equally good values."""
     measured, test = error_bounds(entry.prepared, weights), part.self_test
     bounds = with_near_ties(test.bounds, entry.prepared, self_tests, measured, weights)
     return replace(part, self_test=replace(test, bounds=bounds))
@@ -172,8 +172,8 @@ def _with_near_ties(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chosen:
-    """The self-tests of the int_keys of an entry whose kernels select other indices than eager PyTorch, for these; `summary`: how
-    many."""
+    """The self-tests of an entry's int_keys whose kernels select other indices than eager PyTorch, with these indices.  `summary`:
+    how many there are."""
 
     self_tests: tuple[KeySelfTest, ...]
     summary: str
@@ -182,7 +182,7 @@ class Chosen:
 def _proved_entry(
     spec: BuildSpec, number: int, part: EntryParts, trials: Sequence[tuple[Trial, Outcome]], weights: Sequence[Weight]
 ) -> tuple[EntryParts, Chosen]:
-    """The rows of an entry with what came of interpreting it.  Raises proof-failed."""
+    """The parts of an entry with the results of interpreting it.  Raises proof-failed."""
     entry = spec.entries[number]
     bounds = error_bounds(entry.prepared, weights)
     within = coarsest(entry.prepared.programs)
@@ -190,7 +190,7 @@ def _proved_entry(
     verdicts: list[Verdict] = []
 
     def judge(self_test: KeySelfTest, seen: Seen) -> Sequence[Difference] | None:
-        if spec.ranks is not None:  # eager PyTorch needs all ranks for a run
+        if spec.ranks is not None:  # eager PyTorch would need all ranks for a run
             return None
         key_verdict = verdict(entry.prepared, self_test, seen, bounds, weights)
         if key_verdict is None:
@@ -215,7 +215,7 @@ def _interpret(
     scratch: Path,
     tell: Tell,
 ) -> list[list[tuple[Trial, Outcome]]]:
-    """By entry, what came of the keys whose kernels were interpreted in time."""
+    """For each entry, the int_keys whose kernels were interpreted within the time limit."""
     sources = kernel_sources(compiled)
     trials: dict[IntKey, Trial] = {}
     tasks = []
@@ -234,7 +234,7 @@ def _proved(spec: BuildSpec, parts: Sequence[EntryParts]) -> str:
     """How many int_keys were proved, and which were not."""
     proofs = [(entry, proof) for entry, part in zip(spec.entries, parts, strict=True) for proof in part.self_test.proofs]
     done = sum(proof.method == "interpret" for _, proof in proofs)
-    left = "; ".join(key_text(entry.dimensions, proof.key, entry.name) for entry, proof in proofs if proof.method == "none")
+    keys = "; ".join(key_text(entry.dimensions, proof.key, entry.name) for entry, proof in proofs if proof.method == "none")
     worst = max(proof.error for _, proof in proofs)
     text = f"{done} of {len(proofs)} int_keys over poisoned memory, largest error {worst:.1e}"
-    return text + (f"; not in {spec.prove_budget:g} s: {left}" if left else "")
+    return text + (f"; not in {spec.prove_budget:g} s: {keys}" if keys else "")

@@ -1,7 +1,7 @@
-"""Collectives of an exported program as one operator of ours, which Inductor does not see into.
+"""Replaces the collectives of an exported program by one operator of cgcompile, which is opaque to Inductor.
 
-`torch.distributed`'s functional collectives are operators `_c10d_functional::...`, each followed by one that waits for it.  The
-operator here stands for both; the wrapper that Inductor writes calls it by its name, and `lower/launches.py` records the call.
+`torch.distributed`'s functional collectives are operators `_c10d_functional::...`, each followed by a wait_tensor operator.  The
+operator here stands for both.  The wrapper that Inductor writes calls it by name, and `lower/launches.py` records the call.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-import torch.distributed._functional_collectives  # registers the shapes of what its operators give
+import torch.distributed._functional_collectives  # registers the shape functions of the operators
 from torch import Tensor
 
 from ..targets.collectives.exchange_nodes import output_shape
 
 NAME = "collective"
-"""Of the operator: (input, one of `exchange_nodes.KINDS`, ranks, the rank that sends or -1, what comes first) -> what comes."""
+"""(input, one of `exchange_nodes.KINDS`, ranks, sender or -1, the collective before) -> the received tensor."""
 
 _LIBRARY = torch.library.Library("cgcompile", "FRAGMENT")
 _LIBRARY.define(f"{NAME}(Tensor given, str kind, int world, int sender, Tensor? after=None) -> Tensor")
@@ -31,7 +31,7 @@ torch.library.register_fake(f"cgcompile::{NAME}", _shape, lib=_LIBRARY)
 COLLECTIVE = torch.ops.cgcompile.collective.default
 
 UNSAID = 0
-"""The ranks of operators that do not say how many there are: those of the build."""
+"""The number of ranks for operators that do not state it; it means the ranks of the build."""
 
 
 def _all_reduce(tensor: Tensor, reduction: str, group: str) -> Tensor:
@@ -64,4 +64,4 @@ COLLECTIVES: Mapping[Any, Callable[..., Any]] = {
     _FUNCTIONAL.broadcast.default: _broadcast,
     _FUNCTIONAL.wait_tensor.default: lambda tensor: tensor,
 }
-"""What replaces functional collectives.  `checks/collectives.py` refuses all others, and those of groups beside the whole world."""
+"""The replacements of functional collectives.  `checks/collectives.py` refuses all others, and other groups than the world."""

@@ -1,5 +1,5 @@
-"""What lowering one int_key gives: the launches in order, every argument typed, and the buffers between them.  Values only:
-`compile` makes images of the kernel variants, `assemble` the arena plan and the rows.  Imports neither torch nor Triton."""
+"""The result of lowering one int_key: the launches in order with typed arguments, and the buffers between them.  `compile` makes
+images of the kernel variants, `assemble` the arena plan and the rows.  Imports neither torch nor Triton."""
 
 from __future__ import annotations
 
@@ -8,19 +8,18 @@ from dataclasses import dataclass
 from cgbundle.format.schema import IntKey
 
 WEIGHT, INPUT, TEMPORARY = "weight", "input", "temporary"
-"""Kinds of buffers: the program's tensor `name`, input number `name` of the call, and what the program makes."""
+"""Kinds of buffers: the program's tensor `name`, input number `name` of the call, and memory that the program allocates."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KernelVariant:
-    """One configuration of one Triton kernel: what Triton needs to compile it, and the interpreter to run it.
+    """One configuration of one Triton kernel, as Triton needs it to compile and the interpreter to run it.
 
     `source`: Python that defines the function `name`, without decorators, and its helpers.  It may use `triton`, `tl`,
-    `triton_helpers`, `libdevice`, `tl_math`, `tl_extra`.  `signature`: (argument, type) in the function's order, types as Triton
-    writes them ("*bf16", "i32", "fp32", "constexpr").  `constants`: (argument, value) of every constexpr.  `divisible`: arguments
-    that are multiples of 16.  `options`: further options of `triton.compile`, e.g. ("num_ctas", 1).  `selected_by`: how the
-    configuration was found, as `tuning.cost_model.choose` says it.  `begins_next`: it lets the next
-    one begin (compile/programmatic_launch.py).
+    `triton_helpers`, `libdevice`, `tl_math`, `tl_extra`.  `signature`: (argument, type) in the function's order, in Triton's types
+    ("*bf16", "i32", "fp32", "constexpr").  `constants`: (argument, value) of every constexpr.  `divisible`: arguments that are
+    multiples of 16.  `options`: further options of `triton.compile`, e.g.  ("num_ctas", 1).  `selected_by`: see
+    `tuning.cost_model.choose`.  `begins_next`: it lets the next kernel begin early (compile/programmatic_launch.py).
     """
 
     name: str
@@ -46,7 +45,7 @@ class Buffer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pointer:
-    """A byte of a buffer: position in `Lowered.buffers`, bytes into it."""
+    """An address in a buffer: the position in `Lowered.buffers`, and the offset in bytes."""
 
     buffer: int
     offset: int
@@ -54,21 +53,21 @@ class Pointer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Allocate:
-    """From here on the buffer holds values, at first undefined ones."""
+    """The buffer is in use from here on.  Its contents are undefined at first."""
 
     buffer: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Release:
-    """From here on nothing reads the buffer."""
+    """Nothing reads the buffer from here on."""
 
     buffer: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
-    """A launch of `Lowered.variants[variant]`; `arguments` without constexprs, in the order of the signature."""
+    """A launch of `Lowered.variants[variant]`.  `arguments`: without constexprs, in the order of the signature."""
 
     variant: int
     grid: tuple[int, int, int]
@@ -77,7 +76,7 @@ class Launch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Copy:
-    """`nbytes` bytes from one place to another; the two do not overlap."""
+    """Copies `nbytes` bytes.  Source and target do not overlap."""
 
     source: Pointer
     target: Pointer
@@ -86,7 +85,7 @@ class Copy:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fill:
-    """`count` elements of `element` bytes (1, 2, 4) set to the low bytes of `value`."""
+    """Sets `count` elements of `element` bytes (1, 2, 4) to the low bytes of `value`."""
 
     target: Pointer
     value: int
@@ -103,7 +102,7 @@ class HostRead:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SetCondition:
-    """The byte there becomes the condition of branch or loop number `conditional` of the region, true where it is not 0."""
+    """Sets the condition of branch or loop number `conditional` of the region to the byte; it is true if the byte is not 0."""
 
     conditional: int
     byte: Pointer
@@ -111,8 +110,8 @@ class SetCondition:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exchange:
-    """A collective over `nbytes` bytes of a dtype, which lie densely at `source`; what comes goes to `target`.  `kind` is one of
-    `exchange_nodes.KINDS`; `sender` is the only rank whose data comes, or -1."""
+    """A collective over `nbytes` dense bytes of a dtype at `source`; the received data goes to `target`.  `kind`: one of
+    `exchange_nodes.KINDS`.  `sender`: the only rank that sends, or -1."""
 
     kind: str
     dtype: str
@@ -124,8 +123,7 @@ class Exchange:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Begin:
-    """The events from here on are the first body of a branch ("if", "switch") or the body of a loop ("while"), numbered by
-    `conditional`."""
+    """Begins the first body of a branch ("if", "switch") or the body of a loop ("while"), numbered by `conditional`."""
 
     conditional: int
     type: str
@@ -133,14 +131,14 @@ class Begin:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NextBody:
-    """The events from here on are the next body of a branch: what it does where its condition is false, or that number."""
+    """Begins the next body of a branch: the false body, or the next number of a switch."""
 
     conditional: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class End:
-    """The last body of the branch or loop ends."""
+    """Ends the last body of the branch or loop."""
 
     conditional: int
 
@@ -160,7 +158,7 @@ class BufferView:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FoldedConstant:
-    """A weight that was computed when the program was lowered: its bytes, a name that follows from them, and the names of the
+    """A weight that was computed when the program was lowered.  `name` is derived from its contents.  `sources`: the names of the
     program's weights that it was computed from."""
 
     name: str
@@ -170,8 +168,8 @@ class FoldedConstant:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lowered:
-    """A program, or a region of one, lowered at one int_key; its outputs live to the end.  `written`: the WEIGHT and INPUT buffers
-    that it changes, by position: state, and inputs of the call."""
+    """A program, or a region of one, lowered at one int_key.  Its outputs stay allocated to the end.  `written`: the positions of
+    the WEIGHT and INPUT buffers that it changes: state, and inputs of the call."""
 
     key: IntKey
     buffers: tuple[Buffer, ...]
@@ -185,7 +183,7 @@ class Lowered:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RegionEvents:
-    """A graph region of a lowered program: its events are `Lowered.events[start:stop]`."""
+    """A graph region of a lowered program.  Its events are `Lowered.events[start:stop]`."""
 
     name: str
     start: int
@@ -196,7 +194,7 @@ class RegionEvents:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoweredProgram:
-    """A program at one int_key, and its graph regions in order, over the same buffers."""
+    """A program at one int_key and its graph regions in order, which share the buffers."""
 
     lowered: Lowered
     regions: tuple[RegionEvents, ...]

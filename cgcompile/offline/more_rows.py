@@ -1,4 +1,4 @@
-"""Whether a program's launches are the same with more rows of state: lowered once more, at the smallest int_key, and compared."""
+"""Checks that launches do not depend on the rows of state: lowers the smallest int_key with more rows and compares."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ def same_launches(
     reference: tuple[LoweredPrograms, CompiledPrograms],
     make: Callable[[dict[RegionKey, LoweringJob]], tuple[LoweredPrograms, CompiledPrograms]],
 ) -> None:
-    """`jobs` have become `reference`, and `make` does that with others.  Raises state-refused."""
+    """Compares `reference`, the result of `jobs`, with the result of `make` for more rows.  Raises state-refused if they differ."""
     rows = spec.entries[0].source.rows
     firsts: dict[int, RegionKey] = {}
     for region, key in jobs:
         firsts.setdefault(key[0] if len(spec.entries) > 1 else 0, (region, key))
     others = {place: replace(jobs[place], program=with_more_rows(jobs[place].program, rows, MORE)) for place in firsts.values()}
     varying = {PREFIX + name for group in rows for name in group.buffers}
-    other = make(others)
-    for key in other[0].traced:
-        said = [_recording_inputs(lowered.traced[key], compiled, varying) for lowered, compiled in (reference, other)]
-        if said[0] != said[1]:
+    changed = make(others)
+    for key in changed[0].traced:
+        inputs = [_recording_inputs(lowered.traced[key], compiled, varying) for lowered, compiled in (reference, changed)]
+        if inputs[0] != inputs[1]:
             text = (
                 f"int_key {key}: with more {' or '.join([group.name for group in rows])} the kernels or their arguments are others"
             )
@@ -40,8 +40,8 @@ def same_launches(
 
 
 def _recording_inputs(lowered: Lowered, compiled: CompiledPrograms, varying: set[str]) -> object:
-    """All that a program's recording follows from but the bytes of state that has any number of rows: what Inductor wrote may name
-    that number where the compiler drops it."""
+    """Everything that determines a program's recording, except the size of state with a variable number of rows.  The compiled
+    kernels count, not Inductor's source, which may name a size that the compiler drops."""
     buffers = [replace(row, nbytes=0) if row.kind == WEIGHT and row.name in varying else row for row in lowered.buffers]
     kernels = [(compiled.kernels[variant].sha256, compiled.kernels[variant].symbol) for variant in lowered.variants]
     return buffers, kernels, lowered.events, lowered.inputs, lowered.outputs

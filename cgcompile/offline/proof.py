@@ -1,6 +1,6 @@
-"""The proof of a bundle that cannot run here: its steps as stages for the interpreter, and what was read, against eager PyTorch.
-The stages follow from the manifest's rows, so that the order of steps and the places of copies are proved too.  Host regions do not
-run: what they make is what eager PyTorch makes of the same inputs."""
+"""The self-test of a bundle that cannot run on this machine.  Its steps become stages for the interpreter, and the results are
+compared with eager PyTorch.  The stages come from the manifest's rows, so the order of the steps and the copies are tested too.
+Host regions do not run: eager PyTorch computes their outputs from the same inputs."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ from .interpret.interpret import Outcome, Stage, Task, WeightFiles
 from .lowered import KernelVariant
 
 Sources = tuple[tuple[tuple[str, str], KernelVariant], ...]
-"""(image's sha256, symbol) of a kernel, and what it was compiled from."""
+"""((sha256 of the image, symbol), the variant that the kernel was compiled from) for each kernel."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trial:
-    """The stages of a program, and what eager PyTorch says of all that is read: `crossing` goes to the host, `left` is what the
-    self-test compares: the last call's outputs, and what the calls leave in written inputs and in state.  `early`: by call but the
-    last, what its integer outputs are like, None for others.  `order` says of each value that is read, in turn, which of the three
-    it belongs to."""
+    """The stages of a program, and the values that eager PyTorch expects.  `crossing`: values that are copied to the host.  `left`:
+    the values that the self-test compares: the last call's outputs, then the written inputs and the state after the calls.
+    `early`: for each call but the last, a tensor like each integer output, None for the other outputs.  `order`: the kind of each
+    value that is read, CROSSING, EARLY or LEFT."""
 
     key: IntKey
     stages: tuple[Stage, ...]
@@ -52,11 +52,10 @@ class Trial:
     order: tuple[str, ...]
 
     def read(self, outcome: Outcome, kind: str) -> list[bytes]:
-        """What was read of one kind."""
+        """The contents of the values of one kind that were read."""
         return [contents for which, contents in zip(self.order, outcome.read, strict=True) if which == kind]
 
     def seen(self, outcome: Outcome) -> Seen:
-        """What the calls gave."""
         early = iter(self.read(outcome, EARLY))
         calls = [tuple([torch.empty(0) if like is None else _tensor(like, next(early)) for like in call]) for call in self.early]
         left = tuple([_tensor(want, got) for want, got in zip(self.left, self.read(outcome, LEFT), strict=True)])
@@ -75,37 +74,37 @@ def make_trial(
     split: SplitProgram | None,
     key: IntKey,
 ) -> Trial:
-    """The steps of a program on the self-test's inputs, as often as the self-test calls it.  `weights`: the manifest's rows;
-    `recordings` by the file of the step; `split` None for one graph alone, else by build key, which is `key` here."""
-    growing = _Stages()
+    """Builds the stages of a program for the self-test's inputs and number of calls.  `weights`: the manifest's rows.
+    `recordings`: by the file of the step.  `split`: None for a single graph; `key` is the build key in it."""
+    builder = _Stages()
     crossing, order = [], []
     early = [None if is_float(value.dtype) else value for value in self_test.outputs]
     for call, contents in enumerate(_contents(program, self_test, prepared, weights, split, key)):
-        growing.give([(program.values[index], contents[index]) for index in program.inputs])
+        builder.give([(program.values[index], contents[index]) for index in program.inputs])
         for step in program.steps:
             if step.kind == "graph":
-                growing.run(recordings[step.file])
+                builder.run(recordings[step.file])
             elif step.kind == "copy":
                 source, target = step.inputs[0], step.outputs[0]
                 if program.values[target].memory != "host":
-                    growing.give([(program.values[target], contents[source])])
+                    builder.give([(program.values[target], contents[source])])
                 else:
-                    growing.read.append(program.values[source])
+                    builder.read.append(program.values[source])
                     crossing.append(contents[source])
                     order.append(CROSSING)
         if call < prepared.self_test_calls - 1:
-            growing.read += [program.values[at] for at, like in zip(program.outputs, early, strict=True) if like is not None]
+            builder.read += [program.values[at] for at, like in zip(program.outputs, early, strict=True) if like is not None]
             order += [EARLY for like in early if like is not None]
     state = state_after(self_test, prepared, weights)
-    growing.read += [program.values[index] for index in program.outputs]
-    growing.read += [program.values[program.inputs[index]] for index in prepared.written]
-    growing.read += [
+    builder.read += [program.values[index] for index in program.outputs]
+    builder.read += [program.values[program.inputs[index]] for index in prepared.written]
+    builder.read += [
         Value(dtype=row.dtype, shape=tuple(value.shape), strides=(1,), memory="state", offset=row.offset) for row, value in state
     ]
-    growing.close()
+    builder.close()
     left = (*self_test.outputs, *[tensor for _, tensor in self_test.written], *[value for _, value in state])
     return Trial(
-        key=program.key, stages=tuple(growing.stages), crossing=tuple(crossing), left=left, self_test=self_test,
+        key=program.key, stages=tuple(builder.stages), crossing=tuple(crossing), left=left, self_test=self_test,
         early=(tuple(early),) * (prepared.self_test_calls - 1), order=(*order, *[LEFT] * len(left)),
     )  # fmt: skip
 
@@ -113,8 +112,8 @@ def make_trial(
 def _contents(
     program: Program, self_test: KeySelfTest, prepared: Prepared, weights: Sequence[Weight], split: SplitProgram | None, key: IntKey
 ) -> Iterator[dict[int, torch.Tensor]]:
-    """Call by call: position of a value -> what eager PyTorch says it holds, on the CPU.  Of inputs and state that is what they
-    hold when the call begins."""
+    """Yields for each call the contents of the program's values by position, as eager PyTorch computes them, on the CPU.  Inputs
+    and state have their contents at the start of the call."""
     input_contents = dict(zip(program.inputs, self_test.inputs, strict=True))
     if split is None:
         yield from [input_contents] * prepared.self_test_calls
@@ -137,12 +136,12 @@ def _contents(
 
 
 def kernel_sources(compiled: Mapping[KernelVariant, CompiledKernel]) -> Sources:
-    """What the kernels of a build were compiled from."""
+    """The variants that the kernels of a build were compiled from."""
     return tuple({(kernel.sha256, kernel.symbol): variant for variant, kernel in compiled.items()}.items())
 
 
 def weight_files(stage: Path, rows: Sequence[Weight]) -> WeightFiles:
-    """What of `rows` lies in which file of `stage`."""
+    """The weight files in `stage` with the rows that each contains."""
     files = ((file_names.WEIGHTS, False), (file_names.TABLES, True))
     chosen = [(stage / name, tuple([row for row in rows if row.computed == computed])) for name, computed in files]
     return tuple([(path, placed) for path, placed in chosen if placed])
@@ -156,7 +155,7 @@ def make_task(
     memories: Sequence[tuple[str, int]],
     weights: WeightFiles,
 ) -> Task:
-    """What the interpreter is asked for, under the build key `key`: the memories are as large as it needs them."""
+    """Returns the interpreter's task under the build key `key`.  The memories have the sizes that the program needs."""
     functions = {function for stage in trial.stages if stage.recording for function in stage.recording.functions}
     used = {(function.image, function.symbol) for function in functions}
     shared = [(name, size) for name, size in memories if name in ("weights", "state")]
@@ -170,21 +169,21 @@ def make_task(
 
 
 def interpret_ranks(tasks: Sequence[Task], ranks: Ranks, run: Callable[[Sequence[Task]], Sequence[Outcome]]) -> tuple[Outcome, ...]:
-    """What came of this rank's tasks.  Those of all ranks at an int_key are one for `run`, which rank 0 calls."""
+    """Returns the outcomes of this rank's tasks.  Rank 0 calls `run`, with the tasks of all ranks at an int_key as one."""
     rank_tasks = ranks.gathered(tuple(tasks))
     outcomes: Sequence[Outcome] = ()
     if not ranks.rank:
-        outcomes = run([replace(task, others=tuple(others)) for task, *others in zip(*rank_tasks, strict=True)])
+        outcomes = run([replace(task, others=tuple(rest)) for task, *rest in zip(*rank_tasks, strict=True)])
     by_rank = [tuple([(outcome, *outcome.others)[rank] for outcome in outcomes]) for rank in range(ranks.size if outcomes else 0)]
     return ranks.scattered(by_rank or [()] * ranks.size)
 
 
 Judge = Callable[[KeySelfTest, Seen], Sequence[Difference] | None]
-"""Says how far what calls gave is from eager PyTorch that makes the same choices; None where no choices explain it."""
+"""Returns the differences from eager PyTorch with the same selected indices, or None if no selection explains the results."""
 
 
 def nobody(self_test: KeySelfTest, seen: Seen) -> None:
-    """The judge who explains nothing."""
+    """The judge that never explains a difference."""
 
 
 def proved(
@@ -197,11 +196,11 @@ def proved(
     entry: str = FORWARD,
     judge: Judge = nobody,
 ) -> tuple[tuple[float, ...], tuple[Proof, ...]]:
-    """The self-test's bounds and proofs as the outcomes make them; a proof without one stays as it is.  `judge` is asked about
-    int_keys that are beyond their bounds.
+    """Returns the self-test's bounds and the proofs of the outcomes; a proof without an outcome stays unchanged.  `judge` is called
+    for int_keys that exceed their bounds.
 
-    `within` bounds what goes to the host: of integers there it is the share that may differ.  Rounding may turn a comparison over,
-    and what follows is computed with eager PyTorch's.  Raises proof-failed.
+    `within` bounds the values that go to the host; for integers it is the share that may differ, because rounding can change a
+    comparison.  Later stages use eager PyTorch's values.  Raises proof-failed.
     """
     key_differences: dict[IntKey, Sequence[Difference]] = {}
     for trial, outcome in trials:
@@ -218,9 +217,9 @@ def proved(
         key_differences[trial.key] = [compare(want, got) for want, got in zip(trial.left, seen.left, strict=True)]
         if not all(difference.error <= bound.bound for difference, bound in zip(key_differences[trial.key], bounds, strict=True)):
             key_differences[trial.key] = judge(trial.self_test, seen) or key_differences[trial.key]
-    kept = accepted(dimensions, bounds, key_differences, allow, "the interpreted kernels differ", entry=entry)
-    measured_proofs = {key: measured(key, "interpret", differences, kept) for key, differences in key_differences.items()}
-    return kept, tuple([measured_proofs.get(proof.key, proof) for proof in proofs])
+    allowed = accepted(dimensions, bounds, key_differences, allow, "the interpreted kernels differ", entry=entry)
+    measured_proofs = {key: measured(key, "interpret", differences, allowed) for key, differences in key_differences.items()}
+    return allowed, tuple([measured_proofs.get(proof.key, proof) for proof in proofs])
 
 
 def _tensor(like: torch.Tensor, contents: bytes) -> torch.Tensor:
@@ -230,7 +229,7 @@ def _tensor(like: torch.Tensor, contents: bytes) -> torch.Tensor:
 
 
 class _Stages:
-    """Stages, growing: what is given after a recording ran begins the next."""
+    """Collects stages.  An input that is given after a recording ran begins the next stage."""
 
     def __init__(self) -> None:
         self.stages: list[Stage] = []

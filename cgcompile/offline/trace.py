@@ -1,5 +1,5 @@
-"""An exported program -> its launches for a GPU that need not be here: lowered to Triton, compiled, its memory planned.  The three
-steps of every cross-compiled recording, whoever asks for it."""
+"""Lowers an exported program to Triton, compiles it and plans its memory, for a GPU that need not be present.  Every cross-compiled
+recording takes these three steps."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ from .lowering_jobs import live_weights, region_jobs, whole_jobs
 from .tuning.measurements import table_file
 
 KERNELS = "kernels.json"
-"""The file of a bundle that says which configuration each kernel has, and why; for people, the runtime never reads it."""
+"""The file of a bundle with the configuration of each kernel and the reason for it.  The runtime never reads it."""
 
 BLOCKS = re.compile(r"\b(BLOCK_[MNK]|GROUP_M)\b[^=\n]*= (\d+)$", re.MULTILINE)
-"""Configuration in the text of a kernel that Inductor made of a template."""
+"""Matches the block sizes in the text of a kernel that Inductor generated from a template."""
 
 
 Calls = Mapping[IntKey, Sequence[torch.Tensor]]
@@ -54,20 +54,20 @@ Calls = Mapping[IntKey, Sequence[torch.Tensor]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoweredPrograms:
-    """The programs by build key; `sources`: names of the weights that something was computed from when they were lowered."""
+    """The programs by build key.  `sources`: the names of the weights that constants were folded from."""
 
     by_key: Mapping[IntKey, LoweredProgram] = field(repr=False)
     sources: frozenset[str]
 
     @property
     def traced(self) -> dict[IntKey, LoweredGraph]:
-        """Of every program its events, over all regions."""
+        """The `Lowered` of every program, over all regions."""
         return {key: program.lowered for key, program in self.by_key.items()}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompiledPrograms:
-    """The kernels of all programs, all images by sha256, and the kernel that sets conditions where there are any."""
+    """The kernels of all programs, all images by sha256, and the kernel that sets conditions, if there are any."""
 
     kernels: Mapping[KernelVariant, CompiledKernel] = field(repr=False)
     images: Mapping[str, bytes] = field(repr=False)
@@ -76,8 +76,8 @@ class CompiledPrograms:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlacedPrograms:
-    """What a recorder gives, and the most bytes that the lifetimes of a key's temporaries need at least.  `world`: which rank of a
-    model over several devices it is."""
+    """The result of a recorder.  `bound`: the largest of the keys' lower bounds, in bytes, for the memory of their temporaries.
+    `world`: the rank, for a model over several devices."""
 
     recorded: RecordedProgram = field(repr=False)
     kept: Kept
@@ -94,7 +94,7 @@ def live_weights_of(spec: BuildSpec, tensors: Mapping[str, torch.Tensor]) -> tup
 def jobs_of(
     spec: BuildSpec, programs: Programs, split: SplitProgram | None, calls: Calls, live: tuple[str, ...]
 ) -> dict[RegionKey, LoweringJob]:
-    """What has to be lowered.  `programs`: the spec's, on the CPU, and `calls` and `split` too; `live` as `live_weights` says."""
+    """Returns the lowering jobs.  `programs` (the spec's), `calls` and `split` are on the CPU.  `live`: see `live_weights`."""
     if split:
         return region_jobs(split, live)
     prepared = spec.by_key({entry.name: dict.fromkeys(entry.keys, entry.prepared) for entry in spec.entries})
@@ -111,8 +111,8 @@ def lower_programs(
     code: str = "",
     seconds: float | None = None,
 ) -> LoweredPrograms:
-    """All jobs lowered, the regions of a key as one program, whose kernels overlap where the target lets them.  `code`: see
-    `lower_all`.  Raises the refusals of lowering, and TimeoutError when it takes more than so many `seconds`."""
+    """Lowers all jobs and joins the regions of a key into one program.  Kernels overlap where the target supports it.  `code`: see
+    `lower_all`.  Raises the errors of lowering, and TimeoutError if it takes more than `seconds`."""
     table = table_file(target.name)
     lowered = lower_all(jobs, target.name, scratch, code=code, cache=cache_folder(), table=table, tell=tell, seconds=seconds)
     sources = {name for graph in lowered.values() for constant in graph.constants for name in constant.sources}
@@ -123,7 +123,7 @@ def lower_programs(
 
 
 def compile_programs(lowered: LoweredPrograms, target: Arch, tell: Tell) -> CompiledPrograms:
-    """All kernels compiled for the target.  Raises kernel-failed, kernel-too-large, kernel-unsupported."""
+    """Compiles all kernels for the target.  Raises kernel-failed, kernel-too-large, kernel-unsupported."""
     variants = list(dict.fromkeys(variant for graph in lowered.traced.values() for variant in graph.variants))
     compiled = compile_variants(variants, target.name, shared_limit=target.shared_optin, cache=cache_folder(), tell=tell)
     images, conditions = {kernel.sha256: kernel.image for kernel in compiled}, None
@@ -142,8 +142,8 @@ def place_programs(
     calls: Calls,
     split: SplitProgram | None,
 ) -> PlacedPrograms:
-    """Plans every key's arena and makes the rows.  Raises donation-refused, parameter-mismatch, place-invalid and the errors of the
-    plan's check."""
+    """Plans every key's arena and builds the rows.  Raises donation-refused, parameter-mismatch, place-invalid and the errors of
+    the plan's check."""
     folded, end = folded_tables(lowered.traced, layout.weights_end)
     kept = keep_outputs(lowered.by_key, donated_outputs(spec, split))
     written = spec.by_key({entry.name: dict.fromkeys(entry.keys, entry.prepared.written) for entry in spec.entries})
@@ -164,7 +164,7 @@ def place_programs(
 
 
 def _exchange_kernels(spec: BuildSpec, lowered: LoweredPrograms) -> ExchangeKernels:
-    """The kernels for all collectives of the programs.  Raises collective-refused without any, kernel-failed."""
+    """The kernels for all collectives of the programs.  Raises collective-refused if there are none, and kernel-failed."""
     assert spec.ranks is not None
     sent = [
         transfer(event.kind, event.dtype, event.nbytes, spec.ranks.size, event.sender)
@@ -177,10 +177,10 @@ def _exchange_kernels(spec: BuildSpec, lowered: LoweredPrograms) -> ExchangeKern
 
 
 def summary(lowered: LoweredPrograms) -> str:
-    """How many kernels there are, and how their configurations were found."""
+    """The number of kernels, and how their configurations were chosen."""
     chosen = [variant.selected_by for graph in lowered.traced.values() for variant in graph.variants]
-    counts = {how: chosen.count(how) for how in ("table", "nearest", "heuristic") if how in chosen}
-    phrases = [f"{count} by {how}" for how, count in counts.items()]
+    counts = {method: chosen.count(method) for method in ("table", "nearest", "heuristic") if method in chosen}
+    phrases = [f"{count} by {method}" for method, count in counts.items()]
     if counts and (single := len(chosen) - sum(counts.values())):
         phrases.append(f"{single} with one to choose from")
     text = ", ".join(phrases)
@@ -188,7 +188,7 @@ def summary(lowered: LoweredPrograms) -> str:
 
 
 def configurations(compiled: Mapping[KernelVariant, CompiledKernel]) -> str:
-    """The configuration of every kernel and what chose it, as JSON."""
+    """The configuration of every kernel and how it was chosen, as JSON."""
     rows = {}
     for variant, kernel in compiled.items():
         sizes = {name: value for name, value in variant.constants if isinstance(value, int) and not isinstance(value, bool)}
@@ -197,13 +197,14 @@ def configurations(compiled: Mapping[KernelVariant, CompiledKernel]) -> str:
         words += [f"warps={variant.warps}", f"stages={variant.stages}"]
         rows[kernel.sha256, kernel.symbol] = " ".join(words), variant.selected_by
     listed = [
-        {"image": image, "symbol": symbol, "configuration": words, "chosen": how} for (image, symbol), (words, how) in rows.items()
+        {"image": image, "symbol": symbol, "configuration": words, "chosen": method}
+        for (image, symbol), (words, method) in rows.items()
     ]
     return json.dumps(sorted(listed, key=lambda row: (row["symbol"], row["image"])), indent=0) + "\n"
 
 
 def _programs(lowered: Mapping[RegionKey, LoweredGraph], split: SplitProgram | None) -> dict[IntKey, LoweredProgram]:
-    """What was lowered, as one program per key."""
+    """The lowered regions as one program per key."""
     if split is None:
         return {key: whole(traced) for (_, key), traced in lowered.items()}
     programs = {}
@@ -219,7 +220,7 @@ def _programs(lowered: Mapping[RegionKey, LoweredGraph], split: SplitProgram | N
 
 
 def folded_tables(traced: Mapping[IntKey, LoweredGraph], end: int) -> tuple[dict[str, Table], int]:
-    """What was computed when lowering, behind the program's own tensors, each once; and the new end of memory `weights`."""
+    """Places the folded constants after the program's own tensors, each once.  Returns them and the new end of memory `weights`."""
     tables: dict[str, Table] = {}
     for constant in [constant for graph in traced.values() for constant in graph.constants]:
         if constant.name not in tables:
@@ -229,7 +230,7 @@ def folded_tables(traced: Mapping[IntKey, LoweredGraph], end: int) -> tuple[dict
 
 
 def _places(rows: Sequence[Weight], folded: Mapping[str, Table]) -> dict[str, Address]:
-    """Where weights and state lie on the GPU, by name."""
+    """The addresses of weights and state on the GPU, by name."""
     memories = {name: MEMORIES.index(name) for name in ("weights", "state")}
     addresses = {row.name: Address(memory=memories[row.memory], offset=row.offset) for row in rows if row.memory != HOST}
     return addresses | {name: Address(memory=memories["weights"], offset=table.offset) for name, table in folded.items()}
@@ -246,9 +247,8 @@ def _assemble(
     conditions: Function | None,
     exchanges: ExchangeKernels | None,
 ) -> tuple[dict[RegionKey, RecordedGraph], int]:
-    """The rows of every region and key, and the largest lower bound of their arenas.  `places`: of weights and state by name;
-    `written`: positions of the inputs that a call changes; `conditions` and `exchanges` as `assemble`
-    takes them."""
+    """Returns the rows of every region and key, and the largest lower bound of their arenas.  `places`: the addresses of weights
+    and state by name.  `written`: the positions of the inputs that a call changes.  `conditions`, `exchanges`: see `assemble`."""
     graphs, bound = {}, 0
     for key, program in programs.items():
         planned = plan(program.lowered, kept.offsets.get(key, {}), kept.start)

@@ -1,5 +1,5 @@
-"""Programs with branches and loops as blocks: straight parts, and between them `torch.cond` and `torch.while_loop` with blocks of
-their own.  Each straight part is a module that is lowered by itself.  Pure FX; the graphs that are given stay as they are.
+"""Splits a program into blocks.  A block has straight parts, and between them `torch.cond` and `torch.while_loop` with blocks as
+bodies.  Each straight part is lowered as a module of its own.  Pure FX; the input graphs are not changed.
 
 Private interfaces (torch 2.11, 2.13): the order of these operators' arguments.
 """
@@ -33,7 +33,7 @@ class Straight:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Branch:
-    """`torch.cond`: a block for true and one for false take `operands`; `outputs` are the names of what they give."""
+    """`torch.cond`.  `bodies`: the blocks for true and false; both take `operands`.  `outputs`: the names of the results."""
 
     name: str
     predicate: str
@@ -44,8 +44,8 @@ class Branch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Switch:
-    """`torch.cond` inside of the false side of another, and so on, that all compare one value with constants.  `choice` names a
-    byte: the body of that number runs, counted from 0, and takes its own of the `operands`."""
+    """Nested `torch.cond` operators, each in the false branch of the one before, that compare one value with constants.  `choice`
+    names a uint8 value: the number of the body that runs, from 0.  `operands` has one tuple per body."""
 
     name: str
     choice: str
@@ -56,8 +56,8 @@ class Switch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Loop:
-    """`torch.while_loop`: `condition` and `body` take what is carried, and behind it `operands`; `carried` are the first values.
-    The body gives what is carried on, and last the condition for the next turn."""
+    """`torch.while_loop`.  `condition` and `body` take the loop-carried values and then `operands`.  `carried`: the initial
+    loop-carried values.  The body returns the new loop-carried values and last the condition for the next iteration."""
 
     name: str
     condition: Block
@@ -69,8 +69,8 @@ class Loop:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Block:
-    """A graph: its parts in order, the first and the last one straight.  `inputs` and `outputs` name values.  `source` is what it
-    was made of, `module` a copy of it whose predicates are tensors of bool."""
+    """A graph.  `parts` are in order; the first and the last one are straight.  `inputs` and `outputs` name values.  `source`: the
+    original graph.  `module`: a copy in which predicates are bool tensors and choices are uint8 tensors."""
 
     source: GraphModule
     module: GraphModule
@@ -83,12 +83,12 @@ Part: TypeAlias = Straight | Branch | Switch | Loop
 
 
 def has_conditionals(module: GraphModule) -> bool:
-    """Whether a program has any; not inside of other higher-order operators."""
+    """Whether a program has `torch.cond` or `torch.while_loop`.  Does not look into other higher-order operators."""
     return any(is_conditional(node) for node in module.graph.nodes)
 
 
 def blocks(module: GraphModule, *, layers: bool = False) -> Block:
-    """A graph as a block, with those of its branches and loops.  `layers`: of many equal layers each becomes a straight part."""
+    """Builds the block of a graph.  `layers`: each of many equal layers becomes a straight part of its own."""
     return _block(module, _copied(module), layers)
 
 
@@ -96,11 +96,11 @@ def _block(source: GraphModule, module: GraphModule, layers: bool) -> Block:
     switches = {node: cases for node in module.graph.nodes if (cases := cases_of(source, module, node))}
     for node in [node for node in module.graph.nodes if higher_order(node) == COND]:
         with module.graph.inserting_before(node):
-            known = node.args[0]
-            value = choice_of(module.graph, known, switches[node]) if node in switches else _as_byte(module.graph, known)
+            predicate = node.args[0]
+            value = choice_of(module.graph, predicate, switches[node]) if node in switches else _as_byte(module.graph, predicate)
         node.update_arg(0, value)
-        if isinstance(known, Node) and known.op == "call_function" and not known.users:
-            module.graph.erase_node(known)
+        if isinstance(predicate, Node) and predicate.op == "call_function" and not predicate.users:
+            module.graph.erase_node(predicate)
     names = _names(module.graph)
     straight: list[list[Node]] = [[]]
     conditionals: list[Node] = []
@@ -112,17 +112,17 @@ def _block(source: GraphModule, module: GraphModule, layers: bool) -> Block:
             straight[-1].append(node)
     (output,) = module.graph.find_nodes(op="output")
     groups = [pieces(nodes) if layers else [nodes] for nodes in straight]
-    wanted = _crossing_nodes([group for cut in groups for group in cut], conditionals, output)
+    crossing = _crossing_nodes([group for cut in groups for group in cut], conditionals, output)
     parts: list[Part] = []
     for number, cut in enumerate(groups):
         for group in cut:
-            outputs = [node for node in group if node in wanted]
-            wanted.difference_update(outputs)  # what several parts compute the first one gives
+            outputs = [node for node in group if node in crossing]
+            crossing.difference_update(outputs)  # if several parts compute a value, the first one returns it
             parts.append(Straight(nodes=tuple(group), outputs=tuple([node.name for node in outputs])))
         if number < len(conditionals):
             node = conditionals[number]
-            several = switches.get(node)
-            part = _switch(node, several, names, layers) if several else _conditional(source, module, node, names, layers)
+            node_cases = switches.get(node)
+            part = _switch(node, node_cases, names, layers) if node_cases else _conditional(source, module, node, names, layers)
             parts.append(part)
     return Block(
         source=source,
@@ -134,20 +134,21 @@ def _block(source: GraphModule, module: GraphModule, layers: bool) -> Block:
 
 
 def straight_module(block: Block, part: Straight, outputs: Sequence[Operand], takes: Sequence[str] = ()) -> GraphModule:
-    """The operations of a part as a module that gives `outputs`; it takes what they need, by name, and `takes` in any case."""
-    graph, held = Graph(), {}
+    """Returns a module with the operations of a part, for `outputs`.  Its inputs are the values that it needs and those of
+    `takes`."""
+    graph, attributes = Graph(), {}
     new_nodes: dict[str, Any] = {}
     names = _names(block.module.graph)
-    known = {node.name: node for node in block.module.graph.nodes}
+    nodes_by_name = {node.name: node for node in block.module.graph.nodes}
     part_names = {node.name for node in part.nodes}
     needed = [names.get(source, source.name) for node in part.nodes for source in node.all_input_nodes]
     needed += [operand for operand in (*takes, *outputs) if isinstance(operand, str)]
     for name in dict.fromkeys(needed):
         if name in part_names:
             continue
-        if name in known and known[name].op == "get_attr":
-            target = str(known[name].target)
-            held[target] = operator.attrgetter(target)(block.module)
+        if name in nodes_by_name and nodes_by_name[name].op == "get_attr":
+            target = str(nodes_by_name[name].target)
+            attributes[target] = operator.attrgetter(target)(block.module)
             new_nodes[name] = graph.get_attr(target)
         else:
             new_nodes[name] = graph.placeholder(name.replace(".", "_"))
@@ -155,34 +156,34 @@ def straight_module(block: Block, part: Straight, outputs: Sequence[Operand], ta
     for node in part.nodes:
         new_nodes[node.name] = graph.node_copy(node, lambda operand: new_nodes[names.get(operand, operand.name)])
     graph.output(tuple([new_nodes[output] if isinstance(output, str) else output for output in outputs]))
-    return GraphModule(held, graph)
+    return GraphModule(attributes, graph)
 
 
 def taken(module: GraphModule) -> tuple[str, ...]:
-    """The names of the values that a module of `straight_module` takes."""
+    """The names of the input values of a module that `straight_module` returned."""
     return tuple([node.meta["value"] for node in module.graph.find_nodes(op="placeholder")])
 
 
 def needed_after(block: Block, more: Iterable[Operand] = ()) -> list[set[str]]:
-    """After each part the names that the rest of the block needs, its outputs and `more` among them."""
-    rest = {operand for operand in (*block.outputs, *more) if isinstance(operand, str)}
+    """For each part, the names of the values that the parts after it or the block's outputs need.  `more` counts as outputs too."""
+    names = {operand for operand in (*block.outputs, *more) if isinstance(operand, str)}
     needed: list[set[str]] = []
     for part in reversed(block.parts):
-        needed.append(set(rest))
+        needed.append(set(names))
         match part:
             case Straight(nodes=nodes):
-                rest |= set(taken(straight_module(block, part, ()))) if nodes else set()
+                names |= set(taken(straight_module(block, part, ()))) if nodes else set()
             case Branch(predicate=predicate, operands=operands):
-                rest |= {predicate, *[operand for operand in operands if isinstance(operand, str)]}
-            case Switch(choice=choice, operands=several):
-                rest |= {choice, *[operand for operands in several for operand in operands if isinstance(operand, str)]}
+                names |= {predicate, *[operand for operand in operands if isinstance(operand, str)]}
+            case Switch(choice=choice, operands=case_operands):
+                names |= {choice, *[operand for operands in case_operands for operand in operands if isinstance(operand, str)]}
             case Loop(carried=carried, operands=operands):
-                rest |= {operand for operand in (*carried, *operands) if isinstance(operand, str)}
+                names |= {operand for operand in (*carried, *operands) if isinstance(operand, str)}
     return needed[::-1]
 
 
 def _names(graph: Graph) -> dict[Node, str]:
-    """Names of the results of branches and loops."""
+    """The names of the results of branches and loops, by their getitem nodes."""
     return {
         user: f"{node.name}.{user.args[1]}"
         for node in graph.nodes
@@ -193,12 +194,12 @@ def _names(graph: Graph) -> dict[Node, str]:
 
 
 def _crossing_nodes(groups: Sequence[Sequence[Node]], conditionals: Sequence[Node], output: Node) -> set[Node]:
-    """The nodes whose values cross from one part to another."""
-    wanted = {source for node in (*conditionals, output) for source in node.all_input_nodes}
+    """The nodes whose values one part computes and another part, a branch, a loop or the output reads."""
+    crossing = {source for node in (*conditionals, output) for source in node.all_input_nodes}
     for group in groups:
         inside = set(group)
-        wanted |= {source for node in group for source in node.all_input_nodes if source not in inside}
-    return wanted
+        crossing |= {source for node in group for source in node.all_input_nodes if source not in inside}
+    return crossing
 
 
 def _switch(node: Node, cases: Sequence[Case], names: dict[Node, str], layers: bool) -> Switch:
@@ -228,7 +229,7 @@ def _conditional(source: GraphModule, module: GraphModule, node: Node, names: di
             operands=_operands(operands, names),
             outputs=tuple([f"{node.name}.{number}" for number in range(len(blocks_of[0].outputs))]),
         )
-    carried, more = node.args[2:4]
+    carried, extra_operands = node.args[2:4]
     _as_bool(first[1])
     _append(second[1], first[1], len(carried))
     return Loop(
@@ -236,20 +237,20 @@ def _conditional(source: GraphModule, module: GraphModule, node: Node, names: di
         condition=_block(*first, layers),
         body=_block(*second, layers),
         carried=_operands(carried, names),
-        operands=_operands(more, names),
+        operands=_operands(extra_operands, names),
         outputs=tuple([f"{node.name}.{number}" for number in range(len(carried))]),
     )
 
 
 def _body_names(node: Node) -> tuple[str, str]:
-    """Where the modules of a branch or a loop are: of true and false, or of the condition and a turn."""
-    one, two = node.args[1:3] if higher_order(node) == COND else node.args[:2]
-    assert isinstance(one, Node) and isinstance(two, Node)
-    return str(one.target), str(two.target)
+    """The attribute names of the bodies: (true, false) of a branch, (condition, body) of a loop."""
+    first, second = node.args[1:3] if higher_order(node) == COND else node.args[:2]
+    assert isinstance(first, Node) and isinstance(second, Node)
+    return str(first.target), str(second.target)
 
 
 def _copied(module: GraphModule) -> GraphModule:
-    """A copy of the graph, and of those of its branches and loops; the tensors are the same."""
+    """Copies the graph and the bodies of its branches and loops.  The copies share the tensors."""
     graph, copies = Graph(), dict[Node, Node]()
     for node in module.graph.nodes:
         copies[node] = graph.node_copy(node, copies.__getitem__)
@@ -261,7 +262,7 @@ def _copied(module: GraphModule) -> GraphModule:
 
 
 def _as_bool(module: GraphModule) -> None:
-    """Makes the result of a loop's condition a tensor of bool."""
+    """Makes the result of a loop's condition a bool tensor."""
     (output,) = module.graph.find_nodes(op="output")
     (result,) = _listed(output.args[0])
     with module.graph.inserting_before(output):
@@ -269,7 +270,7 @@ def _as_bool(module: GraphModule) -> None:
 
 
 def _append(body: GraphModule, condition: GraphModule, carried: int) -> None:
-    """Makes the condition for the next turn the last result of a loop's body: what compares is fused with what computes."""
+    """Adds the condition for the next iteration to a loop body's results, so that Inductor can fuse it with the body."""
     (output,) = body.graph.find_nodes(op="output")
     arguments = [*_listed(output.args[0]), *body.graph.find_nodes(op="placeholder")[carried:]]
     copies: dict[Node, Any] = dict(zip(condition.graph.find_nodes(op="placeholder"), arguments, strict=True))

@@ -1,4 +1,4 @@
-"""Components: operations that must stay in one region, made one.  Pure Python."""
+"""Groups operations that must stay in one region into components.  Pure Python."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from collections.abc import Iterable, Sequence
 
 
 def components(count: int, edges: Iterable[tuple[int, int]], together: Iterable[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
-    """`count` operations as components, each in the original order, the components in an order that `edges` (earlier, later) allow.
+    """Groups operations 0 to `count` - 1 into components, ordered so that every edge (earlier, later) is respected.
 
-    The members of each of `together` are in one component, and so is what depends on one member and another depends on: a region
-    cannot be left and entered again.  With each of `together` as a circle these are the strongly connected ones (Tarjan 1972).
+    The members of each entry of `together` are in one component.  So are the operations on a path of edges between two of them,
+    because a region cannot be left and entered again.  With each entry as a cycle, these are the strongly connected components
+    (Tarjan 1972).
     """
     after: list[set[int]] = [set() for _ in range(count)]
     for earlier, later in edges:
@@ -23,7 +24,7 @@ def components(count: int, edges: Iterable[tuple[int, int]], together: Iterable[
 
 
 def _strongly_connected(after: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Tarjan's algorithm, without recursion: programs have thousands of operations in a row."""
+    """Tarjan's algorithm, without recursion because programs have chains of thousands of operations."""
     index: dict[int, int] = {}
     low: dict[int, int] = {}
     stack: list[int] = []
@@ -61,24 +62,24 @@ def _strongly_connected(after: Sequence[Sequence[int]]) -> list[list[int]]:
 
 
 def _ordered(components: Sequence[tuple[int, ...]], after: Sequence[set[int]]) -> tuple[tuple[int, ...], ...]:
-    """Components in the order nearest to the original one: of those that are free, the one whose first operation comes first."""
+    """Sorts components topologically.  Of those whose predecessors are done, takes the one whose first operation comes first."""
     component_of = {member: number for number, component in enumerate(components) for member in component}
     readers = [
         {component_of[reader] for member in component for reader in after[member]} - {number}
         for number, component in enumerate(components)
     ]
-    missing = [0] * len(components)
+    pending = [0] * len(components)
     for component_readers in readers:
         for reader in component_readers:
-            missing[reader] += 1
-    free = [(component[0], number) for number, component in enumerate(components) if not missing[number]]
-    heapq.heapify(free)
+            pending[reader] += 1
+    ready = [(component[0], number) for number, component in enumerate(components) if not pending[number]]
+    heapq.heapify(ready)
     ordered = []
-    while free:
-        _, number = heapq.heappop(free)
+    while ready:
+        _, number = heapq.heappop(ready)
         ordered.append(components[number])
         for reader in readers[number]:
-            missing[reader] -= 1
-            if not missing[reader]:
-                heapq.heappush(free, (components[reader][0], reader))
+            pending[reader] -= 1
+            if not pending[reader]:
+                heapq.heappush(ready, (components[reader][0], reader))
     return tuple(ordered)

@@ -1,4 +1,4 @@
-"""What crosses between regions, and sentences about where an operation runs."""
+"""The values that cross between regions, and sentences about where an operation runs."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch.fx import GraphModule
 from .split import Partition, PlannedRegion
 
 CALL = "call"
-"""The other side of the first inputs and the last outputs: the caller, whose tensors are on the device."""
+"""Stands for the caller, which provides the inputs and receives the outputs.  Its tensors are on the device."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Crossing:
-    """A value that one region makes and another reads: `source` and `target` are names of regions, or CALL.  `nbytes` at the key.
-    `copied`: it goes between host and device here; what was copied once is not copied again."""
+    """A value that one region computes and another reads.  `source` and `target`: names of regions, or CALL.  `nbytes`: its size at
+    the key.  `copied`: the value is copied between host and device here.  No value is copied twice in the same direction."""
 
     value: str
     source: str
@@ -27,7 +27,7 @@ class Crossing:
 
 
 def crossings(partition: Partition, modules: Sequence[GraphModule]) -> tuple[Crossing, ...]:
-    """Every value that crosses, by target region in their order; `modules` are `region_modules` at the key."""
+    """Returns every value that crosses, ordered by target region.  `modules` are the `region_modules` at the key."""
     maker = {name: region for region in partition.regions for name in region.outputs}
     input_names = (*partition.inputs, *partition.state)
     sides = {(name, "graph") for name in input_names} | {(name, region.kind) for name, region in maker.items()}
@@ -45,7 +45,7 @@ def crossings(partition: Partition, modules: Sequence[GraphModule]) -> tuple[Cro
 
 
 def _bytes(partition: Partition, modules: Sequence[GraphModule]) -> dict[str, int]:
-    """Of every value that crosses, from the metadata of the modules' inputs and outputs."""
+    """The size in bytes of every value that crosses, from the metadata of the modules' inputs and outputs."""
     sizes: dict[str, int] = {}
     for region, module in zip(partition.regions, modules, strict=True):
         placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
@@ -61,7 +61,7 @@ def _bytes(partition: Partition, modules: Sequence[GraphModule]) -> dict[str, in
 
 
 def effect_of(partition: Partition, node: str) -> str:
-    """What becomes of the operation `node` of the program: the effect of a finding about it."""
+    """The effect of a finding about the operation `node` of the program: where it runs, as a sentence."""
     regions = [region for region in partition.regions if node in region.nodes]
     if not regions:
         return "nothing is computed for it when the program is replayed"

@@ -1,14 +1,14 @@
-"""The cuts: operations of two kinds and their dependencies -> the fewest alternating layers.  Pure Python.
+"""Cuts operations of two kinds, with dependencies, into the fewest alternating layers.  Pure Python.
 
-**The minimum.**  Number the layers from 1 and let the kind of the first one be given; the kinds then alternate.  Give every
-operation the smallest number that its kind allows and that is not below those of its dependencies (`_earliest`).  By induction no
-valid numbering gives a smaller one.  So the largest number is the fewest layers with this first kind, and the better of the two
-first kinds is the minimum.  (A first layer that stays empty means that no numbering starts with that kind.)
+**The minimum.**  Number the layers from 1 and fix the kind of the first layer; the kinds alternate after it.  Give every operation
+the smallest number that its kind allows and that is not below those of its dependencies (`_earliest`).  By induction, no valid
+numbering gives a smaller number.  So the largest number is the fewest layers for this first kind.  The minimum is the better of the
+two first kinds.  (If the first layer stays empty, no numbering starts with that kind.)
 
 **The choice among minimal ones.**  `_settle` goes backwards.  Each operation takes the largest number that is not above those of
-what depends on it, nor above the layer that the original order had reached.  One of kind "either" takes a graph layer wherever its
-range holds one.  One of kind "host" takes its smallest number: host operations that read the same are best in one layer.  This is
-greedy: another choice may have one operation of kind "either" fewer on the host.
+its readers, nor above the layer that the original order had reached.  An operation of kind "either" takes a graph layer if its
+range has one.  An operation of kind "host" takes its smallest number: host operations that read the same values are best in one
+layer.  This is greedy: another choice may have one operation of kind "either" fewer on the host.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 Kind = Literal["graph", "host", "either"]
-"""Where an operation can run; "either" costs nothing anywhere."""
+"""Where an operation can run.  "either": a free operation, which costs nothing on either side."""
 
 Side = Literal["graph", "host"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layer:
-    """Operations of one region, by their positions, in an order that their dependencies allow: the original one."""
+    """The positions of the operations of one region, in the original order."""
 
     kind: Side
     operations: tuple[int, ...]
@@ -33,7 +33,7 @@ class Layer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Numbering:
-    """A number for every operation; the layer of number 1 has the kind `first`."""
+    """A layer number for every operation.  Layer 1 has the kind `first`."""
 
     first: Side
     earliest: tuple[int, ...]
@@ -47,12 +47,12 @@ class _Numbering:
 def cut(
     kinds: Sequence[Kind], edges: Sequence[tuple[int, int]], small: int = 0, weights: Sequence[int] | None = None
 ) -> tuple[Layer, ...]:
-    """The fewest layers that alternate between graph and host and respect `edges`, pairs (earlier, later) of positions.
+    """Returns the fewest layers that alternate between graph and host and respect `edges`, pairs (earlier, later) of positions.
 
-    `small`: a graph layer between two host layers that weighs less is given up, the lightest first, while another graph is left.
-    The first and the last one stay: the call's values cross there anyhow.  Each operation of kind "graph" weighs 1, or as `weights`
-    says.  A copy to the host and back takes about 20 us, a small kernel 2 to 5 us.  Raises ValueError for an edge that does not
-    point forward.
+    `small`: a graph layer between two host layers that weighs less moves to the host, the lightest first, while another graph is
+    left.  The first and the last layer stay, because the call's inputs and outputs cross there anyway.  Each operation of kind
+    "graph" weighs 1, or its entry of `weights`.  A copy to the host and back takes about 20 us, a small kernel 2 to 5 us.  Raises
+    ValueError for an edge that does not point forward.
     """
     before: list[list[int]] = [[] for _ in kinds]
     for earlier, later in edges:
@@ -76,7 +76,8 @@ def cut(
 
 
 def _best(kinds: Sequence[Kind], before: Sequence[Sequence[int]], after: Sequence[Sequence[int]]) -> _Numbering:
-    """Of both first kinds: fewer layers, then fewer free operations on the host, then nearer to the original order, then graph."""
+    """Returns the better numbering: fewer layers, fewer free operations on the host, nearer to the original order, then graph
+    first."""
     numberings = []
     sides: tuple[Side, Side] = ("graph", "host")
     for first in sides:
@@ -122,7 +123,7 @@ def _latest(kinds: Sequence[Kind], after: Sequence[Sequence[int]], first: Side, 
 
 
 def _settle(kinds: Sequence[Kind], after: Sequence[Sequence[int]], first: Side, earliest: Sequence[int]) -> list[int]:
-    """Numbers between the earliest and what the readers allow: never above a reader's number, nor below the own earliest."""
+    """Chooses each operation's number between its earliest number and the smallest number of its readers."""
     reached, running = [], 1
     for number in earliest:
         running = max(running, number)
@@ -142,23 +143,23 @@ def _settle(kinds: Sequence[Kind], after: Sequence[Sequence[int]], first: Side, 
 def _too_small(
     best: _Numbering, kinds: Sequence[Kind], after: Sequence[Sequence[int]], small: int, weights: Sequence[int]
 ) -> tuple[int, ...]:
-    """The operations of the lightest graph layer between two host layers that can be in no other one, if they weigh too little."""
+    """Returns the operations that fit only in the lightest graph layer between two host layers, if they weigh less than `small`."""
     latest = _latest(kinds, after, best.first, best.count)
     graphs = [number for number in range(1, best.count + 1) if _side(number, best.first) == "graph"]
     inner = [number for number in graphs if 1 < number < best.count]
-    held = {
+    fixed = {
         number: tuple([p for p in range(len(kinds)) if kinds[p] == "graph" and best.earliest[p] == latest[p] == number])
         for number in inner
     }
-    light = {number: sum(weights[position] for position in held[number]) for number in inner}
+    light = {number: sum(weights[position] for position in fixed[number]) for number in inner}
     if len(graphs) < 2 or not inner:
         return ()
     lightest = min(inner, key=lambda number: (light[number], number))
-    return held[lightest] if light[lightest] < small else ()
+    return fixed[lightest] if light[lightest] < small else ()
 
 
 def _layers(best: _Numbering) -> tuple[Layer, ...]:
     positions: list[list[int]] = [[] for _ in range(best.count)]
     for position, number in enumerate(best.numbers):
         positions[number - 1].append(position)
-    return tuple([Layer(kind=_side(number, best.first), operations=tuple(held)) for number, held in enumerate(positions, 1)])
+    return tuple([Layer(kind=_side(number, best.first), operations=tuple(layer)) for number, layer in enumerate(positions, 1)])

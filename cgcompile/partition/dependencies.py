@@ -1,7 +1,7 @@
-"""Dependencies of a program: the operations that run in one region, what depends on what, and what is recomputed where it is read.
+"""Dependencies of a program: the operations that run in one region, their edges, and the nodes that every reader recomputes.
 
-A number of the host and a tensor whose size depends on data are *recomputed* in every host region that reads them: they never
-cross.  Where memory is written to, a second computation could differ: there they are operations like others, tied to all readers.
+Every host region that reads a data-dependent number or a tensor of data-dependent size *recomputes* it.  Such values never cross.
+Where memory is written to, a second computation could differ.  Such nodes are ordinary operations, in one region with all readers.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from .writes import WriteConstraints, write_constraints
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Dependencies:
-    """`nodes`: the operations that run in one region, in the program's order.  `edges`: pairs (earlier, later) of them.
+    """`nodes`: the operations that run in one region each, in the program's order.  `edges`: pairs (earlier, later) of them.
 
-    `together`: sets that must be in one region.  `needs`: the recomputed nodes that each needs, in the program's order.  `writes`:
-    the constraints that they follow.  `assertions` go wherever the values are that they look at, each with those values and all
-    nodes it needs.
+    `together`: sets that must be in one region.  `needs`: the recomputed nodes that each operation needs, in the program's order.
+    `writes`: the constraints from writes to memory.  `assertions`: for each assertion that is recomputed too, the values that it
+    checks and all nodes that it needs.
     """
 
     nodes: tuple[Node, ...]
@@ -33,18 +33,18 @@ class Dependencies:
     assertions: dict[Node, tuple[frozenset[Node], tuple[Node, ...]]]
 
     def with_recomputed(self, nodes: Sequence[Node]) -> list[Node]:
-        """`nodes` with the recomputed nodes that they need and the assertions about these, in the program's order."""
-        held = {*nodes, *[recomputed for node in nodes for recomputed in self.needs.get(node, ())]}
+        """Returns `nodes` with the recomputed nodes that they need and the assertions about these, in the program's order."""
+        selected = {*nodes, *[recomputed for node in nodes for recomputed in self.needs.get(node, ())]}
         for assertion, (sources, needed) in self.assertions.items():
-            if sources <= held:
-                held |= {assertion, *needed}
-        graph = next(iter(held)).graph if held else None
-        return [node for node in graph.nodes if node in held] if graph is not None else []
+            if sources <= selected:
+                selected |= {assertion, *needed}
+        graph = next(iter(selected)).graph if selected else None
+        return [node for node in graph.nodes if node in selected] if graph is not None else []
 
 
 def find_dependencies(program: ExportedProgram, known: NodeKinds) -> Dependencies:
     writes = write_constraints(program.graph_module, known)
-    fixed: set[Node] = set()  # depends on data, and is not recomputed all the same
+    fixed: set[Node] = set()  # data-dependent nodes that are not recomputed
     for node in known:
         if known[node] is NodeKind.DATA_DEPENDENT and (node in writes.touched or fixed.intersection(node.all_input_nodes)):
             fixed.add(node)
@@ -56,24 +56,24 @@ def find_dependencies(program: ExportedProgram, known: NodeKinds) -> Dependencie
         for node in known
         if known[node] is NodeKind.OPERATION or node in fixed or (known[node] is NodeKind.ASSERTION and node not in assertions)
     ]
-    held = set(nodes)
-    edges = [(source, node) for node in nodes for user in (node, *needs[node]) for source in user.all_input_nodes if source in held]
-    edges += [(earlier, later) for earlier, later in writes.order if earlier in held and later in held]
-    together = [*writes.together, *_lists(nodes, known), *[(node, user) for node in fixed for user in node.users if user in held]]
+    ops = set(nodes)
+    edges = [(source, node) for node in nodes for user in (node, *needs[node]) for source in user.all_input_nodes if source in ops]
+    edges += [(earlier, later) for earlier, later in writes.order if earlier in ops and later in ops]
+    together = [*writes.together, *_lists(nodes, known), *[(node, user) for node in fixed for user in node.users if user in ops]]
     return Dependencies(
         nodes=tuple(nodes),
         edges=tuple(dict.fromkeys(edges)),
-        together=tuple([tuple([node for node in group if node in held]) for group in together]),
+        together=tuple([tuple([node for node in group if node in ops]) for group in together]),
         needs={node: needs[node] for node in nodes},
         writes=writes,
         assertions=assertions,
     )
 
 
-def _needs(known: NodeKinds, recomputed: set[Node]) -> dict[Node, tuple[Node, ...]]:
-    order = {node: place for place, node in enumerate(known)}
+def _needs(kinds: NodeKinds, recomputed: set[Node]) -> dict[Node, tuple[Node, ...]]:
+    order = {node: place for place, node in enumerate(kinds)}
     needs: dict[Node, tuple[Node, ...]] = {}
-    for node in known:
+    for node in kinds:
         needed: set[Node] = set()
         for source in node.all_input_nodes:
             if source in recomputed:
@@ -83,23 +83,23 @@ def _needs(known: NodeKinds, recomputed: set[Node]) -> dict[Node, tuple[Node, ..
 
 
 def _assertions(
-    known: NodeKinds, fixed: set[Node], needs: dict[Node, tuple[Node, ...]]
+    kinds: NodeKinds, fixed: set[Node], needs: dict[Node, tuple[Node, ...]]
 ) -> dict[Node, tuple[frozenset[Node], tuple[Node, ...]]]:
-    """The assertions that go with what they look at: all values that one looks at are needed together by an operation."""
-    together = [set(needs[node]) for node in known if needs[node] and known[node] is NodeKind.OPERATION]
+    """Returns the assertions that are recomputed.  A single operation must need all values that the assertion checks."""
+    together = [set(needs[node]) for node in kinds if needs[node] and kinds[node] is NodeKind.OPERATION]
     assertions = {}
-    for node in known:
-        if known[node] is NodeKind.ASSERTION and not fixed.intersection(node.all_input_nodes):
+    for node in kinds:
+        if kinds[node] is NodeKind.ASSERTION and not fixed.intersection(node.all_input_nodes):
             sources = frozenset([value for value in needs[node] if value.meta.get("unbacked_bindings")]) or frozenset(needs[node])
             if any(sources <= group for group in together):
                 assertions[node] = (sources, needs[node])
     return assertions
 
 
-def _lists(nodes: Iterable[Node], known: NodeKinds) -> list[tuple[Node, ...]]:
-    """A list of tensors cannot cross: what makes one and what takes it apart stay together."""
+def _lists(nodes: Iterable[Node], kinds: NodeKinds) -> list[tuple[Node, ...]]:
+    """Pairs each operation that makes a list of tensors with the readers of the list.  A list cannot cross between regions."""
     return [
-        (node, *[user for user in node.users if known[user] is NodeKind.OPERATION])
+        (node, *[user for user in node.users if kinds[user] is NodeKind.OPERATION])
         for node in nodes
-        if isinstance(node.meta.get("val"), list | tuple) and known[node] is NodeKind.OPERATION
+        if isinstance(node.meta.get("val"), list | tuple) and kinds[node] is NodeKind.OPERATION
     ]

@@ -1,7 +1,7 @@
-"""Regions isolated from each other, for one int_key: what a graph recorder and the host's compiler start from.
+"""Isolated regions for one int_key: the input of graph recording and of the host compiler.
 
-What crosses is copied as bytes, so its maker makes it contiguous.  A region hands out no view of what it was given.  State and
-inputs of the call that a region writes to belong to it alone: a graph writes in place, the host gives back new values.
+A value that crosses is copied as bytes, so its region makes it contiguous.  A region returns no view of its inputs.  State and
+inputs that a region writes to are used by no other region.  A graph writes in place, the host returns new values.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class RegionModule:
     """A region at one int_key: `module(*inputs) -> tuple`, in the order of the names in `planned.inputs` and
     `planned.module_outputs`.
 
-    `passed_through`: outputs of a host region that computes nothing -> the inputs that they are.
+    `passed_through`: for a host region that computes nothing, the name of the input that each output is.
     """
 
     planned: PlannedRegion
@@ -36,7 +36,7 @@ class RegionModule:
 
 
 def isolated_regions(program: ExportedProgram, partition: Partition, tensors: Sequence[torch.Tensor]) -> tuple[RegionModule, ...]:
-    """The regions in order; `tensors` have the sizes of the key's inputs.  Raises inputs-unlike."""
+    """Returns the isolated regions in order.  `tensors` have the sizes of the key's inputs.  Raises inputs-unlike."""
     modules = region_modules(program, partition, tensors)
     on_host = {name for region in partition.regions if region.kind == "host" for name in region.inputs}
     return tuple([_isolated(region, module, on_host) for region, module in zip(partition.regions, modules, strict=True)])
@@ -45,9 +45,9 @@ def isolated_regions(program: ExportedProgram, partition: Partition, tensors: Se
 def eager_values(
     program: ExportedProgram, regions: Sequence[RegionModule], partition: Partition, tensors: Sequence[torch.Tensor], calls: int = 1
 ) -> list[dict[str, torch.Tensor]]:
-    """Call by call, every value by name, by eager PyTorch: what host regions make on the CPU, the rest where the program is.
+    """Runs the regions in eager PyTorch, host regions on the CPU, and returns for each call all values by name.
 
-    Inputs and state have the values that they had before the call.  The program's buffers hold afterwards what they held before.
+    Inputs and state have the values from before the call.  The program's buffers are restored afterwards.
     """
     state = state_tensors(program, partition)
     first = {name: copied(value) for name, value in state.items()}
@@ -64,7 +64,7 @@ def eager_values(
 
 
 def state_tensors(program: ExportedProgram, partition: Partition) -> dict[str, torch.Tensor]:
-    """The program's own tensors of the buffers that its regions write to or that the host is given, by their placeholders."""
+    """Returns the buffers that the program's regions write to or that the host reads, by their placeholders' names."""
     names, tensors = weight_placeholders(program), weight_tensors(program)
     used = {*partition.state, *[name for region in partition.regions for name in region.written]}
     return {name: tensors[target] for name, target in names.items() if name in used}
@@ -81,10 +81,10 @@ def _eager_call(
     for region in regions:
         planned = region.planned
         written = {name: values[name].clone() for name in planned.written if name not in state}
-        where = CPU if planned.kind == "host" else device
-        outputs = region.module(*[written.get(name, values[name]).to(where) for name in planned.inputs])
-        lasting = {tensor.untyped_storage().data_ptr() for tensor in (*written.values(), *state.values()) if tensor.numel()}
-        copies = [output.clone() if output.untyped_storage().data_ptr() in lasting else output for output in outputs]
+        region_device = CPU if planned.kind == "host" else device
+        outputs = region.module(*[written.get(name, values[name]).to(region_device) for name in planned.inputs])
+        persistent = {tensor.untyped_storage().data_ptr() for tensor in (*written.values(), *state.values()) if tensor.numel()}
+        copies = [output.clone() if output.untyped_storage().data_ptr() in persistent else output for output in outputs]
         values.update(zip(planned.module_outputs, copies, strict=True))
         for name in planned.written:
             if name in state and planned.kind == "host":
@@ -93,7 +93,7 @@ def _eager_call(
 
 
 def uploaded_values(partition: Partition) -> tuple[str, ...]:
-    """The values that the host makes and a graph, or the caller, takes: they need a place on the GPU."""
+    """The names of the values that the host computes and a graph or the caller reads.  They need memory on the GPU."""
     taken = {name for region in partition.regions if region.kind == "graph" for name in region.inputs} | set(partition.outputs)
     return tuple([name for region in partition.regions if region.kind == "host" for name in region.outputs if name in taken])
 
@@ -105,7 +105,7 @@ def _isolated(region: PlannedRegion, module: GraphModule, on_host: set[str]) -> 
         return RegionModule(
             planned=region, module=module, passed_through={name: node.name for name, node in zip(region.outputs, outs, strict=True)}
         )
-    for place, name in enumerate(region.outputs):  # what lies behind them is a clone already
+    for place, name in enumerate(region.outputs):  # the new values of `written`, which follow, are clones already
         if region.kind == "host" or name in on_host or _is_region_input(outs[place]):
             with module.graph.inserting_before(output):
                 outs[place] = module.graph.call_function(

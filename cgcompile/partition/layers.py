@@ -1,7 +1,7 @@
-"""Equal layers of a program: where to cut the program so that every layer is a part, and which parts differ only in their weights.
+"""Equal layers of a program: where to cut between them, and which parts differ only in their weights.
 
-A layer is what a numbered module computes, such as `layers.3` of a ModuleList.  torch.export notes the module of every operation.
-Indices that several layers use are computed in each of them: Inductor has to see their bounds in the graph that uses them.
+A layer is the operations of a numbered module, such as `layers.3` of a ModuleList.  torch.export records the module of every
+operation.  Indices that several layers use are computed in each: Inductor must see their bounds in the graph that uses them.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 NUMBERED = re.compile(r"^(.*?\.)??\d+(?=\.|$)")
-"""The path of a numbered module, the outermost one."""
+"""Matches the path of the outermost numbered module."""
 
 MANY = 4
-"""The least number of equal layers in a row that are cut apart.  Fewer are lowered together, and kernels are fused across them."""
+"""The least number of equal consecutive layers that are cut apart.  Fewer are lowered together, with kernels fused across them."""
 
 WHOLE = (torch.int32, torch.int64)
-"""Dtypes of indices; comparisons of them are bool."""
+"""The dtypes of indices.  Comparisons of indices are bool."""
 
 FEW = 1 << 16
-"""Elements of a tensor that is computed again."""
+"""The largest number of elements of an index tensor that every layer computes again."""
 
 
 def pieces(nodes: Sequence[Node]) -> list[list[Node]]:
-    """Operations in order, cut before and after every layer of a row of MANY or more equal ones.  Every piece also has the
-    operations that compute its indices.  One piece, if there is no such row."""
+    """Cuts operations before and after every layer of MANY or more consecutive equal ones.  Every piece also has the operations
+    that compute its indices.  Returns one piece if there are no such layers."""
     layers = [(layer, list(rows)) for layer, rows in groupby(_with_layers(nodes), key=lambda row: row[0])]
     alike = [(bool(layer), tuple([str(node.target) for _, node in rows])) for layer, rows in layers]
     cut: list[list[Node]] = [[]]
@@ -49,7 +49,7 @@ def pieces(nodes: Sequence[Node]) -> list[list[Node]]:
 
 
 def _with_indices(part: Sequence[Node], nodes: Sequence[Node], indices: set[Node]) -> list[Node]:
-    """The part, and before it those of `nodes` that compute its indices."""
+    """Returns the operations of the part and those of `nodes` that compute its indices, in order."""
     members, waiting = set(part), list(part)
     while waiting:
         new = indices.intersection(waiting.pop().all_input_nodes) - members
@@ -59,25 +59,25 @@ def _with_indices(part: Sequence[Node], nodes: Sequence[Node], indices: set[Node
 
 
 def _indices(nodes: Sequence[Node]) -> set[Node]:
-    """Those that compute or compare small tensors of whole numbers, and read nothing else."""
+    """Returns the operations that compute or compare small integer tensors and read nothing else."""
     indices: set[Node] = set()
     for node in nodes:
         value, target = node.meta.get("val"), node.target
-        pure = isinstance(target, torch._ops.OpOverload) and not target._schema.is_mutable
+        functional = isinstance(target, torch._ops.OpOverload) and not target._schema.is_mutable
         small = isinstance(value, torch.Tensor) and value.dtype in (*WHOLE, torch.bool) and value.numel() <= FEW
-        if pure and small and all(source in indices or _is_whole(source) for source in node.all_input_nodes):
+        if functional and small and all(source in indices or _is_whole(source) for source in node.all_input_nodes):
             indices.add(node)
     return indices
 
 
 def _is_whole(node: Node) -> bool:
-    """Whether a value is of whole numbers."""
+    """Whether a value is an integer or an integer tensor."""
     value = node.meta.get("val")
     return value.dtype in WHOLE if isinstance(value, torch.Tensor) else isinstance(value, int | torch.SymInt)
 
 
 def _with_layers(nodes: Sequence[Node]) -> Iterator[tuple[str, Node]]:
-    """Every operation with the path of its layer, or "".  An operation without a module belongs to the layer before it."""
+    """Yields every operation with the path of its layer, or "".  An operation without a module belongs to the layer before it."""
     layer = ""
     for node in nodes:
         stack = node.meta.get("nn_module_stack")
@@ -88,8 +88,8 @@ def _with_layers(nodes: Sequence[Node]) -> Iterator[tuple[str, Node]]:
 
 
 def form(module: GraphModule, arguments: Mapping[str, Hashable]) -> Hashable:
-    """A key that is equal for graphs that compute the same: the operations in order, with what `arguments` says of every input, by
-    name.  Tensors that the graphs hold are equal if they are the same object."""
+    """Returns a key that is equal for graphs that compute the same.  It has the operations in order and `arguments`' value for
+    every input, by name.  Attribute tensors are equal if they are the same object."""
     numbers = {node: number for number, node in enumerate(module.graph.nodes)}
 
     def text(value: Any) -> str:

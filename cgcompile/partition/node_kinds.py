@@ -1,7 +1,7 @@
-"""The kind of each node of an exported program, and of its operator: what the partitioner asks of a node.
+"""The kind of each node of an exported program, and properties of its operator that the partitioner uses.
 
 Private interfaces (torch 2.11, 2.13): `free_unbacked_symbols` of `torch.fx.experimental.symbolic_shapes`, and the storage's
-`_cdata`, which fake tensors that share memory have in common.
+`_cdata`, which is equal for fake tensors that share memory.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ aten = torch.ops.aten
 class NodeKind(Enum):
     """INPUT: a tensor of the call.  WEIGHT: a parameter, buffer or constant.  SUBMODULE: a module of a higher-order operator.
 
-    NUMBER: a Python value that the sizes of the call decide.  DATA_DEPENDENT: a number whose value, or a tensor whose size, depends
-    on data.  ASSERTION: about such values.  KNOWN_ASSERTION: about what is known when the bundle is built.  OPERATION: any other.
+    NUMBER: a Python number that the sizes of the call determine.  DATA_DEPENDENT: a number, or a tensor whose size, depends on
+    data.  ASSERTION: a check of such values.  KNOWN_ASSERTION: a check that is decided when the bundle is built.  OPERATION: any
+    other call.
     """
 
     INPUT = "input"
@@ -54,13 +55,13 @@ SCALAR_CHECKS = (
 """Assertions about numbers."""
 
 TENSOR_CHECKS = (aten._assert_tensor_metadata.default,)
-"""Assertions about dtype, layout and device: they hold by the signature, and on another device than export's they would fail."""
+"""Assertions about dtype, layout and device.  The signature guarantees them; on another device than export's they would fail."""
 
 NodeKinds = dict[Node, NodeKind]
 
 
 def node_kinds(program: ExportedProgram) -> NodeKinds:
-    """The kind of every node of `program.graph`.  Raises program-unsupported, data-dependent-output."""
+    """Returns the kind of every node of `program.graph`.  Raises program-unsupported, data-dependent-output."""
     known: NodeKinds = {}
     kinds = {spec.arg.name: spec for spec in program.graph_signature.input_specs}
     for node in program.graph.nodes:
@@ -92,37 +93,37 @@ def node_kinds(program: ExportedProgram) -> NodeKinds:
 
 
 def returned_nodes(program: ExportedProgram) -> tuple[Node, ...]:
-    """The nodes that the program returns, in order; one may come twice."""
+    """The nodes that the program returns, in order, with duplicates."""
     (node,) = [node for node in program.graph.nodes if node.op == "output"]
     return tuple([leaf for leaf in tree_leaves(node.args[0]) if isinstance(leaf, Node)])
 
 
 def _place(node: Node) -> str:
-    """ "model.py:12", the user's line that a node comes from, or ""."""
+    """The user's source line that a node comes from, such as "model.py:12", or ""."""
     return place(node)[0]
 
 
-def _of_call(node: Node, known: NodeKinds) -> NodeKind:
+def _of_call(node: Node, kinds: NodeKinds) -> NodeKind:
     if node.target in TENSOR_CHECKS:
         return NodeKind.KNOWN_ASSERTION
     if node.target in SCALAR_CHECKS:
         return (
             NodeKind.ASSERTION
-            if any(known[source] is NodeKind.DATA_DEPENDENT for source in node.all_input_nodes)
+            if any(kinds[source] is NodeKind.DATA_DEPENDENT for source in node.all_input_nodes)
             else NodeKind.KNOWN_ASSERTION
         )
     value = node.meta.get("val")
     if value is not None and unbacked(value):
         return NodeKind.DATA_DEPENDENT
     if isinstance(value, int | float | bool | torch.SymInt | torch.SymFloat | torch.SymBool):
-        # of a number that an assertion gives one value torch knows that value; whether it is so the data says
-        read = node.target is aten.item.default or any(known[source] is NodeKind.DATA_DEPENDENT for source in node.all_input_nodes)
+        # torch knows the value of a number that an assertion fixes, but only the data shows whether the assertion holds
+        read = node.target is aten.item.default or any(kinds[source] is NodeKind.DATA_DEPENDENT for source in node.all_input_nodes)
         return NodeKind.DATA_DEPENDENT if read else NodeKind.NUMBER
     return NodeKind.OPERATION
 
 
 def unbacked(value: Any) -> bool:
-    """Whether a value depends on data by itself (a number) or in its sizes (a tensor); not in where a tensor begins."""
+    """Whether a number depends on data, or the sizes or strides of a tensor do.  Storage offsets are not checked."""
     leaves = tree_leaves(value)
     sizes = [(*leaf.shape, *leaf.stride()) for leaf in leaves if isinstance(leaf, torch.Tensor) and _strided(leaf)]
     numbers = [leaf for leaf in leaves if isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool)]
@@ -137,7 +138,7 @@ def higher_order(node: Node) -> bool:
 
 
 def inner_modules(node: Node, module: GraphModule) -> Iterator[GraphModule]:
-    """The modules of a higher-order operator, and theirs."""
+    """Yields the modules of a higher-order operator, and the modules inside them."""
     for source in node.all_input_nodes:
         if source.op == "get_attr":
             submodule = getattr(module, str(source.target))
@@ -148,7 +149,7 @@ def inner_modules(node: Node, module: GraphModule) -> Iterator[GraphModule]:
 
 
 def needs_host(node: Node, module: GraphModule) -> str:
-    """Why an operation can be in no CUDA graph whatever the checks say, or ""."""
+    """Returns why an operation can be in no CUDA graph, whatever the checks say, or ""."""
     if marker(node) == "to_host":
         return "a copy to the host"
     if not higher_order(node):
@@ -167,28 +168,28 @@ def needs_host(node: Node, module: GraphModule) -> str:
 
 
 def is_view(node: Node) -> bool:
-    """Whether a node gives a view of its first input (or, for a few, a copy of it): nothing to compute."""
+    """Whether a node only makes a view of its first input.  A few such operators copy it instead."""
     return bool(getattr(node.target, "is_view", False)) and not writes_to(node)
 
 
 def is_free(node: Node) -> bool:
-    """Whether an operation costs nothing anywhere: a view, an element of a list, a constant, a marker."""
+    """Whether an operation costs nothing on either side: a view, an element of a list, a constant, a marker."""
     if node.target in (operator.getitem, aten.lift_fresh_copy.default) or marker(node) == "to_device":
         return True
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
-    made_of_tensors = any(isinstance(source.meta.get("val"), torch.Tensor) for source in node.all_input_nodes)
+    has_tensor_inputs = any(isinstance(source.meta.get("val"), torch.Tensor) for source in node.all_input_nodes)
     random = torch.Tag.nondeterministic_seeded in node.target.tags
-    return is_view(node) or (not made_of_tensors and not random and isinstance(node.meta.get("val"), torch.Tensor))
+    return is_view(node) or (not has_tensor_inputs and not random and isinstance(node.meta.get("val"), torch.Tensor))
 
 
 NORMALIZATIONS = (aten.batch_norm.default, aten.instance_norm.default, aten.native_batch_norm.default)
-"""They write to the running statistics, arguments 3 and 4, where argument 5 is true; their schemas do not say so."""
+"""If argument 5 is true they write to the running statistics, arguments 3 and 4.  Their schemas do not say so."""
 
 
 def writes_to(node: Node) -> tuple[Node, ...]:
-    """The inputs that a node writes to, as its schema says.  `detach_` only cuts a history off, as `torch.tensor()` does in a
-    trace."""
+    """Returns the inputs that a node writes to, according to its schema.  `detach_`, which `torch.tensor()` leaves in a trace,
+    changes only the autograd history and does not count."""
     if not isinstance(node.target, torch._ops.OpOverload) or node.target is aten.detach_.default:
         return ()
     if node.target in NORMALIZATIONS:
@@ -206,7 +207,7 @@ def writes_to(node: Node) -> tuple[Node, ...]:
 
 
 def storages(value: Any) -> Iterable[int]:
-    """Identities of the storages of the tensors in a fake value."""
+    """The identities of the storages of the tensors in a fake value."""
     return [leaf.untyped_storage()._cdata for leaf in tree_leaves(value) if type(leaf).__name__ == "FakeTensor" and _strided(leaf)]
 
 

@@ -1,4 +1,4 @@
-"""Regions as modules: for one int_key, one module per region, every size a constant, weights under their names.
+"""Regions as modules: for one int_key one module per region, with constant sizes and with weights under their names.
 
 Private interfaces (torch 2.11, 2.13): `FakeTensorMode`, for the shapes in the nodes' metadata.
 """
@@ -27,23 +27,23 @@ from .symbolic_sizes import Bindings, bindings, number
 from .writes import WriteConstraints, write_constraints
 
 KEPT = ("stack_trace", "nn_module_stack", "torch_fn", "source_fn_stack", "custom")
-"""Metadata that says where a node comes from; the rest speaks of export's symbols."""
+"""Metadata about where a node comes from.  The other metadata uses export's symbols and is dropped."""
 
 DIRECT = ("wrap_with_set_grad_enabled", "wrap_with_autocast")
-"""Higher-order operators that hand what follows their modules to these as it is."""
+"""Higher-order operators whose arguments after their modules become the inputs of these modules."""
 
 OPERANDS = 3
-"""The argument of `cond` and of `while_loop` that their bodies take behind what a loop carries."""
+"""The index of the argument of `cond` and of `while_loop` that is passed to their bodies, after the values that a loop carries."""
 
 
 def region_modules(program: ExportedProgram, partition: Partition, tensors: Sequence[torch.Tensor]) -> tuple[GraphModule, ...]:
-    """One module per region of `partition`, for the int_key whose inputs have the sizes of `tensors` (their values are not read).
-    A host region is on the CPU, with copies of its weights where these are elsewhere; a graph where the program is.
+    """Returns one module per region of `partition`, for the int_key whose inputs have the sizes of `tensors`; their values are not
+    read.  A host region is on the CPU, with CPU copies of its weights.  A graph region is on the program's device.
 
     `module(*inputs) -> tuple`, in the order of the region's `inputs` and `module_outputs`.  Weights are attributes under their
-    names in the program, the program's own tensors.  `meta["val"]` of a node whose size is known is a fake tensor of its shape,
-    strides and dtype at this key.  A region clones an input before it writes to it, but for inputs of the call that a graph writes
-    to.  Raises inputs-unlike.
+    names in the program and share the program's tensors.  `meta["val"]` of a node of known size is a fake tensor of its shape,
+    strides and dtype at this key.  A region clones an input before it writes to it; a graph writes to inputs of the call in place.
+    Raises inputs-unlike.
     """
     known = node_kinds(program)
     sizes = bindings(program, tensors)
@@ -86,8 +86,8 @@ class _ModuleBuilder:
                 self.stand_ins[source] = self._described(copied, source)
         for node in nodes:
             self.stand_ins[node] = self._value(node.args[0]) if marker(node) else self._call(node)
-        left = region.written if region.kind == "host" else ()
-        self.graph.output(tuple([self._value(self.names[name]) for name in (*region.outputs, *left)]))
+        written = region.written if region.kind == "host" else ()
+        self.graph.output(tuple([self._value(self.names[name]) for name in (*region.outputs, *written)]))
         graph_module = GraphModule(self.held, self.graph, class_name=region.name.title().replace("-", ""))
         graph_module.graph.lint()
         return graph_module
@@ -100,7 +100,7 @@ class _ModuleBuilder:
         return self._described(self.graph.create_node(node.op, node.target, args, kwargs, name=node.name), node)
 
     def _value(self, node: Any) -> Any:
-        """What stands for a node of the program in this region."""
+        """Returns the node or number that represents a node of the program in this region."""
         node = value_of(node)
         if node not in self.stand_ins:
             if self.known[node] is NodeKind.NUMBER:
@@ -114,7 +114,8 @@ class _ModuleBuilder:
         return self._described(self.graph.get_attr(target), node)
 
     def _call_higher_order(self, node: Node) -> Node:
-        """Numbers become constants in copies of its modules: torch cannot export an operator that is given Python numbers."""
+        """Copies the call.  Numbers become constants in its modules, because torch cannot export the operator with Python
+        numbers."""
         modules = {
             source: specialized(getattr(self.program.graph_module, str(source.target)), self.sizes)
             for source in node.all_input_nodes
@@ -137,8 +138,8 @@ class _ModuleBuilder:
             values = {index: torch.fx.map_arg(operands[index], self._value) for index in constant}
             for module in modules.values():
                 _fill(module, {index + _carried(node): value for index, value in values.items()})
-            left = [operand for index, operand in enumerate(operands) if index not in values]
-            args[start:] = [tuple(left)] if is_conditional(node) else left
+            node_operands = [operand for index, operand in enumerate(operands) if index not in values]
+            args[start:] = [tuple(node_operands)] if is_conditional(node) else node_operands
         for module in modules.values():
             _without_constants(module)
         for index, (source, module) in enumerate(modules.items()):
@@ -165,7 +166,7 @@ class _ModuleBuilder:
 
 
 def number_of(node: Node, sizes: Bindings) -> Any:
-    """The value of a node that the sizes of the call decide.  Raises inputs-unlike."""
+    """Returns the value of a node that the sizes of the call determine.  Raises inputs-unlike."""
     if node.op == "placeholder":
         return None if node.meta.get("val") is None else number(node.meta["val"], sizes)
     value = node.meta["val"]
@@ -176,7 +177,7 @@ def number_of(node: Node, sizes: Bindings) -> Any:
 
 
 def specialized(module: GraphModule, sizes: Bindings) -> GraphModule:
-    """A copy of a higher-order operator's module: sizes are constants, markers and assertions about what is known are gone."""
+    """Copies a higher-order operator's module: sizes become constants, markers and decided checks are removed."""
     copied = copy.deepcopy(module)
     for node in list(copied.graph.nodes):
         value = node.meta.get("val")
@@ -198,7 +199,7 @@ def specialized(module: GraphModule, sizes: Bindings) -> GraphModule:
 
 
 def _fill(module: GraphModule, values: Mapping[int, Any]) -> None:
-    """Takes inputs away from `module`: by their positions, the values that stand for them inside."""
+    """Removes inputs of `module`, given by their positions, and puts the values in their place."""
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
     for index, value in values.items():
         _replace(placeholders[index], value)
@@ -207,12 +208,12 @@ def _fill(module: GraphModule, values: Mapping[int, Any]) -> None:
 
 
 def _carried(node: Node) -> int:
-    """How many values a loop carries; 0 for other operators."""
+    """The number of values that a loop carries; 0 for other operators."""
     return len(node.args[2]) if higher_order_name(node) == WHILE else 0
 
 
 def _without_constants(module: GraphModule) -> None:
-    """Puts numbers that branches and loops inside of a module are given into their bodies."""
+    """Moves the number operands of branches and loops in a module into their bodies."""
     for node in [node for node in module.graph.nodes if is_conditional(node)]:
         operands = list(node.args[OPERANDS])
         constants = {index + _carried(node): operand for index, operand in enumerate(operands) if not isinstance(operand, Node)}
@@ -224,7 +225,7 @@ def _without_constants(module: GraphModule) -> None:
 
 
 def _replace(node: Node, value: Any) -> None:
-    """Every use of `node` becomes `value`, a node or a Python number."""
+    """Replaces every use of `node` by `value`, a node or a Python number."""
     for user in list(node.users):
         user.args = torch.fx.map_arg(user.args, lambda argument: value if argument is node else argument)
         user.kwargs = torch.fx.map_arg(user.kwargs, lambda operand: value if operand is node else operand)

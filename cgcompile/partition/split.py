@@ -1,4 +1,4 @@
-"""An exported program and placements -> as few alternating graph and host regions as the dependencies allow.
+"""Splits an exported program, given placements, into as few alternating graph and host regions as the dependencies allow.
 
 Private interfaces (torch 2.11, 2.13): `statically_known_true` of `torch.fx.experimental.symbolic_shapes`.
 """
@@ -35,7 +35,7 @@ from .symbolic_sizes import weigh
 from .writes import WriteConstraints
 
 SMALL = 5
-"""Kernels below which a graph between two host regions is not worth its launch, two copies and synchronization (see `cut`)."""
+"""A graph between two host regions with fewer kernels is not worth its launch, two copies and a synchronization (see `cut`)."""
 
 TIED = "tied to an operation on the host"
 DATA = "needs a value that depends on data"
@@ -45,11 +45,12 @@ DATA = "needs a value that depends on data"
 class PlannedRegion:
     """A region before it is lowered.  `reason`: why the operations of a host region are there, "" for a graph.
 
-    `nodes`: names, in the program's order, of what is computed there.  `operations`: those that are more than markers, assertions
-    or arithmetic on numbers; none: inputs are handed on.  `inputs` and `outputs`: the tensors that cross, by their makers' names.
+    `nodes`: the names of its nodes, in the program's order.  `operations`: those that are more than markers, assertions or
+    arithmetic on numbers.  A region without operations passes its inputs on.  `inputs` and `outputs`: the tensors that cross, by
+    their nodes' names.
 
-    `written`: the inputs of the call and the buffers, by their placeholders' names, that the region writes to; no other region uses
-    them.  A graph writes in place.  The host is given them as inputs, state too, and gives back the new values as further outputs.
+    `written`: the inputs of the call and the buffers that the region writes to, by their placeholders' names.  No other region uses
+    them.  A graph writes in place.  A host region takes them as inputs, buffers too, and returns the new values as further outputs.
     """
 
     name: str
@@ -63,18 +64,18 @@ class PlannedRegion:
 
     @property
     def module_outputs(self) -> tuple[str, ...]:
-        """The names of all that the region's module gives: `outputs`, and on the host the new values of `written`."""
+        """The names of the results of the region's module: `outputs`, and on the host the new values of `written`."""
         return (*self.outputs, *[new_value(name) for name in self.written]) if self.kind == "host" else self.outputs
 
 
 def new_value(name: str) -> str:
-    """The name of what the host leaves in an input or a buffer that it writes to; no node has such a name."""
+    """The name of the new value of an input or a buffer that a host region writes to.  No node has such a name."""
     return f"{name}.after"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MergedGraph:
-    """A graph too small to be worth its launch: its operations `nodes` run in the host region `region`."""
+    """A graph too small to be worth its launch.  Its operations `nodes` run in the host region `region`."""
 
     region: str
     nodes: tuple[str, ...]
@@ -82,7 +83,7 @@ class MergedGraph:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Partition:
-    """Regions in the order in which they run, at least one.  `inputs` and `outputs`: the call's values in the signature's order.
+    """At least one region, in the order of execution.  `inputs` and `outputs`: the call's values in the signature's order.
     `state`: the placeholders of the buffers that the host reads or writes and that the program writes to."""
 
     regions: tuple[PlannedRegion, ...]
@@ -93,10 +94,11 @@ class Partition:
 
 
 def partition(program: ExportedProgram, placements: Mapping[str, str], small: int = SMALL) -> Partition:
-    """The regions of `program`; `placements` are the nodes that must be on the host, with the reasons.
+    """Returns the regions of `program`.  `placements`: the nodes that must run on the host, with the reasons.
 
-    So are what reads a data-dependent value, control flow, copies to the host, and what writes tie to these.  A name inside a
-    module of a higher-order operator places the operator.  Raises node-unknown, program-unsupported, data-dependent-output.
+    Readers of data-dependent values, control flow, copies to the host, and nodes that writes tie to these run on the host too.  A
+    name in a module of a higher-order operator places the operator.  Raises node-unknown, program-unsupported,
+    data-dependent-output.
     """
     known = node_kinds(program)
     placed = _placed(program, known, placements)
@@ -111,12 +113,12 @@ def partition(program: ExportedProgram, placements: Mapping[str, str], small: in
     return _partition(program, known, needed, layers, reasons)
 
 
-def _placed(program: ExportedProgram, known: NodeKinds, placements: Mapping[str, str]) -> dict[Node, str]:
-    """Raises node-unknown."""
-    names = {node.name: node for node in known}
+def _placed(program: ExportedProgram, kinds: NodeKinds, placements: Mapping[str, str]) -> dict[Node, str]:
+    """Maps the nodes that `placements` name to their reasons.  Raises node-unknown."""
+    names = {node.name: node for node in kinds}
     inner = {
         inner_node.name: node
-        for node in known
+        for node in kinds
         if higher_order(node)
         for module in inner_modules(node, program.graph_module)
         for inner_node in module.graph.nodes
@@ -129,25 +131,25 @@ def _placed(program: ExportedProgram, known: NodeKinds, placements: Mapping[str,
     return {names.get(name) or inner[name]: reason for name, reason in placements.items()}
 
 
-def _reasons(program: ExportedProgram, known: NodeKinds, needed: Dependencies, placed: Mapping[Node, str]) -> dict[Node, str]:
-    """Why each operation that must be on the host is there, and of data-dependent values what the placements say."""
-    reasons = {node: reason for node, reason in placed.items() if known[node] is NodeKind.DATA_DEPENDENT}
+def _reasons(program: ExportedProgram, kinds: NodeKinds, needed: Dependencies, placed: Mapping[Node, str]) -> dict[Node, str]:
+    """Returns why each operation that must be on the host is there.  Includes data-dependent nodes that the placements name."""
+    reasons = {node: reason for node, reason in placed.items() if kinds[node] is NodeKind.DATA_DEPENDENT}
     for node in needed.nodes:
-        dependent = [source for source in node.all_input_nodes if known[source] is NodeKind.DATA_DEPENDENT]
+        dependent = [source for source in node.all_input_nodes if kinds[source] is NodeKind.DATA_DEPENDENT]
         if node in placed:
             reasons[node] = placed[node]
         elif reason := needs_host(node, program.graph_module):
             reasons[node] = reason
-        elif dependent or known[node] in (NodeKind.DATA_DEPENDENT, NodeKind.ASSERTION):
+        elif dependent or kinds[node] in (NodeKind.DATA_DEPENDENT, NodeKind.ASSERTION):
             reasons[node] = DATA
     return reasons
 
 
 def _narrowed(needed: Dependencies, reasons: Mapping[Node, str]) -> list[tuple[Node, Node]]:
-    """Views of a part of a tensor, each with what makes the tensor: if anything must cross, then the part."""
-    held = set(needed.nodes)
+    """Pairs views with their larger source.  A region that has both can pass on only the view, which is smaller."""
+    operations = set(needed.nodes)
     pairs = [(node.all_input_nodes[0], node) for node in needed.nodes if is_view(node) and node not in reasons]
-    return [(source, view) for source, view in pairs if source in held and _elements_less(view, source)]
+    return [(source, view) for source, view in pairs if source in operations and _elements_less(view, source)]
 
 
 def _elements_less(view: Node, source: Node) -> bool:
@@ -157,7 +159,7 @@ def _elements_less(view: Node, source: Node) -> bool:
 
 
 def _follow(grouped: Sequence[Sequence[int]], nodes: Sequence[Node], reasons: dict[Node, str]) -> None:
-    """A component with one operation on the host is there as a whole."""
+    """Places a whole component on the host if one of its operations must be there."""
     for component in grouped:
         if any(nodes[member] in reasons for member in component):
             for member in component:
@@ -185,20 +187,20 @@ def _cut(
 
 
 def _kinds(members: Sequence[Sequence[Node]], edges: Iterable[tuple[int, int]], reasons: Mapping[Node, str]) -> list[Kind]:
-    """Of the components.  A free one that only the host reads and no graph makes is on the host: there it crosses nothing."""
+    """The kinds of the components.  A free one that only the host reads and no graph computes is "host", so it need not cross."""
     kinds: list[Kind] = [
         "host" if component[0] in reasons else "either" if all(is_free(node) for node in component) else "graph"
         for component in members
     ]
     readers: dict[int, list[int]] = {}
-    made_by_graph = [kind == "graph" for kind in kinds]
+    from_graph = [kind == "graph" for kind in kinds]
     for earlier, later in sorted(edges, key=lambda edge: edge[1]):
         readers.setdefault(earlier, []).append(later)
-        made_by_graph[later] |= kinds[later] == "either" and made_by_graph[earlier]
+        from_graph[later] |= kinds[later] == "either" and from_graph[earlier]
     for number in reversed(range(len(members))):
         returned = any(user.op == "output" for node in members[number] for user in node.users)
         on_host = number in readers and all(kinds[reader] == "host" for reader in readers[number])
-        if kinds[number] == "either" and on_host and not returned and not made_by_graph[number]:
+        if kinds[number] == "either" and on_host and not returned and not from_graph[number]:
             kinds[number] = "host"
     return kinds
 
@@ -208,59 +210,59 @@ def _kinds(members: Sequence[Sequence[Node]], edges: Iterable[tuple[int, int]], 
 
 def _partition(
     program: ExportedProgram,
-    known: NodeKinds,
+    kinds: NodeKinds,
     needed: Dependencies,
     layers: Sequence[tuple[Literal["graph", "host"], list[Node]]],
     reasons: Mapping[Node, str],
 ) -> Partition:
     layers = layers or [("graph", [])]
     returned = [value_of(node) for node in returned_nodes(program)]
-    returned_weights = [node for node in dict.fromkeys(returned) if known[node] is NodeKind.WEIGHT]
-    giving = max([number for number, (kind, _) in enumerate(layers) if kind == "graph"], default=len(layers) - 1)
-    everything = [needed.with_recomputed(nodes) for _, nodes in layers]
+    returned_weights = [node for node in dict.fromkeys(returned) if kinds[node] is NodeKind.WEIGHT]
+    returning_layer = max([number for number, (kind, _) in enumerate(layers) if kind == "graph"], default=len(layers) - 1)
+    layer_nodes = [needed.with_recomputed(nodes) for _, nodes in layers]
     maker = {node: number for number, (_, nodes) in enumerate(layers) for node in nodes}
     order = {node: place for place, node in enumerate(program.graph.nodes)}
     outliving = needed.writes.outliving
-    state = {node for node in outliving if known[node] is NodeKind.WEIGHT}
-    reads = [_reads(nodes, known, state if kind == "host" else set()) for (kind, _), nodes in zip(layers, everything, strict=True)]
+    state = {node for node in outliving if kinds[node] is NodeKind.WEIGHT}
+    reads = [_reads(nodes, kinds, state if kind == "host" else set()) for (kind, _), nodes in zip(layers, layer_nodes, strict=True)]
     planned_regions: list[PlannedRegion] = []
     merged: list[MergedGraph] = []
-    for number, ((kind, mine), nodes) in enumerate(zip(layers, everything, strict=True)):
+    for number, ((kind, layer_operations), nodes) in enumerate(zip(layers, layer_nodes, strict=True)):
         name = f"{kind}-{1 + sum(region.kind == kind for region in planned_regions)}"
         leaving = {node for other, read in enumerate(reads) if other != number for node in read if maker.get(node) == number}
         leaving |= {node for node in returned if maker.get(node) == number}
-        outputs = sorted(leaving, key=order.__getitem__) + (returned_weights if number == giving else [])
+        outputs = sorted(leaving, key=order.__getitem__) + (returned_weights if number == returning_layer else [])
         planned_regions.append(
             PlannedRegion(
                 name=name,
                 kind=kind,
                 reason=_reason([reasons[node] for node in nodes if node in reasons]) if kind == "host" else "",
                 nodes=_names(nodes),
-                operations=_names([node for node in nodes if _computes(node, known)]),
+                operations=_names([node for node in nodes if _computes(node, kinds)]),
                 inputs=_names(sorted([node for node in reads[number] if maker.get(node) != number], key=order.__getitem__)),
                 outputs=_names(outputs),
                 written=_names(sorted(_lasting_writes(nodes, needed.writes), key=order.__getitem__)),
             )
         )
-        lost = [node for node in mine if kind == "host" and node not in reasons and not is_free(node)]
-        if lost:
-            merged.append(MergedGraph(region=name, nodes=_names(lost)))
+        merged_operations = [node for node in layer_operations if kind == "host" and node not in reasons and not is_free(node)]
+        if merged_operations:
+            merged.append(MergedGraph(region=name, nodes=_names(merged_operations)))
     return Partition(
         regions=tuple(planned_regions),
         merged=tuple(merged),
-        inputs=_names([node for node in program.graph.nodes if known[node] is NodeKind.INPUT]),
+        inputs=_names([node for node in program.graph.nodes if kinds[node] is NodeKind.INPUT]),
         outputs=_names(returned),
         state=_names(sorted(state.intersection(*[set().union(*reads)]), key=order.__getitem__)),
     )
 
 
 def _lasting_writes(nodes: Sequence[Node], writes: WriteConstraints) -> set[Node]:
-    """What the nodes write to and outlives the call."""
+    """The nodes whose memory `nodes` write to and that outlive the call."""
     return {target for node in nodes for target in writes.written.get(node, ()) if target in writes.outliving}
 
 
 def value_of(node: Node) -> Node:
-    """The node whose value a node hands on: to_device is another name of what it is given.  (to_host is a copy.)"""
+    """Returns the node that computes a node's value.  to_device only renames its input; to_host computes a copy."""
     while marker(node) == "to_device":
         source = node.args[0]
         assert isinstance(source, Node)
@@ -268,27 +270,27 @@ def value_of(node: Node) -> Node:
     return node
 
 
-def _reads(nodes: Sequence[Node], known: NodeKinds, state: Collection[Node]) -> set[Node]:
-    """The tensors that a region reads and does not recompute: what others make, inputs of the call, or some of `state`."""
-    held = set(nodes)
+def _reads(nodes: Sequence[Node], kinds: NodeKinds, state: Collection[Node]) -> set[Node]:
+    """The tensors that a region reads from outside: results of other regions, inputs of the call, or members of `state`."""
+    own_nodes = set(nodes)
     sources = {value_of(source) for node in nodes if marker(node) != "to_device" for source in node.all_input_nodes}
     crossing = NodeKind.INPUT, NodeKind.OPERATION
-    return {node for node in sources if node not in held and (known[node] in crossing or node in state)}
+    return {node for node in sources if node not in own_nodes and (kinds[node] in crossing or node in state)}
 
 
-def _computes(node: Node, known: NodeKinds) -> bool:
-    if marker(node) or known[node] is NodeKind.ASSERTION or node.target is operator.getitem:
+def _computes(node: Node, kinds: NodeKinds) -> bool:
+    if marker(node) or kinds[node] is NodeKind.ASSERTION or node.target is operator.getitem:
         return False
     number = isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool)
     return not number or node.target in (torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.default)
 
 
 def _reason(reasons: Sequence[str]) -> str:
-    """The reasons of a region's operations, each once, in their order; three at most.  Ours only where the placements give none."""
+    """At most three different reasons of a region's operations, in order.  TIED and DATA count only if there is no other reason."""
     different = list(dict.fromkeys(reasons))
     different = [reason for reason in different if reason not in (TIED, DATA)] or sorted(different)[:1]
-    more = f", and {len(different) - 3} more" if len(different) > 3 else ""
-    return ", ".join(different[:3]) + more
+    suffix = f", and {len(different) - 3} more" if len(different) > 3 else ""
+    return ", ".join(different[:3]) + suffix
 
 
 def _names(nodes: Iterable[Node]) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""The module of a straight part: what it gives, and what it writes to.  Pure FX."""
+"""The module of a straight part: its results, and the tensors that it writes to.  Pure FX."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from .node_kinds import is_view, writes_to
 
 
 def end_with_copies(module: GraphModule, targets: Sequence[int]) -> None:
-    """Makes the last results of a module copies to the inputs at the positions `targets`.  Where a result lies in one of these, it
-    is copied elsewhere first: all results are those of the values before."""
+    """Replaces the last results of a module by copies into the inputs at the positions `targets`.  A result in the memory of these
+    inputs is cloned first, because results have the values from before the copies."""
     if not targets:
         return
     (output,) = module.graph.find_nodes(op="output")
@@ -25,36 +25,36 @@ def end_with_copies(module: GraphModule, targets: Sequence[int]) -> None:
         for number, result in enumerate(results):
             if isinstance(result, Node) and _origin(result) in places:
                 results[number] = module.graph.call_function(torch.ops.aten.clone.default, (result,))
-        kept, new = results[: -len(places)], results[-len(places) :]
+        remaining, new = results[: -len(places)], results[-len(places) :]
         for place, result in zip(places, new, strict=True):
             module.graph.call_function(torch.ops.aten.copy_.default, (place, result))
-    output.args = (tuple(kept),)
+    output.args = (tuple(remaining),)
     module.recompile()
 
 
 def keep_outputs(module: GraphModule, places: Sequence[int]) -> None:
-    """Leaves a module the results at these places."""
+    """Removes all results of a module but those at these positions."""
     (output,) = module.graph.find_nodes(op="output")
     output.args = (tuple([output.args[0][place] for place in places]),)
     module.recompile()
 
 
 def written_tensors(module: GraphModule, arguments: Sequence[Any]) -> list[Tensor]:
-    """What a module writes to, of the arguments `arguments` and of its own tensors."""
+    """Returns the tensors that a module writes to, among `arguments` and the tensors that are its attributes."""
     names = [node.name for node in module.graph.find_nodes(op="placeholder")]
-    held = {**dict(zip(names, arguments, strict=True)), **held_tensors(module)}
+    tensors = {**dict(zip(names, arguments, strict=True)), **held_tensors(module)}
     sources = [_origin(target).name for node in module.graph.nodes for target in writes_to(node)]
-    return [held[fromkey] for fromkey in dict.fromkeys(sources) if fromkey in held]
+    return [tensors[name] for name in dict.fromkeys(sources) if name in tensors]
 
 
 def _origin(node: Node) -> Node:
-    """What a view is a view of."""
+    """The tensor that a view is a view of."""
     while node.op == "call_function" and (node.target is operator.getitem or is_view(node)):
         node = node.all_input_nodes[0]
     return node
 
 
 def held_tensors(module: GraphModule) -> dict[str, Tensor]:
-    """The tensors of a module that its graph uses, by the names of the nodes."""
-    held = {node.name: operator.attrgetter(str(node.target))(module) for node in module.graph.find_nodes(op="get_attr")}
-    return {name: value for name, value in held.items() if isinstance(value, Tensor)}
+    """The attribute tensors of a module that its graph uses, by the names of the nodes."""
+    attributes = {node.name: operator.attrgetter(str(node.target))(module) for node in module.graph.find_nodes(op="get_attr")}
+    return {name: value for name, value in attributes.items() if isinstance(value, Tensor)}

@@ -1,4 +1,4 @@
-"""Branches inside of each other that compare one value with constants: the bodies of a switch.  Pure FX.
+"""Nested branches that compare one value with constants: the bodies of a switch.  Pure FX.
 
 Private interfaces (torch 2.11, 2.13): the order of the arguments of `torch.cond` as an operator.
 """
@@ -17,8 +17,8 @@ from ..export.higher_order.conditionals import COND, higher_order
 
 
 class Case(NamedTuple):
-    """A body of a switch: the constant that chooses it, None for the last one; its graph before and after the copy; and what it
-    takes, in terms of the graph that the switch is in."""
+    """A body of a switch.  `constant`: selects it; None for the last one.  `source` and `module`: its graph in the original and in
+    the copy.  `operands`: values of the graph that contains the switch."""
 
     constant: Any
     source: GraphModule
@@ -27,11 +27,11 @@ class Case(NamedTuple):
 
 
 SWITCH_FROM, SWITCH_TO = 3, 256
-"""Bodies of a switch: two are a branch, and a byte tells 256 apart."""
+"""The least and the largest number of bodies of a switch.  Two bodies are a branch; a uint8 choice has 256 values."""
 
 
 def cases_of(source: GraphModule, module: GraphModule, node: Node) -> list[Case]:
-    """The bodies of a switch that begins with a node; [] where it is none."""
+    """Returns the bodies of the switch that begins with a node, or []."""
     cases: list[Case] = []
     value: Any = None
     bindings: dict[Node, Any] = {}
@@ -54,12 +54,13 @@ def cases_of(source: GraphModule, module: GraphModule, node: Node) -> list[Case]
 
 
 def _is_comparison(value: Any) -> bool:
-    """Whether a value is that of a comparison with a constant."""
+    """Whether a value is the result of a comparison with a constant."""
     return isinstance(value, Node) and value.target is torch.ops.aten.eq.Scalar and isinstance(value.args[0], Node)
 
 
 def _only_conditional(module: GraphModule) -> Node | None:
-    """The branch of a graph that does nothing beside it and the comparison that decides it, and gives its results as they are."""
+    """Returns the branch of a graph that has nothing but the branch and its comparison and returns the branch's results, or
+    None."""
     nodes = [node for node in module.graph.nodes if node.op == "call_function" and node.target is not operator.getitem]
     (output,) = module.graph.find_nodes(op="output")
     outputs = tree_leaves(output.args[0], is_leaf=lambda leaf: leaf is None)
@@ -71,7 +72,7 @@ def _only_conditional(module: GraphModule) -> Node | None:
 
 
 def choice_of(graph: Graph, compared: Node, cases: Sequence[Case]) -> Node:
-    """The number of the first case whose constant the value is, else the last one's, as a byte."""
+    """Adds nodes that compute the number of the first case whose constant equals the value, else of the last case, as uint8."""
     aten, value = torch.ops.aten, compared.args[0]
     choice: Any = len(cases) - 1
     for number, case in reversed(list(enumerate(cases[:-1]))):

@@ -1,4 +1,4 @@
-"""Sizes: export's symbols at the tensors of a call, and how much work an operation is at the largest sizes.
+"""Sizes: the values of export's symbols for the tensors of a call, and the weight of an operation at the largest sizes.
 
 Private interfaces (torch 2.11, 2.13): the sympy expression of a SymInt (`size.node.expr`).
 """
@@ -17,14 +17,14 @@ from ..errors import BuildError
 from .node_kinds import is_free
 
 LIGHT = 16384
-"""Elements of an operation that is as quick on the host as a small kernel: 4 bytes each at 10 GB/s, about 7 us."""
+"""The most elements of an operation that is as fast on the host as a small kernel, about 7 us at 4 bytes each and 10 GB/s."""
 
 Bindings = Mapping[Any, int]
-"""A number for each of export's symbols."""
+"""The value of each of export's symbols."""
 
 
 def bindings(program: ExportedProgram, tensors: Sequence[torch.Tensor]) -> dict[Any, int]:
-    """The symbols of the program's inputs at the sizes of `tensors`.  Raises inputs-unlike."""
+    """Returns the values of the symbols of the program's inputs at the sizes of `tensors`.  Raises inputs-unlike."""
     names = program.graph_signature.user_inputs
     inputs = [
         node
@@ -35,13 +35,13 @@ def bindings(program: ExportedProgram, tensors: Sequence[torch.Tensor]) -> dict[
         raise BuildError("inputs-unlike", f"the program takes {len(inputs)} tensors, the call has {len(tensors)}")
     symbol_values: dict[Any, int] = {}
     for node, tensor in zip(inputs, tensors, strict=True):
-        seen = node.meta["val"]
-        if (seen.dtype, seen.dim()) != (tensor.dtype, tensor.dim()):
+        fake = node.meta["val"]
+        if (fake.dtype, fake.dim()) != (tensor.dtype, tensor.dim()):
             raise BuildError(
                 "inputs-unlike",
-                f"input {node.name!r} is {tensor.dtype} with {tensor.dim()} axes, expected {seen.dtype} with {seen.dim()}",
+                f"input {node.name!r} is {tensor.dtype} with {tensor.dim()} axes, expected {fake.dtype} with {fake.dim()}",
             )
-        for axis, (size, actual) in enumerate(zip(seen.shape, tensor.shape, strict=True)):
+        for axis, (size, actual) in enumerate(zip(fake.shape, tensor.shape, strict=True)):
             if isinstance(size, torch.SymInt):
                 _bind(f"input {node.name!r}, axis {axis}", size.node.expr, actual, symbol_values)
             elif size != actual:
@@ -50,19 +50,19 @@ def bindings(program: ExportedProgram, tensors: Sequence[torch.Tensor]) -> dict[
 
 
 def _bind(where: str, expr: Any, actual: int, symbol_values: dict[Any, int]) -> None:
-    """`actual` = expr, a multiple of one symbol plus a constant, as the axes of inputs are."""
+    """Solves `expr` = `actual` for the symbol.  `expr` is a multiple of one symbol plus a constant, as the axes of inputs are."""
     (symbol,) = expr.free_symbols
     shift = int(expr.subs(symbol, 0))
     step = int(expr.subs(symbol, 1)) - shift
-    value, rest = divmod(actual - shift, step)
-    if rest or symbol_values.setdefault(symbol, value) != value:
+    value, remainder = divmod(actual - shift, step)
+    if remainder or symbol_values.setdefault(symbol, value) != value:
         raise BuildError(
-            "inputs-unlike", f"{where}: {actual} is not {expr}" + ("" if rest else f" with {symbol} = {symbol_values[symbol]}")
+            "inputs-unlike", f"{where}: {actual} is not {expr}" + ("" if remainder else f" with {symbol} = {symbol_values[symbol]}")
         )
 
 
 def number(value: Any, known: Bindings) -> Any:
-    """A size, or number made of sizes, as a Python number.  Raises inputs-unlike for a symbol that no input decides."""
+    """Returns a size, or a number computed from sizes, as a Python number.  Raises inputs-unlike if inputs do not determine it."""
     if not isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
         return value
     expression = value.node.expr.subs(known) if hasattr(value.node.expr, "subs") else value.node.expr
@@ -74,10 +74,8 @@ def number(value: Any, known: Bindings) -> Any:
 
 
 def weigh(program: ExportedProgram, node: Node, heavy: int) -> int:
-    """0 for an operation that costs nothing, 1 for a light one, at least `heavy` for what takes the host much longer than a GPU.
-
-    Heavy are large tensors, at the largest sizes, and operations that are not known to pass over their tensors once.
-    """
+    """Returns 0 for a free operation, 1 for a light one, and at least `heavy` for one that is much slower on the host than on a
+    GPU."""
     if is_free(node):
         return 0
     tags = getattr(node.target, "tags", ())
@@ -99,11 +97,11 @@ ONE_PASS = frozenset(
         "index_select.default", "embedding.default", "where.self", "masked_fill.Scalar", "one_hot.default",
     )
 )  # fmt: skip
-"""Operations that read each element once or a few times, beside those that torch tags as pointwise or as reductions."""
+"""Operations that read each element once or a few times, besides those that torch tags as pointwise or as reductions."""
 
 
 def _largest(program: ExportedProgram, tensor: torch.Tensor) -> float:
-    """Elements of a tensor at the largest sizes that export allows, which are the largest declared ones."""
+    """The number of elements of a tensor at the largest sizes that export allows, which are the largest declared ones."""
     highest = {symbol: bounds.upper for symbol, bounds in program.range_constraints.items()}
     count = 1.0
     for size in tensor.shape:

@@ -1,7 +1,7 @@
-"""Writes to memory: which operations they tie together, and the order that they demand.
+"""Writes to memory: the operations that must stay in one region because of them, and the order that they require.
 
-An exported program is not functional: `z[:, 1] = y` stands in it as a view of z and a copy into the view.  A value that crosses
-between regions is copied, so a view and its base may be parted only where nothing is written through either any more.
+An exported program is not functional: it holds `z[:, 1] = y` as a view of z and a copy into the view.  A value that crosses between
+regions is copied.  So a view and its base may be in different regions only where neither is written to any more.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from .node_kinds import NodeKind, NodeKinds, higher_order, storages, writes_to
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WriteConstraints:
-    """`order`: pairs (earlier, later) beside those of inputs.  `together`: nodes that must be in one region.  `touched`: every
-    node that makes, reads or writes memory that is written to.  `written`: of each writing node, the nodes whose memory it is.
-    `outliving`: the inputs and weights among these, what is left of which outlives the call; all accesses to one are together."""
+    """`order`: pairs (earlier, later) besides those of inputs.  `together`: sets of nodes that must be in one region.  `touched`:
+    every node that creates, reads or writes memory that is written to.  `written`: for each writing node, the nodes that share the
+    memory.  `outliving`: the inputs and weights among these, whose contents outlive the call."""
 
     order: tuple[tuple[Node, Node], ...]
     together: tuple[tuple[Node, ...], ...]
@@ -30,11 +30,12 @@ class WriteConstraints:
 
 
 def write_constraints(module: GraphModule, known: NodeKinds) -> WriteConstraints:
-    """The constraints of all writes in `module`'s graph.
+    """Returns the constraints of all writes in `module`'s graph.
 
-    In memory that is written to, every access comes after the writes before it and before those after it.  A write after which
-    nobody uses an older name of the memory makes a new value, which may be in another region.  Otherwise the maker, the views and
-    the writes up to the last such write stay together.  For inputs and weights, which have no maker, every other access does, too.
+    Every access to memory that is written to comes after the writes before it and before the writes after it.  If nobody uses an
+    older name of the memory after a write, the write makes a new value, which may be in another region.  Otherwise the memory's
+    first node, the views and the writes up to the last such write stay together.  For inputs and weights every other access stays,
+    too.
     """
     nodes = [node for node in module.graph.nodes if known[node] in (*_ACCESSING, *_GIVEN)]
     memory = _memories(nodes)
@@ -72,28 +73,28 @@ _GIVEN = (NodeKind.INPUT, NodeKind.WEIGHT)
 
 
 def _memories(nodes: Sequence[Node]) -> dict[Node, Node]:
-    """Each node's memory, named by its first node: by the storage that export saw, and by what the schemas say of results."""
-    home: dict[Node, Node] = {}
+    """Maps each node to the first node of its memory: the same storage in the export, or an alias by the operator's schema."""
+    parent: dict[Node, Node] = {}
 
     def find(node: Node) -> Node:
-        while home[node] is not node:
-            node = home[node]
+        while parent[node] is not node:
+            node = parent[node]
         return node
 
     first: dict[int, Node] = {}
     for node in nodes:
-        home[node] = node
+        parent[node] = node
         same = [first.setdefault(storage, node) for storage in storages(node.meta.get("val"))]
         for other in [*same, *_viewed_inputs(node)]:
-            if other in home and find(other) is not find(node):
+            if other in parent and find(other) is not find(node):
                 old, new = find(node), find(other)
-                home[old] = new
+                parent[old] = new
     return {node: find(node) for node in nodes}
 
 
 def _viewed_inputs(node: Node) -> list[Node]:
-    """The inputs that a node's result is or may be a view of, by the schema and its tags.  Dropout outside training gives its input
-    itself, where export saw a copy."""
+    """Returns the inputs that a node's result is or may be a view of, by the schema and its tags.  Outside training, dropout
+    returns its input itself, although export saw a copy."""
     if torch.Tag.maybe_aliasing_or_mutating in getattr(node.target, "tags", ()):
         return node.all_input_nodes[:1]
     schema = getattr(node.target, "_schema", None)
@@ -105,7 +106,7 @@ def _viewed_inputs(node: Node) -> list[Node]:
 
 
 def _targets(node: Node, module: GraphModule) -> tuple[Node, ...]:
-    """The nodes whose memory a node writes to; a higher-order operator hands its last arguments to its modules."""
+    """Returns the nodes whose memory a node writes to.  A higher-order operator passes its last arguments to its modules."""
     if not higher_order(node):
         return writes_to(node)
     leaves = tree_leaves((node.args, node.kwargs))
@@ -115,7 +116,7 @@ def _targets(node: Node, module: GraphModule) -> tuple[Node, ...]:
 
 
 def _written_outside(module: GraphModule) -> list[int]:
-    """The placeholders of a module that it writes to, by their positions counted from the last one, which is -1."""
+    """Returns the positions of the placeholders that a module writes to, counted from the last one, which is -1."""
     memory = _memories([node for node in module.graph.nodes if node.op != "output"])
     targets = {memory[target] for node in memory for target in _targets(node, module) if target in memory}
     placeholders = [node for node in memory if node.op == "placeholder"]
@@ -124,25 +125,25 @@ def _written_outside(module: GraphModule) -> list[int]:
 
 def _order(accesses: Sequence[Node], writers: set[Node]) -> list[tuple[Node, Node]]:
     pairs: list[tuple[Node, Node]] = []
-    since: list[Node] = []
-    last: Node | None = None
+    after_last_write: list[Node] = []
+    last_write: Node | None = None
     for node in accesses:
         if node in writers:
-            pairs += [(earlier, node) for earlier in since]
-            since, last = [], node
-        elif last is not None:
-            pairs.append((last, node))
-        since.append(node)
+            pairs += [(earlier, node) for earlier in after_last_write]
+            after_last_write, last_write = [], node
+        elif last_write is not None:
+            pairs.append((last_write, node))
+        after_last_write.append(node)
     return pairs
 
 
 def _together(
-    members: Sequence[Node], accesses: Sequence[Node], writers: set[Node], known: NodeKinds, place: dict[Node, int]
+    members: Sequence[Node], accesses: Sequence[Node], writers: set[Node], kinds: NodeKinds, place: dict[Node, int]
 ) -> list[tuple[Node, ...]]:
-    """One set per segment that other writes bind: the maker, or a write that makes a new value, begins a segment."""
+    """Returns the segments of accesses that stay in one region.  The memory's first node, or a write of a new value, begins one."""
     groups: list[tuple[Node, ...]] = []
     segment: list[Node] = []
-    external = any(known[member] in _GIVEN for member in members)
+    external = any(kinds[member] in _GIVEN for member in members)
     bound = 0
 
     def close() -> None:
@@ -151,7 +152,7 @@ def _together(
             groups.append(tuple(tied))
 
     for node in accesses:
-        if node in writers and _makes_new(node, members, known, place):
+        if node in writers and _makes_new(node, members, kinds, place):
             close()
             segment, bound, external = [node], 0, False
             continue
@@ -162,10 +163,10 @@ def _together(
     return groups
 
 
-def _makes_new(node: Node, members: Sequence[Node], known: NodeKinds, place: dict[Node, int]) -> bool:
-    """Whether a write leaves no older name of its memory in use, and nothing that outlives the call."""
+def _makes_new(node: Node, members: Sequence[Node], kinds: NodeKinds, place: dict[Node, int]) -> bool:
+    """Whether nobody uses an older name of the memory after a write, and no older name is an input or a weight."""
     older = [member for member in members if place[member] < place[node]]
     later = [user for member in older for user in member.users if place[user] > place[node]]
-    return not any(known[user] in (*_ACCESSING, NodeKind.OUTPUT) for user in later) and not any(
-        known[member] in _GIVEN for member in older
+    return not any(kinds[user] in (*_ACCESSING, NodeKind.OUTPUT) for user in later) and not any(
+        kinds[member] in _GIVEN for member in older
     )

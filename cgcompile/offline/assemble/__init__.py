@@ -1,1 +1,1 @@
-"""Launches and images become rows: merged regions, a planned arena, parameter blocks.  A second function checks every plan."""
+"""Builds the rows of a bundle from launches and images: merges regions, plans the arena, packs parameter blocks, checks plans."""

@@ -1,8 +1,8 @@
-"""The arena plan: offsets in memory `arena` of the temporaries of a lowered program.  Pure; sizes in bytes.
+"""The arena plan: the offsets of a lowered program's temporaries in memory `arena`.  Pure; sizes in bytes.
 
-Two temporaries may share bytes when one's last use comes before the other's first.  The largest sum of sizes that are live at one
-moment is a lower bound; the smallest arena is NP-hard to find (dynamic storage allocation).  A few orders placed greedily meet the
-bound on real programs.  Above it, buffers that ended up on top move to the front of the order.  Equal programs get equal plans.
+Two temporaries may share bytes if one's last use comes before the other's first.  The largest sum of sizes that are live together
+is a lower bound.  Finding the smallest arena is NP-hard (dynamic storage allocation).  Greedy placement in a few orders reaches the
+bound on real programs.  Otherwise the buffers at the top move to the front of the order.  Equal programs get equal plans.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from ..lowered import (
 )
 
 WORK = 3_000_000
-"""Comparisons of two buffers after which planning looks no further for a smaller arena: about a second."""
+"""The number of comparisons of two buffers after which planning stops, about a second."""
 
 ROUNDS = 200
-"""Times that the best order is changed, at most."""
+"""The most times that the best order is changed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """`offsets`: position in `Lowered.buffers` -> offset in memory `arena`, of every temporary, multiples of 256.  `arena`: bytes
-    that the program needs, PAD included.  `bound`: the largest sum of aligned sizes live at one moment, behind what is reserved."""
+    """`offsets`: position in `Lowered.buffers` -> offset in memory `arena` for every temporary, multiples of 256.  `arena`: bytes
+    that the program needs, with PAD.  `bound`: the reserved bytes plus the largest sum of aligned sizes that are live together."""
 
     offsets: Mapping[int, int]
     arena: int
@@ -50,7 +50,7 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lifetime:
-    """A buffer's aligned `size`; positions in `Lowered.events` of its first and last use, both included."""
+    """A buffer's aligned `size`, and the positions in `Lowered.events` of its first and last use, both included."""
 
     buffer: int
     size: int
@@ -59,9 +59,9 @@ class Lifetime:
 
 
 def plan(lowered: Lowered, kept: Mapping[int, int] = MappingProxyType({}), start: int = 0) -> Plan:
-    """Place every temporary, empty and unused ones at offset `start`.  It lives from its first use to its last, an output to the
-    end.  `kept`: buffers that have an offset, below `start`, which none of the others gets.
-    Raises lifetime-broken when a buffer is used before Allocate or after Release."""
+    """Places every temporary; empty and unused ones get offset `start`.  A temporary lives from its first to its last use, an
+    output to the end.  `kept`: buffers that already have an offset below `start`, which no other buffer gets.  Raises
+    lifetime-broken if a buffer is used before Allocate or after Release."""
     offsets = {i: start for i, buffer in enumerate(lowered.buffers) if buffer.kind == TEMPORARY}
     lives = [life for life in lifetimes(lowered) if life.buffer not in kept]
     bound = largest_sum(lives)
@@ -71,9 +71,9 @@ def plan(lowered: Lowered, kept: Mapping[int, int] = MappingProxyType({}), start
 
 
 def lifetimes(lowered: Lowered) -> tuple[Lifetime, ...]:
-    """The lives of all temporaries that are used and not empty, by first use.  Raises lifetime-broken.
+    """Returns the lifetimes of all temporaries that are used and not empty, ordered by first use.  Raises lifetime-broken.
 
-    What is used inside a loop and outside of it lives through the whole loop: the next turn needs what this one had.
+    A buffer that is used inside and outside a loop lives through the whole loop, because the next iteration needs it unchanged.
     """
     first: dict[int, int] = {}
     last: dict[int, int] = {}
@@ -111,7 +111,7 @@ def lifetimes(lowered: Lowered) -> tuple[Lifetime, ...]:
 
 
 def loops(lowered: Lowered) -> list[tuple[int, int]]:
-    """Positions of the beginning and the end of every loop, those inside of others first."""
+    """The positions of the beginning and the end of every loop, inner loops first."""
     begins: dict[int, int] = {}
     spans = []
     for moment, event in enumerate(lowered.events):
@@ -137,12 +137,12 @@ def uses(event: Event) -> Iterator[int]:
 
 
 def largest_sum(lives: Iterable[Lifetime]) -> int:
-    """The largest sum of sizes that are live at one moment."""
+    """The largest sum of sizes that are live at the same time."""
     return max(_sums(sorted(lives, key=lambda life: life.first)), default=0)
 
 
 def _sums(lives: Sequence[Lifetime]) -> Iterator[int]:
-    """What is live at the first use of each buffer; `lives` by first use."""
+    """Yields the sum of the sizes that are live at the first use of each buffer.  `lives`: ordered by first use."""
     ends: list[tuple[int, int]] = []
     total = 0
     for life in lives:
@@ -162,58 +162,58 @@ def _broken(lowered: Lowered, moment: int, buffer: int, what: str) -> BuildError
 # --- packing --------------------------------------------------------------------------------------------------
 
 Order = list[int]
-"""Positions of lives: who is placed first."""
+"""Positions of lifetimes, in the order of placement."""
 
 Gap = Callable[[Sequence[tuple[int, int]], int], int]
-"""(taken ranges by offset, size) -> the offset of a range of that size."""
+"""Maps (taken ranges ordered by offset, size) to the offset of a free range of that size."""
 
 
 def _pack(lives: Sequence[Lifetime], bound: int) -> tuple[list[int], int]:
-    """Offsets in the order of `lives`, and the end of the highest."""
+    """Returns the offsets in the order of `lives`, and the end of the highest buffer."""
     meets = _meetings(lives)
     cost = sum(map(len, meets)) + len(lives)
-    left = max(WORK // max(cost, 1), 1)
+    attempts = max(WORK // max(cost, 1), 1)
     best: tuple[int, list[int], Order, Gap] | None = None
     for order in _orders(lives):
         for gap in (lowest_gap, tightest_gap):
-            if left <= 0:
+            if attempts <= 0:
                 break
-            left -= 1
+            attempts -= 1
             offsets, height = _place(lives, meets, order, gap)
             if best is None or height < best[0]:
                 best = (height, offsets, order, gap)
             if height <= bound:
                 return offsets, height
-    assert best is not None  # `left` began at 1 at least
-    return _improve(lives, meets, bound, best, min(left, ROUNDS))
+    assert best is not None  # `attempts` was at least 1
+    return _improve(lives, meets, bound, best, min(attempts, ROUNDS))
 
 
 def _improve(
     lives: Sequence[Lifetime], meets: Sequence[Sequence[int]], bound: int, best: tuple[int, list[int], Order, Gap], rounds: int
 ) -> tuple[list[int], int]:
-    """Move the buffers on top to the front of the order, again and again; keep the lowest plan."""
+    """Repeatedly moves the buffers at the top to the front of the order; returns the lowest plan."""
     height, offsets, order, gap = best
     current, seen = order, {tuple(order)}
-    at, top = offsets, height
+    current_offsets, top = offsets, height
     for _ in range(rounds):
         if height <= bound:
             break
-        high = [i for i in range(len(lives)) if at[i] + lives[i].size == top]
-        current = high + [i for i in current if at[i] + lives[i].size != top]
-        if tuple(current) in seen:  # a cycle: start again, with those below the top as well
-            under = {j for i in high for j in meets[i] if at[j] + lives[j].size == at[i]}
-            current = sorted(under) + [i for i in current if i not in under]
+        top_buffers = [i for i in range(len(lives)) if current_offsets[i] + lives[i].size == top]
+        current = top_buffers + [i for i in current if current_offsets[i] + lives[i].size != top]
+        if tuple(current) in seen:  # a cycle: also moves the buffers just below the top
+            lower_buffers = {j for i in top_buffers for j in meets[i] if current_offsets[j] + lives[j].size == current_offsets[i]}
+            current = sorted(lower_buffers) + [i for i in current if i not in lower_buffers]
             if tuple(current) in seen:
                 break
         seen.add(tuple(current))
-        at, top = _place(lives, meets, current, gap)
+        current_offsets, top = _place(lives, meets, current, gap)
         if top < height:
-            height, offsets = top, at
+            height, offsets = top, current_offsets
     return offsets, height
 
 
 def _meetings(lives: Sequence[Lifetime]) -> list[list[int]]:
-    """Of each life, the others that are live at one moment with it; `lives` by first use."""
+    """For each lifetime, the others that overlap it in time.  `lives`: ordered by first use."""
     meets: list[list[int]] = [[] for _ in lives]
     live: list[int] = []
     for i, life in enumerate(lives):
@@ -226,7 +226,7 @@ def _meetings(lives: Sequence[Lifetime]) -> list[list[int]]:
 
 
 def _orders(lives: Sequence[Lifetime]) -> Iterator[Order]:
-    """The orders to try, those that were best on real programs first.  Ties go by first use."""
+    """Yields the orders to try, those that were best on real programs first.  Ties are broken by first use."""
     count = range(len(lives))
 
     def by(rank: Callable[[Lifetime], tuple[int, ...]]) -> Order:
@@ -243,7 +243,7 @@ def _orders(lives: Sequence[Lifetime]) -> Iterator[Order]:
 
 
 def _pressure(lives: Sequence[Lifetime]) -> list[int]:
-    """Of each life, the largest sum of sizes that it is part of (at first uses, which is where sums grow)."""
+    """For each lifetime, the largest sum of live sizes during it.  Sums only grow at first uses."""
     sums = list(_sums(lives))
     result = []
     for i, life in enumerate(lives):
@@ -257,7 +257,7 @@ def _pressure(lives: Sequence[Lifetime]) -> list[int]:
 
 
 def _place(lives: Sequence[Lifetime], meets: Sequence[Sequence[int]], order: Order, gap: Gap) -> tuple[list[int], int]:
-    """Give each buffer in order a range that none before it holds during its lifetime."""
+    """Places the buffers in order.  Each gets a range that no earlier buffer uses during its lifetime."""
     offsets = [-1] * len(lives)
     height = 0
     for i in order:
@@ -268,7 +268,7 @@ def _place(lives: Sequence[Lifetime], meets: Sequence[Sequence[int]], order: Ord
 
 
 def lowest_gap(taken: Sequence[tuple[int, int]], size: int) -> int:
-    """The lowest offset at which `size` bytes overlap none of the ranges (begin, end), which are sorted."""
+    """Returns the lowest offset at which `size` bytes overlap none of the sorted ranges (begin, end)."""
     free = 0
     for start, end in taken:
         if start - free >= size:
@@ -278,7 +278,7 @@ def lowest_gap(taken: Sequence[tuple[int, int]], size: int) -> int:
 
 
 def tightest_gap(taken: Sequence[tuple[int, int]], size: int) -> int:
-    """The beginning of the smallest gap that holds `size` bytes, the lowest of equal ones; the end of all ranges without one."""
+    """Returns the offset of the smallest gap with `size` bytes, the lowest of equal ones; without a gap, the end of all ranges."""
     free, best, size_of_best = 0, -1, 0
     for start, end in taken:
         if start - free >= size and (best < 0 or start - free < size_of_best):

@@ -1,5 +1,5 @@
-"""A launch's parameter block -> its arguments, written apart from `parameter_block` so that one checks the other.  Without
-torch."""
+"""Reads the arguments back from a launch's parameter block.  Written independently of `parameter_block`, so that each checks the
+other.  Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ FORMATS = {
     "i1": "?", "u1": "?", "i8": "b", "u8": "B", "i16": "h", "u16": "H", "i32": "i", "u32": "I", "i64": "q", "u64": "Q",
     "fp16": "e", "bf16": "H", "fp32": "f", "f32": "f", "fp64": "d",
 }  # fmt: skip
-"""How a scalar parameter of a Triton type lies in the block (little-endian); bf16 as its bits."""
+"""The struct format of a scalar parameter of a Triton type (little-endian); bf16 as its bits."""
 
 SCRATCH = 2
-"""Pointers that Triton 3.6 and 3.7 may add behind a kernel's own parameters (global and profile scratch memory)."""
+"""Pointers that Triton 3.6 and 3.7 may append to a kernel's own parameters (global and profile scratch memory)."""
 
 DIVISOR = 16
-"""What the arguments in `KernelVariant.divisible` are multiples of."""
+"""Arguments in `KernelVariant.divisible` are multiples of this."""
 
 CLUSTER_DIMENSION = 4
-"""CUlaunchAttributeID: blocks per cluster along each axis.  A Triton program is a cluster, a launch's grid counts blocks."""
+"""CUlaunchAttributeID: blocks per cluster along each axis.  A Triton instance is a cluster; a launch's grid counts blocks."""
 
 POISON = 0xFF
-"""What stands in bytes of a block that no kernel reads."""
+"""The value of bytes of a block that no kernel reads."""
 
 Argument = Address | int | float | None
-"""A place, a number, or a null pointer."""
+"""An address, a number, or a null pointer."""
 
 
 def arguments(variant: KernelVariant, function: Function, node: KernelNode) -> dict[str, Argument]:
-    """The value of every argument of the variant that is no constexpr, as this launch passes it.  Raises parameter-mismatch when
-    block, parameters (number, places, sizes), relocations and signature do not fit each other."""
+    """Returns the value of every argument of the variant that is no constexpr, as this launch passes it.  Raises parameter-mismatch
+    if the block, the parameters (number, offsets, sizes), the relocations and the signature do not match."""
     where = f"kernel {variant.name}"
     names = [(name, kind) for name, kind in variant.signature if kind != "constexpr"]
     if not 0 <= len(function.params) - len(names) <= SCRATCH:
@@ -62,7 +62,7 @@ def arguments(variant: KernelVariant, function: Function, node: KernelNode) -> d
         else:
             (values[name],) = struct.unpack(f"<{FORMATS[kind]}", content)
     for offset, _ in function.params[len(names) :]:
-        targets.pop(offset, None)  # scratch memory: the interpreter needs none
+        targets.pop(offset, None)  # the interpreter needs no scratch memory
     if targets:
         raise BuildError("parameter-mismatch", f"{where}: a relocation at byte {min(targets)} is no pointer parameter")
     for name in variant.divisible:
@@ -75,7 +75,7 @@ def arguments(variant: KernelVariant, function: Function, node: KernelNode) -> d
 
 
 def programs(node: KernelNode) -> tuple[int, int, int]:
-    """Program instances along each axis.  Raises parameter-mismatch when the grid is no multiple of the cluster."""
+    """The number of program instances along each axis.  Raises parameter-mismatch if the grid is no multiple of the cluster."""
     x, y, z = dict(node.attributes).get(CLUSTER_DIMENSION, (1, 1, 1))
     if node.grid[0] % x or node.grid[1] % y or node.grid[2] % z:
         raise BuildError("parameter-mismatch", f"a grid of {node.grid} blocks is no multiple of its cluster {(x, y, z)}")
@@ -83,7 +83,7 @@ def programs(node: KernelNode) -> tuple[int, int, int]:
 
 
 def check_order(recording: Recording) -> None:
-    """Raise order-broken unless every edge goes from a row to a later one, so that the rows may run one after the other."""
+    """Raises order-broken unless every edge goes from a row to a later one, so that the rows may run one after the other."""
     for edge in recording.edges:
         if not 0 <= edge.source < edge.target < len(recording.nodes):
             raise BuildError("order-broken", f"int_key {recording.key}: an edge goes from row {edge.source} to row {edge.target}")

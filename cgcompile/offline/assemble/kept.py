@@ -1,5 +1,5 @@
-"""The buffers of outputs that a later call takes where they lie: each has a place of its own, below what all programs share.  Pure;
-offsets and sizes in bytes."""
+"""Output buffers that a later call uses in place: each has its own offset, below the arena that all programs share.  Pure; offsets
+and sizes in bytes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..lowered import TEMPORARY, LoweredProgram
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kept:
-    """`offsets`: by key, position in `Lowered.buffers` -> offset in memory arena.  `start`: where the arena of all begins."""
+    """`offsets`: key -> position in `Lowered.buffers` -> offset in memory arena.  `start`: the offset of the shared arena."""
 
     reserved: tuple[DonatedRange, ...]
     offsets: Mapping[IntKey, Mapping[int, int]]
@@ -23,8 +23,8 @@ class Kept:
 
 
 def keep_outputs(programs: Mapping[IntKey, LoweredProgram], donated: Mapping[IntKey, tuple[DonatedOutput, ...]]) -> Kept:
-    """Places the buffers of the outputs that are `donated`, by key, one behind the other; keys of one entry overlay each other.
-    Raises donation-refused for an output that lies in no buffer of the program's own."""
+    """Places the buffers of the `donated` outputs of each key one after the other.  Keys of one entry use the same bytes.  Raises
+    donation-refused for an output that is in no temporary buffer."""
     places_by_key: dict[IntKey, dict[int, int]] = {}
     needs: dict[str, int] = {}
     for key, outputs in donated.items():
@@ -32,14 +32,14 @@ def keep_outputs(programs: Mapping[IntKey, LoweredProgram], donated: Mapping[Int
         for output in outputs:
             program = programs[key]
             buffer = program.regions[output.region].outputs[output.output].pointer.buffer
-            row = program.lowered.buffers[buffer]
-            if row.kind != TEMPORARY:
-                raise refused(output.entry, output.number, f"is a {row.kind} of the program itself")
+            buffer_row = program.lowered.buffers[buffer]
+            if buffer_row.kind != TEMPORARY:
+                raise refused(output.entry, output.number, f"is a {buffer_row.kind} of the program itself")
             if buffer not in places:
-                places[buffer], end = end, align(end + row.nbytes)
+                places[buffer], end = end, align(end + buffer_row.nbytes)
         needs[outputs[0].entry] = max(needs.get(outputs[0].entry, 0), end)
     reserved = reserved_parts(needs)
-    begins = {row.entry: row.offset for row in reserved}
+    begins = {buffer_row.entry: buffer_row.offset for buffer_row in reserved}
     placed = {
         key: {buffer: begins[outputs[0].entry] + offset for buffer, offset in places_by_key[key].items()}
         for key, outputs in donated.items()

@@ -1,5 +1,5 @@
-"""The traced regions of a program at one int_key -> one program over one set of buffers, which one plan places.  Pure.  What the
-host reads between two regions is an event of its own; what it makes lies in memory `inputs`, behind the call's tensors."""
+"""Merges a program's lowered regions at one int_key into one program with one set of buffers and one plan.  Pure.  A read by the
+host between two regions is an event.  Values that the host computes are in memory `inputs`, after the call's tensors."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from ..lowered import (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoweredRegion:
-    """A region of a program: the names of the values that it takes and makes, and what tracing gave; None for one of the host."""
+    """A region of a program: the names of its inputs and outputs, and its `Lowered`, or None for a host region."""
 
     name: str
     inputs: tuple[str, ...]
@@ -48,27 +48,27 @@ class LoweredRegion:
 
 
 def whole(traced: Lowered) -> LoweredProgram:
-    """A program that is one graph."""
+    """Returns a program that is one graph."""
     region = RegionEvents(name=WHOLE, start=0, stop=len(traced.events), inputs=traced.inputs, outputs=traced.outputs)
     return LoweredProgram(lowered=traced, regions=(region,))
 
 
 def merge(key: IntKey, regions: Sequence[LoweredRegion], input_names: Sequence[str], outputs: Sequence[str]) -> LoweredProgram:
-    """`regions`, in the order in which they run, as one program.  `input_names`: the values of INPUT buffers, in order: the call's,
-    and behind them those that the host makes and a graph takes.  `outputs`: the call's; those that a graph makes live to the end.
-    Raises inputs-unlike and place-invalid when a region takes a value otherwise than an earlier one made it."""
-    growing = MergedProgram(key=key, input_places={name: place for place, name in enumerate(input_names)})
+    """Merges `regions`, in the order in which they run.  `input_names`: the values of INPUT buffers in order: the call's, then
+    those that the host computes and a graph reads.  `outputs`: the call's outputs; those from graphs stay allocated to the end.
+    Raises inputs-unlike or place-invalid if a region reads a value with another layout than the region before computed it with."""
+    merged = MergedProgram(key=key, input_places={name: place for place, name in enumerate(input_names)})
     for region in regions:
         if region.lowered is None:
-            growing.read(region.inputs)
+            merged.read(region.inputs)
         else:
-            growing.add(region, region.lowered)
-    return growing.program(outputs)
+            merged.add(region, region.lowered)
+    return merged.program(outputs)
 
 
 class MergedProgram:
-    """The merged program as it grows.  `views`: the values of the regions so far; `on_host`: those that the host has a copy of.
-    `shared`: weights and inputs by kind and name, which several regions may take."""
+    """Builds the merged program.  `views`: the values of the regions so far.  `on_host`: the values that the host has a copy of.
+    `shared`: weights and inputs by kind and name, which several regions may use."""
 
     def __init__(self, key: IntKey, input_places: Mapping[str, int]) -> None:
         self.key = key
@@ -84,14 +84,14 @@ class MergedProgram:
         self.written: dict[int, None] = {}
 
     def read(self, names: Sequence[str]) -> None:
-        """A host region takes these values."""
+        """Adds events for the values that a host region reads."""
         for name in names:
             if name in self.views and name not in self.on_host:
                 self.on_host.add(name)
                 self.events.append(HostRead(buffer=self.views[name].pointer.buffer))
 
     def add(self, region: LoweredRegion, traced: Lowered, targets: Sequence[Pointer] = ()) -> None:
-        """A graph region, or a part of one.  `targets`: where its outputs go, dense ones; () for wherever it makes them."""
+        """Adds a graph region, or a part of one.  `targets`: the addresses for its dense outputs; () keeps its own buffers."""
         start = len(self.events)
         outs = _own_buffers(traced) if targets else {}
         places = [targets[outs[i]] if i in outs else self._place(region, traced, buffer) for i, buffer in enumerate(traced.buffers)]
@@ -108,14 +108,14 @@ class MergedProgram:
         )
         self.views.update(zip(region.outputs, outputs, strict=True))
         for constant in traced.constants:
-            known = self.constants.get(constant.name, constant)
-            sources = tuple(sorted({*known.sources, *constant.sources}))
+            earlier = self.constants.get(constant.name, constant)
+            sources = tuple(sorted({*earlier.sources, *constant.sources}))
             self.constants[constant.name] = replace(constant, sources=sources)
-        kept = [places[index].buffer for index in traced.written]
-        self.written |= dict.fromkeys([index for index in kept if self.buffers[index].kind != TEMPORARY])
+        written = [places[index].buffer for index in traced.written]
+        self.written |= dict.fromkeys([index for index in written if self.buffers[index].kind != TEMPORARY])
 
     def temporary(self, nbytes: int, at: int | None = None) -> Pointer:
-        """A new buffer, allocated before event number `at`, or here."""
+        """Returns a new buffer, allocated before event number `at`, or now."""
         pointer = self._new(Buffer(kind=TEMPORARY, name=f"own{len(self.buffers)}", nbytes=nbytes))
         self.events.insert(len(self.events) if at is None else at, Allocate(buffer=pointer.buffer))
         return pointer
@@ -125,12 +125,12 @@ class MergedProgram:
         return self._shared(Buffer(kind=kind, name=name, nbytes=nbytes))
 
     def program(self, outputs: Sequence[str]) -> LoweredProgram:
-        """All of it; `outputs` of the call."""
+        """Returns the merged program with these outputs."""
         traced = self.joined((), [self.views[name] for name in outputs if name in self.views])
         return LoweredProgram(lowered=traced, regions=tuple(self.regions))
 
     def joined(self, inputs: Sequence[BufferView], outputs: Sequence[BufferView]) -> Lowered:
-        """All of it as one that takes `inputs` and gives `outputs`."""
+        """Returns the merged program as one `Lowered` with these inputs and outputs."""
         return Lowered(
             key=self.key,
             buffers=tuple(self.buffers),
@@ -143,7 +143,7 @@ class MergedProgram:
         )
 
     def _place(self, region: LoweredRegion, traced: Lowered, buffer: Buffer) -> Pointer:
-        """Where a buffer of a region begins among all buffers."""
+        """Returns where a region's buffer begins in the merged program."""
         if buffer.kind == TEMPORARY:
             return self._new(replace(buffer, name=f"{region.name}.{buffer.name}"))
         if buffer.kind == WEIGHT:
@@ -166,33 +166,32 @@ class MergedProgram:
         return Pointer(buffer=len(self.buffers) - 1, offset=0)
 
     def _shared(self, buffer: Buffer) -> Pointer:
-        known = self.shared.get((buffer.kind, buffer.name))
-        if known is None:
-            known = self.shared[buffer.kind, buffer.name] = self._new(buffer).buffer
-        elif self.buffers[known].nbytes < buffer.nbytes:
-            self.buffers[known] = buffer
-        return Pointer(buffer=known, offset=0)
+        index = self.shared.get((buffer.kind, buffer.name))
+        if index is None:
+            index = self.shared[buffer.kind, buffer.name] = self._new(buffer).buffer
+        elif self.buffers[index].nbytes < buffer.nbytes:
+            self.buffers[index] = buffer
+        return Pointer(buffer=index, offset=0)
 
 
 def dense_bytes(tensor: BufferView) -> int:
-    """Bytes of a dense tensor."""
     return DTYPES[tensor.dtype] * math.prod(tensor.shape)
 
 
 def _own_buffers(traced: Lowered) -> dict[int, int]:
-    """Buffers that are one output each, from the first byte to the last: their positions, and the outputs' numbers."""
+    """Maps buffers that are exactly one output each to the numbers of these outputs."""
     output_numbers: dict[int, int] = {}
-    holds = [output.pointer.buffer for output in traced.outputs]
+    output_buffers = [output.pointer.buffer for output in traced.outputs]
     for number, output in enumerate(traced.outputs):
         buffer = traced.buffers[output.pointer.buffer]
-        whole = buffer.kind == TEMPORARY and not output.pointer.offset and buffer.nbytes == dense_bytes(output)
-        if whole and holds.count(output.pointer.buffer) == 1:
+        fills_buffer = buffer.kind == TEMPORARY and not output.pointer.offset and buffer.nbytes == dense_bytes(output)
+        if fills_buffer and output_buffers.count(output.pointer.buffer) == 1:
             output_numbers[output.pointer.buffer] = number
     return output_numbers
 
 
 def _layout(tensor: BufferView) -> tuple[str, tuple[tuple[int, int], ...]]:
-    """The dtype, and (size, stride) of every axis that has more than one element."""
+    """The dtype, and (size, stride) of every axis; strides of axes with one element are 0."""
     axes = zip(tensor.shape, tensor.strides, strict=True)
     return tensor.dtype, tuple([(size, stride if size > 1 else 0) for size, stride in axes])
 
@@ -207,7 +206,7 @@ def _at(place: Pointer, places: Sequence[Pointer]) -> Pointer:
 
 
 def _moved(event: Event, places: Sequence[Pointer], variants: Sequence[int]) -> Event:
-    """An event of a region, over all buffers and variants."""
+    """An event of a region with the buffers and variants of the merged program."""
     match event:
         case Launch():
             arguments = tuple(
@@ -222,5 +221,5 @@ def _moved(event: Event, places: Sequence[Pointer], variants: Sequence[int]) -> 
             return replace(event, byte=_at(event.byte, places))
         case Begin() | NextBody() | End():
             return event
-        case _:  # of a temporary, which begins where its buffer does
+        case _:  # an event of a temporary, whose offset is 0
             return replace(event, buffer=places[event.buffer].buffer)

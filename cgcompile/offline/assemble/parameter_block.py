@@ -1,5 +1,5 @@
-"""Arguments of a launch -> the parameter block that the driver copies to the device.  Pure.  As triton's launcher lays it out
-(backends/nvidia/driver.c, 3.6 and 3.7); what that would convert to fit is refused here."""
+"""Packs a launch's arguments into the parameter block that the driver copies to the device.  Pure.  The layout is that of triton's
+launcher (backends/nvidia/driver.c, 3.6 and 3.7), but values that the launcher would convert are refused."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ INTEGERS = {
     **{f"i{8 * size}": (size, -(1 << (8 * size - 1)), (1 << (8 * size - 1)) - 1) for size in (1, 2, 4, 8)},
     **{f"u{8 * size}": (size, 0, (1 << (8 * size)) - 1) for size in (1, 2, 4, 8)},
 }  # fmt: skip
-"""Type -> bytes, lowest and highest value."""
+"""Type -> (bytes, lowest value, highest value)."""
 
 FLOATS = {"fp16": 2, "bf16": 2, "fp32": 4, "f32": 4, "fp64": 8}
 """Type -> bytes."""
@@ -25,15 +25,15 @@ POINTER = 8
 
 
 class ParameterBlock(NamedTuple):
-    """A parameter block; addresses are zeros, and `places` lists them: (offset in the block, what is at the address)."""
+    """A parameter block.  Addresses are zero; `places` lists them: (offset in the block, the pointer)."""
 
     data: bytes
     places: tuple[tuple[int, Pointer], ...]
 
 
 def pack_arguments(compiled: CompiledKernel, launch: Launch, where: str) -> ParameterBlock:
-    """The parameter block of a launch, up to the end of the last parameter; scratch pointers and padding are zero.  Raises
-    parameter-mismatch when an argument is missing, is too large for its type, or its type for its place in the block."""
+    """Packs a launch's arguments, up to the end of the last parameter; scratch pointers and padding are zero.  Raises
+    parameter-mismatch if an argument is missing or too large for its type, or if its type does not have the parameter's size."""
     if len(launch.arguments) != len(compiled.params):
         text = f"{where} has {len(launch.arguments)} arguments for {len(compiled.params)} parameters"
         raise BuildError("parameter-mismatch", text)
@@ -57,8 +57,8 @@ def pack_arguments(compiled: CompiledKernel, launch: Launch, where: str) -> Para
 
 
 def scalar(type_: str, value: int | float, what: str) -> bytes:
-    """A number of a Triton type, little-endian.  fp32 is rounded to nearest; bf16 cut off from fp32, as triton's launcher does.
-    Raises parameter-mismatch when the type is not known, or the value does not fit it."""
+    """Packs a number of a Triton type, little-endian.  fp32 is rounded to nearest; bf16 is truncated from fp32, as in triton's
+    launcher.  Raises parameter-mismatch if the type is unknown or the value does not fit."""
     if type_ in INTEGERS:
         size, low, high = INTEGERS[type_]
         if not isinstance(value, int) or not low <= value <= high:
@@ -74,5 +74,5 @@ def scalar(type_: str, value: int | float, what: str) -> bytes:
             return struct.pack("<e", number)
         except OverflowError:
             raise BuildError("parameter-mismatch", f"{what}: {value!r} is too large") from None
-    single = bytes(c_float(number))  # rounds as C does, and gives infinity where it has to
+    single = bytes(c_float(number))  # rounds as C does; values too large become infinity
     return single[2:] if type_ == "bf16" else single

@@ -1,6 +1,6 @@
-"""The check of an arena plan, derived again from the launches alone, not from `arena`, Allocate or Release.  Pure.  A buffer is
-needed from the first event that names it to the last, and to the end when it is an output; through every loop that names it, where
-anything outside the loop does too.  Two that are needed at one event must not share a byte."""
+"""Checks an arena plan.  Derives the lifetimes from the launches alone, independently of `arena`, Allocate and Release.  Pure.  A
+buffer is needed from the first event that names it to the last, an output to the end.  A buffer that events inside and outside a
+loop name is needed through the whole loop.  Two buffers that are needed at the same event must not share a byte."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ from ..lowered import TEMPORARY, Begin, Copy, End, Exchange, Fill, HostRead, Lau
 from .arena import Plan
 
 ALIGNMENT = 256
-"""What cuMemAlloc promises, and kernels may have been compiled for."""
+"""The alignment that cuMemAlloc guarantees and kernels may rely on."""
 
 TAIL = 256
-"""Bytes at the arena's end that belong to nobody: an address one past the end of the last buffer stays inside."""
+"""Unused bytes at the arena's end: an address one past the end of the last buffer is still inside."""
 
 
 def check_plan(lowered: Lowered, plan: Plan) -> None:
-    """Raises arena-overlap when two temporaries share bytes while both are needed, and place-invalid when one has no aligned
-    place inside the arena."""
+    """Raises arena-overlap if two temporaries share bytes while both are needed, and place-invalid if one has no aligned range
+    inside the arena."""
     _check_places(lowered, plan)
     needed = _needed(lowered)
-    leaving: list[tuple[int, int]] = []  # (last event, buffer) of who is in memory, as a heap
-    memory: list[tuple[int, int]] = []  # (offset, buffer) of the same, sorted; their ranges are apart
+    leaving: list[tuple[int, int]] = []  # (last event, buffer) of the live buffers, as a heap
+    memory: list[tuple[int, int]] = []  # (offset, buffer) of the live buffers, sorted; their ranges are disjoint
     for buffer, (start, end) in sorted(needed.items(), key=lambda item: (item[1][0], item[0])):
         size = lowered.buffers[buffer].nbytes
         if not size:
             continue
         while leaving and leaving[0][0] < start:
-            gone = heappop(leaving)[1]
-            del memory[bisect_left(memory, (plan.offsets[gone], gone))]
+            released = heappop(leaving)[1]
+            del memory[bisect_left(memory, (plan.offsets[released], released))]
         offset = plan.offsets[buffer]
-        at = bisect_left(memory, (offset, buffer))
-        if at and memory[at - 1][0] + lowered.buffers[memory[at - 1][1]].nbytes > offset:
-            raise _overlap(lowered, plan, memory[at - 1][1], buffer, start, needed)
-        if at < len(memory) and offset + size > memory[at][0]:
-            raise _overlap(lowered, plan, memory[at][1], buffer, start, needed)
+        position = bisect_left(memory, (offset, buffer))
+        if position and memory[position - 1][0] + lowered.buffers[memory[position - 1][1]].nbytes > offset:
+            raise _overlap(lowered, plan, memory[position - 1][1], buffer, start, needed)
+        if position < len(memory) and offset + size > memory[position][0]:
+            raise _overlap(lowered, plan, memory[position][1], buffer, start, needed)
         insort(memory, (offset, buffer))
         heappush(leaving, (end, buffer))
 
@@ -61,10 +61,10 @@ def _check_places(lowered: Lowered, plan: Plan) -> None:
 
 
 def _needed(lowered: Lowered) -> dict[int, tuple[int, int]]:
-    """Temporary -> (first event that names it, last one)."""
+    """Temporary -> (first event that names it, last event)."""
     spans: dict[int, tuple[int, int]] = {}
     opened: list[int] = []
-    turns: list[tuple[int, int]] = []
+    loops: list[tuple[int, int]] = []
     for moment, event in enumerate(lowered.events):
         named: list[int] = []
         match event:
@@ -85,12 +85,12 @@ def _needed(lowered: Lowered) -> dict[int, tuple[int, int]]:
         elif isinstance(event, End):
             begin = opened.pop()
             if lowered.events[begin] == Begin(conditional=event.conditional, type="while"):
-                turns.append((begin, moment))
+                loops.append((begin, moment))
     for output in lowered.outputs:
         end, index = len(lowered.events), output.pointer.buffer
         spans[index] = spans.get(index, (end, end))[0], end
     for index, (start, end) in spans.items():
-        for begin, stop in turns:  # inner loops end before those around them
+        for begin, stop in loops:  # inner loops come before outer ones
             crosses = (start < begin) != (end < begin) or (start > stop) != (end > stop)
             if crosses and (begin <= start <= stop or begin <= end <= stop):
                 start, end = min(start, begin), max(end, stop)

@@ -1,5 +1,5 @@
-"""A lowered program, its kernel images and its arena plan -> the rows of a bundle.  Pure.  The nodes run one after the other, as
-Inductor's wrapper launches them; so do those of a branch's or loop's body."""
+"""Builds the rows of a bundle from a lowered program, its kernel images and its arena plan.  Pure.  The nodes run one after the
+other, as Inductor's wrapper launches them, also inside the bodies of branches and loops."""
 
 from __future__ import annotations
 
@@ -39,30 +39,30 @@ from .arena import Plan
 from .parameter_block import pack_arguments
 
 MAX_DYNAMIC_SHARED, NON_PORTABLE_CLUSTER = 8, 14
-"""CUfunction_attribute: for dynamic shared memory beyond DEFAULT_SHARED, and clusters beyond PORTABLE_CLUSTER."""
+"""CUfunction_attribute for dynamic shared memory over DEFAULT_SHARED, and for clusters over PORTABLE_CLUSTER."""
 
 DEFAULT_SHARED = 48 << 10
 PORTABLE_CLUSTER = 8
 
 COOPERATIVE, CLUSTER_DIMENSION, CLUSTER_SCHEDULING = 2, 4, 5
 SPREAD = 1
-"""CUlaunchAttributeID, and the cluster scheduling policy that triton's launcher sets with a cluster."""
+"""Values of CUlaunchAttributeID.  SPREAD: the cluster scheduling policy that triton's launcher sets for clusters."""
 
 LARGEST_ROW = 1 << 30
 
 DIVISOR = 16
-"""What the arguments in `Variant.divisible` are multiples of."""
+"""Arguments in `KernelVariant.divisible` are multiples of this."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Where:
-    """Where each buffer of a lowered program begins."""
+    """The address of each buffer of a lowered program."""
 
     lowered: Lowered
     bases: tuple[Address | None, ...]
 
     def address(self, place: Pointer, nbytes: int, where: str) -> Address:
-        """The address of `nbytes` bytes.  Raises place-invalid when they do not lie in the buffer."""
+        """Returns the address of `nbytes` bytes.  Raises place-invalid if they are not inside the buffer."""
         buffer, base = self.lowered.buffers[place.buffer], self.bases[place.buffer]
         if base is None:
             text = f"buffer {place.buffer} ({buffer.kind} {buffer.name}) has no place in any memory"
@@ -83,13 +83,13 @@ def assemble(
     conditions: Function | None = None,
     exchanges: ExchangeKernels | None = None,
 ) -> tuple[RecordedGraph, ...]:
-    """The rows of one key, a graph per region; launches, copies and fills of nothing are left out.  `compiled`: one per variant.
-    `weights`: where a WEIGHT buffer lies, by its name; `inputs`: the offsets of INPUT buffers in memory inputs, by their number.
-    `written`: the numbers of those that calls may change.  `conditions`: the kernel that sets conditions, where any are set.
-    `exchanges`: those of collectives, of a model over several devices.
+    """Builds the rows of one key, one graph per region; empty launches, copies and fills are omitted.  `compiled`: one per variant.
+    `weights`: the addresses of WEIGHT buffers by name.  `inputs`: the offsets of INPUT buffers in memory inputs, by number.
+    `written`: the numbers of the inputs that calls may change.  `conditions`: the kernel that sets conditions, if any are set.
+    `exchanges`: the kernels of collectives, for a model over several devices.
 
-    Raises parameter-mismatch, and place-invalid for a buffer without a place, bytes outside their buffer, and a weight or input
-    that is changed and must not be.
+    Raises parameter-mismatch, and place-invalid for a buffer without an address, for bytes outside their buffer, and for a weight
+    or input that must not change.
     """
     lowered = program.lowered
     where = _Where(lowered=lowered, bases=tuple(_bases(lowered, plan, weights, inputs)))
@@ -104,7 +104,7 @@ def _assemble(
     lowered = where.lowered
     functions: dict[Function, int] = {}
     begin_next: set[int] = set()
-    growing = Bodies()
+    graph = Bodies()
     for moment, event in enumerate(lowered.events[region.start : region.stop], region.start):
         spot = f"int_key {lowered.key}, event {moment}"
         match event:
@@ -112,25 +112,25 @@ def _assemble(
                 function = functions.setdefault(_function(compiled[event.variant]), len(functions))
                 if lowered.variants[event.variant].begins_next:
                     begin_next.add(function)
-                growing.add([_kernel(event, function, compiled[event.variant], where, spot)])
+                graph.add([_kernel(event, function, compiled[event.variant], where, spot)])
             case Copy() if event.nbytes:
-                growing.add(list(_copies(event, where, spot)))
+                graph.add(list(_copies(event, where, spot)))
             case Fill() if event.count:
-                growing.add([_fill(event, where, spot)])
+                graph.add([_fill(event, where, spot)])
             case SetCondition():
-                assert conditions is not None  # `branches` says when it is needed
+                assert conditions is not None  # compiled if any program sets a condition
                 function = functions.setdefault(conditions, len(functions))
-                growing.add([set_condition(function, where.address(event.byte, 1, spot), event.conditional)])
+                graph.add([set_condition(function, where.address(event.byte, 1, spot), event.conditional)])
             case Exchange() if event.nbytes:
                 assert exchanges is not None  # only a model over several devices has collectives
-                growing.add([_exchange(event, functions, exchanges, where, spot)])
+                graph.add([_exchange(event, functions, exchanges, where, spot)])
             case Begin():
-                growing.begin(event.conditional, event.type)
+                graph.begin(event.conditional, event.type)
             case NextBody():
-                growing.next_body()
+                graph.next_body()
             case End():
-                growing.end()
-    nodes, edges, bodies = growing.rows()
+                graph.end()
+    nodes, edges, bodies = graph.rows()
     return RecordedGraph(
         recording=Recording(
             key=lowered.key, functions=tuple(functions), nodes=nodes, edges=_early(edges, nodes, begin_next), bodies=bodies
@@ -142,7 +142,7 @@ def _assemble(
 
 
 def _early(edges: Sequence[Edge], nodes: Sequence[Node], begin_next: Collection[int]) -> tuple[Edge, ...]:
-    """The edges, programmatic ones behind launches of the functions `begin_next`."""
+    """Makes edges after launches of the functions `begin_next` programmatic."""
 
     def early(edge: Edge) -> bool:
         source = nodes[edge.source]
@@ -164,11 +164,11 @@ def _bases(lowered: Lowered, plan: Plan, weights: Mapping[str, Address], inputs:
 
 
 def _check_written(where: _Where, written: Collection[int]) -> None:
-    """Weights are shared by all sessions, and an input that nobody knows to change would not go back to the caller."""
+    """Raises place-invalid for writes to weights, which sessions share, or to inputs that are not copied back to the caller."""
     for index in where.lowered.written:
         buffer, base = where.lowered.buffers[index], where.bases[index]
-        known = buffer.kind == INPUT and int(buffer.name) in written
-        if not known and (base is None or MEMORIES[base.memory] != "state"):
+        written_input = buffer.kind == INPUT and int(buffer.name) in written
+        if not written_input and (base is None or MEMORIES[base.memory] != "state"):
             text = f"the program changes buffer {index} ({buffer.kind} {buffer.name}), which is neither state nor a written input"
             raise BuildError("place-invalid", f"int_key {where.lowered.key}: {text}")
 
@@ -187,7 +187,7 @@ def _kernel(launch: Launch, function: int, compiled: CompiledKernel, where: _Whe
     spot = f"{spot} ({variant.name})"
     block = pack_arguments(compiled, launch, spot)
     relocations = tuple(Relocation(at=at, target=where.address(place, 0, spot)) for at, place in block.places)
-    # code that was compiled for multiples of 16 reads and writes elsewhere when they are none
+    # code that was compiled for multiples of 16 would access wrong addresses with other values
     for (_, name), value in zip(compiled.params, launch.arguments, strict=True):
         number = where.address(value, 0, spot).offset if isinstance(value, Pointer) else value
         if name in variant.divisible and number % DIVISOR:
@@ -221,7 +221,7 @@ def _exchange(event: Exchange, functions: dict[Function, int], kernels: Exchange
 
 
 def _copies(copy: Copy, where: _Where, spot: str) -> Iterator[MemcpyNode]:
-    """The copy as rows of one line each, of at most LARGEST_ROW bytes: a driver takes up to 2 GiB (MAX_PITCH)."""
+    """Splits a copy into rows of at most LARGEST_ROW bytes: a driver takes up to 2 GiB (MAX_PITCH)."""
     source, target = where.address(copy.source, copy.nbytes, spot), where.address(copy.target, copy.nbytes, spot)
     for start in range(0, copy.nbytes, LARGEST_ROW):
         width = min(LARGEST_ROW, copy.nbytes - start)

@@ -1,1 +1,1 @@
-"""Kernels as Inductor wrote them become cubins for the named architecture, by Triton in worker processes; kept by content."""
+"""Compiles Inductor's kernels to cubins for an architecture with Triton in worker processes; caches them by content."""

@@ -1,8 +1,8 @@
-"""How a kernel is launched, read from its cubin: its parameters as the driver reports them (cuFuncGetParamInfo).  Pure.
+"""Reads from a cubin how a kernel is launched: its parameters as the driver reports them (cuFuncGetParamInfo).  Pure.
 
-NVIDIA does not document the section `.nv.info.<kernel>`.  What is read was seen in cubins of ptxas 12.8 and 13.1 for sm_80 to
-sm_120, and agrees with `cuobjdump -elf`: records of format (1 byte), attribute (1 byte), and 2 bytes.  Those hold a value or, in
-format 4, the length of the payload that follows.
+NVIDIA does not document the section `.nv.info.<kernel>`.  The format was observed in cubins of ptxas 12.8 and 13.1 for sm_80 to
+sm_120 and agrees with `cuobjdump -elf`.  A record has a format (1 byte), an attribute (1 byte) and 2 more bytes.  They are a value
+or, in format 4, the length of the payload that follows.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from ...errors import BuildError
 from ...targets.cuda.elf import read_sections
 
 EIATTR_REQNTID, EIATTR_CTA_PER_CLUSTER = 0x10, 0x3D
-"""Attributes: the threads of a block and the blocks of a cluster that a launch must have, per axis."""
+"""Attributes: the required threads of a block and blocks of a cluster, per axis."""
 
 EIATTR_KPARAM_INFO, EIATTR_CBANK_PARAM_SIZE, EIATTR_KPARAM_INFO_V2 = 0x17, 0x19, 0x45
-"""Attributes: a parameter, the bytes of all parameters, a parameter of a kernel that has more than 4 KiB of them."""
+"""Attributes: a parameter, the bytes of all parameters, and a parameter of a kernel with more than 4 KiB of parameters."""
 
 EIFMT_SVAL = 4
 """The format with a payload; formats 1 to 3 have none."""
@@ -31,7 +31,7 @@ _AXES = struct.Struct("<III")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KernelInfo:
-    """(offset, size) of each parameter in order; threads of a block and blocks of a cluster, None for any."""
+    """(offset, size) of each parameter in order.  `threads` of a block and `cluster`: required sizes, None if there are none."""
 
     params: tuple[tuple[int, int], ...]
     threads: tuple[int, int, int] | None
@@ -39,8 +39,8 @@ class KernelInfo:
 
 
 def read_kernel_info(image: bytes, symbol: str, what: str = "image") -> KernelInfo:
-    """What a cubin says of kernel `symbol`; `what` names the image in messages.  Raises image-format when the image is no cubin,
-    has no such kernel, is damaged, or describes its parameters in another way."""
+    """Reads the launch data of kernel `symbol` from a cubin; `what` names the image in messages.  Raises image-format if the image
+    is no cubin, has no such kernel, is damaged, or has another format."""
     name = f".nv.info.{symbol}"
     sections = [section for section in read_sections(image, what) if section.name == name]
     if len(sections) != 1:
@@ -76,24 +76,24 @@ def read_kernel_info(image: bytes, symbol: str, what: str = "image") -> KernelIn
 
 
 def _records(info: bytes, where: str) -> Iterator[tuple[int, int, bytes]]:
-    """(attribute, value, payload) of every record; formats without payload give b""."""
-    at = 0
-    while at < len(info):
-        if at + _RECORD.size > len(info):
-            raise BuildError("image-format", f"{where}: a record at byte {at} is cut off")
-        form, attribute, value = _RECORD.unpack_from(info, at)
-        at += _RECORD.size
+    """Yields (attribute, value, payload) of every record; the payload is b"" for formats without one."""
+    offset = 0
+    while offset < len(info):
+        if offset + _RECORD.size > len(info):
+            raise BuildError("image-format", f"{where}: a record at byte {offset} is cut off")
+        form, attribute, value = _RECORD.unpack_from(info, offset)
+        offset += _RECORD.size
         if not 1 <= form <= EIFMT_SVAL:
             raise BuildError("image-format", f"{where}: a record of format {form}, which is not known")
         size = value if form == EIFMT_SVAL else 0
-        if at + size > len(info):
-            raise BuildError("image-format", f"{where}: a record's {size} bytes at {at} do not fit the section's {len(info)}")
-        yield attribute, value, info[at : at + size]
-        at += size
+        if offset + size > len(info):
+            raise BuildError("image-format", f"{where}: a record's {size} bytes at {offset} do not fit the section's {len(info)}")
+        yield attribute, value, info[offset : offset + size]
+        offset += size
 
 
 def _param(attribute: int, payload: bytes, where: str) -> tuple[int, tuple[int, int]]:
-    """A parameter's number and place."""
+    """A parameter's number and its (offset, size)."""
     if attribute == EIATTR_KPARAM_INFO:
         _index, ordinal, offset, packed = _unpack(_PARAM, payload, where)
         return ordinal, (offset, packed >> 18)

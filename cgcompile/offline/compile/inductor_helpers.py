@@ -1,7 +1,7 @@
-"""Inductor's library of Triton functions, without the two seconds of `import torch`.
+"""Imports Inductor's library of Triton functions without `import torch`, which takes two seconds.
 
-Private interface (torch 2.11 to 2.13): `torch._inductor.runtime.triton_helpers`, which the kernels that Inductor writes use.  It
-and `triton_compat` beside it need Triton alone when they are imported; a torch of which that is not true is imported as a whole.
+Private interface (torch 2.11 to 2.13): `torch._inductor.runtime.triton_helpers`, which Inductor's kernels use.  It and
+`triton_compat` need only Triton when they are imported.  If a torch version needs more, torch is imported as a whole.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ RUNTIME = "torch._inductor.runtime"
 
 @cache
 def triton_helpers() -> Any:
-    """The module under its own name and file, which Triton writes into what it compiles."""
+    """The module under its own name and file, because Triton writes both into its output."""
     name = f"{RUNTIME}.triton_helpers"
     if name not in sys.modules:
-        with suppress(ImportError, AttributeError):  # it asks more of torch than the name
+        with suppress(ImportError, AttributeError):  # raised if the module needs more of torch
             return _alone(name)
     return import_module(name)
 
 
 def _alone(name: str) -> Any:
-    """The module, imported with empty packages above it where there are none.  Afterwards `sys.modules` is as before."""
+    """Imports the module with empty parent packages where they are not imported yet.  Restores `sys.modules` afterwards."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         raise ImportError("no torch")
-    before = set(sys.modules)
+    loaded = set(sys.modules)
     parts = RUNTIME.split(".")
     try:
         for depth in range(1, len(parts) + 1):
@@ -42,5 +42,5 @@ def _alone(name: str) -> Any:
             sys.modules.setdefault(package.__name__, package)
         return import_module(name)
     finally:
-        for module_name in [module for module in sys.modules if module.partition(".")[0] == "torch" and module not in before]:
+        for module_name in [module for module in sys.modules if module.partition(".")[0] == "torch" and module not in loaded]:
             del sys.modules[module_name]

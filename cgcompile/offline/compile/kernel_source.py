@@ -1,4 +1,4 @@
-"""The Python source of a kernel variant -> the function that it defines, for Triton to compile or to interpret."""
+"""Defines a kernel variant's function from its Python source, for Triton to compile or to interpret."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ INDUCTOR = ("triton_helpers", "libdevice", "tl_math", "tl_extra")
 
 
 def define(source: str, name: str, where: str) -> Any:
-    """The object `name` that a source defines, None if it does not.  `inspect` finds the source as file `where`, which is none."""
+    """Returns the object `name` that a source defines, or None.  `inspect` finds the source under the pseudo file name `where`."""
     scope: dict[str, Any] = {"triton": triton, "tl": tl, "__name__": "cgcompile_kernel"}
     if any(helper in source for helper in INDUCTOR):
         helpers = triton_helpers()
         scope |= {"triton_helpers": helpers, "libdevice": helpers.libdevice, "tl_math": helpers.math, "tl_extra": tl.extra}
-    # without a time stamp, linecache keeps an entry that is no file
+    # without a time stamp, linecache keeps an entry without a file
     linecache.cache[where] = (len(source), None, source.splitlines(keepends=True), where)
     exec(compile(source, where, "exec"), scope)
     return scope.get(name)

@@ -1,6 +1,6 @@
-"""Kernel variants -> kernel images: in processes that need no GPU, and cached (then neither torch nor Triton is imported).  An
-image depends on its variant, the architecture, and the versions of Triton (which brings its ptxas) and torch (whose helpers kernels
-call).  So the processes see no setting of Triton from the environment."""
+"""Compiles kernel variants to images in processes that need no GPU, with a cache.  With all images cached, neither torch nor Triton
+is imported.  An image depends on its variant, the architecture, and the versions of Triton (with its ptxas) and torch (whose
+helpers kernels call).  So Triton's environment variables are hidden from the processes."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from ..lowered import KernelVariant
 from .cubin_info import read_kernel_info
 
 LARGEST_TENSOR_MEMORY = 512
-"""Columns of tensor memory of a multiprocessor (sm_100, sm_103); triton's CompiledKernel holds a kernel to the same."""
+"""Columns of tensor memory of a multiprocessor (sm_100, sm_103); triton's CompiledKernel has the same limit."""
 
 LARGEST_BLOCK = 1024
-"""Threads of a block, on every architecture so far."""
+"""The most threads of a block, on every architecture so far."""
 
 SETTINGS = re.compile(r"(TRITON|MLIR|LLVM|NVPTX|PTXAS|DISABLE_PTXAS|AMDGCN|USE_IR_LOC|TORCHINDUCTOR|TORCH_COMPILE)")
-"""Beginnings of environment variables that change what Triton makes, or where it looks."""
+"""Prefixes of environment variables that change Triton's output or search paths."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KernelImage:
-    """What Triton made of a variant.  `shared` (dynamic) and scratch memory in bytes per block, `blocks` of a cluster."""
+    """Triton's output for a variant.  `shared` (dynamic) and scratch memory in bytes per block; `blocks` per cluster."""
 
     image: bytes
     symbol: str
@@ -49,9 +49,9 @@ class KernelImage:
 class CompiledKernel:
     """A kernel image and how it is launched.
 
-    `params`: (type, name) of the parameters that arguments go to, in order, types as in `KernelVariant.signature`.  `layout`:
-    (offset, size) in bytes of all parameters, those of `params` first; `scratch_pointers` (2 or 0) more follow, all null.
-    `shared`: dynamic shared memory in bytes.  `threads` of a block.  `cluster`: blocks per axis; a grid counts clusters.
+    `params`: (type, name) of the parameters that take arguments, in order, with the types of `KernelVariant.signature`.  `layout`:
+    (offset, size) in bytes of all parameters, those of `params` first, then `scratch_pointers` (2 or 0), all null.  `shared`:
+    dynamic shared memory in bytes.  `threads`: per block.  `cluster`: blocks per axis; a variant's grid counts clusters.
     """
 
     image: bytes
@@ -69,15 +69,15 @@ class CompiledKernel:
 def compile_variants(
     variants: Sequence[KernelVariant], arch: str, *, shared_limit: int, cache: Path, workers: int | None = None, tell: Tell
 ) -> tuple[CompiledKernel, ...]:
-    """Compile every variant for `arch` ("sm_90"), those in `cache` excepted, in `workers` processes (default: one for each
-    processor).  `shared_limit`: bytes of shared memory that a block may have there when it asks for more than 48 KiB.  Raises
-    kernel-failed, kernel-too-large, kernel-unsupported, worker-died, image-format."""
-    # what selected a configuration does not matter to its image
-    kept = {variant: cache_path(cache, "kernels", arch, replace(variant, selected_by="")) for variant in variants}
-    wanted = {path: variant for variant, path in kept.items()}
-    images: dict[Path, KernelImage] = {path: image for path in wanted if (image := recall(path, KernelImage)) is not None}
-    if missing := {path: variant for path, variant in wanted.items() if path not in images}:
-        tell(f"{len(missing)} of {len(wanted)} kernels to compile")
+    """Compiles the variants that are not in `cache` for `arch` ("sm_90"), in `workers` processes (default: one per processor).
+    `shared_limit`: bytes of shared memory that a block may opt in to, over 48 KiB.  Raises kernel-failed, kernel-too-large,
+    kernel-unsupported, worker-died, image-format."""
+    # `selected_by` does not affect the image
+    cache_paths = {variant: cache_path(cache, "kernels", arch, replace(variant, selected_by="")) for variant in variants}
+    variants_by_path = {path: variant for variant, path in cache_paths.items()}
+    images: dict[Path, KernelImage] = {path: image for path in variants_by_path if (image := recall(path, KernelImage)) is not None}
+    if missing := {path: variant for path, variant in variants_by_path.items() if path not in images}:
+        tell(f"{len(missing)} of {len(variants_by_path)} kernels to compile")
         requests = {path: Request(content=(variant, arch), what=f"kernel {variant.name}") for path, variant in missing.items()}
         with scratch_folder() as scratch:
             kind = Kind(
@@ -87,7 +87,7 @@ def compile_variants(
                 title="its compiler",
                 environment={
                     "TRITON_CACHE_DIR": os.fspath(scratch / "triton"),
-                    "TRITON_DISABLE_LINE_INFO": "1",  # it would name the file and its lines
+                    "TRITON_DISABLE_LINE_INFO": "1",  # keeps file names and line numbers out of images
                 },
                 hidden=SETTINGS.match,
             )
@@ -95,12 +95,12 @@ def compile_variants(
                 remember(path, image)
                 images[path] = image
                 tell(f"{count} of {len(missing)} kernels: {missing[path].name}")
-    return tuple([finish(variant, images[kept[variant]], shared_limit) for variant in variants])
+    return tuple([finish(variant, images[cache_paths[variant]], shared_limit) for variant in variants])
 
 
 def finish(variant: KernelVariant, kernel: KernelImage, shared_limit: int) -> CompiledKernel:
-    """Check what Triton says about a kernel against its image and the target's limits.  Raises kernel-too-large,
-    kernel-unsupported, kernel-failed when image and metadata disagree, and image-format."""
+    """Checks Triton's metadata of a kernel against its image and the target's limits.  Raises kernel-too-large, kernel-unsupported,
+    kernel-failed if image and metadata differ, and image-format."""
     what = f"kernel {variant.name}"
     threads = kernel.warps * 32
     large = [

@@ -1,8 +1,8 @@
-"""A defect of ptxas kept out of kernel images: of `add.s16x2` with an immediate, where only one half of the result is used, ptxas
-12.8 and 12.9 drop the immediate (triton-lang/triton#11581; sm_90 and later, the first with packed adds).  LLVM makes such adds of
-indices that fit in 16 bits: the padding of a convolution read its neighbours.
+"""Avoids a defect of ptxas 12.8 and 12.9 (triton-lang/triton#11581).  They drop the immediate of an `add.s16x2` if only one half of
+the result is used.  It affects sm_90 and later, which have packed adds.  LLVM emits such adds for indices that fit in 16 bits: the
+padding of a convolution read its neighbours.
 
-Triton, 3.6 and 3.7: `knobs.runtime.add_stages_inspection_hook`, called as `_hook` says, and a stage "ptx" that returns text.
+Private interfaces, Triton 3.6 and 3.7: `knobs.runtime.add_stages_inspection_hook`, and a stage "ptx" that returns text.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from triton import knobs
 
 Stage = Callable[..., Any]
-"""What a compiler's stage makes of the text before it, and of the kernel's metadata."""
+"""A compiler stage: takes the previous stage's text and the kernel's metadata."""
 
 PACKED = re.compile(r"^([ \t]*)add\.[su]16x2[ \t]+(%\w+),[ \t]*(%\w+),[ \t]*(%\w+|-?\w+);", re.MULTILINE)
 
@@ -33,21 +33,21 @@ SPLIT = """{0}{{
 
 
 def split_packed_adds(ptx: str) -> str:
-    """The same PTX, with each packed 16-bit add as two adds.  Raises ValueError for one that is written in a way not known here."""
+    """Splits each packed 16-bit add of the PTX into two adds.  Raises ValueError for one in an unknown form."""
     split = PACKED.sub(lambda match: SPLIT.format(*match.groups()), ptx)
-    if left := re.search(r"^.*add\.[su]16x2.*$", split, re.MULTILINE):
-        raise ValueError(f"a packed add that cannot be split: {left[0].strip()}")
+    if unsplit := re.search(r"^.*add\.[su]16x2.*$", split, re.MULTILINE):
+        raise ValueError(f"a packed add that cannot be split: {unsplit[0].strip()}")
     return split
 
 
 def install() -> None:
-    """Every kernel that this process compiles from here on goes through `split_packed_adds`."""
+    """Makes every later compilation of this process use `split_packed_adds`."""
     knobs.runtime.add_stages_inspection_hook = _hook
 
 
 def _hook(*compiler: Any) -> tuple[str, str] | None:
-    """Triton calls it without arguments for (key, hash), which go into the names of its own cache, and then with a backend, its
-    stages by name, which may be replaced, and three more."""
+    """Triton calls it without arguments for (key, hash), which become part of its cache keys.  It then calls it with a backend, the
+    stages by name, and three more arguments.  Stages may be replaced."""
     if not compiler:
         return KEY, KEY
     stages: MutableMapping[str, Stage] = compiler[1]

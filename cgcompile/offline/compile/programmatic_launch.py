@@ -1,16 +1,18 @@
-"""Kernels that begin before the one in front of them has ended: CUDA's programmatic dependent launch (sm_90 and later).
+"""Lets kernels begin before the previous kernel has ended: CUDA's programmatic dependent launch (sm_90 and later).
 
-A kernel lets the next one begin as soon as all its own blocks have begun (`griddepcontrol.launch_dependents`).  That one reads
-what no kernel of its chain has written so far: weights, and what earlier calls or turns of a loop left in a cache.  Then it waits
-until the earlier kernel has ended and its writes are seen (`griddepcontrol.wait`); all else stands behind the wait.  A kernel ends
-after its wait, so that what comes third may rely on the first.  The first kernel of a chain begins when all before it has ended.
+A kernel lets the next one begin once all its own blocks have begun (`griddepcontrol.launch_dependents`).  The next kernel first
+reads memory that no kernel of its chain has written so far: weights, and caches of earlier calls or iterations.  Then it waits
+until the previous kernel has ended and its writes are visible (`griddepcontrol.wait`).  Everything else comes after the wait.  A
+kernel ends after its wait, so the third kernel may rely on the first.  The first one of a chain begins when all earlier nodes have
+ended.
 
-Products on tensor cores begin when all before them has ended, as without any of this.  Their blocks are large, about one for each
-multiprocessor, and read in a loop, so that nothing of them can be early.  Where they began early, a step of Llama-8B with 32 lanes
-took 8.8 ms, and takes 7.4 since; the times of its kernels by themselves add up to 7.2 (H100).  Probably their blocks lay unevenly.
+Products on tensor cores begin when all earlier nodes have ended, as without this feature.  They have large blocks, about one per
+multiprocessor, and read in a loop, so they could do nothing before the wait.  When they began early, a step of Llama-8B with 32
+lanes took 8.8 ms, and 7.4 ms otherwise; its kernels alone add up to 7.2 ms (H100).  Probably their blocks were distributed
+unevenly.
 
-Only a kernel whose next node waits may let it begin.  Behind one that did, a kernel that does not wait read stale bytes, although
-their edge was a full one (the condition of a loop; H200, driver 580.159).
+A kernel may let the next one begin only if that one waits.  A kernel without a wait after such a kernel read stale bytes, although
+their edge was a full dependency (the condition of a loop; H200, driver 580.159).
 
 Sources: CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchronization"; PTX ISA, `griddepcontrol`.
 """
@@ -38,36 +40,36 @@ from ..lowered import (
 )
 
 LOWEST = 90
-"""The first compute capability that has it."""
+"""The lowest compute capability with programmatic dependent launch."""
 
 WAIT, BEGIN_NEXT = "tl.extra.cuda.gdc_wait()", "tl.extra.cuda.gdc_launch_dependents()"
 
 OWN = "gdc_", "griddepcontrol"
-"""What stands in the text of a kernel that does so by itself."""
+"""Text in the source of kernels that use the feature themselves."""
 
 ALONE = "launch_cooperative_grid", "num_ctas"
-"""Options of kernels whose blocks have to run at once, and that are left as they are."""
+"""Options of kernels whose blocks must run at the same time.  These kernels are not changed."""
 
 PRODUCT = "tl.dot("
-"""What stands in the text of kernels for tensor cores."""
+"""Text in the source of kernels for tensor cores."""
 
 LOAD = "tl.load"
 
 EARLY = {"tl.program_id", "tl.arange", "tl.full", "tl.broadcast_to", LOAD}
-"""Calls that may stand before the wait, and `.to`: those of indices, and of what is read at them."""
+"""Calls that may come before the wait, besides `.to`: they compute indices or load from them."""
 
 
 def begin_early(program: LoweredProgram) -> LoweredProgram:
-    """The same program.  Launches of which one follows the other overlap, where both kernels can be made to."""
+    """Returns the program with overlapping consecutive launches, where both kernels allow it."""
     lowered = program.lowered
     able = [_can_take_part(variant) for variant in lowered.variants]
-    # weights and inputs that the program does not write to, whatever its kernels hand on
-    kept = {number for number, buffer in enumerate(lowered.buffers) if buffer.kind != TEMPORARY} - set(lowered.written)
+    # weights and inputs that the program does not write to, even if kernels pass their pointers on
+    read_only = {number for number, buffer in enumerate(lowered.buffers) if buffer.kind != TEMPORARY} - set(lowered.written)
     read = [_only_read(variant) for variant in lowered.variants]
     begin_next: set[int] = set()
-    settled: dict[int, set[str]] = {}  # of what waits: the arguments that its chain has not written to
+    settled: dict[int, set[str]] = {}  # launch that waits -> its arguments that the chain has not written to
     for region in program.regions:
-        before = -1  # the launch in front, if its kernel is able
+        before = -1  # the previous launch, if its kernel is able
         changed: set[int] = set()  # buffers that the chain may have written to
         for number in range(region.start, region.stop):
             event = lowered.events[number]
@@ -80,14 +82,14 @@ def begin_early(program: LoweredProgram) -> LoweredProgram:
                 changed = set()
             if isinstance(event, Launch) and able[event.variant]:
                 before = number
-                changed |= {buffer for name, buffer in _pointers(lowered, event) if name not in read[event.variant]} - kept
+                changed |= {buffer for name, buffer in _pointers(lowered, event) if name not in read[event.variant]} - read_only
             else:
                 before = -1
     return replace(program, lowered=_overlapping(lowered, begin_next, settled))
 
 
 def _is_node(event: Event) -> bool:
-    """Whether something stands in a graph for it, or it ends a graph."""
+    """Whether an event becomes a node of a graph, or begins or ends a graph."""
     match event:
         case Allocate() | Release():
             return False
@@ -113,8 +115,8 @@ def _can_take_part(variant: KernelVariant) -> bool:
 
 
 def _overlapping(lowered: Lowered, begin_next: Collection[int], settled: Mapping[int, set[str]]) -> Lowered:
-    """A kernel stands in the program once for each of its parts in a chain: it begins one, is one's next, or both.  It reads early
-    what is `settled` in all launches of a part, by the numbers of those that wait."""
+    """Gives a kernel one variant for each role in a chain: first, follower, or both.  `settled`: for launches that wait, the
+    arguments that the chain has not written to.  A variant reads early the arguments that are settled in all its launches."""
     parts = [(event.variant, number in settled, number in begin_next) for number, event in _launches(lowered)]
     early: dict[tuple[int, bool, bool], set[str]] = {}
     for part, (number, _) in zip(parts, _launches(lowered), strict=True):
@@ -133,7 +135,7 @@ def _launches(lowered: Lowered) -> list[tuple[int, Launch]]:
 
 
 def _pointers(lowered: Lowered, event: Event) -> list[tuple[str, int]]:
-    """The arguments of a launch that point to buffers, and these."""
+    """The names of a launch's pointer arguments, with their buffers."""
     if not isinstance(event, Launch):
         return []
     names = [name for name, type_ in lowered.variants[event.variant].signature if type_ != "constexpr"]
@@ -151,14 +153,14 @@ def _in_chain(variant: KernelVariant, settled: Collection[str], waits: bool, beg
     pointers = {name for name, type_ in variant.signature if type_.startswith("*")}
     early = _early(function, pointers - set(settled)) if waits else set()
     body_lines = [line for number in sorted(early) for line in texts[number]]
-    body_lines += [" " * body[0].col_offset + line for line, here in ((BEGIN_NEXT, begins_next), (WAIT, waits)) if here]
+    body_lines += [" " * body[0].col_offset + line for line, needed in ((BEGIN_NEXT, begins_next), (WAIT, waits)) if needed]
     body_lines += [line for number, text in enumerate(texts) if number not in early for line in text]
     source = "\n".join([*lines[: starts[0] - 1], *body_lines, *lines[_end(body[-1]) :], ""])
     return replace(variant, source=source, begins_next=begins_next)
 
 
 def _function(variant: KernelVariant) -> ast.FunctionDef | None:
-    """The kernel, if each of its statements has lines of its own."""
+    """The kernel's function, if no two of its statements share a line."""
     functions = [node for node in ast.parse(variant.source).body if isinstance(node, ast.FunctionDef) and node.name == variant.name]
     if not functions:
         return None
@@ -172,8 +174,8 @@ def _end(statement: ast.stmt) -> int:
 
 
 def _early(function: ast.FunctionDef, written: Collection[str]) -> set[int]:
-    """The positions of statements that compute an index or read at one, among those before the first that is no assignment to a
-    name; `written`: arguments that nothing may be read from yet."""
+    """Returns the positions of statements that compute an index or load from one.  Stops at the first statement that is no
+    assignment to a name.  `written`: arguments that must not be read yet."""
     stores = _names(function, ast.Store)
     unknown = {*written, *stores}
     early: set[int] = set()
@@ -182,36 +184,36 @@ def _early(function: ast.FunctionDef, written: Collection[str]) -> set[int]:
         target = _target(statement)
         if target is None:
             break
-        read = set(_names(statement, ast.Load))
+        names = set(_names(statement, ast.Load))
         calls = [node.func for node in ast.walk(statement) if isinstance(node, ast.Call)]
-        known = not read & unknown and all(_may_be_early(call) for call in calls)
-        if known and stores.count(target) == 1 and target not in read_late:
+        allowed = not names & unknown and all(_may_be_early(call) for call in calls)
+        if allowed and stores.count(target) == 1 and target not in read_late:
             early.add(number)
             unknown.discard(target)
         else:
-            read_late |= read
+            read_late |= names
     return early
 
 
 def _only_read(variant: KernelVariant) -> set[str]:
-    """The arguments that stand nowhere but in addresses of loads."""
+    """The arguments that are used only in addresses of loads."""
     function = _function(variant)
     if function is None:
         return set()
     loads = [node for node in ast.walk(function) if isinstance(node, ast.Call) and ast.unparse(node.func) == LOAD and node.args]
     addresses = [load.args[0] for load in loads]
-    plain = [
+    index_addresses = [
         address
         for address in addresses
         if all(_may_be_early(node.func) for node in ast.walk(address) if isinstance(node, ast.Call))
     ]
-    name_ids = {id(node) for address in plain for node in ast.walk(address) if isinstance(node, ast.Name)}
-    others = {node.id for node in ast.walk(function) if isinstance(node, ast.Name) and id(node) not in name_ids}
-    return {argument.arg for argument in function.args.args} - others
+    name_ids = {id(node) for address in index_addresses for node in ast.walk(address) if isinstance(node, ast.Name)}
+    other_names = {node.id for node in ast.walk(function) if isinstance(node, ast.Name) and id(node) not in name_ids}
+    return {argument.arg for argument in function.args.args} - other_names
 
 
 def _target(statement: ast.stmt) -> str | None:
-    """The name that a statement assigns to, if it does nothing else."""
+    """The name that a statement assigns to, if it only does that."""
     if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
         target: ast.expr = statement.targets[0]
     elif isinstance(statement, ast.AnnAssign) and statement.value is not None:

@@ -1,6 +1,6 @@
-"""A process that compiles kernels (see `util.workers`).  A request is a KernelVariant and an architecture.  It needs no GPU.
-Triton, 3.6 and 3.7: `triton.compile`, `ASTSource(fn, signature, constexprs, attrs)`, `GPUTarget`, `JITFunction`, `CUDAOptions`, and
-the fields of a kernel's metadata that `compile_variant` reads."""
+"""A worker process that compiles kernels (see `util.workers`), without a GPU.  A request is a KernelVariant and an architecture.
+Private interfaces, Triton 3.6 and 3.7: `triton.compile`, `ASTSource(fn, signature, constexprs, attrs)`, `GPUTarget`, `JITFunction`,
+`CUDAOptions`, and the fields of a kernel's metadata that `compile_variant` reads."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from .kernel_source import define
 from .kernels import KernelImage
 
 FILE = "<kernel>"
-"""The path of every kernel's source for Triton, so that no path of this machine gets into an image."""
+"""The path of every kernel's source for Triton, which keeps paths of this machine out of images."""
 
 
 def work(request: tuple[KernelVariant, str]) -> KernelImage:
-    """A variant compiled for an architecture.  Raises kernel-failed."""
+    """Compiles a variant for an architecture.  Raises kernel-failed."""
     variant, arch = request
     try:
         return compile_variant(variant, arch)
@@ -35,18 +35,18 @@ def work(request: tuple[KernelVariant, str]) -> KernelImage:
 
 
 def first_line(kind: str, text: str) -> str:
-    """The most useful line of a compiler's message: that of ptxas, or the first that is not a position ("at 3:4:") or quoted
+    """The most useful line of a compiler's message: ptxas's error, or the first line that is not a position ("at 3:4:") or quoted
     source."""
     lines = [line.strip() for line in text.splitlines()]
     if error_line := next((line for line in lines if re.match(r"ptxas.*(error|fatal)", line)), ""):
         return f"{kind}: {error_line}"
-    start = next((i + 1 for i, line in enumerate(lines) if line and not line.strip("^~ ")), 0)  # behind the quoted source's marker
-    said = next((line for line in lines[start:] if line), lines[0] if lines else "")
-    return f"{kind}: {said}"
+    start = next((i + 1 for i, line in enumerate(lines) if line and not line.strip("^~ ")), 0)  # after the quoted source's marker
+    message = next((line for line in lines[start:] if line), lines[0] if lines else "")
+    return f"{kind}: {message}"
 
 
 def compile_variant(variant: KernelVariant, arch: str) -> KernelImage:
-    """Compile one variant for `arch` ("sm_90").  Raises Triton's errors, and ValueError for an option that Triton would ignore."""
+    """Compiles one variant for `arch` ("sm_90").  Raises Triton's errors, and ValueError for an option that Triton would ignore."""
     packed_adds.install()
     options: dict[str, Any] = {"num_warps": variant.warps, "num_stages": variant.stages, **dict(variant.options)}
     if unknown := sorted(set(options) - set(CUDAOptions.__dataclass_fields__)):

@@ -1,1 +1,1 @@
-"""An exported program becomes a graph of operations that Inductor has Triton kernels for, one rewrite a file."""
+"""Rewrites an exported program to operations that Inductor has Triton kernels for; one rewrite per file."""

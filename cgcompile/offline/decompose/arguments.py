@@ -1,4 +1,4 @@
-"""What a program takes, as fake tensors on cuda, and which of it the program writes to."""
+"""The arguments of a program as fake cuda tensors, and the arguments that the program writes to."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KINDS = {
 }
 
 Row = tuple[str, str, torch.Tensor | None]
-"""Kind, name, and a tensor like it; None for an argument that is None or a number."""
+"""(kind, name, tensor) of an argument; the tensor is None for an argument that is None or a number."""
 
 
 def argument_rows(program: ExportedProgram, tensors: Sequence[torch.Tensor]) -> list[Row]:
@@ -41,9 +41,9 @@ def argument_rows(program: ExportedProgram, tensors: Sequence[torch.Tensor]) -> 
         if spec.kind == InputKind.USER_INPUT:
             if count >= len(tensors):
                 raise BuildError("inputs-unlike", f"the program takes more than the {len(tensors)} tensors of the call")
-            tensor, seen = tensors[count], node.meta["val"]
-            if (tensor.dtype, tensor.dim()) != (seen.dtype, seen.dim()):
-                raise BuildError("inputs-unlike", f"input {count} is {_text(tensor)}, the program takes {_text(seen)}")
+            tensor, fake = tensors[count], node.meta["val"]
+            if (tensor.dtype, tensor.dim()) != (fake.dtype, fake.dim()):
+                raise BuildError("inputs-unlike", f"input {count} is {_text(tensor)}, the program takes {_text(fake)}")
             rows.append((INPUT, str(count), tensor))
             count += 1
         else:
@@ -58,12 +58,12 @@ def _text(tensor: torch.Tensor) -> str:
 
 
 def fake_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """A cuda tensor of the same sizes: inputs and weights are stored dense, with the axes in their order in memory."""
+    """Returns a cuda tensor of the same sizes.  Inputs and weights are stored dense, with the axes in their memory order."""
     return torch.empty_permuted(tuple(tensor.shape), memory_order(tensor), dtype=tensor.dtype, device=DEVICE)
 
 
 def changed_outputs(program: ExportedProgram) -> list[tuple[int, int]]:
-    """Outputs of a functional program that are new values of buffers or inputs: the output's position, and the argument's."""
+    """Returns (output's position, argument's position) for outputs of a functional program that are new values of arguments."""
     specs = program.graph_signature.input_specs
     buffers = {spec.target: place for place, spec in enumerate(specs) if spec.kind == InputKind.BUFFER}
     names = {spec.arg.name: place for place, spec in enumerate(specs)}
@@ -79,11 +79,11 @@ def changed_outputs(program: ExportedProgram) -> list[tuple[int, int]]:
 
 
 def check_apart(written: Sequence[Row], rows: Sequence[Row]) -> None:
-    """Refuses a weight that is written to and shares memory with another: in a bundle each lies by itself."""
+    """Raises state-shared if a weight that is written to shares memory with another weight.  In a bundle they would be separate."""
     for kind, name, tensor in written:
         for other_kind, other, value in rows:
-            both = kind == other_kind == WEIGHT and other != name and tensor is not None and value is not None
-            if both and _share(value, tensor):
+            two_weights = kind == other_kind == WEIGHT and other != name and tensor is not None and value is not None
+            if two_weights and _share(value, tensor):
                 raise ModelError("state-shared", f"{name}, which the program changes, lies in the same memory as {other}")
 
 

@@ -1,8 +1,8 @@
-"""Attention in one Triton kernel of our own, without the matrix of scores in memory; Inductor launches it as it is.
+"""Attention in one Triton kernel of cgcompile, which does not store the matrix of scores.  Inductor launches the kernel unchanged.
 
-A program instance takes a block of rows of one head, and goes through the columns with a running maximum and sum (FlashAttention,
-arXiv 2205.14135, section 3.1).  Tensors are read with their strides, and the result's axes lie in the query's order, as torch's do:
-no copies.  Inductor (torch 2.11, 2.13) gives the kernel tensors with the strides that it was traced with.  `launches` checks that
+A program instance computes a block of rows of one head.  It loops over the columns with a running maximum and sum (FlashAttention,
+arXiv 2205.14135, section 3.1).  Tensors are read with their strides, and the result's axes have the query's memory order, as in
+torch, so nothing is copied.  Inductor (torch 2.11, 2.13) passes tensors with the strides that were traced.  `launches` checks this
 by the constants TENSOR_stride_AXIS.
 """
 
@@ -19,26 +19,26 @@ from torch import Tensor
 from torch.library import wrap_triton
 
 SHORTEST = 16
-"""From so many rows or columns on, attention is this kernel.  Blocks are not smaller: with fewer it would compute padding."""
+"""The fewest rows or columns for which this kernel is used.  Blocks are not smaller, so with fewer it would compute padding."""
 
 WIDEST = 256
-"""Largest width of a head: the sums of wider ones do not fit into registers."""
+"""The largest width of a head.  The sums of wider heads do not fit into registers."""
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 NO_MASK, KEEP, ADD = 0, 1, 2
-"""The kernel's MASK: none; True where a column counts; a number that is added to the score."""
+"""The kernel's MASK: none; bool, True for columns that count; numbers that are added to the scores."""
 
 SLICE = 32 << 10
-"""Bytes of keys that a block loads at a time, times an element's bytes: products of float32 need more registers."""
+"""The limit for the bytes of keys that a block loads at a time, times an element's bytes: float32 products need more registers."""
 
 FEW_COLUMNS = 512
-"""Columns up to which one instance is as fast as Inductor's few small kernels on all processors."""
+"""The most columns for which one instance is as fast as Inductor's few small kernels on all processors."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Blocks:
-    """Rows and columns of a block, warps of an instance, and stages of the pipeline over the columns."""
+    """Rows and columns of a block, warps of an instance, and pipeline stages of the loop over the columns."""
 
     rows: int
     columns: int
@@ -47,16 +47,16 @@ class Blocks:
 
 
 def fits(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
-    """Whether `attend` takes these tensors of scaled_dot_product_attention, and is the better way."""
+    """Whether `attend` supports these arguments of scaled_dot_product_attention and is faster than separate kernels."""
     if query.dtype not in DTYPES or min(query.dim(), key.dim(), value.dim()) < 2:
         return False
     if mask is not None and mask.dtype not in (torch.bool, *DTYPES):
         return False
     rank = query.dim()
     if (key.dim(), value.dim()) != (rank, rank) or (mask is not None and mask.dim() > rank):
-        return False  # the result has more axes than the query
-    heads, theirs, values = [1 if rank < 3 else tensor.shape[-3] for tensor in (query, key, value)]
-    if (heads % max(theirs, values) and heads > 1) or (theirs != values and min(theirs, values) > 1):
+        return False  # the result would have more axes than the query
+    heads, key_heads, value_heads = [1 if rank < 3 else tensor.shape[-3] for tensor in (query, key, value)]
+    if (heads % max(key_heads, value_heads) and heads > 1) or (key_heads != value_heads and min(key_heads, value_heads) > 1):
         return False
     rows, columns, width, depth = query.shape[-2], key.shape[-2], query.shape[-1], value.shape[-1]
     if 0 in (query.numel(), columns, depth) or max(width, depth) > WIDEST or max(rows, columns) < SHORTEST:
@@ -66,11 +66,11 @@ def fits(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, scale: float) -> Tensor:
-    """softmax(query by key * scale + mask) by value, inside `fake_device`, for what `fits`.
+    """Computes softmax(query @ key^T * scale + mask) @ value inside `fake_device`, for arguments that `fits` accepts.
 
     query (..., heads, rows, width), key (..., groups, columns, width), value (..., groups, columns, depth), mask broadcast to (...,
-    heads, rows, columns): bool (True counts) or a float (added).  `heads` is a multiple of `groups`; leading axes are broadcast.
-    A row without a column that counts becomes zeros, as in torch.  Returns (..., heads, rows, depth) of the query's dtype.
+    heads, rows, columns): bool (True counts) or a float (added).  `heads` is a multiple of `groups`; leading axes are broadcast.  A
+    row in which no column counts becomes zeros, as in torch.  Returns (..., heads, rows, depth) of the query's dtype.
     """
     lead = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])
     q, k, v, m = [None if tensor is None else _with_four_axes(tensor, lead) for tensor in (query, key, value, mask)]
@@ -122,11 +122,11 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_ca
 
 
 def choose_blocks(problem: Sequence[int], item: int, processors: int, shared: int) -> Blocks:
-    """Blocks for (heads of all batches, rows, columns, width, depth) and elements of `item` bytes.
+    """Chooses blocks for (heads of all batches, rows, columns, width, depth) and elements of `item` bytes.
 
-    `shared`: bytes of shared memory of a block.  Large blocks read keys and values less often; small ones keep all processors busy,
-    which matters more.  So limited, kernels of a half precision spill no registers on any target, those of float32 at most 384
-    bytes per thread (at width 128; triton 3.7).
+    `shared`: bytes of shared memory of a block.  Large blocks read keys and values less often; small ones use all processors, which
+    matters more.  With these limits, half-precision kernels spill no registers on any target, and float32 kernels at most 384 bytes
+    per thread (at width 128; triton 3.7).
     """
     heads, rows, columns, width, depth = problem
     wide = max(_block_size(width), _block_size(depth))
@@ -135,7 +135,7 @@ def choose_blocks(problem: Sequence[int], item: int, processors: int, shared: in
     heights = [
         size for size in (128, 64, 32) if size <= min(most, _block_size(rows)) and heads * _ceil_divide(rows, size) >= processors
     ]
-    deep = min(3, _ceil_divide(columns, length))  # with one iteration, loads overlap with nothing
+    deep = min(3, _ceil_divide(columns, length))  # with one iteration, loads cannot overlap
     for height in [*heights, 16]:
         warps = 8 if height == 128 or (height > 16 and height * wide * item * item > 1 << 15) else 4
         for stages in range(deep, min(deep, 2) - 1, -1):
@@ -145,21 +145,21 @@ def choose_blocks(problem: Sequence[int], item: int, processors: int, shared: in
 
 
 def _shared_bytes(height: int, length: int, width: int, depth: int, item: int, stages: int) -> int:
-    """Bytes of shared memory that a block needs at most: queries, weights, and keys, values and mask of every stage.  float32 needs
-    one stage more: its factors become several of tf32."""
+    """The most bytes of shared memory that a block needs: queries, weights, and the keys, values and mask of every stage.  float32
+    needs one more stage, because its factors are split into several tf32 ones."""
     stage = length * (_block_size(width) + _block_size(depth)) + height * length
     return item * (height * (_block_size(width) + length) + (stages + (item == 4)) * stage)
 
 
 def _with_four_axes(tensor: Tensor, lead: Sequence[int]) -> Tensor:
-    """With four axes: leading ones of size 1 are added, several leading axes become one."""
+    """Returns the tensor with four axes: adds leading axes of size 1, and merges several leading axes into one."""
     while tensor.dim() < max(4, 3 + len(lead)):
         tensor = tensor.unsqueeze(0)
     return tensor if tensor.dim() == 4 else tensor.expand(*lead, -1, -1, -1).flatten(0, -4)
 
 
 def _without_repetition(tensor: Tensor) -> Tensor:
-    """An axis of stride 0 gets size 1."""
+    """Reduces axes of stride 0 to size 1."""
     for axis in range(4):
         if tensor.stride(axis) == 0:
             tensor = tensor.narrow(axis, 0, 1)
@@ -167,7 +167,7 @@ def _without_repetition(tensor: Tensor) -> Tensor:
 
 
 def _stride(tensor: Tensor | None, axis: int) -> int:
-    """The stride in elements; 0 where all indices mean the same element."""
+    """The stride in elements; 0 if every index reads the same element."""
     return 0 if tensor is None or tensor.shape[axis] == 1 else tensor.stride(axis)
 
 
@@ -176,13 +176,13 @@ def _ceil_divide(length: int, size: int) -> int:
 
 
 def _block_size(size: int) -> int:
-    """The smallest block that holds `size`: a power of 2, and at least the 16 that tl.dot takes."""
+    """The smallest block for `size` elements: a power of 2, and at least 16, the minimum of tl.dot."""
     return max(16, 1 << (size - 1).bit_length())
 
 
-# As `attend`, with four axes.  One program instance per block of BLOCK_M rows of a head.  MASK: 0 none, 1 KEEP, 2 ADD.  Strides and
-# OUT (the result's strides) count elements; 0 reads the same element for every index.  `allow_tf32=ALLOW_TF32` is written as in
-# Inductor's templates: `variants.exact_products` puts in its place how float32 is multiplied.
+# Like `attend`, with four axes.  One program instance per block of BLOCK_M rows of a head.  MASK: 0 none, 1 KEEP, 2 ADD.  Strides
+# and OUT (the result's strides) are in elements; 0 reads the same element for every index.  `allow_tf32=ALLOW_TF32` is written as
+# in Inductor's templates: `variants.exact_products` replaces it by the precision of float32 products.
 @triton.jit
 def fused_attention(
     query, key, value, mask, out,
@@ -195,11 +195,11 @@ def fused_attention(
     SCALE: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, ALLOW_TF32: tl.constexpr,
 ):  # fmt: skip
-    # with a mask that is added, scores stay as they are: its lowest number times log2(e) would be minus infinity
+    # an added mask is not multiplied by log2(e), because its lowest number would become minus infinity
     unit: tl.constexpr = 1.4426950408889634 if MASK == 2 else 1.0
     factor: tl.constexpr = SCALE if MASK == 2 else SCALE * 1.4426950408889634
     heads = tl.num_programs(0) // ((ROWS + BLOCK_M - 1) // BLOCK_M)
-    # the last rows first: under a causal mask they take longest
+    # begins with the last rows, which take longest under a causal mask
     first = ((ROWS + BLOCK_M - 1) // BLOCK_M - 1 - tl.program_id(0) // heads) * BLOCK_M
     which = tl.program_id(0) % heads
     batch = (which // HEADS).to(tl.int64)
@@ -238,7 +238,7 @@ def fused_attention(
             scores = scores + tl.load(masks, inside[:, None] & left[None, :], 0.0).to(tl.float32)
         scores = tl.where(counts, scores, float("-inf"))
         higher = tl.maximum(best, tl.max(scores, 1))
-        level = tl.where(higher == float("-inf"), 0.0, higher)  # minus infinity from itself is no number
+        level = tl.where(higher == float("-inf"), 0.0, higher)  # -inf - -inf is NaN
         weights = tl.exp2((scores - level[:, None]) * unit)
         decay = tl.exp2((best - level) * unit)
         total = total * decay + tl.sum(weights, 1)

@@ -1,8 +1,8 @@
-"""Complex numbers as pairs of real ones: Inductor makes no kernels for them, and without the GPU no library can be called.
+"""Runs complex numbers as pairs of real ones: Inductor has no kernels for them, and without the GPU no library can be called.
 
-A program's operations that take or give complex numbers run on `Pair`s while it is retraced.  Operators that are made of others
-(`fft_rfft`, `stft`, `real`) come as what they are made of, which a trace of the one operation tells; for the rest there is a rule.
-Inputs and results of a program stay complex, and are refused as what has no kernel.
+Operations of a program that take or return complex numbers run on `Pair`s while it is retraced.  Composite operators (`fft_rfft`,
+`stft`, `real`) are traced alone to find the operators that they consist of.  The others need a rule.  Inputs and results of a
+program stay complex, and are refused because they have no kernel.
 
 Private interfaces (torch 2.11, 2.13): `FakeTensorMode`, `make_fx`, `torch.func.functionalize`.
 """
@@ -30,38 +30,37 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Real and imaginary part, of one shape."""
+    """Real and imaginary part, of the same shape."""
 
     real: Tensor
     imag: Tensor
 
 
 def is_complex(node: Node) -> bool:
-    """Whether an operation of a program takes or gives complex numbers."""
+    """Whether an operation of a program takes or returns complex numbers."""
     values = [node.meta.get("val"), [operand.meta.get("val") for operand in node.all_input_nodes]]
     plain = isinstance(node.target, torch._ops.OpOverload)
     return plain and any(isinstance(leaf, Tensor) and leaf.is_complex() for leaf in tree_leaves(values))
 
 
 def run_on_pairs(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What an operation gives, with a `Pair` for every complex tensor.  Raises operator-without-kernel for an operator without a
-    rule."""
+    """Runs an operation with a `Pair` for every complex tensor.  Raises operator-without-kernel for an operator without a rule."""
     leaves = tree_leaves((args, kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Pair | Tensor)]
     return _OnPairs(_parts(target, args, kwargs)).run(*tensors)
 
 
 def joined(value: Any) -> Any:
-    """A complex tensor of a `Pair`; anything else as it is."""
+    """The complex tensor of a `Pair`; any other value unchanged."""
     return torch.complex(value.real, value.imag) if isinstance(value, Pair) else value
 
 
 def _parts(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> GraphModule:
-    """The operators that one is made of: a graph of its tensors.  Traced in a thread of its own: the modes of a trace that is
-    going on are the thread's."""
+    """Returns the graph of the operators that an operator consists of.  Traces it in a separate thread, because the modes of the
+    current trace are thread-local."""
     leaves, spec = torch.utils._pytree.tree_flatten((tuple(args), dict(kwargs)))
     places = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Pair | Tensor)]
-    about = [_layout(leaves[index]) for index in places]
+    layouts = [_layout(leaves[index]) for index in places]
 
     def run(*tensors: Tensor) -> Any:
         filled = list(leaves)
@@ -72,7 +71,7 @@ def _parts(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Graph
 
     def trace() -> GraphModule:
         with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-            fake_tensors = [torch.empty_strided(*layout, dtype=dtype, device=device) for *layout, dtype, device in about]
+            fake_tensors = [torch.empty_strided(*layout, dtype=dtype, device=device) for *layout, dtype, device in layouts]
             traced: GraphModule = make_fx(torch.func.functionalize(run, remove="mutations"))(*fake_tensors)
             return traced
 
@@ -88,18 +87,18 @@ def _layout(value: Pair | Tensor) -> tuple[Any, ...]:
 
 
 class _OnPairs(Interpreter):
-    """Runs operators that are made of no others."""
+    """Runs operators that are not decomposed further on pairs."""
 
     def __init__(self, module: GraphModule) -> None:
         super().__init__(module)
-        self.extra_traceback = False  # torch writes the node, and lines of its own, into the text of whatever is raised
+        self.extra_traceback = False  # keeps torch from adding the node and other lines to the text of exceptions
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         values = [self.env[node] for node in self._node.all_input_nodes if node in self.env]
         output = self._node.meta.get("val")
         pairs = [leaf for leaf in tree_leaves(values) if isinstance(leaf, Pair) or (isinstance(leaf, Tensor) and leaf.is_complex())]
-        gives = any(isinstance(leaf, Tensor) and leaf.is_complex() for leaf in tree_leaves(output))
-        if not (pairs or gives) or not isinstance(target, torch._ops.OpOverload):
+        returns_complex = any(isinstance(leaf, Tensor) and leaf.is_complex() for leaf in tree_leaves(output))
+        if not (pairs or returns_complex) or not isinstance(target, torch._ops.OpOverload):
             return super().call_function(target, args, kwargs)
         args, kwargs = tree_map(_split, (args, kwargs))
         if target in RULES:
@@ -114,7 +113,7 @@ class _OnPairs(Interpreter):
 
 
 def _split(value: Any) -> Any:
-    """A complex tensor as a pair: a weight, or an input."""
+    """A complex tensor, such as a weight or an input, as a pair of views; any other value unchanged."""
     if isinstance(value, Tensor) and value.is_complex():
         parts = torch.view_as_real(value)
         return Pair(parts.select(-1, 0), parts.select(-1, 1))
@@ -122,11 +121,11 @@ def _split(value: Any) -> Any:
 
 
 def _both_parts(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """An operator that does the same with both parts: of lists of results, pair by pair."""
-    one, other = [target(*tree_map(part, tuple(args)), **tree_map(part, dict(kwargs))) for part in (_real, _imag)]
-    if isinstance(one, Tensor):
-        return Pair(one, other)
-    return [Pair(*parts) for parts in zip(one, other, strict=True)]
+    """Applies an operator to both parts.  For an operator that returns a list, returns a list of pairs."""
+    real, imaginary = [target(*tree_map(part, tuple(args)), **tree_map(part, dict(kwargs))) for part in (_real, _imag)]
+    if isinstance(real, Tensor):
+        return Pair(real, imaginary)
+    return [Pair(*parts) for parts in zip(real, imaginary, strict=True)]
 
 
 def _real(value: Any) -> Any:
@@ -134,12 +133,12 @@ def _real(value: Any) -> Any:
 
 
 def _imag(value: Any) -> Any:
-    """The imaginary part of what an operator may be given; of real tensors, in lists with pairs, zeros."""
+    """The imaginary part of an argument.  A real value is returned as it is."""
     return value.imag if isinstance(value, Pair | complex) else value
 
 
 def pair(value: Any, like: Pair | None = None) -> Pair:
-    """A number or a real tensor as a pair, numbers as tensors of the dtype and device of `like`."""
+    """Returns a real tensor or a number as a pair.  Numbers become tensors of the dtype and device of `like`."""
     if isinstance(value, Pair):
         return value
     if isinstance(value, Tensor):
@@ -180,8 +179,8 @@ def add(a: Any, b: Any, *, alpha: Any = 1) -> Pair:
     if like is None:  # a real tensor and a complex number
         number = complex(scaled)
         return Pair(a + number.real, torch.full_like(a, number.imag))
-    one, other = pair(a, like), pair(scaled, like)
-    return Pair(one.real + other.real, one.imag + other.imag)
+    left, right = pair(a, like), pair(scaled, like)
+    return Pair(left.real + right.real, left.imag + right.imag)
 
 
 def subtract(a: Any, b: Any, *, alpha: Any = 1) -> Pair:
@@ -194,7 +193,7 @@ def added_product(x: Any, a: Any, b: Any, *, value: Any = 1) -> Pair:
 
 
 def product(operator: Any) -> Callable[..., Pair]:
-    """A product of matrices, of which either may be real."""
+    """Returns a matrix product of which either factor may be complex."""
 
     def multiplied(a: Any, b: Any) -> Pair:
         if not isinstance(a, Pair):
@@ -237,8 +236,8 @@ def concatenate(operator: Any) -> Callable[..., Pair]:
 
 def where(condition: Tensor, a: Any, b: Any) -> Pair:
     like = a if isinstance(a, Pair) else b
-    one, other = pair(a, like), pair(b, like)
-    return Pair(torch.where(condition, one.real, other.real), torch.where(condition, one.imag, other.imag))
+    left, right = pair(a, like), pair(b, like)
+    return Pair(torch.where(condition, left.real, right.real), torch.where(condition, left.imag, right.imag))
 
 
 def padded(x: Pair, lengths: Sequence[int], value: Any = 0) -> Pair:
@@ -247,7 +246,7 @@ def padded(x: Pair, lengths: Sequence[int], value: Any = 0) -> Pair:
 
 
 def converted(x: Any, *, dtype: torch.dtype | None = None, **more: Any) -> Any:
-    """To another type: a real one keeps the real part, as PyTorch does."""
+    """Converts to another dtype.  A conversion to a real dtype keeps the real part, as in PyTorch."""
     if isinstance(x, Pair):
         if dtype is None:
             return x
@@ -257,7 +256,7 @@ def converted(x: Any, *, dtype: torch.dtype | None = None, **more: Any) -> Any:
 
 
 def copied(x: Any, source: Any, non_blocking: bool = False) -> Any:
-    """The numbers of `source` in the shape and type of `x`."""
+    """The values of `source` in the shape and dtype of `x`."""
     if not isinstance(x, Pair):
         return aten.copy(x, source.real)
     new = pair(source)
@@ -265,7 +264,7 @@ def copied(x: Any, source: Any, non_blocking: bool = False) -> Any:
 
 
 def overwritten(x: Any, source: Any, non_blocking: bool = False) -> Any:
-    """`x`, which has those numbers from now on: its parts are views of what it is a view of."""
+    """Copies `source` into `x` in place; the parts of `x` may be views."""
     if not isinstance(x, Pair):
         return x.copy_(source.real)
     new = pair(source)
@@ -278,7 +277,7 @@ def filled_with(x: Any, value: Any) -> Pair:
 
 
 def replaced(operator: Any) -> Callable[..., Pair]:
-    """A part of `x` by another."""
+    """Returns a function that replaces a part of `x` by `source`."""
 
     def replace_pairs(x: Any, source: Any, *where: Any, **more: Any) -> Pair:
         old, new = pair(x), pair(source)
@@ -304,7 +303,7 @@ def _same(x: Any, *more: Any) -> Any:
 
 
 WHOLE: dict[Any, Callable[..., Any]] = {aten.istft.default: inverse_short_time}
-"""Operators that cannot be traced, and what is traced for them."""
+"""Operators that cannot be traced, and the functions that are traced instead."""
 
 RULES: dict[Any, Callable[..., Any]] = {
     aten._fft_c2c.default: transformed,
@@ -353,7 +352,7 @@ RULES: dict[Any, Callable[..., Any]] = {
     aten.ones_like.default: filled(1 + 0j),
     aten._to_copy.default: converted,
 }
-"""By operator, what it is on pairs."""
+"""The implementation of each operator on pairs."""
 
 EACH: dict[Any, Any] = dict.fromkeys([
     aten.alias.default, aten.as_strided.default, aten.clone.default, aten.cumsum.default, aten.detach.default,
@@ -364,4 +363,4 @@ EACH: dict[Any, Any] = dict.fromkeys([
     aten.sum.dim_IntList, aten.t.default, aten.transpose.int, aten.tril.default, aten.triu.default, aten.unbind.int,
     aten.unfold.default, aten.unsqueeze.default, aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default,
 ]) | {aten.transpose_.default: aten.transpose.int}  # fmt: skip
-"""Operators that do the same with both parts, and which other does so."""
+"""Operators that are applied to each part; the value, if any, is the operator to apply instead."""

@@ -1,6 +1,6 @@
-"""Constant folding: what depends on weights alone, such as the scale of a batch normalization, is computed at build time, and so
-are tables of double precision that depend on nothing.  Views of weights stay.  A large copy in a wider type stays too: it would
-be read from memory at every call.  Private interfaces (torch 2.11, 2.13): `torch._ops.OpOverload` and its `_schema`."""
+"""Constant folding: computes values that depend only on weights, such as the scale of a batch normalization, at build time.  It
+also folds double-precision tables that depend on nothing.  Views of weights stay, and so do large copies in a wider type, which
+would be read from memory at every call.  Private interfaces (torch 2.11, 2.13): `torch._ops.OpOverload` and its `_schema`."""
 
 from __future__ import annotations
 
@@ -24,37 +24,38 @@ VIEWS = frozenset({
     aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default, aten.slice.Tensor, aten.select.int, aten.alias.default,
     aten.detach.default, aten.as_strided.default, aten._unsafe_view.default, aten.reshape.default, aten.split.Tensor,
 })  # fmt: skip
-"""Operations whose result is another view of the same memory."""
+"""Operations whose result is a view of their input."""
 
 SMALL = 64 << 10
-"""Bytes of a result that is always folded."""
+"""A result of at most this many bytes is always folded."""
 
 GROWTH = 1.25
-"""A larger result may have so many times the bytes of the weights that it comes from."""
+"""The largest size of other folded results, relative to the weights that they are computed from."""
 
 
 TABLE = 64 << 20
-"""Bytes of a result that depends on nothing, and is folded when it was computed in double precision."""
+"""The most bytes of a folded table, a double-precision result that depends on nothing."""
 
 
 def fold(
     retraced: Retraced, values: Mapping[str, torch.Tensor], live: Collection[str] = ()
 ) -> tuple[Retraced, tuple[FoldedConstant, ...]]:
-    """`retraced`, its graph changed in place, with folded constants as further weights; and these constants.  `values`: the
-    program's tensors by name, on the CPU.  Weights that the program changes are left alone, and those in `live`."""
+    """Folds constants; changes the graph of `retraced` in place.  Returns it with the constants as further weights, and the
+    constants.  `values`: the program's tensors by name, on the CPU.  Weights that the program changes and those in `live` stay
+    unfolded."""
     graph = retraced.graph.graph
     named = _weights(retraced, live)
-    known = {node: values[name].detach() for node, name in named.items()}
-    for node in _derived(graph, known):
-        if _is_once(node):  # the bias of a product of one row: folded, no update could change it
+    weights = {node: values[name].detach() for node, name in named.items()}
+    for node in _derived(graph, weights):
+        if _is_once(node):  # the bias of a product of one row; a folded copy could not be updated
             node.replace_all_uses_with(node.args[0])
-    derived = _derived(graph, known)
+    derived = _derived(graph, weights)
     constants: dict[str, FoldedConstant] = {}
     tensors, names = list(retraced.tensors), list(retraced.names)
     last = [node for node in graph.nodes if node.op == "placeholder"][-1:]
-    # all of them first: one may be computed from another, which is a placeholder once it is replaced
-    wanted = list(_read_nodes(graph, derived, known))
-    computed = [(node, _computed(node, known), {named[weight] for weight in _from_weights(node, known)}) for node in wanted]
+    # compute all before replacing any: one may depend on another, which becomes a placeholder
+    nodes = list(_read_nodes(graph, derived, weights))
+    computed = [(node, _computed(node, weights), {named[weight] for weight in _from_weights(node, weights)}) for node in nodes]
     for node, tensor, sources in computed:
         if tensor is None:
             continue
@@ -85,7 +86,7 @@ def _weights(retraced: Retraced, live: Collection[str]) -> dict[Node, str]:
 
 
 def _derived(graph: torch.fx.Graph, known: Mapping[Node, torch.Tensor]) -> set[Node]:
-    """Nodes that compute one tensor from weights, from other such nodes, or from nothing (a range, a constant)."""
+    """The nodes that compute one tensor from weights, from other such nodes, or from nothing (a range, a constant)."""
     derived: set[Node] = set()
     written = _overwritten_nodes(graph)
     for node in graph.nodes:
@@ -96,19 +97,19 @@ def _derived(graph: torch.fx.Graph, known: Mapping[Node, torch.Tensor]) -> set[N
 
 
 def _overwritten_nodes(graph: torch.fx.Graph) -> set[Node]:
-    """Nodes whose memory a later operation writes to: torch's decompositions do (a circular padding fills an empty tensor)."""
+    """Nodes whose memory a later operation writes to.  torch's decompositions do this: a circular padding fills an empty tensor."""
     written: set[Node] = set()
     for node in graph.nodes:
         if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
             continue
         arguments = zip(node.target._schema.arguments, node.args, strict=False)
-        changed = [value for about, value in arguments if about.alias_info is not None and about.alias_info.is_write]
+        changed = [value for parameter, value in arguments if parameter.alias_info is not None and parameter.alias_info.is_write]
         for value in [argument for argument in changed if isinstance(argument, Node)]:
-            below = value
-            written.add(below)
-            while below.op == "call_function" and _is_view(below):
-                below = below.all_input_nodes[0]
-                written.add(below)
+            base = value
+            written.add(base)
+            while base.op == "call_function" and _is_view(base):
+                base = base.all_input_nodes[0]
+                written.add(base)
     return written
 
 
@@ -119,12 +120,12 @@ def _is_view(node: Node) -> bool:
 
 def _is_pure(node: Node) -> bool:
     if node.target is COLLECTIVE:
-        return False  # what comes is another rank's
+        return False  # the result is another rank's data
     return isinstance(node.target, torch._ops.OpOverload) and not node.target._schema.is_mutable and not node.is_impure()
 
 
 def _is_once(node: Node) -> bool:
-    """Whether a node is a tensor times the number 1, and so that tensor."""
+    """Whether a node multiplies a tensor by 1 and keeps its dtype and layout."""
     if node.target not in (aten.mul.Tensor, aten.mul.Scalar) or not isinstance(node.args[0], Node):
         return False
     operand, product = node.args[0].meta.get("val"), node.meta["val"]
@@ -135,22 +136,22 @@ def _is_once(node: Node) -> bool:
 
 
 def _read_nodes(graph: torch.fx.Graph, derived: set[Node], known: Mapping[Node, torch.Tensor]) -> Iterator[Node]:
-    """Derived nodes that the rest of the graph reads, without their views, each once and in order."""
-    wanted: dict[Node, None] = {}
+    """Yields the derived nodes that the rest of the graph reads, in order.  For a view, yields the node that it is a view of."""
+    read_nodes: dict[Node, None] = {}
     for node in graph.nodes:
         if node in derived or node in known:
             continue
         for operand in node.all_input_nodes:
-            below = operand
-            while below in derived and below.target in VIEWS and below.all_input_nodes:
-                below = below.all_input_nodes[0]
-            if below in derived and (_from_weights(below, known) or _is_table(below)):
-                wanted[below] = None
-    yield from wanted
+            base = operand
+            while base in derived and base.target in VIEWS and base.all_input_nodes:
+                base = base.all_input_nodes[0]
+            if base in derived and (_from_weights(base, known) or _is_table(base)):
+                read_nodes[base] = None
+    yield from read_nodes
 
 
 def _is_table(node: Node) -> bool:
-    """Whether a node that depends on nothing was computed in double precision, as factors of Fourier transforms are."""
+    """Whether a node was computed in double precision, as the factors of Fourier transforms are."""
     waiting, seen = [node], {node}
     while waiting:
         ancestor = waiting.pop()
@@ -177,16 +178,16 @@ def _from_weights(node: Node, known: Mapping[Node, torch.Tensor]) -> set[Node]:
 
 
 def _computed(node: Node, known: Mapping[Node, torch.Tensor]) -> torch.Tensor | None:
-    """The value of a node, laid out as the graph has it; None when it is not worth keeping."""
-    seen = node.meta["val"]
-    size = seen.numel() * seen.element_size()
+    """The value of a node with the strides of the graph, or None if it is too large or not dense."""
+    fake = node.meta["val"]
+    size = fake.numel() * fake.element_size()
     weights = [known[weight] for weight in _from_weights(node, known)]
     limit = max(SMALL, GROWTH * sum(value.numel() * value.element_size() for value in weights)) if weights else TABLE
-    if size > limit or not _is_dense(seen):
+    if size > limit or not _is_dense(fake):
         return None
     with torch.no_grad():
         value = _run(node, dict(known))
-    return torch.empty_strided(seen.shape, seen.stride(), dtype=seen.dtype).copy_(value)
+    return torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype).copy_(value)
 
 
 def _run(node: Node, values: dict[Node, torch.Tensor]) -> torch.Tensor:
@@ -194,8 +195,8 @@ def _run(node: Node, values: dict[Node, torch.Tensor]) -> torch.Tensor:
         for operand in node.all_input_nodes:
             _run(operand, values)
         arguments = torch.fx.map_arg((node.args, node.kwargs), lambda source: values[source])
-        here = torch.device("cpu")
-        args, kwargs = torch.fx.node.map_aggregate(arguments, lambda leaf: here if isinstance(leaf, torch.device) else leaf)
+        cpu = torch.device("cpu")
+        args, kwargs = torch.fx.node.map_aggregate(arguments, lambda leaf: cpu if isinstance(leaf, torch.device) else leaf)
         values[node] = node.target(*args, **kwargs)
     return values[node]
 

@@ -1,4 +1,4 @@
-"""Convolutions that Inductor's templates do not take, or not well, as products of matrices, sums and plain convolutions."""
+"""Computes convolutions for which Inductor's templates fail or are slow by matrix products, sums and plain convolutions."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from ...transforms.few_rows.decompositions import PRODUCTS, kept
 aten = torch.ops.aten
 
 FEW = 8
-"""Input channels up to which a convolution is a product over a copy of the input."""
+"""The most input channels for which a convolution is a product over a copy of the input."""
 
 ROW = 8
-"""Elements of a sum that Inductor writes out at the options of ../lower/inductor.py, where it is a factor of what is fused."""
+"""The most elements of a sum that Inductor unrolls with the options in ../lower/inductor.py, so that it can be fused."""
 
 BLOCKS, DEEP = 32, 2048
-"""A convolution with fewer blocks of 64 by 64 and an inner axis of at least so many elements has too little to run side by side."""
+"""A convolution with fewer blocks of 64 by 64 and an inner axis of at least DEEP elements has too little parallel work."""
 
 
 def convolution(
@@ -34,8 +34,8 @@ def convolution(
     output_padding: Sequence[int],
     groups: int,
 ) -> Tensor:
-    """Convolutions that Inductor's templates do not take: all but two- and three-dimensional ones without dilation.  x (batch,
-    channels, *size), weight (out, in of a group, *kernel), or (in, out of a group, *kernel) when transposed."""
+    """Replaces convolutions that Inductor's templates do not support: all but two- and three-dimensional ones without dilation.  x
+    (batch, channels, *size), weight (out, in per group, *kernel), or (in, out per group, *kernel) if transposed."""
     axes = weight.dim() - 2
     stride, padding, dilation = _per_axis(stride, axes), _per_axis(padding, axes), _per_axis(dilation, axes)
     output_padding = _per_axis(output_padding, axes)
@@ -67,15 +67,16 @@ def _add_bias(x: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _taps(x: Tensor, kernel: Sequence[int], stride: list[int], padding: list[int], dilation: list[int]) -> list[Tensor]:
-    """For every position of the kernel, row-major: the elements of x that it meets, (batch, channels, *output size)."""
+    """Returns for every position of the kernel, row-major, the elements of x that it multiplies: (batch, channels, *output
+    size)."""
     around = [amount for pad in reversed(padding) for amount in (pad, pad)]
     padded = F.pad(x, around) if any(padding) else x
     sizes = [(padded.shape[2 + axis] - dilation[axis] * (size - 1) - 1) // stride[axis] + 1 for axis, size in enumerate(kernel)]
     taps = []
     for flat in range(math.prod(kernel)):
-        tap, rest = padded, flat
+        tap, remainder = padded, flat
         for axis in reversed(range(len(kernel))):
-            rest, position = divmod(rest, kernel[axis])
+            remainder, position = divmod(remainder, kernel[axis])
             start = position * dilation[axis]
             tap = tap.narrow(2 + axis, start, (sizes[axis] - 1) * stride[axis] + 1)
             tap = aten.slice(tap, 2 + axis, 0, tap.shape[2 + axis], stride[axis])
@@ -84,15 +85,15 @@ def _taps(x: Tensor, kernel: Sequence[int], stride: list[int], padding: list[int
 
 
 def _depthwise(x: Tensor, weight: Tensor, stride: list[int], padding: list[int], dilation: list[int]) -> Tensor:
-    """One input channel per group: a sum over the kernel's positions, which becomes one kernel without products of matrices.
-    Positions side by side are a window and one sum of at most `ROW` elements, which Inductor writes out: an operation for every
-    position made graphs of thousands.  The sum of the rows is kept, and each goes into its kernel: else a consumer of another
-    shape takes the last additions alone, and every row has a kernel."""
+    """One input channel per group: sums over the kernel's positions in one kernel, without matrix products.  Adjacent positions are
+    a window and one sum of at most `ROW` elements, which Inductor unrolls; one operation per position gave graphs of thousands.
+    `kept` writes the total to memory, so that one kernel computes all sums.  Otherwise a reader of another shape is fused only with
+    the last additions, and every row has a kernel."""
     wide = torch.float32 if x.dtype in PRODUCTS else x.dtype
     repeated = x.repeat_interleave(weight.shape[0] // x.shape[1], 1) if weight.shape[0] != x.shape[1] else x
     *kernel, width = weight.shape[2:]
     rows = weight.reshape(weight.shape[0], -1, width).to(wide)
-    one = [1] * (x.dim() - 2)
+    ones = [1] * (x.dim() - 2)
     sums = []
     for begin in range(0, width, ROW):
         count = min(ROW, width - begin)
@@ -100,14 +101,14 @@ def _depthwise(x: Tensor, weight: Tensor, stride: list[int], padding: list[int],
         taps = _taps(repeated, [*kernel, 1], [*stride[:-1], 1], padding, dilation)
         for position, tap in enumerate(taps):
             last = tap.shape[-1] - (width - begin - count) * dilation[-1]
-            met = tap.narrow(-1, begin * dilation[-1], last - begin * dilation[-1]).unfold(-1, reach, stride[-1])
-            met = aten.slice(met, -1, 0, reach, dilation[-1]).to(wide)
-            sums.append((met * rows[:, position, begin : begin + count].view(-1, *one, count)).sum(-1))
+            windows = tap.narrow(-1, begin * dilation[-1], last - begin * dilation[-1]).unfold(-1, reach, stride[-1])
+            windows = aten.slice(windows, -1, 0, reach, dilation[-1]).to(wide)
+            sums.append((windows * rows[:, position, begin : begin + count].view(-1, *ones, count)).sum(-1))
     return kept(sum(sums[1:], sums[0]).to(x.dtype), _strides(x, sums[0].shape))
 
 
 def _strides(x: Tensor, shape: Sequence[int]) -> list[int]:
-    """Those of a dense tensor whose axes lie in memory as those of x do."""
+    """The strides of a dense tensor of this shape whose axes have the memory order of x."""
     strides, step = [0] * x.dim(), 1
     for axis in sorted(range(x.dim()), key=lambda axis: (x.stride(axis), -axis)):
         strides[axis], step = step, step * shape[axis]
@@ -115,37 +116,37 @@ def _strides(x: Tensor, shape: Sequence[int]) -> list[int]:
 
 
 def _pointwise(x: Tensor, weight: Tensor) -> Tensor:
-    """A kernel of one position: a product of matrices over the channels, so that `split_k` sees it.  Inductor would do so later."""
+    """A kernel of one position as a product over the channels, so that `split_k` sees it.  Inductor would convert it too late."""
     batch, channels, height, width = x.shape
     flat = x.permute(0, 2, 3, 1).reshape(-1, channels)
     return torch.mm(flat, weight.view(-1, channels).t()).view(batch, height, width, -1).permute(0, 3, 1, 2)
 
 
 def _underfilled(x: Tensor, weight: Tensor, stride: list[int], padding: list[int]) -> bool:
-    """Whether the template would have few blocks with many steps each: then a product over a copy of the input can be split.  On an
-    H200 (tests/bench/gpu_kernels/kernel_times.py), 49 by 512 by 4608 took 24 us by the template and 7 so.  196 by 256 by 2304 took
-    16 and 14.  With more rows (56 and 100 blocks) it was no faster."""
+    """Whether the template would have few blocks with many steps each, so that a product, which can be split, is faster.  On an
+    H200 (tests/bench/gpu_kernels/kernel_times.py), 49 by 512 by 4608 took 24 us by the template and 7 us as a product.  196 by 256
+    by 2304 took 16 and 14 us.  With more rows (56 and 100 blocks) the product was no faster."""
     sizes = [(x.shape[2 + i] + 2 * padding[i] - weight.shape[2 + i]) // stride[i] + 1 for i in range(2)]
     blocks = math.ceil(x.shape[0] * math.prod(sizes) / 64) * math.ceil(weight.shape[0] / 64)
     return blocks < BLOCKS and math.prod(weight.shape[1:]) >= DEEP
 
 
 def _columns(x: Tensor, weight: Tensor, stride: list[int], padding: list[int]) -> Tensor:
-    """One product of matrices, with a row of all that an output position meets.  The template walks the kernel's positions one by
-    one with a block of channels each, which a picture's three channels leave nearly empty."""
+    """One matrix product over rows of all elements that an output position reads.  The template instead loops over the kernel's
+    positions with a block of channels each, which an image's three channels leave nearly empty."""
     out, channels, height, width = weight.shape
     padded = F.pad(x, [padding[1], padding[1], padding[0], padding[0]]) if any(padding) else x
-    met = padded.unfold(2, height, stride[0]).unfold(3, width, stride[1])  # (b, c, oh, ow, kh, kw)
-    batch, _, rows, columns = met.shape[:4]
+    windows = padded.unfold(2, height, stride[0]).unfold(3, width, stride[1])  # (b, c, oh, ow, kh, kw)
+    batch, _, rows, columns = windows.shape[:4]
     inner = height * width * channels
-    left = -inner % 32  # rows begin at multiples of 64 bytes, blocks of the inner axis are whole
-    flat = F.pad(met.permute(0, 2, 3, 4, 5, 1).reshape(batch * rows * columns, inner), [0, left])
-    factor = F.pad(weight.permute(0, 2, 3, 1).reshape(out, inner), [0, left])
+    padding_elements = -inner % 32  # aligns rows to 64 bytes, without partial blocks of the inner axis
+    flat = F.pad(windows.permute(0, 2, 3, 4, 5, 1).reshape(batch * rows * columns, inner), [0, padding_elements])
+    factor = F.pad(weight.permute(0, 2, 3, 1).reshape(out, inner), [0, padding_elements])
     return torch.mm(flat, factor.t()).view(batch, rows, columns, out).permute(0, 3, 1, 2)
 
 
 def _unfolded(x: Tensor, weight: Tensor, stride: list[int], padding: list[int], dilation: list[int], groups: int) -> Tensor:
-    """As a product of matrices per group, over a copy of x for every position of the kernel."""
+    """A matrix product per group, over a copy of x for every position of the kernel."""
     taps = _taps(x, weight.shape[2:], stride, padding, dilation)
     batch, channels, *sizes = taps[0].shape
     columns = torch.stack(taps, 2).view(batch, groups, channels // groups * len(taps), -1)  # (b, g, c k, p)
@@ -165,7 +166,7 @@ def _transposed(
     output_padding: list[int],
     groups: int,
 ) -> Tensor:
-    """A plain convolution of x with zeros between its elements, with the kernel turned round."""
+    """A plain convolution with the flipped kernel, over x with zeros inserted between its elements."""
     axes, kernel = len(stride), weight.shape[2:]
     for axis in range(axes):
         if stride[axis] > 1:
@@ -175,7 +176,7 @@ def _transposed(
     for axis in reversed(range(axes)):
         margin = dilation[axis] * (kernel[axis] - 1) - padding[axis]
         around += [margin, margin + output_padding[axis]]
-    turned = weight.view(groups, weight.shape[0] // groups, *weight.shape[1:]).transpose(1, 2)
-    turned = turned.reshape(-1, weight.shape[0] // groups, *kernel).flip(list(range(2, 2 + axes)))
+    flipped = weight.view(groups, weight.shape[0] // groups, *weight.shape[1:]).transpose(1, 2)
+    flipped = flipped.reshape(-1, weight.shape[0] // groups, *kernel).flip(list(range(2, 2 + axes)))
     zeros = [0] * axes
-    return aten.convolution(F.pad(x, around), turned, bias, [1] * axes, zeros, dilation, False, zeros, groups)
+    return aten.convolution(F.pad(x, around), flipped, bias, [1] * axes, zeros, dilation, False, zeros, groups)

@@ -1,6 +1,6 @@
-"""Decompositions: operations that have no Triton kernel in Inductor, in terms of those that have one.  Two tables: `REPLACED` by
-operation of the exported program, before torch decomposes it, and `decompositions()` by the smaller operations that it is retraced
-to.  Functions there return NotImplemented for what Inductor lowers well itself.  Private interfaces (torch 2.11, 2.13):
+"""Decompositions of operations without a Triton kernel in Inductor into operations that have one.  `REPLACED` maps operations of
+the exported program, before torch decomposes them.  `decompositions()` maps the smaller operations of the retraced graph.
+Functions there return NotImplemented if Inductor lowers the case well itself.  Private interfaces (torch 2.11, 2.13):
 `torch._inductor.decomposition.select_decomp_table`, `torch._decomp.get_decompositions`, `generic_associative_scan`."""
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from .triton_operators import launching
 aten = torch.ops.aten
 
 UNKNOWNS = 128
-"""Of a system of equations that is lowered: each stands for some kernels."""
+"""The most unknowns of a system of equations that is lowered.  Each unknown adds several kernels."""
 
 SUMMED = 16
-"""Rows and columns up to which its products are sums, which Inductor fuses with what is around them."""
+"""Matrices of the solver with at most this many rows and columns are multiplied by sums, which Inductor can fuse."""
 
 LONGEST = 512
-"""Sequences up to here may have their whole matrix of attention scores in memory."""
+"""The longest sequence whose matrix of attention scores may be stored."""
 
 
 def decompositions() -> dict[Any, Callable[..., Any]]:
-    """The table for retracing: Inductor's own, and ours."""
+    """The decomposition table for retracing: Inductor's table with additions."""
     return {
         **select_decomp_table(),
         **get_decompositions(
@@ -81,8 +81,8 @@ def normalized(
     eps: float,
     cudnn_enabled: bool,
 ) -> Tensor:
-    """Batch normalization of `x` (n, c, ...) with statistics that are weights: one product and one sum per element.  Scale and
-    shift (c) depend on weights alone and are folded; so an epilogue loads two vectors and not four."""
+    """Batch normalization of `x` (n, c, ...) with constant statistics: one product and one sum per element.  Scale and shift (c)
+    depend only on weights and are folded, so that a kernel loads two vectors instead of four."""
     if training or mean is None or var is None:
         return NotImplemented
     wide = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
@@ -97,21 +97,21 @@ def normalized(
 
 
 def histogram(x: Tensor, bins: int = 100, min: float = 0, max: float = 0) -> Tensor:
-    """How many elements of `x` are in each of `bins` equal parts of [min, max], in x's dtype; `max` belongs to the last."""
-    if min >= max:  # the range is that of the elements
+    """Counts the elements of `x` in each of `bins` equal intervals of [min, max], in x's dtype.  `max` is in the last interval."""
+    if min >= max:  # the range is computed from the elements
         return NotImplemented
     wide = x.reshape(-1).to(torch.float64 if x.dtype in (torch.float64, torch.int64) else torch.float32)
-    part = ((wide - min) * bins / (max - min)).floor().clamp(max=bins - 1)
-    kept = (wide >= min) & (wide <= max)
-    return ((part[:, None] == torch.arange(bins, device=x.device)) & kept[:, None]).sum(0).to(x.dtype)
+    interval = ((wide - min) * bins / (max - min)).floor().clamp(max=bins - 1)
+    in_range = (wide >= min) & (wide <= max)
+    return ((interval[:, None] == torch.arange(bins, device=x.device)) & in_range[:, None]).sum(0).to(x.dtype)
 
 
 # --- products -------------------------------------------------------------------------------------------------
 
 
 def integer_product(a: Tensor, b: Tensor) -> Tensor:
-    """(m, k) uint8 by (k, n) int8 -> (m, n) int32, as a product of int8 factors: the template takes two of one type.  The sums of
-    b's columns depend on weights alone, as a rule, and are folded."""
+    """(m, k) uint8 by (k, n) int8 -> (m, n) int32.  Computed with int8 factors, because the template needs equal dtypes.  The sums
+    of b's columns usually depend only on weights and are folded."""
     if a.dtype != torch.uint8:
         return NotImplemented
     return aten._int_mm((a.to(torch.int32) - 128).to(torch.int8), b) + 128 * b.to(torch.int32).sum(0)
@@ -127,7 +127,7 @@ def trilinear(
     sumdim: Sequence[int],
     unroll_dim: int = 1,
 ) -> Tensor:
-    """The sum over `sumdim` of three factors' product, each with axes of size 1 put in where its `expand` says."""
+    """The sum over `sumdim` of the product of three factors, each with axes of size 1 inserted at the positions of its `expand`."""
     for axes, position in ((expand1, 0), (expand2, 1), (expand3, 2)):
         for axis in sorted(axes):
             a, b, c = [x.unsqueeze(axis) if i == position else x for i, x in enumerate((a, b, c))]
@@ -143,7 +143,7 @@ def distances(a: Tensor, b: Tensor, p: float, compute_mode: int | None) -> Tenso
 
 
 def solve_triangular(a: Tensor, b: Tensor, *, upper: bool, left: bool = True, unitriangular: bool = False) -> Tensor:
-    """x in `a @ x = b`, or in `x @ a = b` without `left`: (..., n, n) and (..., n, k) -> (..., n, k)."""
+    """Solves `a @ x = b` for x, or `x @ a = b` if not `left`: (..., n, n) and (..., n, k) -> (..., n, k)."""
     if not left:
         return solve_triangular(a.mT, b.mT, upper=not upper, unitriangular=unitriangular).mT
     if a.shape[-1] > UNKNOWNS:
@@ -156,16 +156,16 @@ def solve_triangular(a: Tensor, b: Tensor, *, upper: bool, left: bool = True, un
 
 
 def _solved(a: Tensor, b: Tensor, upper: bool, unitriangular: bool) -> Tensor:
-    """By halves: the second half of the unknowns first where `a` is an upper triangle."""
+    """Solves by halves, beginning with the second half of the unknowns if `a` is upper triangular."""
     size = a.shape[-1]
     if size <= 1:
         return b if unitriangular or not size else b / a
     half = size // 2
     parts = (slice(0, half), slice(half, size))
-    one, other = parts[::-1] if upper else parts
-    first = _solved(a[..., one, one], b[..., one, :], upper, unitriangular)
-    rest = b[..., other, :] - _product(a[..., other, one], first)
-    second = _solved(a[..., other, other], rest, upper, unitriangular)
+    first_half, second_half = parts[::-1] if upper else parts
+    first = _solved(a[..., first_half, first_half], b[..., first_half, :], upper, unitriangular)
+    remainder = b[..., second_half, :] - _product(a[..., second_half, first_half], first)
+    second = _solved(a[..., second_half, second_half], remainder, upper, unitriangular)
     return torch.cat([second, first] if upper else [first, second], -2)
 
 
@@ -189,7 +189,7 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """(..., heads, rows, width) by (..., heads, columns, width): one kernel, or float32 scores in memory where none `fits`."""
+    """(..., heads, rows, width) by (..., heads, columns, width): one kernel if it `fits`, else with float32 scores in memory."""
     if dropout_p > 0:
         raise ModelError("random-operation", f"attention with dropout_p={dropout_p} draws random numbers")
     factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
@@ -228,8 +228,8 @@ def embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int = -1,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Bags of rows of `weight`, summed (mode 0), averaged (1) or their maximum (2).  Every bag looks at every index, in a fixed
-    order, so that equal inputs give equal bits.  Of the four results only the first is of use without gradients."""
+    """Bags of rows of `weight`: their sum (mode 0), mean (1) or maximum (2).  Every bag reads every index in a fixed order, so that
+    equal inputs give equal bits.  Only the first of the four results is used without gradients."""
     starts = offsets[:-1] if include_last_offset else offsets
     ends = torch.cat([offsets[1:], offsets[-1:] if include_last_offset else offsets.new_full((1,), indices.shape[0])])
     ends = offsets[1:] if include_last_offset else ends
@@ -238,8 +238,8 @@ def embedding_bag(
     rows = weight[indices].to(torch.float32)
     count = inside.sum(-1)
     if mode == 2:
-        most = torch.where(inside.unsqueeze(-1), rows, -math.inf).amax(1)
-        bags = torch.where(count.unsqueeze(-1) > 0, most, 0.0)
+        maxima = torch.where(inside.unsqueeze(-1), rows, -math.inf).amax(1)
+        bags = torch.where(count.unsqueeze(-1) > 0, maxima, 0.0)
     else:
         rows = rows if per_sample_weights is None else rows * per_sample_weights.unsqueeze(-1)
         bags = torch.where(inside.unsqueeze(-1), rows, 0.0).sum(1)
@@ -253,34 +253,34 @@ def embedding_bag(
 def lstm_cell(
     x: Tensor, state: Sequence[Tensor], w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None = None, b_hh: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The new hidden and cell states, (batch, hidden) each; PyTorch's own kernel for a GPU is one of a library."""
+    """The new hidden and cell states, (batch, hidden) each.  PyTorch's own GPU kernel is not a Triton kernel."""
     hidden, cell = state
     gates = torch.nn.functional.linear(x, w_ih, b_ih) + torch.nn.functional.linear(hidden, w_hh, b_hh)
-    enter, forget, new, leave = gates.chunk(4, 1)
-    cell = torch.sigmoid(forget) * cell + torch.sigmoid(enter) * torch.tanh(new)
-    return torch.sigmoid(leave) * torch.tanh(cell), cell
+    input_gate, forget_gate, new, output_gate = gates.chunk(4, 1)
+    cell = torch.sigmoid(forget_gate) * cell + torch.sigmoid(input_gate) * torch.tanh(new)
+    return torch.sigmoid(output_gate) * torch.tanh(cell), cell
 
 
 def gru_cell(
     x: Tensor, hidden: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None = None, b_hh: Tensor | None = None
 ) -> Tensor:
-    """The new hidden states, (batch, hidden).  On a GPU PyTorch asks a kernel of its own, which 2.11 cannot trace."""
+    """The new hidden states, (batch, hidden).  On a GPU PyTorch calls a kernel of its own, which 2.11 cannot trace."""
     reset, update, new = torch.nn.functional.linear(x, w_ih, b_ih).chunk(3, 1)
-    own_reset, own_update, own_new = torch.nn.functional.linear(hidden, w_hh, b_hh).chunk(3, 1)
-    new = torch.tanh(new + torch.sigmoid(reset + own_reset) * own_new)
-    return (hidden - new) * torch.sigmoid(update + own_update) + new
+    hidden_reset, hidden_update, hidden_new = torch.nn.functional.linear(hidden, w_hh, b_hh).chunk(3, 1)
+    new = torch.tanh(new + torch.sigmoid(reset + hidden_reset) * hidden_new)
+    return (hidden - new) * torch.sigmoid(update + hidden_update) + new
 
 
 def leaky(
     x: Tensor, noise: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, generator: Any = None
 ) -> Tensor:
-    """RReLU's slope is the mean of its bounds where nothing is drawn.  The bounds' defaults are the operator's: torch
-    leaves out arguments that equal these."""
+    """RReLU without random slopes: the slope is the mean of its bounds.  The default bounds are the operator's, because torch omits
+    arguments that equal the defaults."""
     return NotImplemented if training else torch.nn.functional.leaky_relu(x, (lower + upper) / 2)
 
 
 def grid_sample(x: Tensor, grid: Tensor, interpolation: int, padding: int, align_corners: bool) -> Tensor:
-    """`torch.nn.functional.grid_sample` of planes (n, c, h, w): PyTorch asks cuDNN first, which is not here."""
+    """`torch.nn.functional.grid_sample` of planes (n, c, h, w).  PyTorch would query cuDNN, which the build does not have."""
     if x.dim() != 4:
         return NotImplemented
     sampled: Tensor = _PLANES(x, grid, interpolation, padding, align_corners)
@@ -288,7 +288,7 @@ def grid_sample(x: Tensor, grid: Tensor, interpolation: int, padding: int, align
 
 
 def frequencies(n: int, d: float = 1.0, *, dtype: torch.dtype | None = None, device: Any = None, **more: Any) -> Tensor:
-    """`torch.fft.fftfreq`: (n,), the negative ones behind."""
+    """`torch.fft.fftfreq`: (n,), the negative frequencies last."""
     place = torch.arange(n, dtype=dtype or torch.get_default_dtype(), device=device)
     return torch.where(place < (n + 1) // 2, place, place - n) * (1.0 / (n * d))
 
@@ -299,7 +299,7 @@ def positive_frequencies(n: int, d: float = 1.0, *, dtype: torch.dtype | None = 
 
 
 def window(share: float) -> Callable[..., Tensor]:
-    """`torch.hann_window` or `torch.hamming_window`: (length,), `share` the part of it that is no cosine."""
+    """Returns `torch.hann_window` or `torch.hamming_window`: (length,).  `share` is the constant term."""
 
     def cosine_window(
         length: int, periodic: bool = True, *, dtype: torch.dtype | None = None, device: Any = None, **more: Any
@@ -316,7 +316,7 @@ def window(share: float) -> Callable[..., Tensor]:
 
 
 def associative_scan(combine: Callable[..., Any], xs: Sequence[Tensor], more: Sequence[Any] = ()) -> Any:
-    """As PyTorch's on the CPU: slices are combined in as many rounds as their number has binary digits."""
+    """Combines slices as PyTorch does on the CPU, in log2(number of slices) rounds."""
     return generic_associative_scan(combine, xs, additional_inputs=tuple(more))
 
 
@@ -340,9 +340,9 @@ REPLACED: dict[Any, Callable[..., Any]] = {
     **COLLECTIVES,
     **get_decompositions([aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input]),
 }
-"""Operations of exported programs that are replaced as a whole."""
+"""Operations of exported programs that are replaced before torch decomposes them."""
 
 
 def replacement(target: Any) -> Callable[..., Any] | None:
-    """What replaces an operation of an exported program as a whole; None where nothing does."""
+    """The replacement of an operation of an exported program, or None."""
     return REPLACED.get(target) or launching(target)

@@ -1,5 +1,5 @@
-"""A program whose operations make their tensors on cuda, and how it is run: some operations replaced, and what fails named with the
-user's line.  Private interface (torch 2.11, 2.13): the exceptions of `FakeTensorMode`."""
+"""Moves a program to cuda and runs it: replaces some operations, and reports errors with the user's source line.  Private interface
+(torch 2.11, 2.13): the exceptions of `FakeTensorMode`."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ ASSERTIONS = (
     torch.ops.aten.sym_constrain_range_for_size.default,
     torch.ops.aten.sym_constrain_range.default,
 )
-"""They hold by the signature, which the runtime checks before a call."""
+"""Assertions that the signature guarantees.  The runtime checks the signature before a call."""
 
 
 def on_device(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
-    """A copy without assertions whose operations make their tensors on cuda."""
+    """Copies the module without assertions.  Its operations create their tensors on cuda."""
     device_module = copy.deepcopy(module)
     for part in [m for m in device_module.modules() if isinstance(m, torch.fx.GraphModule)]:
         for node in list(part.graph.nodes):
@@ -49,12 +49,12 @@ def _move(value: Any) -> Any:
 
 
 class Replacing(torch.fx.Interpreter):
-    """Runs a program with what `replacement` knows replaced and complex numbers as pairs, and names what fails with the user's
-    line, and by its name in `source`, from which the program was made."""
+    """Runs a program with the operations that `replacement` replaces, and complex numbers as pairs.  Errors have the user's source
+    line and the operator's name in `source`, the program before the rewrites."""
 
     def __init__(self, module: torch.fx.GraphModule, source: torch.fx.GraphModule) -> None:
         super().__init__(module)
-        self.extra_traceback = False  # torch writes the node, and lines of its own, into the text of whatever is raised
+        self.extra_traceback = False  # keeps torch from adding the node and other lines to the text of exceptions
         self._source = source
 
     def run_node(self, n: torch.fx.Node) -> Any:
@@ -90,8 +90,8 @@ class Replacing(torch.fx.Interpreter):
 
 
 def _in_own_order(node: torch.fx.Node, output: Any) -> Any:
-    """What an operation on complex numbers made, in the order that its result was exported in, unless it is a view.  Both parts in
-    one tensor are no view of a pair."""
+    """The result of an operation on complex numbers with its axes in the exported memory order, unless it is a view.  view_as_real
+    counts as no view here, because it copies a pair's two parts into one tensor."""
     returned = node.target._schema.returns if isinstance(node.target, torch._ops.OpOverload) else ()
     view = any(argument.alias_info is not None for argument in returned) and node.target is not torch.ops.aten.view_as_real.default
     if not returned or view:
@@ -103,7 +103,7 @@ def _in_own_order(node: torch.fx.Node, output: Any) -> Any:
 
 
 def _in_order_of(result: Any, like: Any) -> Any:
-    """`result` with its axes in memory in the order of `like`: later operations, views above all, were exported for it."""
+    """`result` with its axes in the memory order of `like`.  Later operations, above all views, were exported for that order."""
     if not isinstance(result, torch.Tensor) or not isinstance(like, torch.Tensor):
         return result
     strides = [stride if isinstance(stride, int) else int(stride.node.hint) for stride in like.stride()]
@@ -112,17 +112,17 @@ def _in_order_of(result: Any, like: Any) -> Any:
 
 
 def source_line(node: torch.fx.Node) -> str:
-    """ "model.py:12", the user's line that a node comes from, or ""."""
+    """The user's source line that a node comes from, such as "model.py:12", or ""."""
     return place(node)[0]
 
 
 def named_node(node: torch.fx.Node) -> str:
-    where = source_line(node)
-    return f"{node.target}{f' at {where}' if where else ''}"
+    line = source_line(node)
+    return f"{node.target}{f' at {line}' if line else ''}"
 
 
 def host_hint(operators: Iterable[str]) -> str:
-    """What to do about operators without a Triton kernel: eager PyTorch ran them on the host."""
+    """Returns the hint for operators without a Triton kernel: keep them on the host."""
     hint = CATALOGUE["operator-without-kernel"].hint
     options = " ".join([f"--fallback-op {name}" for name in dict.fromkeys(operators) if name])
     return f"{hint}; or keep it on the host: cgcompile build ... {options}" if options else hint

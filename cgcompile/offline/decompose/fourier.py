@@ -1,8 +1,8 @@
-"""Fourier transforms as products of matrices, of real and imaginary parts.
+"""Computes Fourier transforms by matrix products of real and imaginary parts.
 
-A transform of n elements is a product with a matrix of n by n; of n = a * b elements, a longer one is two of a and b elements with
-factors between (Cooley and Tukey, 1965).  The matrices depend on nothing and are folded: constant_folding.py knows them by their
-double precision.
+A transform of n elements is a product with an n by n matrix.  A longer one of n = a * b elements is two transforms, of a and of b
+elements, with twiddle factors between (Cooley and Tukey, 1965).  The matrices depend on nothing and are folded; constant_folding.py
+recognizes them by their double precision.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from ...errors import ModelError
 aten = torch.ops.aten
 
 WHOLE = 128
-"""Elements of a transform that is always one product."""
+"""The most elements of a transform that is always one product."""
 
 LARGEST = 2048
-"""Of one that cannot be taken apart: its matrices have 32 MB in float32."""
+"""The most elements of a transform without two suitable factors.  Its matrices take 32 MB in float32."""
 
 NONE, BY_ROOT, BY_SIZE = range(3)
-"""How transforms are normalized (aten/src/ATen/native/SpectralOpsUtils.h)."""
+"""The normalizations of transforms (aten/src/ATen/native/SpectralOpsUtils.h)."""
 
 
 def to_complex(real: Tensor, imag: Tensor, dim: Sequence[int], normalization: int, forward: bool) -> tuple[Tensor, Tensor]:
-    """`aten._fft_c2c`: along the axes `dim`.  Raises operator-without-kernel."""
+    """`aten._fft_c2c` along the axes `dim`.  Raises operator-without-kernel."""
     scale = _scale([real.shape[axis] for axis in dim], normalization)
     for axis in dim:
         parts = _transform(real.movedim(axis, -1), imag.movedim(axis, -1), forward)
@@ -37,47 +37,47 @@ def to_complex(real: Tensor, imag: Tensor, dim: Sequence[int], normalization: in
 
 
 def to_complex_halves(x: Tensor, dim: Sequence[int], normalization: int, onesided: bool) -> tuple[Tensor, Tensor]:
-    """`aten._fft_r2c`: of real numbers, with `onesided` only the first n // 2 + 1 along the last of `dim`.  Raises
+    """`aten._fft_r2c` of real numbers.  With `onesided`, only the first n // 2 + 1 elements along the last of `dim`.  Raises
     operator-without-kernel."""
     scale = _scale([x.shape[axis] for axis in dim], normalization)
     last, length = dim[-1], x.shape[dim[-1]]
-    kept = length // 2 + 1 if onesided else length
+    count = length // 2 + 1 if onesided else length
     rows = x.movedim(last, -1)
     if _parts(length) is None:
         cosines, sines = _matrices(length, x)
-        both = rows @ torch.cat([cosines[:, :kept], -sines[:, :kept]], -1)
-        real, imag = both[..., :kept], both[..., kept:]
+        both = rows @ torch.cat([cosines[:, :count], -sines[:, :count]], -1)
+        real, imag = both[..., :count], both[..., count:]
     else:
-        real, imag = [part[..., :kept] for part in _transform(rows, torch.zeros_like(rows), True)]
+        real, imag = [part[..., :count] for part in _transform(rows, torch.zeros_like(rows), True)]
     halves = _scaled(real.movedim(-1, last), scale), _scaled(imag.movedim(-1, last), scale)
     return to_complex(*halves, dim[:-1], NONE, True) if len(dim) > 1 else halves
 
 
 def to_real(real: Tensor, imag: Tensor, dim: Sequence[int], normalization: int, size: int) -> Tensor:
-    """`aten._fft_c2r`: the inverse; along the last of `dim` the first size // 2 + 1 elements are given.  Raises
+    """`aten._fft_c2r`, the inverse.  Along the last of `dim` the input has the first size // 2 + 1 elements.  Raises
     operator-without-kernel."""
     last = dim[-1]
     scale = _scale([*[real.shape[axis] for axis in dim[:-1]], size], normalization)
     if len(dim) > 1:
         real, imag = to_complex(real, imag, dim[:-1], NONE, False)
     real, imag = real.movedim(last, -1), imag.movedim(last, -1)
-    kept = size // 2 + 1
-    real, imag = real[..., :kept], imag[..., :kept]
+    count = size // 2 + 1
+    real, imag = real[..., :count], imag[..., :count]
     if _parts(size) is None:
         cosines, sines = _matrices(size, real)
-        # an element that stands for two, itself and the conjugate behind the middle, counts twice
-        twice = torch.full((kept, 1), 2.0, dtype=torch.float64, device=real.device)
-        place = torch.arange(kept, device=real.device).unsqueeze(-1)
-        twice = torch.where((place == 0) | (place * 2 == size), 1.0, twice)
-        factors = [(part[:kept].to(torch.float64) * twice).to(real.dtype) for part in (cosines, -sines)]
+        # an element counts twice if its conjugate in the second half is missing
+        weights = torch.full((count, 1), 2.0, dtype=torch.float64, device=real.device)
+        place = torch.arange(count, device=real.device).unsqueeze(-1)
+        weights = torch.where((place == 0) | (place * 2 == size), 1.0, weights)
+        factors = [(part[:count].to(torch.float64) * weights).to(real.dtype) for part in (cosines, -sines)]
         signal = torch.cat([real, imag], -1) @ torch.cat(factors)
     else:
-        behind = slice(1, size - kept + 1)
-        whole = torch.cat([real, real[..., behind].flip(-1)], -1)
-        imag = torch.cat([imag[..., :1] * 0, imag[..., 1:]], -1)  # of the first element, and of the middle one, it is ignored
+        second_half = slice(1, size - count + 1)
+        all_real = torch.cat([real, real[..., second_half].flip(-1)], -1)
+        imag = torch.cat([imag[..., :1] * 0, imag[..., 1:]], -1)  # imaginary parts of the first and middle element are ignored
         if size % 2 == 0:
             imag = torch.cat([imag[..., :-1], imag[..., -1:] * 0], -1)
-        signal, _ = _transform(whole, torch.cat([imag, -imag[..., behind].flip(-1)], -1), False)
+        signal, _ = _transform(all_real, torch.cat([imag, -imag[..., second_half].flip(-1)], -1), False)
     return _scaled(signal.movedim(-1, last), scale)
 
 
@@ -93,8 +93,9 @@ def inverse_short_time(
     length: int | None = None,
     return_complex: bool = False,
 ) -> Tensor:
-    """`aten.istft` of complex numbers (..., bins, frames) -> (..., samples), without its question whether windows leave a sample
-    out, which no graph holds: that sample is 0 / 0.  The build has asked it: it runs the model in eager PyTorch."""
+    """`aten.istft` of complex numbers (..., bins, frames) -> (..., samples), without its check that every sample is in a window,
+    which a graph cannot contain.  A sample in no window is 0 / 0.  The build runs the check, when it runs the model in eager
+    PyTorch."""
     hop, width = hop_length or n_fft // 4, win_length or n_fft
     if window is None:
         window = torch.ones(width, dtype=spectrum.dtype.to_real(), device=spectrum.device)
@@ -114,7 +115,7 @@ def inverse_short_time(
 
 
 def overlapped(frames: Tensor, hop: int) -> Tensor:
-    """(..., frames, n) -> (..., n + hop * (frames - 1)): every frame lies `hop` behind the one before, and all are added."""
+    """(..., frames, n) -> (..., n + hop * (frames - 1)): the sum of all frames, each `hop` elements after the one before."""
     count, n = frames.shape[-2:]
     parts = -(-n // hop)
     cut = aten.constant_pad_nd(frames, [0, parts * hop - n]).unflatten(-1, (parts, hop))  # (..., frames, parts, hop)
@@ -123,7 +124,7 @@ def overlapped(frames: Tensor, hop: int) -> Tensor:
 
 
 def _transform(real: Tensor, imag: Tensor, forward: bool) -> tuple[Tensor, Tensor]:
-    """Of the last axis, without normalization."""
+    """Transforms the last axis, without normalization."""
     length = real.shape[-1]
     parts = _parts(length)
     if parts is None:
@@ -132,7 +133,7 @@ def _transform(real: Tensor, imag: Tensor, forward: bool) -> tuple[Tensor, Tenso
         matrix = torch.cat([torch.cat([cosines, sines], -1), torch.cat([-sines, cosines], -1)])
         both = torch.cat([real, imag], -1) @ matrix
         return both[..., :length], both[..., length:]
-    # element b * j + i goes to k + a * l: a transform over j, factors, and a transform over i
+    # element b * j + i becomes k + a * l: a transform over j, twiddle factors, and a transform over i
     a, b = parts
     real, imag = [part.reshape(*part.shape[:-1], a, b).transpose(-1, -2) for part in (real, imag)]  # (..., i, j)
     real, imag = _transform(real, imag, forward)  # (..., i, k)
@@ -145,7 +146,7 @@ def _transform(real: Tensor, imag: Tensor, forward: bool) -> tuple[Tensor, Tenso
 
 
 def _parts(length: int) -> tuple[int, int] | None:
-    """Two factors of a length that is transformed in two steps, None for one.  Raises operator-without-kernel."""
+    """Returns two factors of a length that is transformed in two steps, None for one step.  Raises operator-without-kernel."""
     if length <= WHOLE:
         return None
     small = next(divisor for divisor in range(math.isqrt(length), 0, -1) if length % divisor == 0)
@@ -158,7 +159,7 @@ def _parts(length: int) -> tuple[int, int] | None:
 
 
 def _matrices(length: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of every product of two places, (length, length)."""
+    """Cosines and sines for every product of two indices, (length, length)."""
     places = torch.arange(length, device=like.device)
     return _circle(places.unsqueeze(-1) * places, length, like.dtype)
 

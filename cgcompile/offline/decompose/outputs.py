@@ -1,4 +1,4 @@
-"""The results of a retraced program: strides as they are wanted, and copies back to what it writes to."""
+"""The results of a retraced program: required strides, and copies of new values into the tensors that it writes to."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 COPY = torch.ops.aten.copy_.default
 
 ALIGNED = 16
-"""Kernels are compiled for tensors that begin at a multiple of so many bytes."""
+"""Kernels are compiled for tensors whose addresses are multiples of this many bytes."""
 
 
 def with_strides(result: Any, strides: tuple[int, ...] | None) -> Any:
-    """An output of the call with these strides, at an aligned address."""
+    """Returns an output with these strides at an aligned address; copies it if needed."""
     if strides is None:
         return result
     if same_layout(result.shape, result.stride(), strides) and not result.storage_offset() * result.element_size() % ALIGNED:
@@ -24,14 +24,14 @@ def with_strides(result: Any, strides: tuple[int, ...] | None) -> Any:
     return dense.permute([order.index(axis) for axis in range(result.dim())])
 
 
-def same_layout(shape: Sequence[int], one: Sequence[int], other: Sequence[int]) -> bool:
-    """Whether strides mean the same: those of axes with one element, or of empty tensors, do not matter."""
-    pairs = zip(shape, one, other, strict=True)
-    return 0 in shape or all(size == 1 or mine == its for size, mine, its in pairs)
+def same_layout(shape: Sequence[int], first: Sequence[int], second: Sequence[int]) -> bool:
+    """Whether two strides describe the same layout.  Strides of axes with one element and of empty tensors do not matter."""
+    pairs = zip(shape, first, second, strict=True)
+    return 0 in shape or all(size == 1 or first_stride == second_stride for size, first_stride, second_stride in pairs)
 
 
 def copy_back(traced: torch.fx.GraphModule, written: Sequence[int]) -> None:
-    """Makes the last outputs, the new values of the inputs in `written`, copies to these."""
+    """Replaces the last outputs, which are new values of the inputs at the positions `written`, by copies into these inputs."""
     (output,) = traced.graph.find_nodes(op="output")
     placeholders = traced.graph.find_nodes(op="placeholder")
     count = len(output.args[0]) - len(written)
@@ -42,7 +42,7 @@ def copy_back(traced: torch.fx.GraphModule, written: Sequence[int]) -> None:
     ]
     for index, value in zip(written, values, strict=True):
         if value is placeholders[index]:
-            continue  # it writes what is there
+            continue  # the value is unchanged
         with traced.graph.inserting_before(output):
             copy_node = traced.graph.call_function(COPY, (placeholders[index], value))
         copy_node.meta["val"] = placeholders[index].meta["val"]
@@ -51,14 +51,14 @@ def copy_back(traced: torch.fx.GraphModule, written: Sequence[int]) -> None:
 
 
 def _base(node: torch.fx.Node) -> torch.fx.Node:
-    """What a node is a view of."""
+    """The node that a node is a view of."""
     while getattr(node.target, "is_view", False) and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node
 
 
 def _cloned(graph: torch.fx.Graph, before: torch.fx.Node, value: torch.fx.Node) -> torch.fx.Node:
-    """A copy of what a tensor holds before any is written to: the new value of one may be the old one of another."""
+    """Clones a tensor before anything is copied back: the new value of one tensor may be the old value of another."""
     with graph.inserting_before(before):
         clone_node = graph.call_function(torch.ops.aten.clone.default, (value,))
     clone_node.meta["val"] = value.meta["val"]

@@ -1,4 +1,4 @@
-"""Pools and scatters that Inductor leaves to PyTorch's own kernels, in terms of operations that it compiles."""
+"""Pools and scatters for which Inductor would call PyTorch's own kernels, by operations that it compiles."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from ...errors import ModelError
 aten = torch.ops.aten
 
 COMPARED = 1 << 32
-"""Comparisons of a place with an index up to which a scatter is worth while: some milliseconds."""
+"""The most comparisons of a position with an index for which a scatter is lowered; they take some milliseconds."""
 
 WINDOW = 25
-"""Elements of a window that Inductor averages itself, however windows lie (`_avg_poolnd` in torch/_inductor/lowering.py)."""
+"""The most elements of a window that Inductor averages itself (`_avg_poolnd` in torch/_inductor/lowering.py)."""
 
 
 def averaged(x: Tensor, sizes: Sequence[int]) -> Tensor:
-    """`x` (..., d, h, w) averaged over windows that overlap where a length is no multiple of the size wanted."""
+    """Averages `x` (..., d, h, w) over windows.  They overlap if a length is no multiple of the output size."""
     for axis, size in zip((-3, -2, -1), sizes, strict=True):
         x = torch.stack([x.narrow(axis, *window).mean(axis) for window in _windows(x.shape[axis], size)], axis)
     return x
@@ -35,8 +35,8 @@ def average_pool(
     count_include_pad: bool = True,
     divisor: int | None = None,
 ) -> Tensor:
-    """Large windows that overlap or leave gaps, of `x` (..., h, w) or (..., d, h, w), summed axis by axis: Inductor asks PyTorch's
-    own kernel."""
+    """Sums large windows that overlap or leave gaps axis by axis, for `x` (..., h, w) or (..., d, h, w).  Inductor would call
+    PyTorch's own kernel."""
     stride = stride or kernel
     if math.prod(kernel) <= WINDOW or list(kernel) == list(stride):
         return NotImplemented
@@ -47,27 +47,27 @@ def average_pool(
         length = x.shape[axis]
         rest = length + 2 * before - width
         number = (-(-rest // step) if ceil_mode else rest // step) + 1
-        number -= (number - 1) * step >= length + before  # a window that would begin behind the padding
+        number -= (number - 1) * step >= length + before  # drops a window that would begin after the input and its first padding
         begin = torch.arange(number, device=x.device) * step - before
         end = (begin + width).clamp(max=length + before)
         inside = end - begin if count_include_pad else end.clamp(max=length) - begin.clamp(min=0)
         count = count * inside.view([-1] + [1] * (-1 - axis))
-        behind = max(0, (number - 1) * step + width - before - length)
-        padded = aten.constant_pad_nd(x, [0, 0] * (-1 - axis) + [before, behind])
+        after = max(0, (number - 1) * step + width - before - length)
+        padded = aten.constant_pad_nd(x, [0, 0] * (-1 - axis) + [before, after])
         x = padded.unfold(axis, width, step).sum(-1).narrow(axis, 0, number)
     return (x / (divisor or count)).to(dtype)
 
 
 def largest(x: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """The maxima of `x` (..., d, h, w) over such windows, and where each stands in d * h * w: the first of equal ones."""
+    """The maxima of `x` (..., d, h, w) over the windows of `averaged`, and the position of the first maximum in d * h * w."""
     places = torch.arange(math.prod(x.shape[-3:]), device=x.device).view(x.shape[-3:]).expand(x.shape)
     for axis, size in zip((-1, -2, -3), reversed(sizes), strict=True):
         windows = _windows(x.shape[axis], size)
         maxima = [x.narrow(axis, *window).max(axis, keepdim=True) for window in windows]
         places = torch.cat(
-            [places.narrow(axis, *window).gather(axis, one.indices) for window, one in zip(windows, maxima, strict=True)], axis
+            [places.narrow(axis, *window).gather(axis, top.indices) for window, top in zip(windows, maxima, strict=True)], axis
         )
-        x = torch.cat([one.values for one in maxima], axis)
+        x = torch.cat([top.values for top in maxima], axis)
     return x, places
 
 
@@ -80,9 +80,9 @@ def _windows(length: int, size: int) -> list[tuple[int, int]]:
 
 
 def scatter_reduced(x: Tensor, dim: int, index: Tensor, src: Tensor, reduce: str, *, include_self: bool = True) -> Tensor:
-    """`x`, of which every place along `dim` is combined with the elements of `src` (or replaced by them, without `include_self`)
-    that `index` sends there: by prod, mean, amax or amin.  Sums stay Inductor's, which are atomic.  Here every place looks at every
-    index, in a fixed order, so that equal inputs give equal bits."""
+    """Combines every position of `x` along `dim` with the elements of `src` that `index` sends there, by prod, mean, amax or amin.
+    Without `include_self`, the result has only the elements of `src`.  Inductor computes sums itself, with atomic operations.  Here
+    every position compares all indices in a fixed order, so that equal inputs give equal bits."""
     if reduce == "sum" or x.dtype == torch.bool:
         return NotImplemented
     if x.dim() == 0:
@@ -94,20 +94,20 @@ def scatter_reduced(x: Tensor, dim: int, index: Tensor, src: Tensor, reduce: str
             f"scatter_reduce by {reduce} of {index.numel()} elements to {x.shape[dim]} places: up to {COMPARED} comparisons are "
             "lowered to Triton",
         )
-    part, taken = x, src
+    part, source = x, src
     for axis, length in enumerate(index.shape):
-        taken = taken.narrow(axis, 0, length)
+        source = source.narrow(axis, 0, length)
         part = part if axis == dim else part.narrow(axis, 0, length)
-    combined = _combined(part, dim, index, taken, reduce, include_self)
-    for axis in range(x.dim()):  # what no index reaches is as it was
-        before = tuple([slice(None) if other <= axis or other == dim else slice(combined.shape[other]) for other in range(x.dim())])
-        rest = x[before].narrow(axis, combined.shape[axis], x.shape[axis] - combined.shape[axis])
+    combined = _combined(part, dim, index, source, reduce, include_self)
+    for axis in range(x.dim()):  # elements outside the shape of `index` stay unchanged
+        slices = tuple([slice(None) if other <= axis or other == dim else slice(combined.shape[other]) for other in range(x.dim())])
+        rest = x[slices].narrow(axis, combined.shape[axis], x.shape[axis] - combined.shape[axis])
         combined = torch.cat([combined, rest], axis) if rest.shape[axis] else combined
     return combined
 
 
 def _combined(x: Tensor, dim: int, index: Tensor, src: Tensor, reduce: str, include_self: bool) -> Tensor:
-    """The same where `index` and `src` have the shape of `x` but along `dim`."""
+    """`scatter_reduced` where `index` and `src` have the shape of `x` except along `dim`."""
     places = torch.arange(x.shape[dim], device=x.device)
     hit = index.movedim(dim, -1).unsqueeze(-2) == places.unsqueeze(-1)  # (..., places, indices)
     target, source = x.movedim(dim, -1), src.movedim(dim, -1).unsqueeze(-2)

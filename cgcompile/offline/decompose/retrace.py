@@ -1,6 +1,6 @@
-"""program + key -> a graph of small operations on fake cuda tensors, every size a constant.  Private interfaces (torch 2.11, 2.13):
-`FakeTensorMode`, `make_fx`, `torch.fx.traceback.preserve_node_meta` and the `from_node` that it leaves in the metadata,
-`torch.func.functionalize`."""
+"""Retraces a program at one int_key to a graph of small operations on fake cuda tensors with constant sizes.  Private interfaces
+(torch 2.11, 2.13): `FakeTensorMode`, `make_fx`, `torch.fx.traceback.preserve_node_meta` and the `from_node` that it adds to the
+metadata, `torch.func.functionalize`."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from .outputs import COPY, copy_back, with_strides
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Retraced:
-    """`graph` takes `tensors` (fake, on cuda, made by `mode`), whose kinds and names are `names`, and returns the outputs.  It is
-    functional but for a copy, at its end, of the new value to every tensor that the program writes to: `written`, by position.
-    `program` is the graph that it was traced from."""
+    """`graph` takes `tensors` (fake, on cuda, created by `mode`), whose kinds and names are `names`, and returns the outputs.  It
+    is functional, except for copies of new values at its end to the tensors that the program writes to: `written`, by position.
+    `program` is the graph that was traced."""
 
     graph: torch.fx.GraphModule
     tensors: tuple[torch.Tensor, ...]
@@ -44,12 +44,12 @@ def retrace(
     *,
     writes: bool = False,
 ) -> Retraced:
-    """The program at the sizes of `tensors`, inside `fake_device`.  `layouts`: of each output the strides that it must have, None
-    for any; () for any of all.  `writes`: it writes to buffers or inputs.  Raises inputs-unlike, state-shared, constant-unknown,
-    random-operation, operator-without-kernel."""
+    """Retraces the program at the sizes of `tensors`, inside `fake_device`.  `layouts`: the strides of each output, None for any;
+    () for any strides of all.  `writes`: the program writes to buffers or inputs.  Raises inputs-unlike, state-shared,
+    constant-unknown, random-operation, operator-without-kernel."""
     source = program.graph_module
     if writes or any(getattr(node.target, "__module__", "").startswith("torch._functorch") for node in program.graph.nodes):
-        # new values of what it writes to become outputs, and vmap's batch axes go; most other operations stay as they are
+        # new values of mutated tensors become outputs, and vmap's batch axes are removed; most other operations stay
         program = program.run_decompositions({})
     rows = argument_rows(program, tensors)
     changed = changed_outputs(program)
@@ -57,14 +57,14 @@ def retrace(
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode:
         fakes = tuple([fake_tensor(tensor) for _, _, tensor in rows if tensor is not None])
-    wanted = [spec.kind == OutputKind.USER_OUTPUT for spec in program.graph_signature.output_specs]
+    is_user_output = [spec.kind == OutputKind.USER_OUTPUT for spec in program.graph_signature.output_specs]
 
     def run(*inputs: torch.Tensor) -> tuple[Any, ...]:
         remaining = iter(inputs)
         arguments = [None if tensor is None else next(remaining) for _, _, tensor in rows]
         results = Replacing(module, source).run(*arguments, enable_io_processing=False)
-        kept = [result for result, keep in zip(results, wanted, strict=True) if keep]
-        outputs = [with_strides(result, strides) for result, strides in zip(kept, layouts or [None] * len(kept), strict=True)]
+        values = [result for result, keep in zip(results, is_user_output, strict=True) if keep]
+        outputs = [with_strides(result, strides) for result, strides in zip(values, layouts or [None] * len(values), strict=True)]
         return (*outputs, *[results[position] for position, _ in changed])
 
     with mode, torch.no_grad(), torch.fx.traceback.preserve_node_meta(), unchecked_puts(source):
@@ -80,10 +80,10 @@ def retrace(
 
 
 DENSE = "dense"
-"""A layout: dense strides, in the order that the axes have."""
+"""A layout: dense strides, in the memory order of the axes."""
 
 Layout = tuple[int, ...] | str | None
-"""Of an output the strides that it must have, DENSE, or None for any."""
+"""The strides that an output must have, DENSE, or None for any."""
 
 
 def retrace_straight(
@@ -95,10 +95,10 @@ def retrace_straight(
     layouts: Sequence[Layout],
     written: Sequence[int],
 ) -> tuple[Retraced, dict[int, Any]]:
-    """A part of a program between branches and loops, at fake tensors and numbers; and those of its results that are numbers.
+    """Retraces a straight part of a program with fake tensors and numbers.  Returns also the results that are numbers, by position.
 
-    `names`: kinds and names of the tensors among `arguments`.  `module` gives an output for each of `layouts`, and behind these the
-    new values of the tensors at the positions `written`.  `source` is the program that it was cut from.  Raises as `retrace` does.
+    `names`: kinds and names of the tensors among `arguments`.  `module` returns an output for each of `layouts`, then the new
+    values of the tensors at the positions `written`.  `source`: the program that it was cut from.  Raises the errors of `retrace`.
     """
     fakes = tuple([argument for argument in arguments if isinstance(argument, torch.Tensor)])
     numbers: dict[int, Any] = {}
@@ -124,7 +124,7 @@ def retrace_straight(
 
 
 def _check(traced: torch.fx.GraphModule) -> None:
-    """Refuses what the graph must not hold: random numbers of torch's generator, control flow, its own tensors."""
+    """Raises an error if the graph has random numbers of torch's generator, control flow, or constant tensors."""
     random: list[str] = []
     constant_names: list[str] = []
     branches: list[str] = []

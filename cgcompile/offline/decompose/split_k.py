@@ -1,4 +1,4 @@
-"""Split-K: split the inner axis of matrix products in a retraced graph, as a batched product and a sum of float32 results.  Private
+"""Split-K: replaces matrix products by a batched product over parts of the inner axis and a sum of the float32 results.  Private
 interface (torch 2.11, 2.13): the overload `aten.bmm.dtype`, which gives float32 sums of half precision factors."""
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from .retrace import Retraced
 aten = torch.ops.aten
 
 SplitFactor = Callable[[Problem], int]
-"""How many parts the inner axis is split into; 1 leaves it whole."""
+"""Returns the number of parts of the inner axis; 1 means no split."""
 
 
 def split_k(retraced: Retraced, arch: str, split_factor: SplitFactor) -> Retraced:
-    """`retraced`, its graph changed in place: every product that `split_factor` splits is a batched product and a sum."""
+    """Splits every product for which `split_factor` returns more than 1.  Changes the graph of `retraced` in place."""
     graph = retraced.graph.graph
     for node in list(graph.nodes):
         if node.target not in (aten.mm.default, aten.addmm.default) or node.kwargs:
@@ -38,7 +38,7 @@ def split_k(retraced: Retraced, arch: str, split_factor: SplitFactor) -> Retrace
 
 
 def _sum_of_parts(retraced: Retraced, node: Node, factor: int) -> Node:
-    """New nodes before `node` that compute the same; the last of them."""
+    """Adds nodes before `node` that compute the same result in parts.  Returns the last one."""
     a, b = node.args[-2:]
     assert isinstance(a, Node) and isinstance(b, Node)
     (m, k), n, dtype = a.meta["val"].shape, b.meta["val"].shape[1], node.meta["val"].dtype

@@ -1,9 +1,9 @@
-"""Operators of the user's that launch Triton kernels (`torch.library.triton_op`): replaced by what their function does, with the
-launches of `wrap_triton`, of which Inductor makes launches of its own.
+"""User operators that launch Triton kernels (`torch.library.triton_op`).  They are replaced by their function, whose `wrap_triton`
+launches Inductor compiles.
 
 Private interfaces (torch 2.11, 2.13): `torch._library.triton.triton_ops_to_kernels`, `torch._library.custom_ops.OPDEFS`, and
-`_torch_dispatch_fns` of what it lists.  There `triton_op` puts the function that decomposes an operator; torch calls it where a
-graph is made functional in Python, and here functions are made functional in C++.
+`_torch_dispatch_fns` of its entries.  `triton_op` stores the function that decomposes an operator there.  torch calls it when it
+functionalizes a graph in Python; here functions are functionalized in C++.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch._subclasses.functional_tensor import FunctionalTensorMode
 
 
 def launching(operator: Any) -> Callable[..., Any] | None:
-    """What `triton_op` was given for an operator, None for any other operator."""
+    """The function of an operator that `triton_op` defined, or None for any other operator."""
     if not isinstance(operator, torch._ops.OpOverload):
         return None
     definition = OPDEFS.get(operator.name())

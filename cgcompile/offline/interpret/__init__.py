@@ -1,1 +1,1 @@
-"""The proof without a GPU: a recording's rows run on the CPU, kernels in Triton's front end, over poisoned memory."""
+"""The self-test without a GPU: runs a recording's rows on the CPU over poisoned memory, kernels in Triton's front end."""

@@ -1,4 +1,4 @@
-"""The part of the builder that computes: types, constants, arithmetic, conversions, products.  See `builder`."""
+"""The builder's methods that compute: types, constants, arithmetic, conversions, products.  See `builder`."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _cast(self: Any, item: Handle, target: Any, *signed: bool) -> Handle:
 
 
 def _divide(left: Array, right: Array) -> Array:
-    """Integers towards zero, as C divides them."""
+    """Divides integers, rounding towards zero as in C."""
     return (left - np.fmod(left, right)) // right
 
 
@@ -72,7 +72,7 @@ def _erf(item: Array) -> Array:
 
 
 class Arithmetic:
-    """`kernel` is named in messages; `widest` is the largest number of elements per instance that a value had."""
+    """`kernel`: its name in messages.  `widest`: the largest number of elements per instance of any value."""
 
     def __init__(self) -> None:
         self.kernel = ""
@@ -84,25 +84,24 @@ class Arithmetic:
         raise AttributeError(name)
 
     def refusal(self, what: str) -> BuildError:
-        """The error for something that cannot be done here."""
+        """The error for an operation that the interpreter does not support."""
         return BuildError("function-not-interpretable", f"{self.kernel}: the interpreter does not support {what}")
 
     def value(self, data: Array, dtype: Any) -> Handle:
-        """A result as its type holds it: rounded when it is kept wider."""
+        """Returns a result in its type, rounded if it is kept in a wider type."""
         if values.is_narrow(dtype):
             data = values.rounded(data, dtype)
-        elif data.dtype != (want := values.working(dtype)):
-            data = data.astype(want)
+        elif data.dtype != (working_type := values.working(dtype)):
+            data = data.astype(working_type)
         return self.exact(data, dtype)
 
     def exact(self, data: Array, dtype: Any) -> Handle:
-        """A result that needs no rounding."""
+        """Returns a result that needs no rounding."""
         if data.size > self.widest * len(data):
             self.widest = data.size // len(data)
         return Handle(data, dtype)
 
     def sum(self, total: Sum) -> Sum:
-        """A sum as a result."""
         self.widest = max(self.widest, math.prod(total.shape[1:]))
         return total
 
@@ -142,7 +141,7 @@ class Arithmetic:
     create_sdiv = create_udiv = _binary(_divide)
 
     def create_add(self, left: Handle, right: Handle) -> Handle:
-        """Of integers a `Sum` where that is smaller."""
+        """Returns a `Sum` for integers if that is smaller."""
         if left.dtype.is_int() and left.dtype.primitive_bitwidth > 1:
             shape = np.broadcast_shapes(shape_of(left), shape_of(right))
             if (total := summed((*terms_of(left), *terms_of(right)), shape, left.dtype)) is not None:
@@ -201,7 +200,7 @@ class Arithmetic:
         return self.value(a.data.astype(np.float64) * b.data + c.data, c.dtype)
 
     def create_dot(self, left: Handle, right: Handle, start: Handle, precision: Any, imprecise: int) -> Handle:
-        """Products are summed in float32 (float64, int32 exactly) whatever the precision asked for: TF32 is not imitated."""
+        """Sums products in float32 (float64, int32 exactly) for every precision; TF32 is not emulated."""
         kind = np.float64 if left.dtype in (tl.float64, tl.int8, tl.uint8) else np.float32
         product = np.matmul(left.data.astype(kind, copy=False), right.data.astype(kind, copy=False))
         return self.value(product.astype(start.data.dtype, copy=False) + start.data, start.dtype)

@@ -16,8 +16,8 @@ from .values import Array, Handle
 
 @dataclass(frozen=True, slots=True)
 class BlockPointer:
-    """`base`: the tensor's address; `shape`, `strides` (in elements), `offsets`: a scalar per axis; `padding`: what lies
-    outside."""
+    """`base`: the tensor's address.  `shape`, `strides` (in elements), `offsets`: a scalar per axis.  `padding`: the value of
+    elements outside."""
 
     base: Handle
     shape: tuple[Handle, ...]
@@ -32,11 +32,11 @@ class BlockPointer:
         return self.at([Handle(old.data.astype(np.int64) + step.data, tl.int64) for old, step in pairs])
 
     def at(self, offsets: Sequence[Handle]) -> BlockPointer:
-        """The block at other offsets."""
         return dataclasses.replace(self, offsets=tuple(offsets))
 
     def elements(self, checked: Iterable[int]) -> tuple[Handle, Handle | None]:
-        """The address of every element, and which of them lie inside the tensor along the axes `checked` (None: no axis)."""
+        """Returns the address of every element, and a mask of those inside the tensor along the axes `checked`, None for no
+        axes."""
         rank = len(self.block)
         size = self.base.dtype.element_ty.primitive_bitwidth // 8
         places = self.base.data.reshape(-1, *(1,) * rank)
@@ -53,7 +53,7 @@ class BlockPointer:
         return Handle(places, self.base.dtype), mask
 
     def filling(self, padding: Any) -> Handle | None:
-        """What is read outside the tensor: zero, NaN, or nothing that a kernel may use (None)."""
+        """The value of elements outside the tensor: zero, NaN, or None if a kernel may not use them."""
         if padding is None:
             return None
         dtype = self.base.dtype.element_ty

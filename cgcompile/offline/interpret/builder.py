@@ -1,5 +1,5 @@
-"""The builder that Triton's front end calls: every method computes, for all instances of a batch at once.  Methods have the names
-and arguments of `triton._C.libtriton.ir.builder`, Triton 3.6 and 3.7; a missing one is refused by name."""
+"""The builder that Triton's front end calls.  Every method computes for all instances of a batch at once.  Methods have the names
+and arguments of `triton._C.libtriton.ir.builder`, Triton 3.6 and 3.7; a missing one raises an error with its name."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from .values import Array, Handle
 
 
 class Builder(Arithmetic):
-    """`instances`: the program ids of the batch, an int32 array for each axis.  `grid`: of the whole launch.  `options`: what the
-    front end asks a backend for.  `iterations`: of `while` loops so far."""
+    """`instances`: the program ids of the batch, an int32 array per axis.  `grid`: that of the whole launch.  `options`: the
+    backend options of the front end.  `iterations`: the iterations of `while` loops so far."""
 
     def __init__(self, memory: Memory, options: Any) -> None:
         super().__init__()
@@ -41,10 +41,10 @@ class Builder(Arithmetic):
         return Handle(np.array([self.grid[axis]], np.int32), tl.int32)
 
     def create_barrier(self) -> None:
-        """Instances of a batch run together, and there are no threads here."""
+        """Does nothing: instances of a batch run together, without threads."""
 
     def create_print(self, *anything: Any) -> None:
-        """Output is dropped."""
+        """Drops the output."""
 
     def create_assert(self, condition: Handle, message: str) -> None:
         if not condition.data.all():
@@ -100,7 +100,7 @@ class Builder(Arithmetic):
 
     @staticmethod
     def together(*arrays: Array) -> list[Array]:
-        """Arrays with the same number of instances."""
+        """Broadcasts arrays to the same number of instances."""
         count = max(len(array) for array in arrays)
         return [np.broadcast_to(array, (count, *array.shape[1:])) for array in arrays]
 
@@ -108,10 +108,10 @@ class Builder(Arithmetic):
 
     def create_addptr(self, pointer: Handle, offset: Handle) -> Handle:
         size = math.ceil(pointer.dtype.element_ty.primitive_bitwidth / 8)
-        far = offset.scaled(size) if isinstance(offset, Sum) else (compact(offset.data).astype(np.int64) * size,)
-        if far is not None:
+        byte_offset = offset.scaled(size) if isinstance(offset, Sum) else (compact(offset.data).astype(np.int64) * size,)
+        if byte_offset is not None:
             shape = np.broadcast_shapes(shape_of(pointer), shape_of(offset))
-            if (address := summed((*terms_of(pointer), *far), shape, pointer.dtype)) is not None:
+            if (address := summed((*terms_of(pointer), *byte_offset), shape, pointer.dtype)) is not None:
                 return self.sum(address)
         return self.value(pointer.data + size * offset.data.astype(np.int64), pointer.dtype)
 
@@ -180,7 +180,7 @@ class Builder(Arithmetic):
         self, pointer: Handle, items: tuple[Handle, ...], mask: Array, combine: Callable[[Array, list[Array]], Array]
     ) -> Handle:
         dtype = items[0].dtype
-        shape = (len(self.instances[0]), *pointer.data.shape[1:])  # every instance does it, though all may do the same
+        shape = (len(self.instances[0]), *pointer.data.shape[1:])  # once per instance, even if all have the same operands
 
         def stored(old: Array, new: tuple[Array, ...]) -> Array:
             wide = [values.to_working(array, dtype) for array in (old, *new)]

@@ -1,7 +1,7 @@
-"""Collectives between ranks that are interpreted side by side in one process: each stops where it has to wait for the others.
+"""Collectives between ranks that are interpreted in one process.  A rank is a generator that stops at every collective.
 
-The kernels are not Triton's, and their text is not run here (`tests/pure/targets/test_collectives.py` does): what they send and
-combine is read back from the parameter block, and done as they do it, in float32 and in the order of the ranks.
+The collective kernels' text is not run here (`tests/pure/targets/test_collectives.py` tests it).  Their parameters are read from
+the parameter block; the result is computed as in the kernels, in float32 and in the order of the ranks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .values import Array
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """What a rank sends to each one, itself too."""
+    """The data that a rank sends to each rank, itself included."""
 
     transfer: Transfer
     parts: tuple[bytes, ...]
@@ -32,49 +32,49 @@ class Sent:
 Result = TypeVar("Result")
 
 Steps = Generator[Sent, Sequence[bytes], Result]
-"""A rank at work: it gives what it sends at every collective, and goes on with what has come from each rank."""
+"""The generator of a rank: yields the data that it sends at each collective, and receives the data of every rank."""
 
 
 def exchange(memory: Memory, sent: Transfer, node: KernelNode) -> Steps[None]:
-    """The collective that a launch stands for: see `exchange_node`."""
+    """Runs the collective of a launch: see `exchange_node`."""
     source, target, *parts = [relocation.target for relocation in node.relocations]
     step = sent.size if sent.scattered else 0
-    came = yield Sent(
+    received = yield Sent(
         sent, tuple([memory.span(source.memory, source.offset + step * rank, sent.size).tobytes() for rank in range(len(parts))])
     )
     if sent.combine == "side by side":
-        chosen = [part for rank, part in enumerate(came) if sent.sender in (-1, rank)]
+        chosen = [part for rank, part in enumerate(received) if sent.sender in (-1, rank)]
         output = np.frombuffer(b"".join(chosen), np.uint8)
     else:
-        output = _summed(sent.combine, came)
+        output = _summed(sent.combine, received)
     memory.span(target.memory, target.offset, len(output), "writes")[...] = output
 
 
 def together(ranks: Sequence[Steps[Result]], key: IntKey) -> list[Result]:
-    """All ranks to their ends.  Raises collectives-unlike where one sends what another one does not."""
+    """Runs all ranks to their ends.  Raises collectives-unlike if the ranks do not reach equal collectives."""
     ended: dict[int, Result] = {}
     received: list[Sequence[bytes] | None] = [None] * len(ranks)
     while True:
-        asked: dict[int, Sent] = {}
+        sent_by_rank: dict[int, Sent] = {}
         for number, rank in enumerate(ranks):
             if number not in ended:
                 try:
-                    asked[number] = next(rank) if received[number] is None else rank.send(received[number] or ())
+                    sent_by_rank[number] = next(rank) if received[number] is None else rank.send(received[number] or ())
                 except StopIteration as end:
                     ended[number] = end.value
-        if not asked:
+        if not sent_by_rank:
             return [ended[number] for number in range(len(ranks))]
-        first = next(iter(asked.values())).transfer
-        if ended or any([sent.transfer != first for sent in asked.values()]):
+        first = next(iter(sent_by_rank.values())).transfer
+        if ended or any([sent.transfer != first for sent in sent_by_rank.values()]):
             text = f"int_key {key}: one rank sends {first.size} bytes ({first.combine}), another one something else, or nothing"
             raise ModelError("collectives-unlike", text)
-        received = [[asked[source].parts[number] for source in range(len(ranks))] for number in range(len(ranks))]
+        received = [[sent_by_rank[source].parts[number] for source in range(len(ranks))] for number in range(len(ranks))]
 
 
-def _summed(combine: str, came: Sequence[bytes]) -> Array:
-    """The sum of numbers of a dtype, rounded to nearest at the end; the first are taken as they are, so that -0 stays."""
+def _summed(combine: str, received: Sequence[bytes]) -> Array:
+    """The sum of numbers of a dtype, rounded to nearest at the end.  It starts with the first rank's numbers, so that -0 stays."""
     with np.errstate(all="ignore"):
-        total, *others = [_numbers(combine, part) for part in came]
+        total, *others = [_numbers(combine, part) for part in received]
         for other in others:
             total = total + other
         if combine == "float32":

@@ -1,7 +1,7 @@
-"""Triton's front end, changed to run kernels as Python over our builder.  For a process of its own: nothing is put back.  Private
-interfaces, Triton 3.6 and 3.7: `triton.runtime.interpreter` (`_patch_lang`, `interpreter_builder`, `interpreter_semantic`,
+"""Changes Triton's front end to run kernels as Python with the builder here.  For a separate process, because nothing is restored.
+Private interfaces, Triton 3.6 and 3.7: `triton.runtime.interpreter` (`_patch_lang`, `interpreter_builder`, `interpreter_semantic`,
 `InterpreterOptions`, `InterpretedFunction.rewrite` and `.__call__`), `triton.language.core.tensor`, `triton.language.standard` by
-name, and the front end's rule that TRITON_INTERPRET=1 at import makes `triton.jit` give an `InterpretedFunction`."""
+name, and that `triton.jit` returns an `InterpretedFunction` if TRITON_INTERPRET=1 is set at import."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ from .memory import Memory
 from .values import Array, Handle, working
 
 PRECISIONS = ("tf32", "tf32x3", "ieee", "bf16x3", "bf16x6")
-"""What tl.dot may be asked for: as triton.backends.nvidia allows."""
+"""The precisions that tl.dot accepts, as in triton.backends.nvidia."""
 
 MAX_ITERATIONS = 1 << 16
-"""Iterations of a kernel's `while` loops; one that waits for an instance of another batch would never end."""
+"""The most iterations of a kernel's `while` loops.  A loop that waits for an instance of another batch would never end."""
 
 _CONTROL_FLOW = "_control_flow"
 """The name of `ControlFlow` in rewritten functions."""
 
 
 class Diverged(Exception):
-    """A branch or a loop bound has different values in the instances of a batch: `values`, one for each."""
+    """Raised if a branch condition or loop bound differs between the instances of a batch.  `values`: one per instance."""
 
     def __init__(self, values: Array) -> None:
         super().__init__("instances of a batch do not agree")
@@ -46,14 +46,14 @@ class Diverged(Exception):
 
 
 class ControlFlow:
-    """What rewritten kernels call where Python would need a tensor's truth, by the rules of triton.compiler.code_generator."""
+    """Functions that rewritten kernels call if Python needs a tensor's truth.  They follow triton.compiler.code_generator."""
 
     def __init__(self, builder: Builder, semantic: Any) -> None:
         self.builder = builder
         self.semantic = semantic
 
     def to_tensor(self, value: Any) -> Any:
-        """A number that is assigned becomes a tensor."""
+        """Converts an assigned number to a tensor."""
         return self.semantic.to_tensor(value, False)
 
     def truth(self, value: Any) -> bool:
@@ -61,14 +61,14 @@ class ControlFlow:
         return bool(self.number(value)) if isinstance(value, tl.tensor) else bool(value)
 
     def again(self, value: Any) -> bool:
-        """The condition of a `while`.  Raises Diverged, and function-not-interpretable for a loop that does not end."""
+        """The condition of a `while` loop.  Raises Diverged, and function-not-interpretable for a loop that does not end."""
         self.builder.iterations += 1
         if self.builder.iterations > MAX_ITERATIONS:
             raise self.builder.refusal(f"a loop of more than {MAX_ITERATIONS} turns: it may wait for another program instance")
         return self.truth(value)
 
     def number(self, value: Any) -> Any:
-        """The value of a scalar tensor, the same for all instances.  Raises Diverged."""
+        """The value of a scalar tensor that is equal in all instances.  Raises Diverged."""
         data = value.handle.data
         if data.size != len(data):
             raise self.builder.refusal("a branch or a bound that is a block")
@@ -78,31 +78,30 @@ class ControlFlow:
         return data[0].item()
 
     def negation(self, value: Any) -> Any:
-        """`not value`."""
         return self.semantic.not_(value) if isinstance(value, tl.tensor) else not value
 
     def conjunction(self, *parts: Callable[[], Any]) -> Any:
-        """`a and b`: a constant may end it early, tensors are all evaluated."""
+        """`a and b`: a constant may end the evaluation early; all tensors are evaluated."""
         return self._fold(parts, False, self.semantic.logical_and)
 
     def disjunction(self, *parts: Callable[[], Any]) -> Any:
-        """`a or b`, likewise."""
+        """`a or b`, evaluated like `conjunction`."""
         return self._fold(parts, True, self.semantic.logical_or)
 
-    def _fold(self, parts: tuple[Callable[[], Any], ...], ends: bool, join: Callable[[Any, Any], Any]) -> Any:
+    def _fold(self, parts: tuple[Callable[[], Any], ...], stop_value: bool, join: Callable[[Any, Any], Any]) -> Any:
         tensors: list[Any] = []
         value: Any = None
         for part in parts:
             value = part()
             if isinstance(value, tl.tensor):
                 tensors.append(value)
-            elif bool(value) is ends:
+            elif bool(value) is stop_value:
                 return value
         return functools.reduce(join, tensors) if tensors else value
 
 
 class _Rewriter(ast.NodeTransformer):
-    """Truth, `not`, `and`, `or` and assignments go through `ControlFlow`."""
+    """Replaces tests, `not`, `and`, `or` and assignments by calls of `ControlFlow`."""
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
         node.decorator_list = []
@@ -142,7 +141,7 @@ def _call(name: str, *arguments: ast.expr) -> ast.Call:
 
 
 def rewritten(function: Callable[..., Any], control_flow: ControlFlow) -> Callable[..., Any]:
-    """A function of a kernel whose control flow goes through `control_flow`; its globals gain it, and min and max."""
+    """Rewrites a kernel's function to use `control_flow`.  Adds `control_flow`, min and max to the function's globals."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
     code = compile(ast.fix_missing_locations(_Rewriter().visit(tree)), f"<{function.__qualname__} rewritten>", "exec")
     names = function.__globals__
@@ -156,7 +155,7 @@ def rewritten(function: Callable[..., Any], control_flow: ControlFlow) -> Callab
 
 
 def _either(plain: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """Python's min and max, which Triton's compiler takes as tl.minimum and tl.maximum."""
+    """Python's min or max, with tensors as in Triton's compiler: tl.minimum or tl.maximum."""
 
     def smaller_or_larger(*items: Any) -> Any:
         if any(isinstance(item, tl.tensor) for item in items):
@@ -167,12 +166,12 @@ def _either(plain: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 
 def install(memory: Memory) -> tuple[Builder, ControlFlow]:
-    """Make Triton run kernels over `memory`.  Once in a process."""
+    """Makes Triton run kernels over `memory`.  Call it once per process."""
     assert isinstance(tl.zeros, interpreter.InterpretedFunction), "TRITON_INTERPRET=1 must be set before Triton is imported"
     options = dataclasses.replace(
         interpreter.InterpreterOptions(),
         sanitize_overflow=False,  # the compiler's default outside debug builds: integers wrap
-        debug=True,  # assertions are checked even where the GPU would not
+        debug=True,  # also checks assertions that the GPU build omits
         allowed_dot_input_precisions=PRECISIONS,
     )
     builder = Builder(memory, options)
@@ -193,7 +192,7 @@ def install(memory: Memory) -> tuple[Builder, ControlFlow]:
     interpreter.InterpretedFunction.__call__ = lambda self, *args, **kwargs: self.rewrite()(*args, **kwargs)
 
     def over_tuples(work: Callable[..., Any], flag: str) -> Callable[..., Any]:
-        """`work`, which takes tuples of tensors, for one tensor as well; `flag` names its last argument."""
+        """Makes `work`, which takes a tuple of tensors, also accept one tensor.  `flag`: the name of its last argument."""
 
         def call(input: Any, axis: Any, combine_fn: Any, last: Any = False, **named: Any) -> Any:
             items = input if isinstance(input, tuple) else (input,)
@@ -206,7 +205,7 @@ def install(memory: Memory) -> tuple[Builder, ControlFlow]:
         module.reduce = over_tuples(reductions.reduce, "keep_dims")
         module.associative_scan = over_tuples(reductions.scan, "reverse")
         module.static_print = lambda *args, **kwargs: None
-    tl.tensor.__bool__ = lambda self: True  # Triton's own code asks for `if mask`: a tensor is there
+    tl.tensor.__bool__ = lambda self: True  # Triton's own code tests `if mask` to see if a mask exists
     tl.tensor.__index__ = lambda self: int(control_flow.number(self))
     tl.tensor.T = property(
         lambda self: semantic.permute(self, (*range(len(self.shape) - 2), len(self.shape) - 1, len(self.shape) - 2))
@@ -215,7 +214,7 @@ def install(memory: Memory) -> tuple[Builder, ControlFlow]:
 
 
 def function_of(source: str, name: str, control_flow: ControlFlow) -> Callable[..., Any]:
-    """The function that a variant's source defines, rewritten.  Raises kernel-unreadable."""
+    """Returns the rewritten function of a variant's source.  Raises kernel-unreadable."""
     try:
         kernel = define(source, name, f"<kernel {name} {len(linecache.cache)}>")
     except (SyntaxError, NameError, AttributeError) as error:
@@ -226,7 +225,7 @@ def function_of(source: str, name: str, control_flow: ControlFlow) -> Callable[.
 
 
 def argument(number: float, kind: str) -> Any:
-    """A parameter's value, the same for all instances: an address for "*bf16", a number for "i32"."""
+    """A parameter's value, equal for all instances: an address for "*bf16", a number for "i32"."""
     dtype = tl.str_to_ty(kind, None)
     return tl.tensor(Handle(np.array([number]).astype(working(dtype)), dtype), dtype)
 
@@ -236,7 +235,7 @@ def _plain(value: Any) -> Any:
 
 
 def _sees_all_of_triton() -> tuple[Any, Any]:
-    """`_patch_lang` looks at a function's globals to find what to patch: this one's hold `tl` and `_core`."""
+    """`_patch_lang` patches the Triton modules in a function's globals; this one has `tl` and `_core`."""
     return tl, _core
 
 

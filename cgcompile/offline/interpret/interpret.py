@@ -1,8 +1,8 @@
-"""The proof without a GPU: the rows of recordings run on the CPU, kernels in Triton's interpreter, over poisoned memory.
+"""The self-test without a GPU: runs the rows of recordings on the CPU over poisoned memory, kernels in Triton's interpreter.
 
-What runs is what a bundle holds: grids, parameter blocks and relocations (decoded by `assemble.block_reader`), over its arena plan.
-Values are copied to and from the host as the program would.  That ptxas compiled the kernels rightly is not shown.  Each int_key
-has a process of its own.  Imports neither torch nor Triton.
+It runs the grids, parameter blocks and relocations of the bundle (decoded by `assemble.block_reader`) over its arena plan.  Values
+are copied to and from the host as in the program.  It does not test whether ptxas compiled the kernels correctly.  Each int_key has
+its own process.  Imports neither torch nor Triton.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ QUIET = {
     "MALLOC_TRIM_THRESHOLD_": str(1 << 33),
     "MALLOC_TOP_PAD_": str(64 << 20),
 }
-"""One thread per process: threads that wait for each other made a busy machine ten times slower.  Freed memory is kept: page
-faults took a third of the time."""
+"""One thread per process, because threads that wait for each other made a busy machine ten times slower.  malloc keeps freed
+memory, because page faults took a third of the time."""
 
 TEMPLATE_LINES = 20
-"""Lines of the loop of a matrix product's kernel."""
+"""The number of lines in the loop of a matrix product's kernel."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stage:
-    """A recording (None where nothing runs), tensors that are written before it, row-major, and those that are read after it."""
+    """A recording (or None), tensors that are written before it, row-major, and tensors that are read after it."""
 
     inputs: tuple[tuple[Value, bytes], ...] = field(repr=False)
     recording: Recording | None
@@ -48,13 +48,13 @@ class Stage:
 
 
 WeightFiles = tuple[tuple[Path, tuple[Weight, ...]], ...]
-"""The files of weights and tables of a bundle, and where in memory each one's tensors lie."""
+"""The files of weights and tables of a bundle, with the memory addresses of their tensors."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Task:
-    """One int_key to run, stage by stage over the same memory.  `variants`: what each (image's sha256, symbol) was compiled from.
-    `sizes`: (name, bytes) of each memory.  `others`: of a model over several devices, those of the ranks after this one."""
+    """One int_key to run, stage by stage over the same memory.  `variants`: the variant of each (image's sha256, symbol).  `sizes`:
+    (name, bytes) of each memory.  `others`: for a model over several devices, the tasks of the ranks after this one."""
 
     key: IntKey
     stages: tuple[Stage, ...]
@@ -65,14 +65,13 @@ class Task:
 
     @property
     def recordings(self) -> tuple[Recording, ...]:
-        """Of the stages in which something runs."""
         return tuple([stage.recording for stage in self.stages if stage.recording])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """What was read, stage after stage: bytes, row-major.  `seconds`: what the rows took, without starting the process.  `others`:
-    of the ranks after this one."""
+    """The contents that were read, stage after stage, row-major.  `seconds`: the run time without the start of the process.
+    `others`: the outcomes of the ranks after this one."""
 
     key: IntKey
     read: tuple[bytes, ...] = field(repr=False)
@@ -81,7 +80,7 @@ class Outcome:
 
 
 def estimate(task: Task) -> float:
-    """How much work a key is, to compare keys of one program: elements of blocks times lines of the kernel, over all instances."""
+    """Estimates a key's work, to compare keys of a program: elements of blocks times lines of the kernel, over all instances."""
     variants = dict(task.variants)
     total = 0.0
     nodes = [(recording, node) for recording in task.recordings for node in recording.nodes]  # other ranks have as much
@@ -109,34 +108,33 @@ def interpret(
     workers: int | None = None,
     tell: Callable[[str], None] = lambda text: None,
 ) -> tuple[Outcome, ...]:
-    """Run recordings, those in `cache` excepted; outcomes stand in the order of `tasks`.  The smallest and the largest run first,
-    then the others from the smallest on.  What has not ended after `budget` seconds ends, but for the smallest: it has no Outcome.
-    `workers` processes run at a time (default: one for each processor); `folder` takes their logs.  Raises order-broken,
-    parameter-mismatch, function-not-interpretable, access-outside, kernel-asserted, kernel-unreadable, worker-died."""
+    """Runs the recordings that are not in `cache`; outcomes have the order of `tasks`.  The smallest and the largest task run
+    first, then the others by size.  After `budget` seconds, tasks are stopped and have no Outcome; the smallest always ends.
+    `workers`: the number of processes (default: one per processor).  `folder`: for logs.  Raises order-broken, parameter-mismatch,
+    function-not-interpretable, access-outside, kernel-asserted, kernel-unreadable, worker-died."""
     for recording in [recording for task in tasks for subtask in (task, *task.others) for recording in subtask.recordings]:
         check_order(recording)
-    kept = _cache_files(tasks, cache) if cache else {}
-    known = {key: outcome for key, path in kept.items() if (outcome := recall(path, Outcome))}
-    if known:
-        tell(f"{len(known)} of {len(tasks)} int_keys were interpreted before, with the same rows, kernels, weights and inputs")
-    for outcome in _interpret([task for task in tasks if task.key not in known], folder, budget, workers, tell):
-        known[outcome.key] = outcome
+    cache_paths = _cache_files(tasks, cache) if cache else {}
+    outcomes = {key: outcome for key, path in cache_paths.items() if (outcome := recall(path, Outcome))}
+    if outcomes:
+        tell(f"{len(outcomes)} of {len(tasks)} int_keys were interpreted before, with the same rows, kernels, weights and inputs")
+    for outcome in _interpret([task for task in tasks if task.key not in outcomes], folder, budget, workers, tell):
+        outcomes[outcome.key] = outcome
         if cache:
-            remember(kept[outcome.key], outcome)
-    return tuple([known[task.key] for task in tasks if task.key in known])
+            remember(cache_paths[outcome.key], outcome)
+    return tuple([outcomes[task.key] for task in tasks if task.key in outcomes])
 
 
 def _cache_files(tasks: Sequence[Task], cache: Path) -> dict[IntKey, Path]:
-    """The file of each outcome in the cache."""
     paths = {path for task in tasks for subtask in (task, *task.others) for path, _ in subtask.weights}
-    cache_files, hashes = {}, {path: _hash(path) for path in paths}  # mostly one, and large
+    cache_files, hashes = {}, {path: _hash(path) for path in paths}  # usually one large file
     for task in tasks:
-        rest = []
+        descriptions = []
         for subtask in (task, *task.others):
-            stages = [(stage.inputs, stage.recording, stage.read) for stage in subtask.stages]  # `repr` of a stage leaves bytes out
-            rest.append((subtask.key, stages, subtask.variants, subtask.sizes, [placed for _, placed in subtask.weights]))
+            stages = [(stage.inputs, stage.recording, stage.read) for stage in subtask.stages]  # `repr` of a stage omits bytes
+            descriptions.append((subtask.key, stages, subtask.variants, subtask.sizes, [placed for _, placed in subtask.weights]))
         weights = [hashes[path] for subtask in (task, *task.others) for path, _ in subtask.weights]
-        cache_files[task.key] = cache_path(cache, "interpreted", weights, *rest)
+        cache_files[task.key] = cache_path(cache, "interpreted", weights, *descriptions)
     return cache_files
 
 
@@ -170,18 +168,18 @@ def _interpret(
 
 
 def _work(variant: KernelVariant, function: Function, node: KernelNode) -> float:
-    """Elements times lines of one program instance, as far as the names tell that Inductor gives to sizes."""
-    known = {name: int(number) for name, number in _CONSTANT.findall(variant.source)}
-    known |= {name: value for name, value in variant.constants if type(value) is int}
-    known |= {name: value for name, value in arguments(variant, function, node).items() if type(value) is int}
+    """Elements times lines of one program instance, as far as Inductor's names for sizes show it."""
+    sizes = {name: int(number) for name, number in _CONSTANT.findall(variant.source)}
+    sizes |= {name: value for name, value in variant.constants if type(value) is int}
+    sizes |= {name: value for name, value in arguments(variant, function, node).items() if type(value) is int}
     lines = variant.source.count("\n") + 1
-    if "BLOCK_K" in known:
-        m, n, k = known.get("BLOCK_M", 1), known.get("BLOCK_N", 1), max(1, known["BLOCK_K"])
-        return (m + n) * max(known.get("K", k), k) * TEMPLATE_LINES + m * n * max(0, lines - TEMPLATE_LINES)
-    width = math.prod(max(1, known.get(f"{axis}BLOCK", 1)) for axis in "XYZ")
-    reduced = math.prod(max(1, known.get(f"R{i}_BLOCK", 1), known.get(f"r{i}_numel", 1)) for i in (0, 1))
-    return width * reduced * lines
+    if "BLOCK_K" in sizes:
+        m, n, k = sizes.get("BLOCK_M", 1), sizes.get("BLOCK_N", 1), max(1, sizes["BLOCK_K"])
+        return (m + n) * max(sizes.get("K", k), k) * TEMPLATE_LINES + m * n * max(0, lines - TEMPLATE_LINES)
+    width = math.prod(max(1, sizes.get(f"{axis}BLOCK", 1)) for axis in "XYZ")
+    reduction = math.prod(max(1, sizes.get(f"R{i}_BLOCK", 1), sizes.get(f"r{i}_numel", 1)) for i in (0, 1))
+    return width * reduction * lines
 
 
 _CONSTANT = re.compile(r"^ +(\w+)(?: *: *tl\.constexpr)? = (\d+)$", re.MULTILINE)
-"""An assignment of a number in a kernel's source."""
+"""Matches an assignment of a number in a kernel's source."""

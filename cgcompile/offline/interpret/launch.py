@@ -1,4 +1,4 @@
-"""One launch: all program instances of a grid, many at a time in batches."""
+"""Runs one launch: all program instances of a grid, in batches."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .front_end import Diverged
 from .values import Array
 
 ELEMENTS = 1 << 20
-"""Elements of a batch's widest value, at most: beyond the caches, larger batches are no faster."""
+"""The most elements of a batch's widest value.  Larger batches exceed the CPU caches and are no faster."""
 
 
 def launch(
@@ -24,8 +24,8 @@ def launch(
     kernel: str,
     widest: int = 0,
 ) -> int:
-    """Run every instance of `grid`; `kernel` names it in messages.  Returns how many elements the widest value of an instance has,
-    which the next launch of the function is told as `widest`: else the first instance runs alone and shows it.  A batch whose
+    """Runs every instance of `grid`; `kernel` is its name in messages.  Returns the number of elements of an instance's widest
+    value.  Pass it as `widest` to the function's next launch; otherwise the first instance runs alone to find it.  A batch whose
     instances take different branches is undone and run again in groups.  Raises function-not-interpretable, access-outside,
     kernel-asserted, kernel-unreadable."""
     builder.kernel = builder.memory.where = kernel
@@ -52,14 +52,14 @@ def _run(builder: Builder, function: Callable[..., Any], arguments: Mapping[str,
         try:
             with np.errstate(all="ignore"):
                 function(**arguments)
-        except Diverged as apart:
+        except Diverged as divergence:
             builder.memory.undo()
-            waiting.extend(reversed(_groups(batch, apart.values)))
+            waiting.extend(reversed(_groups(batch, divergence.values)))
         except BuildError:
             raise
-        except Exception as error:  # whatever Triton's front end raises on a kernel that its compiler would refuse too
-            what = f"{type(error).__name__}: {error}".splitlines()[0]
-            raise BuildError("kernel-unreadable", f"{builder.kernel}: the interpreter failed: {what}") from error
+        except Exception as error:  # Triton's front end may raise any error for a kernel that its compiler refuses too
+            message = f"{type(error).__name__}: {error}".splitlines()[0]
+            raise BuildError("kernel-unreadable", f"{builder.kernel}: the interpreter failed: {message}") from error
 
 
 def _ids(numbers: Array) -> Array:
@@ -67,6 +67,6 @@ def _ids(numbers: Array) -> Array:
 
 
 def _groups(batch: Array, values: Array) -> list[Array]:
-    """The instances that agree, those with the first instance first."""
+    """Groups the instances with equal values; the group of the first instance comes first."""
     _, first, group = np.unique(values, return_index=True, return_inverse=True)
     return [batch[group == kind] for kind in np.argsort(first)]

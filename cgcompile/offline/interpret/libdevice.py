@@ -1,7 +1,7 @@
-"""libdevice functions and inline assembly, which Triton's interpreter lacks, by NumPy and torch.  Results are within a few units in
-the last place of libdevice's.  Private interfaces, Triton 3.6 and 3.7: `triton.language.extra.libdevice` and
+"""Implements libdevice functions and inline assembly, which Triton's interpreter lacks, with NumPy and torch.  Results are within a
+few units in the last place of libdevice's.  Private interfaces, Triton 3.6 and 3.7: `triton.language.extra.libdevice` and
 `triton.language.extra.cuda.libdevice` as modules whose functions can be replaced, the dtypes that the latter's accept, and the
-texts of assembly that Inductor (2.11, 2.13) and `triton.language.extra.cuda.gdc` emit."""
+assembly texts that Inductor (2.11, 2.13) and `triton.language.extra.cuda.gdc` emit."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Function = Callable[..., Array]
 
 
 def _torch(name: str) -> Function:
-    """torch's function of that name.  It is imported when a kernel calls it."""
+    """torch's function of that name.  torch is imported when a kernel calls the function."""
 
     def apply(*items: Array) -> Array:
         import torch
@@ -35,7 +35,7 @@ def _torch(name: str) -> Function:
 
 
 def _double(name: str) -> Function:
-    """For functions that torch computes too roughly in float32."""
+    """For functions whose float32 results in torch are not accurate enough."""
     function = _torch(name)
     return lambda *items: function(*(item.astype(np.float64) for item in items))
 
@@ -69,7 +69,7 @@ FLOATS: dict[str, Function] = {
     "j0": _double("special.bessel_j0"), "j1": _double("special.bessel_j1"),
     "y0": _double("special.bessel_y0"), "y1": _double("special.bessel_y1"),
 }  # fmt: skip
-"""Floats to floats of the same type; computed in float64 where that matters, and rounded."""
+"""Functions from floats to the same float type; computed in float64 where accuracy needs it, and rounded."""
 
 
 OTHERS: dict[str, tuple[Any, Function]] = {
@@ -78,13 +78,13 @@ OTHERS: dict[str, tuple[Any, Function]] = {
     "signbit": (tl.int32, np.signbit), "ilogb": (tl.int32, lambda x: np.frexp(x)[1] - 1),
     "llrint": (tl.int64, np.rint), "llround": (tl.int64, FLOATS["round"]),
 }  # fmt: skip
-"""Floats to integers of a fixed type."""
+"""Functions from floats to a fixed integer type."""
 
 WITH_INTEGER: dict[str, Function] = {"ldexp": np.ldexp, "scalbn": np.ldexp, "pow": _power}
-"""A float and an int32 to the float's type; of `pow`, when the exponent is int32."""
+"""Functions of a float and an int32 that return the float's type.  `pow` is used if the exponent is int32."""
 
 INTEGERS: dict[str, Function] = {"abs": np.abs, "max": np.maximum, "min": np.minimum}
-"""Integers of one type to that type."""
+"""Functions of integers that return the same type."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ class Assembly:
     results: tuple[Handle, ...]
 
     def get_result(self, position: int) -> Handle:
-        """Asked for by Triton's front end."""
+        """Called by Triton's front end."""
         return self.results[position]
 
 
@@ -102,14 +102,14 @@ ASSEMBLY: dict[str, Function] = {
     "fma.rn.f32 $0, $1, $2, $3;": FLOATS["fma"],
     "rcp.approx.ftz.f32 $0, $1;": np.reciprocal,
 }
-"""Statements of one element at a time: what Inductor writes for atan."""
+"""Inline assembly for one element at a time, which Inductor emits for atan."""
 
 ORDERING = ("griddepcontrol.wait;", "griddepcontrol.launch_dependents;", "{ .reg .pred first; ")
-"""Statements that only order kernels, which run one after the other here, or bring memory near."""
+"""Assembly that only orders kernels, which run one after the other here, or prefetches memory."""
 
 
 def install(builder: Builder, semantic: Any) -> None:
-    """Replace libdevice and answer inline assembly.  Once in a process."""
+    """Replaces libdevice's functions and the builder's inline assembly.  Call it once per process."""
     for module in (libdevice, cuda.libdevice):
         for name, member in inspect.getmembers(module, inspect.isfunction):
             if not name.startswith("_"):
@@ -126,8 +126,8 @@ def _replace(module: ModuleType, name: str, member: Any, builder: Builder, seman
 
 
 def call(builder: Builder, semantic: Any, name: str, items: list[Any]) -> Any:
-    """libdevice.`name` of tensors of one type: float32, float64, or integers for a few functions.  Scalars are broadcast.  Raises
-    function-not-interpretable."""
+    """Computes libdevice.`name` for tensors of one type: float32, float64, or integers for a few functions.  Broadcasts scalars.
+    Raises function-not-interpretable."""
     kinds = [item.dtype for item in items]
     floating = kinds[0] in (tl.float32, tl.float64)
     if floating and name in WITH_INTEGER and kinds[1:] == [tl.int32]:
@@ -151,7 +151,7 @@ def call(builder: Builder, semantic: Any, name: str, items: list[Any]) -> Any:
 def assembly(
     builder: Builder, text: str, constraints: str, items: list[Handle], types: list[Any], pure: bool, pack: int
 ) -> Assembly:
-    """A statement of inline assembly that stands in ASSEMBLY or ORDERING.  Raises function-not-interpretable."""
+    """Computes an inline assembly statement of ASSEMBLY or ORDERING.  Raises function-not-interpretable."""
     if text.startswith(ORDERING):
         return Assembly(tuple(builder.get_null_value(dtype) for dtype in types))
     if text not in ASSEMBLY or pack != 1 or [item.dtype for item in items] != [tl.float32] * len(items):

@@ -1,5 +1,5 @@
 """The memories of a bundle in one buffer, filled with poison; every access is checked.  Addresses are positions in that buffer.
-Gaps around the memories belong to none, so that address 0, and accesses just outside a memory, are errors."""
+Gaps before and after each memory make address 0 and accesses just outside a memory errors."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from .sums import Sum, lines
 from .values import Array
 
 GAP, ALIGNMENT = 4096, 256
-"""Bytes before and between memories; what the driver promises of an allocation's address."""
+"""Bytes before and between memories; the driver's alignment of an allocation."""
 
 POISON = 0xFF
-"""Every byte that nothing has written: NaN in all float types, -1 in integers."""
+"""The value of every byte that was not written: NaN in all float types, -1 in integers."""
 
 ROUNDS = 64
-"""How often one address may occur in an atomic operation before its elements are taken one by one."""
+"""How often an address may occur in an atomic operation before its elements are processed one by one."""
 
 Journal = list[tuple[Array, Array, Array]]
 
 
 class Memory:
-    """`sizes`: (name of schema.MEMORIES, bytes) of each.  `where` names the kernel in messages.  While `journal` is a list, stores
-    note what they overwrite, and `undo` puts it back."""
+    """`sizes`: (name of schema.MEMORIES, bytes) of each.  `where`: the kernel's name in messages.  While `journal` is a list,
+    stores record the values that they overwrite, and `undo` restores them."""
 
     def __init__(self, sizes: Sequence[tuple[str, int]]) -> None:
         self.where = ""
@@ -44,7 +44,8 @@ class Memory:
         self.buffer: Array = np.full(-(-(end + GAP) // ALIGNMENT) * ALIGNMENT, POISON, np.uint8)
 
     def address(self, memory: int, offset: int) -> int:
-        """The address of a byte of a memory (position in schema.MEMORIES).  Raises access-outside when there is no such memory."""
+        """Returns the address of a byte of a memory (position in schema.MEMORIES).  Raises access-outside if the memory does not
+        exist."""
         if MEMORIES[memory] not in self._names:
             raise BuildError(
                 "access-outside", f"{self.where} names memory {MEMORIES[memory]!r}, which this recording does not have"
@@ -52,14 +53,14 @@ class Memory:
         return self._starts[self._names.index(MEMORIES[memory])] + offset
 
     def span(self, memory: int, offset: int, nbytes: int, verb: str = "reads") -> Array:
-        """A range of bytes of a memory, to read and write.  Raises access-outside."""
+        """Returns a view of a range of bytes of a memory.  Raises access-outside."""
         start = self.address(memory, offset)
         if nbytes:
             self._check(np.array([start, start + nbytes - 1]), 1, verb)
         return self.buffer[start : start + nbytes]
 
     def load(self, pointers: Array, mask: Array | None, other: Array | None, dtype: np.dtype[np.generic]) -> Array:
-        """Elements at addresses.  Where `mask` is false nothing is read, and the value is that of `other`, or poison."""
+        """Loads elements.  Where `mask` is false nothing is read, and the value is that of `other`, or poison."""
         view = self.buffer.view(dtype)
         shift = dtype.itemsize.bit_length() - 1
         if mask is None or mask.all():
@@ -79,8 +80,8 @@ class Memory:
         return result
 
     def load_lines(self, pointers: Sum, dtype: np.dtype[np.generic]) -> Array | None:
-        """Elements at addresses that lie side by side along an axis, copied line by line; None where they do not, or may be
-        outside: `load` says where."""
+        """Loads elements that are contiguous along an axis, line by line.  Returns None if they are not, or may be outside a
+        memory; `load` then reports the error."""
         layout, (low, high) = lines(pointers, dtype.itemsize), pointers.bounds()
         region = bisect_right(self._starts, low) - 1
         if layout is None or region < 0 or high + dtype.itemsize > self._ends[region]:
@@ -90,11 +91,10 @@ class Memory:
         windows = np.ndarray((len(self.buffer) // dtype.itemsize - count + 1,), f"V{width}", self.buffer, 0, (dtype.itemsize,))
         at = (begins >> (dtype.itemsize.bit_length() - 1)).reshape(-1)
         copied = windows[at].view(dtype).reshape(*begins.shape[:axis], *begins.shape[axis + 1 :], count)
-        ordered = np.ascontiguousarray(np.moveaxis(copied, -1, axis))  # a product of it is faster, and rounds as it always did
+        ordered = np.ascontiguousarray(np.moveaxis(copied, -1, axis))  # faster in products, with the same rounding as `load`
         return np.broadcast_to(ordered, pointers.shape)
 
     def store(self, pointers: Array, values: Array, mask: Array | None) -> None:
-        """Write elements to addresses, where `mask` is true."""
         dtype = values.dtype
         if mask is None or mask.all():
             pointers, values = np.broadcast_arrays(pointers, values)
@@ -113,8 +113,8 @@ class Memory:
         dtype: np.dtype[np.generic],
         combine: Callable[[Array, tuple[Array, ...]], Array],
     ) -> Array:
-        """new = combine(old, operands) for every element of `pointers` (all of one shape, instances first), in order.  Returns the
-        old values, poison where `mask` is false.  Values are in their stored type."""
+        """Computes new = combine(old, operands) for every element of `pointers` (all of one shape, instances first), in order.
+        Returns the old values, poison where `mask` is false.  Values are in their stored type."""
         result = np.full((*pointers.shape, dtype.itemsize), POISON, np.uint8).view(dtype)[..., 0]
         active = pointers[mask]
         if not active.size:
@@ -124,14 +124,14 @@ class Memory:
         places = active >> (dtype.itemsize.bit_length() - 1)
         active_operands = tuple(operand[mask] for operand in operands)
         old = np.empty(places.shape, dtype)
-        for take in _rounds(places):
-            old[take] = view[places[take]]
-            self._write(view, places[take], combine(old[take], tuple(operand[take] for operand in active_operands)))
+        for indices in _rounds(places):
+            old[indices] = view[places[indices]]
+            self._write(view, places[indices], combine(old[indices], tuple(operand[indices] for operand in active_operands)))
         result[mask] = old
         return result
 
     def undo(self) -> None:
-        """Put back what the journal holds, last first, and empty it."""
+        """Restores the values in the journal, last first, and empties it."""
         for view, places, old in reversed(self.journal or []):
             view[places] = old
         self.journal = [] if self.journal is not None else None
@@ -146,7 +146,7 @@ class Memory:
         region = bisect_right(self._starts, low) - 1
         if region < 0 or high + size > self._ends[region]:
             regions = np.searchsorted(self._starts, pointers, "right") - 1
-            ends = np.array([*self._ends, 0])[regions]  # -1, before the first memory, takes the 0
+            ends = np.array([*self._ends, 0])[regions]  # region -1, before the first memory, has end 0
             outside = pointers[pointers + size > ends]
             if outside.size:
                 raise self._error(int(outside[0]), size, verb, f", {outside.size} of {pointers.size} elements outside")
@@ -161,7 +161,7 @@ class Memory:
 
 
 def _rounds(places: Array) -> list[Array]:
-    """Positions of `places` in rounds: no place occurs twice in a round, and each place's rounds are in order."""
+    """Splits the positions of `places` into rounds: no place occurs twice in a round, and each place's rounds are in order."""
     order = np.argsort(places, kind="stable")
     ordered = places[order]
     first = np.flatnonzero(np.concatenate(([True], ordered[1:] != ordered[:-1])))

@@ -1,5 +1,5 @@
-"""tl.reduce and tl.associative_scan: the combine function runs on whole blocks, in logarithmically many steps.  It need not be
-commutative, so neighbours are combined in order.  A GPU combines in another order and rounds otherwise."""
+"""tl.reduce and tl.associative_scan: apply the combine function to whole blocks in logarithmically many steps.  It need not be
+commutative, so neighbours are combined in order.  A GPU combines in another order and rounds differently."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _WHOLE: dict[str, Callable[..., Array]] = {
     "_elementwise_max": np.fmax.reduce,
     "_elementwise_min": np.fmin.reduce,
 }
-"""Combine functions of triton.language.standard that NumPy knows."""
+"""NumPy reductions for combine functions of triton.language.standard."""
 
 
 def reduce(builder: Builder, inputs: tuple[Any, ...], axis: int | None, combine: Any, keep: bool) -> tuple[Any, ...]:
-    """`inputs` are tensors of one shape.  Without `axis` all elements are combined; `keep` leaves axes of length 1."""
+    """Reduces `inputs`, tensors of one shape.  Without `axis`, combines all elements.  `keep`: keeps reduced axes with length 1."""
     shape = [int(size) for size in inputs[0].type.get_block_shapes()]
     data = [item.handle.data for item in inputs]
     dtypes = [item.dtype for item in inputs]
@@ -34,9 +34,9 @@ def reduce(builder: Builder, inputs: tuple[Any, ...], axis: int | None, combine:
         axis %= len(shape)
         result_shape = [1 if i == axis else size for i, size in enumerate(shape) if keep or i != axis]
         sizes = shape
-    whole = _WHOLE.get(combine.fn.__name__) if combine.fn.__module__ == "triton.language.standard" else None
-    if whole is not None:
-        data = [whole(data[0], axis=axis + 1, dtype=data[0].dtype)]
+    reduction = _WHOLE.get(combine.fn.__name__) if combine.fn.__module__ == "triton.language.standard" else None
+    if reduction is not None:
+        data = [reduction(data[0], axis=axis + 1, dtype=data[0].dtype)]
     else:
         function = combine.rewrite()
         while sizes[axis] > 1:
@@ -51,7 +51,7 @@ def reduce(builder: Builder, inputs: tuple[Any, ...], axis: int | None, combine:
 
 
 def scan(builder: Builder, inputs: tuple[Any, ...], axis: int, combine: Any, reverse: bool) -> tuple[Any, ...]:
-    """Inclusive; from the end when `reverse`."""
+    """Inclusive scan, from the end if `reverse`."""
     shape = [int(size) for size in inputs[0].type.get_block_shapes()]
     axis %= len(shape)
     dtypes = [item.dtype for item in inputs]
@@ -61,8 +61,8 @@ def scan(builder: Builder, inputs: tuple[Any, ...], axis: int, combine: Any, rev
     step = 1
     while step < shape[axis]:
         moved = [np.roll(array, step, axis + 1) for array in data]
-        both = _combined(function, moved, data, dtypes, shape)
-        data = [np.where(place >= step, new, old) for new, old in zip(both, data, strict=True)]
+        combined = _combined(function, moved, data, dtypes, shape)
+        data = [np.where(place >= step, new, old) for new, old in zip(combined, data, strict=True)]
         step *= 2
     return tuple(
         tl.tensor(builder.value(np.flip(array, axis + 1) if reverse else array, dtype), _type(dtype, shape))

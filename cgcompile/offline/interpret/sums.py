@@ -1,8 +1,6 @@
-"""Blocks of integers and addresses as sums of smaller arrays: `row[:, None] * 768 + column[None, :]` is a column and a row.
-
-Most addresses of a kernel are such sums.  Their elements are computed where something else than an addition or a load asks for
-them.
-"""
+"""Represents blocks of integers and addresses as sums of smaller arrays, such as a column and a row for `row[:, None] * 768 +
+column[None, :]`.  Most addresses in a kernel are such sums.  Their elements are computed only when an operation other than an
+addition or a load needs them."""
 
 from __future__ import annotations
 
@@ -15,12 +13,12 @@ import numpy as np
 from .values import Array, Handle
 
 WORTH = 4
-"""How many times as many elements the block has as its terms, at least: else it is computed at once."""
+"""The least ratio of a block's elements to its terms' elements; below it the block is computed at once."""
 
 
 class Sum(Handle):
-    """A handle whose elements are the sum of `terms`, which broadcast to `shape`; integers wrap.  No two terms have shapes of which
-    one includes the other."""
+    """A handle whose elements are the sum of `terms`, which broadcast to `shape`; integers wrap.  No term's shape includes
+    another's."""
 
     __slots__ = ("shape", "terms")
 
@@ -31,7 +29,6 @@ class Sum(Handle):
 
     @property
     def data(self) -> Array:
-        """The elements."""
         if self._data is None:
             first, *others = self.terms
             total = np.broadcast_to(first, self.shape)
@@ -41,11 +38,11 @@ class Sum(Handle):
         return self._data
 
     def bounds(self) -> tuple[int, int]:
-        """No element is below the first or above the second, as long as none wraps."""
+        """A lower and an upper bound of the elements, valid if no element wraps."""
         return sum(int(term.min()) for term in self.terms), sum(int(term.max()) for term in self.terms)
 
     def scaled(self, size: int) -> tuple[Array, ...] | None:
-        """The terms times `size`, as int64; None where an element wraps, so that the terms do not tell it."""
+        """The terms times `size`, as int64; None if an element may wrap, because the scaled terms would then be wrong."""
         low, high = self.bounds()
         limits = np.iinfo(self.terms[0].dtype)
         if low < limits.min or high > limits.max:
@@ -54,34 +51,34 @@ class Sum(Handle):
 
 
 def compact(data: Array) -> Array:
-    """The array without what broadcasting repeats: such axes have length 1."""
+    """The array without repetition by broadcasting: such axes have length 1."""
     if 0 not in data.strides:
         return data
     return data[tuple([slice(0, 1) if not stride else slice(None) for stride in data.strides])]
 
 
 def terms_of(item: Handle) -> tuple[Array, ...]:
-    """Arrays that add up to a handle's elements."""
+    """Arrays whose sum is the handle's elements."""
     return item.terms if isinstance(item, Sum) else (compact(item.data),)
 
 
 def shape_of(item: Handle) -> tuple[int, ...]:
-    """The shape of a handle's elements, which are not computed."""
+    """The shape of a handle's elements, without computing them."""
     return item.shape if isinstance(item, Sum) else item.data.shape
 
 
 def summed(terms: Sequence[Array], shape: tuple[int, ...], dtype: Any) -> Sum | None:
-    """The sum of arrays of one dtype, or None where it is as well computed at once."""
-    kept: list[Array] = []
+    """The sum of arrays of one dtype, or None if computing it at once is as good."""
+    merged: list[Array] = []
     for term in sorted(terms, key=np.size, reverse=True):
-        wider = [place for place, other in enumerate(kept) if _includes(other.shape, term.shape)]
-        if wider:  # the smallest
-            kept[wider[-1]] = kept[wider[-1]] + term
+        including = [place for place, other in enumerate(merged) if _includes(other.shape, term.shape)]
+        if including:  # the smallest
+            merged[including[-1]] = merged[including[-1]] + term
         else:
-            kept.append(term)
-    if sum(term.size for term in kept) * WORTH > math.prod(shape):
+            merged.append(term)
+    if sum(term.size for term in merged) * WORTH > math.prod(shape):
         return None
-    return Sum(tuple(kept), shape, dtype)
+    return Sum(tuple(merged), shape, dtype)
 
 
 def _includes(outer: tuple[int, ...], inner: tuple[int, ...]) -> bool:
@@ -89,8 +86,8 @@ def _includes(outer: tuple[int, ...], inner: tuple[int, ...]) -> bool:
 
 
 def lines(pointers: Sum, size: int) -> tuple[int, Array, int] | None:
-    """Where the elements along one axis lie side by side in memory, at aligned addresses: (axis, the address of the first of every
-    such line, elements of a line).  None where the terms do not tell."""
+    """Finds an axis along which the elements are contiguous at aligned addresses.  Returns (axis, first address of every line,
+    elements per line), or None if the terms do not show it."""
     for place, term in enumerate(pointers.terms):
         axes = [axis for axis, length in enumerate(term.shape) if length > 1]
         if len(axes) != 1 or not axes[0]:

@@ -1,6 +1,6 @@
-"""NumPy arrays as the tensors of a kernel, and the conversions between dtypes, which torch makes where NumPy lacks them.  bfloat16
-and 8-bit floats are float32, rounded after every operation ("working" type); in memory they are the GPU's bits ("stored" type).
-torch is imported where it is used: that takes seconds, and most kernels need none of it."""
+"""Represents a kernel's tensors as NumPy arrays and converts between dtypes, with torch where NumPy lacks them.  bfloat16 and 8-bit
+floats are float32, rounded after every operation ("working" type); in memory they have the GPU's bits ("stored" type).  torch is
+imported only when needed, because the import takes seconds and most kernels do not need it."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ _WORKING: dict[str, Any] = {
     "uint8": np.uint8, "uint16": np.uint16, "uint32": np.uint32, "uint64": np.uint64,
     "fp16": np.float16, "fp32": np.float32, "fp64": np.float64, "bf16": np.float32, "fp8e4nv": np.float32, "fp8e5": np.float32,
 }  # fmt: skip
-"""By the names of Triton's scalar types."""
+"""Working types by the names of Triton's scalar types."""
 
 _NARROW: dict[str, tuple[str, Any, float]] = {
     "bf16": ("bfloat16", np.uint16, np.inf),
     "fp8e4nv": ("float8_e4m3fn", np.uint8, 448.0),
     "fp8e5": ("float8_e5m2", np.uint8, 57344.0),
 }
-"""Floats kept as float32: the name of torch's type, the stored type, and the largest value where a conversion saturates (PTX
+"""Floats that are kept as float32: the name of torch's type, the stored type, and the largest value if a conversion saturates (PTX
 cvt.satfinite)."""
 
 
 class Handle:
-    """What a `tl.tensor` holds.  `data`: instances of the batch (1: the same for all), then the block's axes; a scalar has none.
-    `dtype` is Triton's scalar type; addresses are int64.  `sums.Sum` computes its data when it is asked for them."""
+    """The data of a `tl.tensor`.  `data`: instances of the batch (1: equal for all), then the block's axes; a scalar has none.
+    `dtype`: Triton's scalar type; addresses are int64.  `sums.Sum` computes its data on demand."""
 
     __slots__ = ("_data", "dtype")
 
@@ -41,16 +41,15 @@ class Handle:
 
     @property
     def data(self) -> Array:
-        """The elements."""
         elements: Array = self._data
         return elements
 
     def set_attr(self, name: str, values: Any) -> None:
-        """Hints of the kernel to the compiler (divisibility, contiguity) change no value."""
+        """Ignores the kernel's hints to the compiler (divisibility, contiguity), which change no value."""
 
 
 def working(dtype: Any) -> Any:
-    """The NumPy type of arrays of a Triton scalar type.  Raises TypeError for types that no NVIDIA kernel of ours has."""
+    """The NumPy type of arrays of a Triton scalar type.  Raises TypeError for types that no NVIDIA kernel here uses."""
     if dtype.is_ptr():
         return np.dtype(np.int64)
     if dtype.name not in _WORKING:
@@ -69,7 +68,7 @@ def is_narrow(dtype: Any) -> bool:
 
 
 def to_stored(data: Array, dtype: Any) -> Array:
-    """The bits of values, which are representable."""
+    """The bits of values, which must be representable."""
     if dtype.name not in _NARROW:
         return data
     if dtype.name == "bf16":
@@ -80,7 +79,7 @@ def to_stored(data: Array, dtype: Any) -> Array:
 
 
 def to_working(data: Array, dtype: Any) -> Array:
-    """The values of bits."""
+    """The values of stored bits."""
     if dtype.name not in _NARROW:
         return data
     if dtype.name == "bf16":
@@ -89,26 +88,26 @@ def to_working(data: Array, dtype: Any) -> Array:
 
 
 def rounded(data: Array, dtype: Any) -> Array:
-    """Floats as float32, rounded to the nearest of a narrow type; too large 8-bit floats become the largest one."""
+    """Rounds floats, as float32, to the nearest value of a narrow type; 8-bit floats saturate."""
     largest = _NARROW[dtype.name][2]
     data = data.astype(np.float32, copy=False)
     if dtype.name == "bf16":  # ties to even; torch takes several times as long
         bits: Array = data.view(np.uint32)
         result = ((bits + (((bits >> 16) & 1) + 0x7FFF)) & 0xFFFF0000).view(np.float32)
-        missing = data != data
-        return np.where(missing, np.float32(np.nan), result) if missing.any() else result
+        nan_mask = data != data
+        return np.where(nan_mask, np.float32(np.nan), result) if nan_mask.any() else result
     return tensor_of(np.clip(data, -largest, largest)).to(_torch_dtype(dtype)).float().numpy()
 
 
 def convert(data: Array, source: Any, target: Any) -> Array:
-    """Values of one scalar type as another: to nearest among floats, towards zero from floats to integers."""
+    """Converts values to another scalar type: to nearest among floats, towards zero from floats to integers."""
     if target.name in _NARROW:
         return rounded(data, target)
     return data.astype(working(target))
 
 
 def bits_as(data: Array, source: Any, target: Any) -> Array:
-    """The same bits as another scalar type of that size."""
+    """Reinterprets the bits as another scalar type of the same size."""
     bits: Array = to_stored(data, source)
     if stored(target) == np.bool_:
         return bits != 0
@@ -118,7 +117,7 @@ def bits_as(data: Array, source: Any, target: Any) -> Array:
 
 
 def tensor_of(data: Array) -> torch.Tensor:
-    """A torch tensor of an array's values, which may share its memory: read only."""
+    """A torch tensor with an array's values.  It may share memory: read only."""
     import torch
 
     return torch.from_numpy(data if data.flags.writeable else data.copy())

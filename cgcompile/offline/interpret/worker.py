@@ -1,5 +1,5 @@
-"""A process that interprets one int_key (see `util.workers`), asked for a `Task`.  TRITON_INTERPRET=1 must be set from outside:
-`triton.jit` looks at it when Triton and Inductor's helpers are imported."""
+"""A worker process that interprets one int_key (see `util.workers`); the request is a `Task`.  TRITON_INTERPRET=1 must be set by
+the parent, because `triton.jit` reads it when Triton and Inductor's helpers are imported."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from .memory import Memory
 from .values import Array
 
 TURNS = 1 << 20
-"""Turns after which a loop counts as one that never ends."""
+"""The number of iterations after which a loop counts as endless."""
 
 
 def execute(task: Task) -> Outcome:
-    """Run all rows of all stages in order, of several ranks side by side.  Once in a process, which Triton is changed in."""
+    """Runs all rows of all stages in order, with all ranks in parallel.  Call it once per process, because it changes Triton."""
     ranks = (task, *task.others)
     memories = []
     for rank in ranks:
@@ -55,7 +55,7 @@ def execute(task: Task) -> Outcome:
 
 
 def _stages(memory: Memory, kernels: _Kernels, task: Task) -> Steps[list[bytes]]:
-    """What one rank reads, stage after stage."""
+    """Runs the stages of one rank and returns the contents that it reads."""
     read: list[bytes] = []
     for stage in task.stages:
         memory.where = f"int_key {task.key}, what it is given"
@@ -110,8 +110,8 @@ def _run(memory: Memory, kernels: _Kernels, recording: Recording) -> Steps[None]
 
 
 class _Kernels:
-    """Launches by row; every kernel's source is read once.  `widest`: what `launch` said of each.
-    `builder` is what kernels run on, over one memory after another."""
+    """Launches kernels by row; reads every kernel's source once.  `widest`: the result of each kernel's last `launch`.  `builder`:
+    runs the kernels; its memory is set before each launch."""
 
     def __init__(self, memory: Memory, task: Task, builder: Builder, control_flow: front_end.ControlFlow) -> None:
         self.memory = memory
@@ -122,13 +122,13 @@ class _Kernels:
         self.builder, self.control_flow = builder, control_flow
 
     def launch(self, row: int, function: Function, node: KernelNode) -> None:
-        which = function.image, function.symbol
+        image_symbol = function.image, function.symbol
         where = f"kernel {function.symbol}, row {row} of int_key {self.task.key}"
-        if which not in self.variants:
+        if image_symbol not in self.variants:
             raise BuildError("function-not-interpretable", f"{where}: the interpreter has no source of image {function.image[:12]}")
-        variant = self.variants[which]
-        if which not in self.functions:
-            self.functions[which] = front_end.function_of(variant.source, variant.name, self.control_flow)
+        variant = self.variants[image_symbol]
+        if image_symbol not in self.functions:
+            self.functions[image_symbol] = front_end.function_of(variant.source, variant.name, self.control_flow)
         self.memory.where = where
         self.builder.memory = self.memory
         kinds = dict(variant.signature)
@@ -137,12 +137,12 @@ class _Kernels:
             if isinstance(value, Address):
                 value = self.memory.address(value.memory, value.offset)
             parameters[name] = front_end.argument(value or 0, kinds[name])
-        widest = self.widest.get(which, 0)
-        self.widest[which] = launch(self.builder, self.functions[which], parameters, programs(node), where, widest)
+        widest = self.widest.get(image_symbol, 0)
+        self.widest[image_symbol] = launch(self.builder, self.functions[image_symbol], parameters, programs(node), where, widest)
 
 
 def _fill(memory: Memory, task: Task) -> None:
-    """The weights, but for those of the host alone, and what state holds at first; everything else stays poison."""
+    """Loads the weights, except those only for the host, and the initial state; everything else stays poison."""
     for path, placed in task.weights:
         for row in [row for row in placed if row.zeros]:
             memory.span(MEMORIES.index(row.memory), row.offset, span(row), "writes")[...] = 0
@@ -157,7 +157,7 @@ def _fill(memory: Memory, task: Task) -> None:
 
 
 def _view(memory: Memory, value: Value, verb: str) -> Array:
-    """The elements of a tensor in memory, as opaque items of its dtype's size."""
+    """The elements of a tensor in memory, as opaque items of the size of its dtype."""
     item = DTYPES[value.dtype]
     last = sum((size - 1) * stride for size, stride in zip(value.shape, value.strides, strict=True))
     nbytes = (last + 1) * item if all(value.shape) else 0

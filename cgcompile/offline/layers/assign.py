@@ -1,10 +1,10 @@
-"""Which device computes each operation of a model that is split by layers.
+"""Assigns each operation of a model that is split by layers to a device.
 
-A *layer* is an element of a list of modules (nn.ModuleList, nn.Sequential).  The first devices' layers come first, cut where the
-bytes of the weights are about equal.  What lies outside of the layers goes where its arguments are.  What needs no more than
-inputs, or weights and nothing else, or small weights outside of the layers, is *free*: each device computes it that uses it.
+A *layer* is an element of a list of modules (nn.ModuleList, nn.Sequential).  Layers go to the devices in order, and each device
+gets about the same bytes of weights.  Operations outside the layers go to the device of their arguments.  An operation that reads
+only inputs, only weights, or small weights outside the layers is *free*: every device that uses its result computes it.
 
-Any assignment gives the same results (`share.py`); this one crosses devices once between two neighbours.
+Any assignment gives the same results (`share.py`).  With this one, data goes once from each device to the next.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from ...errors import BuildError
 from ...export.weights import weight_placeholders, weight_tensors
 
 SMALL = 1 << 20
-"""Bytes of weights that are read on every device rather than that what they make is sent."""
+"""Up to this many bytes of weights, every device computes an operation itself instead of receiving its result."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Assigned:
-    """`ranks`: of the operations of a program that one device computes, and of the buffers that calls change, by the names of the
-    nodes.  All others are free."""
+    """`ranks`: the device of each operation and of each buffer that calls change, by the names of the nodes.  All other nodes are
+    free."""
 
     ranks: Mapping[str, int]
 
 
 def assigned(programs: Sequence[ExportedProgram], state: Sequence[str], world: int) -> tuple[dict[str, int], list[Assigned]]:
-    """The device of every buffer of `state`, and what each program's operations are computed by.  The programs are functional, of
-    one model.  Raises split-refused."""
+    """Returns the device of every buffer of `state`, and the assignment of each program.  The programs are functional and of one
+    model.  Raises split-refused."""
     layers = _cut(programs, world)
     owners = _owners(programs, layers, state)
     assignments = [_Program(program, layers, state, owners).assigned() for program in programs]
@@ -51,7 +51,7 @@ def layer_of(node: Node) -> str:
 
 
 def _owners(programs: Sequence[ExportedProgram], layers: Mapping[str, int], state: Sequence[str]) -> dict[str, int]:
-    """The device of every buffer that a layer reads, which may not be the first to do so: other entries reset caches."""
+    """The device of every buffer that a layer reads.  Earlier readers, such as an entry that resets caches, do not count."""
     owners: dict[str, int] = {}
     for program in programs:
         names = weight_placeholders(program)
@@ -65,14 +65,14 @@ def _owners(programs: Sequence[ExportedProgram], layers: Mapping[str, int], stat
 
 def _cut(programs: Sequence[ExportedProgram], world: int) -> dict[str, int]:
     """The device of every layer of the list that has the most weights."""
-    used: list[tuple[str, dict[str, int]]] = []  # of every operation: its layer, and the bytes of the weights that it reads
+    used: list[tuple[str, dict[str, int]]] = []  # for every operation its layer and the bytes of the weights that it reads
     for program in programs:
         names, tensors = weight_placeholders(program), weight_tensors(program)
         for node in program.graph.nodes:
             if node.op == "call_function":
                 weights = [names[operand.name] for operand in node.all_input_nodes if operand.name in names]
                 used.append((layer_of(node), {name: tensors[name].nbytes for name in weights}))
-    lists: dict[str, dict[str, int]] = {}  # by path of the list: the bytes of its layers, in the order of their calls
+    lists: dict[str, dict[str, int]] = {}  # path of the list -> the bytes of its layers, in the order of their calls
     counted: set[str] = set()
     for path, read in used:
         if path:
@@ -85,25 +85,25 @@ def _cut(programs: Sequence[ExportedProgram], world: int) -> dict[str, int]:
         size = sum(size for name, size in read.items() if name not in counted)
         before, after = (before, after + size) if inside else (before + size, after)
         counted |= read.keys()
-    long = [layer_sizes for layer_sizes in lists.values() if len(layer_sizes) >= world]
-    if not long:
+    long_lists = [layer_sizes for layer_sizes in lists.values() if len(layer_sizes) >= world]
+    if not long_lists:
         text = f"no list of layers (nn.ModuleList, nn.Sequential) with {world} elements or more is called"
         raise BuildError("split-refused", f"model: {text}")
-    layers = max(long, key=lambda layer_sizes: sum(layer_sizes.values()))
+    layers = max(long_lists, key=lambda layer_sizes: sum(layer_sizes.values()))
     outside = sum(sum(layer_sizes.values()) for layer_sizes in lists.values()) - sum(layers.values())
     ranks: dict[str, int] = {}
-    total, at = before + outside + sum(layers.values()) + after, before + outside
-    for place, (path, size) in enumerate(layers.items()):
-        middle = min(int((at + size / 2) * world / max(1, total)), world - 1)
-        latest = world - (len(layers) - place)  # as many layers as devices are left for those behind
+    total, offset = before + outside + sum(layers.values()) + after, before + outside
+    for index, (path, size) in enumerate(layers.items()):
+        middle = min(int((offset + size / 2) * world / max(1, total)), world - 1)
+        latest = world - (len(layers) - index)  # leaves at least one layer for each later device
         earliest = ranks[next(reversed(ranks))] if ranks else 0
         ranks[path] = min(max(middle, latest, earliest), earliest + 1 if ranks else 0)
-        at += size
+        offset += size
     return ranks
 
 
 class _Program:
-    """One program, operation by operation."""
+    """Assigns the operations of one program."""
 
     def __init__(self, program: ExportedProgram, layers: Mapping[str, int], state: Sequence[str], owners: dict[str, int]) -> None:
         self._program, self._layers, self._owners = program, layers, owners
@@ -138,7 +138,7 @@ class _Program:
         state = [self._state[operand.name] for operand in operands if operand.name in self._state]
         pinned = [self._ranks[operand] for operand in operands if operand in self._ranks]
         if not _has_tensors(node):
-            self._reads[node] = True  # a size, which follows from those of the inputs
+            self._reads[node] = True  # a size, which depends on the inputs' sizes
             return
         if node.target is operator.getitem and operands[0] in self._ranks:
             self._ranks[node] = self._ranks[operands[0]]
@@ -150,14 +150,14 @@ class _Program:
             if small or not (weights and reads):
                 self._weights[node], self._reads[node] = weights, reads
                 return
-        known = [self._owners[name] for name in state if name in self._owners]
-        rank = self._layers.get(layer_of(node), max([*pinned, *known], default=0))
+        owned = [self._owners[name] for name in state if name in self._owners]
+        rank = self._layers.get(layer_of(node), max([*pinned, *owned], default=0))
         self._ranks[node] = rank
         for name in state:
             self._owners.setdefault(name, rank)
 
 
 def _has_tensors(node: Node) -> bool:
-    """Whether an operation gives tensors, or nothing: no size."""
+    """Whether an operation returns tensors or nothing, and not a size."""
     leaves = [leaf for leaf in tree_leaves(node.meta.get("val")) if leaf is not None]
     return not leaves or any(isinstance(leaf, torch.Tensor) for leaf in leaves)

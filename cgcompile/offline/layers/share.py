@@ -1,9 +1,9 @@
-"""One device's share of a program: its own operations, and for every value that another device needs an exchange.
+"""One device's share of a program: its own operations, and an exchange for every value that another device needs.
 
-All devices have the same exchanges in the same order, whatever the assignment is: each takes the one before it as an argument, so
-that no compiler drops or moves one, and the last one makes an output.
+All devices have the same exchanges in the same order, whatever the assignment is.  Each exchange takes the previous one as an
+argument, so that no compiler drops or moves one, and the last one computes an output.
 
-Private interfaces (torch 2.11, 2.13): the expression of a SymInt (`size.node.expr`), the `fake_mode` of what a node gives.
+Private interfaces (torch 2.11, 2.13): the expression of a SymInt (`size.node.expr`), the `fake_mode` of a node's value.
 """
 
 from __future__ import annotations
@@ -31,48 +31,48 @@ aten = torch.ops.aten
 
 
 def share_of(program: ExportedProgram, assignment: Assigned, rank: int, world: int) -> ExportedProgram:
-    """What the device number `rank` of `world` computes of a functional program; it gives all outputs.  Buffers that calls change
-    belong to one device, other weights to all that read them.  Raises split-refused."""
+    """Returns the part of a functional program that device `rank` of `world` computes.  It has all outputs.  Each buffer that calls
+    change belongs to one device; other weights belong to all devices that read them.  Raises split-refused."""
     root = copied_graph(program)
     share = _Share(root.graph, program, assignment, rank, world)
     outputs = share.cut()
     share.drop_unused()
-    left = {node.name for node in root.graph.nodes if node.op == "placeholder"}
-    inputs = [spec for spec in program.graph_signature.input_specs if spec.arg.name in left]
-    kept = {str(spec.target) for spec in inputs if spec.kind in WEIGHT_KINDS}
+    remaining = {node.name for node in root.graph.nodes if node.op == "placeholder"}
+    inputs = [spec for spec in program.graph_signature.input_specs if spec.arg.name in remaining]
+    used_weights = {str(spec.target) for spec in inputs if spec.kind in WEIGHT_KINDS}
     root.recompile()
     return with_graph(
         program, root, {}, input_specs=inputs, output_specs=outputs,
-        state_dict={name: value for name, value in program.state_dict.items() if name in kept},
+        state_dict={name: value for name, value in program.state_dict.items() if name in used_weights},
         constants={
-            name: value for name, value in program.constants.items() if name in kept or not isinstance(value, torch.Tensor)
+            name: value for name, value in program.constants.items() if name in used_weights or not isinstance(value, torch.Tensor)
         },
     )  # fmt: skip
 
 
 class _Share:
-    """A graph on its way to a device's share."""
+    """Reduces a graph to a device's share."""
 
     def __init__(self, graph: Graph, program: ExportedProgram, assignment: Assigned, rank: int, world: int) -> None:
         self._graph, self._program, self._rank, self._world = graph, program, rank, world
         self._ranks = {node: assignment.ranks[node.name] for node in graph.nodes if node.name in assignment.ranks}
         self._nodes = {node.name: node for node in graph.nodes}
         self._last: Node | None = None
-        """The exchange before."""
+        """The previous exchange."""
         self._sizes: dict[Any, Node] = {}
 
     def cut(self) -> list[OutputSpec]:
-        """Puts the exchanges in, and gives the rows of the outputs: the new contents of the device's buffers, and all others."""
+        """Inserts the exchanges.  Returns the output specs: the new contents of the device's buffers, and all other outputs."""
         nodes = list(self._graph.nodes)
         output, signature = nodes[-1], self._program.graph_signature
         owners = {spec.target: self._ranks.get(self._nodes[spec.arg.name]) for spec in signature.input_specs}
-        changed: dict[Node, list[int]] = {}  # by value: the devices whose buffers it is the new contents of
+        changed: dict[Node, list[int]] = {}  # value -> the devices that have a buffer with this value as new contents
         for spec in signature.output_specs:
             if spec.kind == OutputKind.BUFFER_MUTATION:
                 changed.setdefault(self._nodes[spec.arg.name], []).append(owners[spec.target] or 0)
         self._bind_sizes(nodes)
         first = next(node for node in nodes if node.op != "placeholder")
-        moved: dict[Node, Node] = {}  # what stands for a value in the buffers of this device
+        moved: dict[Node, Node] = {}  # value of another device -> the received value
         for node in nodes:
             owner = self._ranks.get(node)
             if owner is None:
@@ -108,7 +108,7 @@ class _Share:
         return specs
 
     def drop_unused(self) -> None:
-        """Takes out what nobody on this device needs; buffers that it owns, and the inputs of the call, stay."""
+        """Removes nodes that this device does not need.  Its own buffers and the inputs of the call stay."""
         specs = {spec.arg.name: spec for spec in self._program.graph_signature.input_specs}
         for node in reversed(list(self._graph.nodes)):
             if node.users or node.op == "output":
@@ -123,7 +123,7 @@ class _Share:
             self._graph.erase_node(node)
 
     def _exchange(self, node: Node, owner: int, before: Node) -> Node:
-        """What comes of a value of the device `owner`, on every device."""
+        """Adds a broadcast of a value of the device `owner`; returns the received value, which every device has."""
         value = node.meta["val"]
         with self._graph.inserting_before(before):
             if owner == self._rank:
@@ -144,13 +144,13 @@ class _Share:
         self._last = sent
         return sent
 
-    def _call(self, target: Any, arguments: tuple[Any, ...], **others: Any) -> Node:
-        return self._graph.call_function(target, arguments, others)
+    def _call(self, target: Any, arguments: tuple[Any, ...], **kwargs: Any) -> Node:
+        return self._graph.call_function(target, arguments, kwargs)
 
     # --- sizes --------------------------------------------------------------------------------------------------------
 
     def _bind_sizes(self, nodes: Sequence[Node]) -> None:
-        """A node for every symbol that is the size of an input."""
+        """Adds a node for every symbol that is the size of an input."""
         names = set(self._program.graph_signature.user_inputs)
         first = next(node for node in nodes if node.op != "placeholder")
         for node in nodes:
@@ -165,7 +165,7 @@ class _Share:
                     self._sizes[size.node.expr] = size_node
 
     def _replace_size(self, node: Node) -> None:
-        """A size of a value that one device has follows from those of the inputs on all."""
+        """Computes the size of another device's value from the sizes of the inputs."""
         value = node.meta.get("val")
         if isinstance(value, torch.SymInt) and any(operand in self._ranks for operand in node.all_input_nodes):
             with self._graph.inserting_before(node):
@@ -174,7 +174,7 @@ class _Share:
                 user.args, user.kwargs = map_arg((user.args, user.kwargs), lambda argument: size if argument is node else argument)
 
     def _size(self, size: Any, node: Node) -> Any:
-        """A number, or a node that computes a size.  Raises split-refused for one that follows from data."""
+        """Returns a number, or a node that computes a size.  Raises split-refused if it depends on data."""
         return size if isinstance(size, int) else self._computed(size.node.expr, node, size)
 
     def _computed(self, expr: Any, node: Node, size: Any) -> Any:
@@ -187,9 +187,9 @@ class _Share:
             text = f"{place(node)[0] or 'model'}: {node.target} makes a tensor of size {size}, which goes to another device"
             raise BuildError("split-refused", text, "cut where sizes are those of the inputs: `--world` with model(rank, world)")
 
-        def combined(one: Any, other: Any) -> Node:
-            size_node = self._call(function, (one, other))
-            size_node.meta["val"] = function(*[term.meta["val"] if isinstance(term, Node) else term for term in (one, other)])
+        def combined(left: Any, right: Any) -> Node:
+            size_node = self._call(function, (left, right))
+            size_node.meta["val"] = function(*[term.meta["val"] if isinstance(term, Node) else term for term in (left, right)])
             return size_node
 
         self._sizes[expr] = reduce(combined, [self._computed(argument, node, size) for argument in expr.args])
@@ -200,4 +200,4 @@ OPERATIONS = {
     "Add": operator.add, "Mul": operator.mul, "FloorDiv": operator.floordiv, "Mod": operator.mod, "PythonMod": operator.mod,
     "Pow": operator.pow,
 }  # fmt: skip
-"""What a size is made with, by the class of its expression (sympy's, and torch's for whole numbers)."""
+"""The functions that compute a size, by the class of the expression (sympy's, and torch's for integers)."""

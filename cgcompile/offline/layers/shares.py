@@ -1,4 +1,4 @@
-"""The share of one device in every entry of a model."""
+"""One device's share of every entry of a model."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from .share import share_of
 
 
 def layer_shares(entries: Sequence[Prepared], ranks: Ranks) -> tuple[Prepared, ...]:
-    """The entries that this device computes.  Every process holds the whole model.  A share has all inputs and outputs, the weights
+    """The entries that this device computes.  Every process has the whole model.  A share has all inputs and outputs, the weights
     that its layers read, and the buffers that they change.  Raises split-refused."""
     for prepared in entries:
         if prepared.written or prepared.generator:
             what = "writes to an input" if prepared.written else "draws random numbers"
             raise BuildError("split-refused", f"model: a call {what}, and every device has its own")
-    whole = [prepared.programs.changed(functional_form) for prepared in entries]
-    flat = [program for programs in whole for _, program in programs.distinct]
+    functional = [prepared.programs.changed(functional_form) for prepared in entries]
+    flat = [program for programs in functional for _, program in programs.distinct]
     owners, assignments = assigned(flat, entries[0].state, ranks.size)
     by_program = {id(program): assignment for program, assignment in zip(flat, assignments, strict=True)}
-    shares = [_share(prepared, programs, by_program, owners, ranks) for prepared, programs in zip(entries, whole, strict=True)]
+    shares = [_share(prepared, programs, by_program, owners, ranks) for prepared, programs in zip(entries, functional, strict=True)]
     return together(shares)
 
 
 def _share(
     prepared: Prepared, programs: Programs, by_program: dict[int, Assigned], owners: dict[str, int], ranks: Ranks
 ) -> Prepared:
-    """A device's share of one entry.  `by_program`: shares by the id of their program."""
+    """A device's share of one entry.  `by_program`: the assignments by the id of their program."""
     shares = programs.changed(lambda program: share_of(program, by_program[id(program)], ranks.rank, ranks.size))
     ranks_of = by_program[id(programs.first)].ranks
     free = [name not in ranks_of for name in programs.first.graph_signature.user_outputs]
-    kept = [row for row in prepared.aliases if free[row.output] and (row.memory != "outputs" or free[row.index])]
+    aliases = [row for row in prepared.aliases if free[row.output] and (row.memory != "outputs" or free[row.index])]
     changes = tuple([name for name in prepared.changes if owners[name] == ranks.rank])
-    return replace(prepared, programs=shares, changes=changes, weights=shares.weights(), aliases=tuple(kept))
+    return replace(prepared, programs=shares, changes=changes, weights=shares.weights(), aliases=tuple(aliases))

@@ -1,10 +1,9 @@
-"""Programs with branches and loops: every straight part is lowered by itself, and what they launch is put together in order.  Of
-equal layers one is lowered, and its launches are those of all, each with its own weights.
+"""Lowers programs with branches and loops: lowers every straight part separately and joins the events in order.  Of equal layers,
+one is lowered; its launches are repeated for the others with their weights.
 
-A branch's results lie in buffers that all of its bodies write to.  What a loop carries lies in buffers of its own, which hold
-the first values when it begins and are written in place at the end of its body, where the condition for the next turn is computed
-too.
-All values that cross from one part to another are dense.
+All bodies of a branch write their results to the same buffers.  Loop-carried values have buffers of their own, which first hold the
+initial values and are written in place at the end of the body.  The body also computes the condition for the next iteration.  All
+values that cross between parts are dense.
 """
 
 from __future__ import annotations
@@ -45,12 +44,12 @@ from ..lowered import (
 )
 
 LowerStraight = Callable[[Retraced, Sequence[tuple[int, ...] | None]], Lowered]
-"""Lowers a straight part; of each output the strides that it must have, None for any."""
+"""Lowers a straight part, given the strides that each output must have, or None for any."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Value:
-    """What a name stands for: a `number`, or a tensor like `fake`: the weight of that name, or what the merged program calls so."""
+    """The value of a name: a `number`, or a tensor like `fake`.  `name`: the weight's name, or the name in the merged program."""
 
     fake: torch.Tensor | None = None
     number: Any = None
@@ -61,7 +60,7 @@ class _Value:
 Values = dict[str, _Value]
 
 Pair = tuple[str, Operand]
-"""What is written to, and the new value."""
+"""(name of the tensor that is written to, its new value)."""
 
 
 def lower_blocks(
@@ -72,7 +71,7 @@ def lower_blocks(
     lower: LowerStraight,
     live: Collection[str] = (),
 ) -> Lowered:
-    """`program`, which has branches or loops, at the sizes of `tensors`; `layouts`, `live` and what is raised as in `lower_key`."""
+    """Lowers `program`, which has branches or loops, at the sizes of `tensors`.  `layouts`, `live` and errors: see `lower_key`."""
     source = program.graph_module
     program = program.run_decompositions({})
     rows, changed = argument_rows(program, tensors), changed_outputs(program)
@@ -85,7 +84,7 @@ def lower_blocks(
         values[place] = _Value(fake=fake, kind=kind, name=name)
     tensor_rows = [row for row in rows if row[2] is not None]
     check_apart([rows[argument] for _, argument in changed], tensor_rows)
-    growing = _Growing(
+    builder = _Growing(
         key=key,
         source=source,
         mode=mode,
@@ -95,22 +94,22 @@ def lower_blocks(
         merged=MergedProgram(key=key, input_places={name: int(name) for name in _inputs(values)}),
     )
     new = [(block.inputs[argument], block.outputs[position]) for position, argument in changed]
-    wanted = [
+    results = [
         output
         for output, spec in zip(block.outputs, program.graph_signature.output_specs, strict=True)
         if spec.kind == OutputKind.USER_OUTPUT
     ]
-    fixed: list[Layout] = list(layouts or [None] * len(wanted))
-    written = _written_early(replace(block, outputs=tuple(wanted)), new)
-    growing.straight_parts(block, values, written)
-    left = [pair for pair in new if all(pair not in pairs for pairs in written.values())]
-    outputs = growing.last_part(block, values, wanted, fixed, left)
-    return growing.lowered(_inputs(values), outputs)
+    fixed: list[Layout] = list(layouts or [None] * len(results))
+    written = _written_early(replace(block, outputs=tuple(results)), new)
+    builder.straight_parts(block, values, written)
+    remaining = [pair for pair in new if all(pair not in pairs for pairs in written.values())]
+    outputs = builder.last_part(block, values, results, fixed, remaining)
+    return builder.lowered(_inputs(values), outputs)
 
 
 def _written_early(block: Block, new: Sequence[Pair]) -> dict[int, list[Pair]]:
-    """By the position of a straight part, the pairs that it can write: it makes the new value, and nothing behind it needs that or
-    the old one.  So a cache is written in place.  In the last part, a copy of all of it would cross to there."""
+    """Returns the pairs that each straight part can write, by its position.  It must compute the new value, and no later part may
+    need the new or the old one.  A cache is then written in place.  Otherwise the whole value would be copied for the last part."""
     makers = {node.name: number for number, part in enumerate(block.parts) if isinstance(part, Straight) for node in part.nodes}
     needed = needed_after(block)
     pairs: dict[int, list[Pair]] = {}
@@ -128,17 +127,17 @@ def _inputs(values: Values) -> dict[str, torch.Tensor]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _LoweredPart:
-    """What a straight part was lowered to, over arguments of these kinds and `names`; and those of its results that are numbers."""
+    """A lowered straight part.  `names`: the kinds and names of its arguments.  `numbers`: its number results, by position."""
 
     lowered: Lowered
     names: tuple[tuple[str, str], ...]
     numbers: dict[int, Any]
 
     def over(self, names: Sequence[tuple[str, str]]) -> Lowered:
-        """The same over other weights."""
-        other = dict(zip(self.names, names, strict=True))
+        """Returns the same part with other weights."""
+        new_names = dict(zip(self.names, names, strict=True))
         buffers = [
-            replace(buffer, name=other.get((buffer.kind, buffer.name), (buffer.kind, buffer.name))[1])
+            replace(buffer, name=new_names.get((buffer.kind, buffer.name), (buffer.kind, buffer.name))[1])
             for buffer in self.lowered.buffers
         ]
         return replace(self.lowered, buffers=tuple(buffers))
@@ -146,8 +145,8 @@ class _LoweredPart:
 
 @dataclass(kw_only=True, slots=True)
 class _Growing:
-    """The program as it grows.  `changing`: the weights that it writes to; `live`: those that may change between calls;
-    `conditionals` and `named` count what was numbered and named; `parts`: what was lowered, by its form."""
+    """Builds the lowered program.  `changing`: the weights that it writes to.  `live`: weights that may change between calls.
+    `conditionals` and `named`: the counters for numbers and names.  `parts`: the lowered parts by their form."""
 
     key: IntKey
     source: torch.fx.GraphModule
@@ -161,12 +160,12 @@ class _Growing:
     parts: dict[Hashable, _LoweredPart] = field(default_factory=dict)
 
     def straight_parts(self, block: Block, values: Values, written: Mapping[int, Sequence[Pair]] = MappingProxyType({})) -> None:
-        """All parts of a block but the last; `written`: new values that some write, by their position."""
+        """Lowers all parts of a block but the last.  `written`: the pairs that a part writes, by the part's position."""
         for number, part in enumerate(block.parts[:-1]):
             new = written.get(number, ())
             match part:
-                case Straight(outputs=given):
-                    outputs = [output for output in given if output not in [value for _, value in new]]
+                case Straight(outputs=part_outputs):
+                    outputs = [output for output in part_outputs if output not in [value for _, value in new]]
                     if outputs or new:
                         output_values = self.straight(block, part, values, outputs, [DENSE] * len(outputs), new)
                         values.update(zip(outputs, output_values, strict=True))
@@ -198,8 +197,8 @@ class _Growing:
         new: Sequence[Pair] = (),
         targets: Callable[[Lowered], Sequence[Pointer]] = lambda lowered: (),
     ) -> list[_Value]:
-        """Lowers a part, which gives `outputs` and writes `new` values to what is named; returns what the outputs are.  `targets`:
-        where these go, asked when their layouts are known."""
+        """Lowers a part that returns `outputs` and writes the pairs `new`.  Returns the outputs' values.  `targets` returns the
+        addresses of the outputs once their layouts are known."""
         module = straight_module(block, part, [*outputs, *[value for _, value in new]], [name for name, _ in new])
         taken_values = [values[name] for name in taken(module)]
         tensors = [(name, value) for name, value in zip(taken(module), taken_values, strict=True) if value.fake is not None]
@@ -211,16 +210,16 @@ class _Growing:
         places = [name for name, _ in tensors]
         written = [places.index(name) for name, _ in new]
         arguments = [value.number if value.fake is None else value.fake for value in taken_values]
-        known = form(module, self._forms(taken(module), taken_values)), tuple(layouts), tuple(written)
-        lowered_part = self.parts.get(known)
+        part_form = form(module, self._forms(taken(module), taken_values)), tuple(layouts), tuple(written)
+        lowered_part = self.parts.get(part_form)
         if lowered_part is None:
             retraced, numbers = retrace_straight(module, self.source, arguments, names, self.mode, layouts, written)
             results = retraced.graph.graph.output_node().args[0]
             kept = [layout for number, layout in enumerate(layouts) if number not in numbers]
             fixed = [None if layout is None else result.meta["val"].stride() for layout, result in zip(kept, results, strict=True)]
             lowered_part = _LoweredPart(lowered=self.lower(retraced, fixed), names=tuple(names), numbers=numbers)
-            if not any(constant.sources for constant in lowered_part.lowered.constants):  # computed from these weights
-                self.parts[known] = lowered_part
+            if not any(constant.sources for constant in lowered_part.lowered.constants):  # else only valid for these weights
+                self.parts[part_form] = lowered_part
         lowered, numbers = lowered_part.over(names), lowered_part.numbers
         self.named += 1
         output_names = [f"v{self.named}.{number}" for number in range(len(outputs)) if number not in numbers]
@@ -235,7 +234,8 @@ class _Growing:
         ]
 
     def _forms(self, names: Sequence[str], arguments: Sequence[_Value]) -> dict[str, Hashable]:
-        """What matters of the arguments of a part.  Weights are told apart by their place, and by what may happen to them."""
+        """The properties of a part's arguments that affect lowering.  Weights are numbered in order; it matters if they may
+        change."""
         weights: dict[str, int] = {}
         forms: dict[str, Hashable] = {}
         for name, value in zip(names, arguments, strict=True):
@@ -248,28 +248,28 @@ class _Growing:
                 forms[name] = place, may_change, fake.dtype, tuple(fake.shape), fake.stride()
         return forms
 
-    def _keep(self, name: str, held: Buffer) -> None:
-        """Copies a value that lies in something which a later part may write to: an input of the part, such as what a loop carries,
-        or state.  Inductor takes the tensors of a part to lie beside each other."""
-        if held.kind == INPUT or (held.kind == WEIGHT and held.name in self.changing):
+    def _keep(self, name: str, buffer: Buffer) -> None:
+        """Copies a value whose memory a later part may write to: a part's input, such as a loop-carried value, or state.  Inductor
+        assumes that the tensors of a part do not share memory."""
+        if buffer.kind == INPUT or (buffer.kind == WEIGHT and buffer.name in self.changing):
             view = self.merged.views[name]
             target = self.merged.temporary(dense_bytes(view))
             self.merged.events.append(Copy(source=view.pointer, target=target, nbytes=dense_bytes(view)))
             self.merged.views[name] = replace(view, pointer=target)
 
     def branch(self, part: Branch | Switch, values: Values) -> None:
-        """All bodies write to the same buffers, which the first one's layouts decide."""
+        """Lowers a branch.  All bodies write to the same buffers, whose layouts the first body determines."""
         if isinstance(part, Switch):
             kind, byte, operands = "switch", part.choice, part.operands
         else:
             kind, byte, operands = "if", part.predicate, (part.operands, part.operands)
         number = self._set_condition(values[byte])
-        at = len(self.merged.events)
+        start = len(self.merged.events)
         self.merged.events.append(Begin(conditional=number, type=kind))
         places: list[Pointer] = []
 
         def allocated(lowered: Lowered) -> Sequence[Pointer]:
-            places.extend([self.merged.temporary(dense_bytes(output), at) for output in lowered.outputs])
+            places.extend([self.merged.temporary(dense_bytes(output), start) for output in lowered.outputs])
             return places
 
         first, *others = zip(part.bodies, operands, strict=True)
@@ -297,7 +297,7 @@ class _Growing:
         return self.last_part(block, block_values, block.outputs, layouts, (), targets)
 
     def loop(self, block: Block, part: Loop, values: Values) -> None:
-        """What is carried is copied to buffers of its own first, unless it was made for the loop alone."""
+        """Lowers a loop.  Loop-carried values get buffers of their own; a value that was computed only for the loop has one."""
         carried = [
             values[name] if isinstance(name, str) and self._is_last_use(block, part, name, values) else self._carried(part, first)
             for name, first in zip(part.carried, self._operands(part.carried, values), strict=True)
@@ -309,26 +309,26 @@ class _Growing:
         number = self._set_condition(condition)
         self.merged.events.append(Begin(conditional=number, type="while"))
         block_values = dict(zip(part.body.inputs, arguments, strict=True))
-        *new, again = part.body.outputs
+        *new, condition_output = part.body.outputs
         pairs = [(place, value) for place, value in zip(part.body.inputs, new, strict=False) if place != value]
-        written = _written_early(replace(part.body, outputs=(again,)), pairs)
+        written = _written_early(replace(part.body, outputs=(condition_output,)), pairs)
         self.straight_parts(part.body, block_values, written)
-        left = [pair for pair in pairs if all(pair not in early for early in written.values())]
-        (condition,) = self.last_part(part.body, block_values, [again], [DENSE], left)
+        remaining = [pair for pair in pairs if all(pair not in early for early in written.values())]
+        (condition,) = self.last_part(part.body, block_values, [condition_output], [DENSE], remaining)
         self._set_condition(condition, number)
         self.merged.events.append(End(conditional=number))
         values.update(zip(part.outputs, carried, strict=True))
 
     def _is_last_use(self, block: Block, part: Loop, name: str, values: Values) -> bool:
-        """Whether a straight part of this block made the value, in memory that nothing else lies in, and the loop alone takes it,
-        once: then nobody sees that the loop writes to it."""
+        """Whether a straight part of this block computed the value in memory of its own, and only the loop reads it, once.  The
+        loop may then write to it."""
         makers = [node for part in block.parts if isinstance(part, Straight) for node in part.nodes if node.name == name]
         if not makers or len(makers[0].users) != 1 or (*part.carried, *part.operands).count(name) != 1:
             return False
         buffer = self.merged.views[values[name].name].pointer.buffer
         others = [self.merged.views.get(value.name) for other, value in values.items() if other != name]
-        alone = not any(other is not None and other.pointer.buffer == buffer for other in others)
-        return alone and self.merged.buffers[buffer].kind == TEMPORARY
+        unshared = not any(other is not None and other.pointer.buffer == buffer for other in others)
+        return unshared and self.merged.buffers[buffer].kind == TEMPORARY
 
     def _carried(self, part: Loop, first: _Value) -> _Value:
         if first.fake is None:
@@ -369,7 +369,7 @@ class _Growing:
         return self.merged.argument_pointer(value.kind, value.name, value.fake.element_size() * math.prod(value.fake.shape))
 
     def lowered(self, inputs: Mapping[str, torch.Tensor], outputs: Sequence[_Value]) -> Lowered:
-        """All of it; `inputs` of the call by their numbers."""
+        """Returns the whole program.  `inputs`: the call's inputs by their numbers, as text."""
         views = []
         for number in range(len(inputs)):
             fake = inputs[str(number)]

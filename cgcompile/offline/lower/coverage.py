@@ -1,9 +1,9 @@
-"""Which operations of a program have no Triton kernel, found without lowering all of it: every operation is decomposed for itself,
-as `retrace` does with the whole program, and Inductor is asked for each of the results whether it makes a kernel of it.
+"""Finds the operations of a program without a Triton kernel, without lowering the whole program.  Each operation is decomposed
+alone, as `retrace` does with the whole program.  Inductor's tables then show which of the resulting operators have a kernel.
 
-Some of Inductor's lowerings make kernels for some arguments and GPUs only: those operations are lowered, each alone.  Private
+Some of Inductor's lowerings have kernels only for some arguments and GPUs.  Such operations are lowered, each alone.  Private
 interfaces (torch 2.11, 2.13): `FakeTensorMode`, `make_fx`, the tables `lowerings` and `fallbacks` of `torch._inductor.lowering`,
-and `_is_fallback_handler` at a function of the first.
+and `_is_fallback_handler` of the functions in `lowerings`.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ from .fake_device import fake_device
 from .inductor import lower_graph
 
 FREE = frozenset({torch.ops.aten.lift_fresh_copy.default, torch.ops.aten.detach.default, torch.ops.aten.copy_.default})
-"""What retracing takes out, or makes a launch of without a lowering of its own."""
+"""Operators that retracing removes, or that become a copy without an Inductor lowering."""
 
 CHOOSING = frozenset({"median", "nanmedian", "mode", "kthvalue", "scatter", "scatter_add", "scatter_reduce", "index_put"})
-"""Operators whose lowering chooses, beside those of the table `fallbacks` (torch/_inductor/lowering.py, 2.13)."""
+"""Operators whose lowering may fall back, besides those of the table `fallbacks` (torch/_inductor/lowering.py, 2.13)."""
 
 
 def operators_without_kernel(program: ExportedProgram, on_host: Collection[str], arch: Arch) -> tuple[Finding, ...]:
@@ -73,22 +73,22 @@ def operators_without_kernel(program: ExportedProgram, on_host: Collection[str],
 
 
 def _without_kernel(program: ExportedProgram, on_host: Collection[str], arch: Arch, folded: Collection[Node]) -> dict[Node, str]:
-    """The operations, with what they lack."""
+    """The operations without a kernel, with the operator that lacks one."""
     unsupported: dict[Node, str] = {}
-    asked: dict[Any, str] = {}
+    missing_by_form: dict[Any, str] = {}
     for node in _operations(program.graph_module, on_host):
-        like = tuple([source in folded for source in (node, *node.all_input_nodes)]), _like(node)
-        if like not in asked:
-            asked[like] = _missing(node, arch, folded, on_host)
-        if asked[like]:
-            unsupported[node] = asked[like]
+        form = tuple([source in folded for source in (node, *node.all_input_nodes)]), _like(node)
+        if form not in missing_by_form:
+            missing_by_form[form] = _missing(node, arch, folded, on_host)
+        if missing_by_form[form]:
+            unsupported[node] = missing_by_form[form]
     return unsupported | {node: "a complex result" for node in _complex_results(program.graph_module, on_host)}
 
 
 def _all_fallback_ops(
     program: ExportedProgram, on_host: Collection[str], arch: Arch, folded: Collection[Node], unsupported: Collection[Node]
 ) -> list[str]:
-    """The operators to keep on the host, also those that have no kernel once the first ones are there: complex numbers cross."""
+    """The operators to keep on the host.  Each can make others lose their kernel, if complex numbers then cross."""
     names: dict[str, None] = {}
     host = set(on_host)
     while new := {_spelled(node): None for node in unsupported if _spelled(node) not in names}:
@@ -103,7 +103,7 @@ def _spelled(node: Node) -> str:
 
 
 def _operations(module: GraphModule, on_host: Collection[str]) -> Iterator[Node]:
-    """The operations that need kernels, those inside of branches and loops too."""
+    """Yields the operations that need kernels, also those inside branches and loops."""
     for node in [node for node in module.graph.nodes if node.name not in on_host]:
         if is_conditional(node):
             for body in bodies(node, module):
@@ -113,7 +113,7 @@ def _operations(module: GraphModule, on_host: Collection[str]) -> Iterator[Node]
 
 
 def _complex_results(module: GraphModule, on_host: Collection[str]) -> Iterator[Node]:
-    """Operations whose complex results leave the kernels: as results, or for what the host computes."""
+    """Yields operations whose complex results are outputs or are read by the host."""
     for node in _operations(module, on_host):
         readers = [user for user in node.users if user.op == "output" or user.name in on_host]
         if readers and any(isinstance(leaf, torch.Tensor) and leaf.is_complex() for leaf in tree_leaves(node.meta.get("val"))):
@@ -122,17 +122,17 @@ def _complex_results(module: GraphModule, on_host: Collection[str]) -> Iterator[
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without what torch logs of operations that cannot be traced alone."""
-    before = logging.root.manager.disable
+    """Disables torch's log messages about operations that cannot be traced alone."""
+    level = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
         yield
     finally:
-        logging.disable(before)
+        logging.disable(level)
 
 
 def _folded(program: ExportedProgram) -> set[Node]:
-    """What depends on weights alone, of which no kernel computes single tensors (constant_folding.py)."""
+    """The nodes that depend only on weights.  Those with a single tensor are folded and need no kernel (constant_folding.py)."""
     weights = weight_placeholders(program)
     written = set(functional(program).buffers_to_mutate.values())
     folded = {node for node in program.graph.nodes if node.name in weights and weights[node.name] not in written}
@@ -152,7 +152,7 @@ def _finding(node: Node, missing: str, hint: str) -> Finding:
 
 
 def _missing(node: Node, arch: Arch, known: Collection[Node], on_host: Collection[str]) -> str:
-    """The operator without a kernel that an operation comes down to, or "".  `known`: what depends on weights alone."""
+    """Returns the operator without a kernel that an operation consists of, or "".  `known`: nodes that depend on weights alone."""
     folded = node in known
     if node.target in TENSOR_ASSERTIONS:
         return operator(node)  # a kernel that only asserts would be dropped
@@ -162,7 +162,7 @@ def _missing(node: Node, arch: Arch, known: Collection[Node], on_host: Collectio
         for leaf in values
         if leaf is not None
     ):
-        return ""  # of sizes that only data decides: on the host, or refused
+        return ""  # its sizes depend on data: it runs on the host, or is refused
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     tensors: list[torch.Tensor] = []
     places: dict[Node, list[_Place]] = {}
@@ -195,7 +195,7 @@ def _missing(node: Node, arch: Arch, known: Collection[Node], on_host: Collectio
         with mode, torch.no_grad():
             traced = make_fx(torch.func.functionalize(run, remove="mutations"), decomposition_table=decompositions())(*tensors)
     except (DynamicOutputShapeException, DataDependentOutputException):
-        return ""  # other rules know what depends on data
+        return ""  # other rules check operations that depend on data
     except BuildError as error:
         return str(error)
     except (RuntimeError, TypeError, ValueError) as error:
@@ -214,19 +214,20 @@ def _missing(node: Node, arch: Arch, known: Collection[Node], on_host: Collectio
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a value is found: `positions` of one tensor, or of both parts of a complex one; none for a `number` itself."""
+    """The positions of a value's tensors: one, or two for the parts of a complex value; none for a `number`."""
 
     positions: tuple[int, ...]
     number: Any = None
 
     def of(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """The value among `tensors`."""
+        """Returns the value, from the list of all tensors."""
         parts = [tensors[position] for position in self.positions]
         return self.number if not parts else parts[0] if len(parts) == 1 else Pair(*parts)
 
 
 def _place(value: Any, tensors: list[torch.Tensor], computed: bool) -> _Place:
-    """Where a value is, which gets fake tensors behind `tensors`: two if it is complex and `computed`, by the kernels or before."""
+    """Appends fake tensors for a value to `tensors`.  A complex value has two if it is `computed`, by the kernels or at build
+    time."""
     if not isinstance(value, torch.Tensor):
         return _Place((), _number(value))
     shape, strides = [_number(size) for size in value.shape], [_number(stride) for stride in value.stride()]
@@ -237,7 +238,7 @@ def _place(value: Any, tensors: list[torch.Tensor], computed: bool) -> _Place:
 
 
 def _number(value: Any) -> Any:
-    """A size as the example inputs have it."""
+    """The value of a size at the example inputs."""
     return value.node.hint if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool) else value
 
 
@@ -246,8 +247,8 @@ def _on_device(value: Any) -> Any:
 
 
 def _without_lowering(graph: Graph, folded: bool) -> Iterator[str]:
-    """Operators of a decomposed graph that Inductor makes no kernel of; `folded`: those that give several tensors, which alone are
-    not computed beforehand."""
+    """Yields the operators of a decomposed graph that Inductor has no kernel for.  `folded`: only those with several results; the
+    others are computed at build time."""
     for node in graph.nodes:
         if node.op != "call_function" or node.target is python_operators.getitem or not computes(node) or node.target in FREE:
             continue
@@ -257,13 +258,13 @@ def _without_lowering(graph: Graph, folded: bool) -> Iterator[str]:
             leaf for leaf in tree_leaves([node.meta.get("val"), [operand.meta.get("val") for operand in node.all_input_nodes]])
         ]
         unpaired = any(isinstance(leaf, torch.Tensor) and leaf.is_complex() for leaf in values)
-        is_collective = node.target is COLLECTIVE  # a launch of a kernel of ours
+        is_collective = node.target is COLLECTIVE  # a launch of a kernel of cgcompile
         if isinstance(node.target, torch._ops.OpOverload) and not is_collective and (unpaired or falls_back(node.target)):
             yield str(node.target).removesuffix(".default")
 
 
 def _is_asked(node: Node) -> bool:
-    """Whether an operation stands for itself: no assertion, no marker, and no control flow, whose branches other rules look at."""
+    """Whether an operation is checked by itself: no assertion, no marker, and no control flow, whose branches other rules check."""
     alone = all(source.op != "get_attr" for source in node.all_input_nodes) and not marker(node)
     return computes(node) and isinstance(node.target, torch._ops.OpOverload) and node.target not in ASSERTIONS and alone
 
@@ -273,25 +274,25 @@ def _may_fall_back(node: Node) -> bool:
 
 
 def chooses(op: Any) -> bool:
-    """Whether Inductor makes a kernel of an operator for some arguments and GPUs, and calls torch's own for others."""
+    """Whether Inductor has a kernel for an operator with some arguments and GPUs, and calls torch's own operator for others."""
     name = str(op).partition(".")[2].partition(".")[0].rstrip("_")
     return name in CHOOSING or name in _names_of_fallbacks()
 
 
 @cache
 def _names_of_fallbacks() -> frozenset[str]:
-    """Their names without overloads, in place or not: the lowering of one may be that of another."""
+    """The names without overloads and trailing underscores, because overloads and in-place variants share lowerings."""
     return frozenset([str(fallback).removeprefix("aten.").partition(".")[0].rstrip("_") for fallback in fallbacks])
 
 
 def falls_back(op: torch._ops.OpOverload) -> bool:
-    """Whether Inductor calls torch's own operator instead of a kernel, whatever the arguments."""
+    """Whether Inductor always calls torch's own operator."""
     lowered = lowerings.get(op)
     return lowered is None or getattr(lowered, "_is_fallback_handler", False)
 
 
 def _like(node: Node) -> Any:
-    """What two operations have in common that are asked for once."""
+    """A key that is equal for operations that are checked once."""
 
     def layout_of(source: Node) -> tuple[Any, ...]:
         return tuple(

@@ -1,8 +1,8 @@
-"""A fake device: torch and Triton are told of a GPU that is not there.
+"""A fake device: makes torch and Triton use a GPU that is not present.
 
-What of theirs is replaced is listed here, with what it is for, and put back at the end.  A GPU that is there is hidden from the
-process, so torch must not have looked for GPUs before.  Private interfaces, tested with torch 2.11 (triton 3.6) and 2.13 (triton
-3.7): the names in `_replacements`, `_cached`, `_interfaces` and `_device_guard`.
+The replaced names of torch and Triton are listed here with the reason, and restored at the end.  A GPU that is present is hidden
+from the process, so torch must not have looked for GPUs before.  Private interfaces, tested with torch 2.11 (triton 3.6) and 2.13
+(triton 3.7): the names in `_replacements`, `_cached`, `_interfaces` and `_device_guard`.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from ...targets.architectures import Arch
 
 TESTED = "torch 2.11 and 2.13, triton 3.6 and 3.7"
 CUDA = "13.0"
-"""The version of CUDA that torch says it was built with."""
+"""The CUDA version that torch reports."""
 
 METHODS = 64
-"""More than a device guard of torch has."""
+"""More than the number of methods of a torch device guard."""
 
 CUDA_TYPE = 1
 """c10::DeviceType::CUDA."""
@@ -36,7 +36,7 @@ CUDA_TYPE = 1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Replacement:
-    """A name of torch or Triton and what replaces it.  `absent`: builds of torch without CUDA lack it."""
+    """A name of torch or Triton and its replacement.  `absent`: builds of torch without CUDA lack the name."""
 
     owner: str
     name: str
@@ -47,7 +47,7 @@ class Replacement:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KernelSource:
-    """A kernel of a wrapper, neither loaded nor compiled: the module text that Inductor wrote, and the function's name in it."""
+    """A kernel of a wrapper, neither loaded nor compiled: the module text that Inductor wrote, and its function's name."""
 
     name: str
     text: str
@@ -55,8 +55,8 @@ class KernelSource:
 
 @contextlib.contextmanager
 def fake_device(arch: Arch) -> Iterator[None]:
-    """Inside, torch has one GPU "cuda:0", of architecture `arch`, for fake tensors only; kernels become `KernelSource`s.  Raises
-    gpu-visible when the process sees a GPU, and torch-unsupported when a name that has to be replaced is missing."""
+    """Inside, torch has one GPU "cuda:0" of architecture `arch`, for fake tensors only, and kernels become `KernelSource`s.  Raises
+    gpu-visible if the process sees a GPU, and torch-unsupported if a name that has to be replaced is missing."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.dict(os.environ, {"CUDA_VISIBLE_DEVICES": ""}))
         if torch.cuda.is_initialized() or torch.cuda.device_count():
@@ -76,7 +76,7 @@ def fake_device(arch: Arch) -> Iterator[None]:
         yield
 
 
-# --- what stands for what -------------------------------------------------------------------------------------
+# --- replacements ---------------------------------------------------------------------------------------------
 
 
 def _replacements(arch: Arch) -> list[Replacement]:
@@ -84,7 +84,7 @@ def _replacements(arch: Arch) -> list[Replacement]:
     state = torch.zeros(16, dtype=torch.uint8)
     cuda, fake = "torch.cuda", "torch._subclasses.fake_tensor"
     rows = [
-        # what Inductor asks of the GPU
+        # queries of Inductor about the GPU
         (cuda, "is_available", lambda: True, "Inductor lowers for cuda"),
         (cuda, "device_count", lambda: 1, "there is one GPU"),
         (cuda, "current_device", lambda: 0, "and it is the current one"),
@@ -93,7 +93,7 @@ def _replacements(arch: Arch) -> list[Replacement]:
         (cuda, "get_device_name", lambda device=None: arch.gpu, "it is part of keys and reports"),
         (cuda, "is_bf16_supported", lambda including_emulation=True: True, "every target has bfloat16"),
         (cuda, "is_tf32_supported", lambda: True, "every target has tf32"),
-        # what would wake a GPU
+        # calls that would initialize a GPU
         (cuda, "_lazy_init", lambda: None, "no context is made"),
         (cuda, "is_initialized", lambda: False, "nor is there one"),
         (cuda, "synchronize", lambda device=None: None, "nothing runs"),
@@ -107,7 +107,7 @@ def _replacements(arch: Arch) -> list[Replacement]:
         (fake, "init_gpu_context", lambda device: None, "fake tensors allocate one real tensor on their device"),
         (fake + ".FakeTensorMode", "avoid_device_init", True, "literals stay on the CPU until they are moved"),
         ("torch.version", "cuda", CUDA, "the same code whichever build of torch makes it"),
-        # what would compile, load or measure kernels
+        # calls that would compile, load or measure kernels
         ("torch._inductor.async_compile.AsyncCompile", "triton", _keep_source, "kernels are compiled later, all at once"),
         (
             "torch._inductor.select_algorithm.AlgorithmSelectorCache",
@@ -124,7 +124,7 @@ def _replacements(arch: Arch) -> list[Replacement]:
 
 
 def _cached() -> list[tuple[str, str]]:
-    """Functions that cache what they were told of a device: their caches are cleared before and after."""
+    """Functions that cache facts about a device.  Their caches are cleared before and after."""
     utils = "torch._inductor.utils"
     return [
         ("torch._inductor.runtime.hints.DeviceProperties", "create"),
@@ -143,7 +143,7 @@ def _cached() -> list[tuple[str, str]]:
 
 
 def device_properties(arch: Arch) -> SimpleNamespace:
-    """`arch` under the names of `torch.cuda.get_device_properties`."""
+    """The properties of `arch` under the names of `torch.cuda.get_device_properties`."""
     return SimpleNamespace(
         name=arch.gpu,
         major=arch.major,
@@ -164,7 +164,7 @@ def device_properties(arch: Arch) -> SimpleNamespace:
 
 @contextlib.contextmanager
 def _interfaces() -> Iterator[None]:
-    """Inductor's table of devices, with "cuda" for the replacements above: rows made before hold the real functions."""
+    """Registers "cuda" in Inductor's table of devices with the replacements above.  Earlier entries refer to the real functions."""
     module = _find("torch._dynamo.device_interface")
     for name in ("CudaInterface", "device_interfaces", "init_device_reg", "register_interface_for_device"):
         if not hasattr(module, name):
@@ -178,12 +178,12 @@ def _interfaces() -> Iterator[None]:
 
 
 def _interface(base: type) -> type:
-    def taken(*names: str) -> dict[str, Any]:
+    def static_methods(*names: str) -> dict[str, Any]:
         return {name: staticmethod(getattr(torch.cuda, name)) for name in names}
 
-    worker = type("Worker", (), taken("set_device", "current_device", "get_device_properties"))
+    worker = type("Worker", (), static_methods("set_device", "current_device", "get_device_properties"))
     members: dict[str, Any] = {
-        **taken("is_available", "device_count", "current_device", "set_device", "synchronize", "get_device_properties"),
+        **static_methods("is_available", "device_count", "current_device", "set_device", "synchronize", "get_device_properties"),
         "is_bf16_supported": staticmethod(lambda including_emulation=False: True),
         "get_raw_stream": staticmethod(lambda index: 0),
         "exchange_device": staticmethod(lambda device: 0),
@@ -196,9 +196,9 @@ def _interface(base: type) -> type:
 
 @contextlib.contextmanager
 def _device_guard() -> Iterator[None]:
-    """A guard for cuda devices that does nothing: operations on fake cuda tensors ask for one.  Without a GPU, a build of torch
-    with CUDA puts one in (`FakeTensorMode` asks for it).  A build without CUDA gets one that claims no devices, which torch then
-    replaces as usual."""
+    """Installs a no-op device guard for cuda, which operations on fake cuda tensors need.  A torch build with CUDA installs one
+    itself if there is no GPU (`FakeTensorMode` requests it).  For a build without CUDA, registers a guard that reports no devices;
+    torch then replaces it with its own no-op guard."""
     if torch.backends.cuda.is_built():
         yield
         return
@@ -210,12 +210,12 @@ def _device_guard() -> Iterator[None]:
         raise _lacks("c10::impl::DeviceGuardImplRegistrar in libc10.so", "this build has no guard for cuda") from error
     register.argtypes = [ctypes.c_void_p, ctypes.c_byte, ctypes.c_void_p]
     register.restype = replace.restype = None
-    nothing = ctypes.CFUNCTYPE(ctypes.c_int)(lambda: 0)
-    table = (ctypes.c_void_p * METHODS)(*[ctypes.cast(nothing, ctypes.c_void_p).value] * METHODS)
-    claims_none = ctypes.c_void_p(ctypes.addressof(table))  # an object is a pointer to its methods
+    returns_zero = ctypes.CFUNCTYPE(ctypes.c_int)(lambda: 0)
+    table = (ctypes.c_void_p * METHODS)(*[ctypes.cast(returns_zero, ctypes.c_void_p).value] * METHODS)
+    guard = ctypes.c_void_p(ctypes.addressof(table))  # a C++ object begins with a pointer to its methods
     registrar = ctypes.create_string_buffer(64)
-    register(registrar, CUDA_TYPE, ctypes.addressof(claims_none))
-    replace()  # asks the guard for its number of devices, which is 0, and puts torch's own in
+    register(registrar, CUDA_TYPE, ctypes.addressof(guard))
+    replace()  # the guard reports 0 devices, so torch installs its own
     try:
         yield
     finally:
@@ -223,7 +223,7 @@ def _device_guard() -> Iterator[None]:
 
 
 class _Driver:
-    """In place of Triton's CUDA driver: it knows its target and nothing else."""
+    """Replaces Triton's CUDA driver.  It only knows its target."""
 
     def __init__(self, arch: Arch) -> None:
         self._arch = arch

@@ -1,7 +1,7 @@
-"""program + key -> Lowered: retrace for cuda at the key's sizes, lower with Inductor, record the launches of its wrapper.  All runs
-inside `fake_device`: no kernel is compiled, nothing is measured.  Private interfaces (torch 2.11, 2.13): `compile_fx_inner` and the
-`source_code` of its result, `user_visible_output_idxs` in the metadata of a graph's output, `V.set_choices_handler`,
-`simd.prologue_preserves_zero_mask`, and the options below."""
+"""Lowers a program at one key: retraces it for cuda at the key's sizes, lowers it with Inductor and records the launches of the
+wrapper.  All runs inside `fake_device`: no kernel is compiled, nothing is measured.  Private interfaces (torch 2.11, 2.13):
+`compile_fx_inner` and the `source_code` of its result, `user_visible_output_idxs` in the metadata of a graph's output,
+`V.set_choices_handler`, `simd.prologue_preserves_zero_mask`, and the options below."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ OPTIONS: dict[str, Any] = {
     "triton.enable_persistent_tma_matmul": False,
     "benchmark_epilogue_fusion": False,
     "prologue_fusion": True,
-    # nothing is measured, and nothing depends on an earlier run
+    # disables measurements and caches of earlier runs
     "benchmark_kernel": False,
     "benchmark_fusion": False,
     "benchmark_combo_kernel": False,
@@ -71,13 +71,13 @@ OPTIONS: dict[str, Any] = {
     "autotune_remote_cache": False,
     "bundle_triton_into_fx_graph_cache": False,
     "compile_threads": 1,
-    # one wrapper that does nothing but launch
+    # one wrapper that only launches kernels
     "cpp_wrapper": False,
     "fx_wrapper": False,
     "graph_partition": False,
     "triton.cudagraphs": False,
     "memory_planning": False,
-    "allow_buffer_reuse": False,  # a buffer per value: shorter lifetimes for our own arena plan
+    "allow_buffer_reuse": False,  # a buffer per value gives shorter lifetimes for the arena plan
     "use_static_cuda_launcher": False,
     "use_static_triton_launcher": False,
     "size_asserts": False,
@@ -87,7 +87,7 @@ OPTIONS: dict[str, Any] = {
     "profiler_mark_wrapper_call": False,
     "implicit_fallbacks": True,
 }
-"""Inductor's options; those that a version does not have are left out."""
+"""Inductor's options.  Options that a version does not have are omitted."""
 
 
 def lower_key(
@@ -103,25 +103,25 @@ def lower_key(
     more: More = nothing_more,
     split_factor: SplitFactor = lambda problem: 1,
 ) -> Lowered:
-    """Lower `program` for `arch` at the sizes of `tensors`, the call's tensors on the CPU.  `layouts`: of each output the strides,
-    dense ones, that it must have, None for any; () for any of all.  `writes`: it writes to buffers or inputs.  `live`: weights
-    that may change between calls.  `choose` picks the configuration of products and convolutions among
-    Inductor's and `more`.  Equal arguments give equal results, in every process.
+    """Lowers `program` for `arch` at the sizes of `tensors`, the call's tensors on the CPU.  `layouts`: the dense strides that each
+    output must have, None for any; () for any strides of all.  `writes`: it writes to buffers or inputs.  `live`: weights that may
+    change between calls.  `choose` picks the configuration of products and convolutions among Inductor's and `more`.  Equal
+    arguments give equal results in every process.
 
     Raises operator-without-kernel, random-operation, state-shared, constant-unknown, inputs-unlike, lowering-broken,
     torch-unsupported, gpu-visible.
     """
     with fake_device(arch), analysed_once():
-        held = {
+        weights = {
             name: value for name, value in {**program.state_dict, **program.constants}.items() if isinstance(value, torch.Tensor)
         }
 
-        def lower(retraced: Retraced, wanted: Sequence[tuple[int, ...] | None]) -> Lowered:
-            folded, constants = fold(retraced, held, live)
+        def lower(retraced: Retraced, layout: Sequence[tuple[int, ...] | None]) -> Lowered:
+            folded, constants = fold(retraced, weights, live)
             folded = split_k(folded, arch.name, split_factor)
-            lowered, unknown = lower_graph(folded, key, arch, wanted, choose, more)
+            lowered, unknown = lower_graph(folded, key, arch, layout, choose, more)
             _check_known(unknown, key, folded)
-            return replace(lowered, outputs=_as_wanted(lowered.outputs, wanted, key), constants=constants, written=retraced.written)
+            return replace(lowered, outputs=_as_wanted(lowered.outputs, layout, key), constants=constants, written=retraced.written)
 
         if has_conditionals(program.graph_module):
             return lower_blocks(program, key, tensors, layouts, lower, live)
@@ -129,7 +129,7 @@ def lower_key(
 
 
 def _check_known(unknown: Sequence[str], key: IntKey, retraced: Retraced) -> None:
-    """Raises operator-without-kernel for calls that are no Triton kernel."""
+    """Raises operator-without-kernel if the wrapper makes calls that are no Triton kernels."""
     if unknown:
         origins = [_origin(name, retraced) for name in unknown]
         raise ModelError(
@@ -147,45 +147,45 @@ def lower_graph(
     choose: Choose,
     more: More = nothing_more,
 ) -> tuple[Lowered, tuple[str, ...]]:
-    """A retraced graph lowered inside `fake_device`, and what it calls that is no Triton kernel."""
+    """Lowers a retraced graph inside `fake_device`.  Returns it and the names of its calls that are no Triton kernels."""
     handler = TemplateConfigs(arch, choose, more)
-    known = torch._inductor.config.get_config_copy()
-    options = {name: value for name, value in OPTIONS.items() if name in known} | passes() | fewer_kernels(ahead=False)
-    # What a product reads through a fused prologue is loaded under a mask without a value for the rest.  Inductor takes that for
-    # zero and selects nothing where the prologue keeps zeros; Triton leaves it undefined, and nan times zero is nan.
+    available = torch._inductor.config.get_config_copy()
+    options = {name: value for name, value in OPTIONS.items() if name in available} | passes() | fewer_kernels(ahead=False)
+    # A fused prologue loads a product's factor under a mask without a value for masked elements.  Inductor assumes zero and
+    # selects nothing if the prologue keeps zeros.  In Triton these elements are undefined, and nan times zero is nan.
     masked = mock.patch.object(simd, "prologue_preserves_zero_mask", lambda prologue: False)
     with (
         torch._inductor.config.patch(options), V.set_choices_handler(handler), masked, mended(), torch.no_grad(),
         unchecked_puts(retraced.program),
         warnings.catch_warnings(),
     ):  # fmt: skip
-        warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")  # `exact_products` says how float32 is multiplied
+        warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")  # `exact_products` sets the precision of float32 products
         wrapper = _wrapper(retraced, key, layouts)
         return record_calls(key, wrapper, retraced.tensors, retraced.names, lambda source: load(source, handler.selected))
 
 
 def _wrapper(retraced: Retraced, key: IntKey, layouts: Sequence[tuple[int, ...] | None]) -> str:
-    """The Python code that launches a graph's kernels."""
+    """Returns the Python code that launches a graph's kernels."""
     placeholders = [node for node in retraced.graph.graph.nodes if node.op == "placeholder"]
     (output,) = [node for node in retraced.graph.graph.nodes if node.op == "output"]
     if not any(node.op == "call_function" for node in retraced.graph.graph.nodes):
         return f"def call(args): return [args[i] for i in {[placeholders.index(node) for node in output.args[0]]}]"
     fixed = [index for index, strides in enumerate(layouts) if strides is not None]
-    output.meta["user_visible_output_idxs"] = fixed  # Inductor may pad others, or make images channels-last
+    output.meta["user_visible_output_idxs"] = fixed  # Inductor may pad other outputs or make them channels-last
     inputs = list(retraced.tensors)
     try:
         return compile_fx_inner(retraced.graph, inputs, static_input_idxs=range(len(inputs)), is_inference=True).source_code
-    except Exception as error:  # a compiler may fail with any
+    except Exception as error:  # a compiler may raise any exception
         raise _explain(error, key, retraced) from error
 
 
 def _as_wanted(outputs: tuple[BufferView, ...], layouts: Sequence[tuple[int, ...] | None], key: IntKey) -> tuple[BufferView, ...]:
-    """The outputs with the strides of `layouts`, which may differ where an axis has one element.  Raises lowering-broken."""
+    """Returns the outputs with the strides of `layouts`, which may differ for axes with one element.  Raises lowering-broken."""
     if not layouts:
         return outputs
     views = []
-    for number, (tensor, wanted) in enumerate(zip(outputs, layouts, strict=True)):
-        strides = tensor.strides if wanted is None else wanted
+    for number, (tensor, layout) in enumerate(zip(outputs, layouts, strict=True)):
+        strides = tensor.strides if layout is None else layout
         if not same_layout(tensor.shape, tensor.strides, strides):
             raise BuildError(
                 "lowering-broken",
@@ -196,7 +196,7 @@ def _as_wanted(outputs: tuple[BufferView, ...], layouts: Sequence[tuple[int, ...
 
 
 def _explain(error: Exception, key: IntKey, retraced: Retraced) -> BuildError:
-    """An error of ours as it is, an operation without a lowering by name, the rest as a failure of Inductor."""
+    """Returns a BuildError among the causes, or an error that names an operation without a lowering, or a failure of Inductor."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, BuildError):
@@ -211,7 +211,7 @@ def _explain(error: Exception, key: IntKey, retraced: Retraced) -> BuildError:
 
 
 def _origin(name: str, retraced: Retraced) -> tuple[str, list[str]]:
-    """The name of a call with a user's line that it comes from, and the program's operators that such calls come from."""
+    """Returns the name of a call with the user's line that it comes from, and the program's operators that it comes from."""
     plain = re.sub(r"^(torch\.ops\.|extern_kernels\.)", "", name)
     stem = plain.removesuffix(".default").removeprefix("aten.")
     nodes = [n for n in retraced.graph.graph.nodes if n.op == "call_function" and stem in str(n.target)]

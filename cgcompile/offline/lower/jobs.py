@@ -1,5 +1,5 @@
-"""Lower every region at every int_key in processes that see no GPU, some at a time.  The parent's side.  Where there is no GPU that
-this process could see, they are forked from it, and have its torch, Inductor and weights."""
+"""Lowers every region at every int_key in parallel worker processes that see no GPU.  This is the parent's side.  If no GPU is
+visible to this process, the workers are forked from it and share its torch, Inductor and weights."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from .worker_job import Layouts, WorkerJob, program_of
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoweringJob:
-    """A program to lower at the sizes of `tensors`, which are like those that it takes, on the CPU.  `writes`: it writes to buffers
-    or to inputs.  `live`: names of weights that may change between calls, so that nothing computed from them is kept."""
+    """A program to lower at the sizes of `tensors`, which are like its inputs, on the CPU.  `writes`: it writes to buffers or
+    inputs.  `live`: names of weights that may change between calls, so that no constants are folded from them."""
 
     program: ExportedProgram = field(repr=False)
     tensors: tuple[torch.Tensor, ...] = field(repr=False)
@@ -53,30 +53,29 @@ def lower_all(
     tell: Tell,
     seconds: float | None = None,
 ) -> dict[RegionKey, Lowered]:
-    """Every job lowered for `arch`, in the order of `jobs`, in as many processes as there are processors.  `folder` takes working
-    files and logs, `cache` what was lowered.  `code` names the model whose code registers operators that the programs call, or is
-    "": what these launch may change while the programs stay the same, so that nothing is remembered.  Raises what
-    `inductor.lower_key` raises, lowering-broken when a process ends without an answer, and TimeoutError when not all is done after
-    so many `seconds`."""
-    rest = arch, table.read_bytes() if table else b"", settings()
-    about = program_contents([job.program for job in jobs.values()])
-    asked = {
+    """Lowers every job for `arch`, with one process per processor; returns the results in the order of `jobs`.  `folder`: for
+    working files and logs.  `cache`: for lowered programs.  `code` names the model whose code registers operators that the programs
+    call, or is "".  The kernels of these operators may change while the programs stay the same, so nothing is cached.  Raises the
+    errors of `inductor.lower_key`, lowering-broken if a process ends without a result, and TimeoutError after `seconds`."""
+    common = arch, table.read_bytes() if table else b"", settings()
+    digests = program_contents([job.program for job in jobs.values()])
+    parameters = {
         name: ([tensor_layout(tensor) for tensor in job.tensors], job.layouts, job.writes, job.live) for name, job in jobs.items()
     }
-    kept = {
-        name: cache_path(cache, "lowered", about[id(job.program)], rest, own_key(name[1]), *asked[name])
+    cache_paths = {
+        name: cache_path(cache, "lowered", digests[id(job.program)], common, own_key(name[1]), *parameters[name])
         for name, job in jobs.items()
     }
-    known: dict[RegionKey, Lowered] = {}
+    lowered_jobs: dict[RegionKey, Lowered] = {}
     if not code:
-        known = {name: recalled for name, path in kept.items() if (recalled := recall(path, Lowered)) is not None}
-    if len(known) == len(jobs):
-        tell(f"all {len(known)} were lowered before")
-    left = {name: job for name, job in jobs.items() if name not in known}
+        lowered_jobs = {name: recalled for name, path in cache_paths.items() if (recalled := recall(path, Lowered)) is not None}
+    if len(lowered_jobs) == len(jobs):
+        tell(f"all {len(lowered_jobs)} were lowered before")
+    remaining = {name: job for name, job in jobs.items() if name not in lowered_jobs}
     weights = folder / "weights.pt"
-    files, saved = _saved(left.values(), folder)
+    files, saved = _saved(remaining.values(), folder)
     contents = {}
-    for name, job in left.items():
+    for name, job in remaining.items():
         number, path = files[id(job.program)]
         contents[name] = WorkerJob(
             program=path, weights=weights, number=number, code=code, tensors=job.tensors, layouts=job.layouts, writes=job.writes,
@@ -85,22 +84,22 @@ def lower_all(
     numbers = count(1)
 
     def done(text: str) -> None:
-        tell(f"{next(numbers)} of {len(left)} programs: {text}")
+        tell(f"{next(numbers)} of {len(remaining)} programs: {text}")
 
     if seconds is None and not code and not torch.cuda.is_initialized() and not torch.cuda.device_count():
-        known |= _forked(contents, saved, folder, kept, done)
+        lowered_jobs |= _forked(contents, saved, folder, cache_paths, done)
     else:
         torch.save(saved, weights)
         requests = {name: Request(content=content, what=_title(name)) for name, content in contents.items()}
         kind = Kind(module="cgcompile.offline.lower.worker", folder=folder, died="lowering-broken")
         for name, lowered in ask(kind, requests, seconds=seconds):
             if not code:
-                remember(kept[name], lowered)
-            known[name] = lowered
+                remember(cache_paths[name], lowered)
+            lowered_jobs[name] = lowered
             done(_summary(name, lowered))
-    if len(known) < len(jobs):
+    if len(lowered_jobs) < len(jobs):
         raise TimeoutError
-    return {name: known[name] for name in jobs}
+    return {name: lowered_jobs[name] for name in jobs}
 
 
 def _title(name: RegionKey) -> str:
@@ -115,13 +114,13 @@ def _forked(
     contents: Mapping[RegionKey, WorkerJob],
     saved: Sequence[Mapping[str, Any]],
     folder: Path,
-    kept: Mapping[RegionKey, Path],
+    cache_paths: Mapping[RegionKey, Path],
     tell: Tell,
 ) -> dict[RegionKey, Lowered]:
-    """What jobs are lowered to, in forked processes, which take several where there are many; `saved` as `_saved` gives it."""
+    """Lowers jobs in forked processes, several per process if there are many.  `saved`: the result of `_saved`."""
     if not contents:
         return {}
-    with quick_imports():  # late: what was lowered before needs no Inductor
+    with quick_imports():  # imported here because cached results need no Inductor
         from .worker import lowered_program
 
     def lower(names: Sequence[RegionKey], tell: Tell) -> dict[RegionKey, Lowered]:
@@ -136,19 +135,19 @@ def _forked(
             except Exception as error:
                 text = f"{_title(name)}: {type(error).__name__}: {first_line(error)}"
                 raise BuildError("lowering-broken", text) from error
-            remember(kept[name], lowered_jobs[name])
+            remember(cache_paths[name], lowered_jobs[name])
             tell(_summary(name, lowered_jobs[name]))
         return lowered_jobs
 
-    names, most = list(contents), 2 * processors()
-    works = {number: partial(lower, names[number::most]) for number in range(min(most, len(names)))}
+    names, limit = list(contents), 2 * processors()
+    works = {number: partial(lower, names[number::limit]) for number in range(min(limit, len(names)))}
     outcomes = side_by_side(works, dict.fromkeys(works, tell), folder, "lowering-broken")
-    return {name: lowered for several in outcomes.values() for name, lowered in several.items()}
+    return {name: lowered for results in outcomes.values() for name, lowered in results.items()}
 
 
 def _saved(jobs: Iterable[LoweringJob], folder: Path) -> tuple[dict[int, tuple[int, Path]], list[dict[str, Any]]]:
-    """Numbers and files of the jobs' programs by identity, and by number the weights, which the files leave out: tensors; of those
-    that may change between calls, such as caches, (number of the storage, its bytes, offset, strides)."""
+    """Saves the jobs' programs without weights.  Returns their numbers and files by identity, and the weights by number.  A weight
+    is a tensor.  If it may change between calls, such as a cache, it is (number of the storage, its bytes, offset, strides)."""
     files: dict[int, tuple[int, Path]] = {}
     saved: list[dict[str, Any]] = []
     storages: dict[int, int] = {}

@@ -1,10 +1,10 @@
-"""Torch's analysis of Triton kernels in a graph, made once for each kernel and the types of its arguments.
+"""Caches torch's analysis of Triton kernels in a graph by the kernel and the types of its arguments.
 
-Whenever torch wants to know which arguments a kernel writes to, Triton's front end compiles it: three times for every launch, a
-sixth of the time in which a GPT of 12 equal layers is lowered (torch 2.13).
+To find the arguments that a kernel writes to, torch compiles it with Triton's front end, three times for every launch.  This is a
+sixth of the time to lower a GPT of 12 equal layers (torch 2.13).
 
-Private interfaces (torch 2.11, 2.13): `torch._higher_order_ops.triton_kernel_wrap.generate_ttir`, which gives a module that is only
-read, and the names of its parameters; `FakeTensor`, `torch._inductor.ir.TensorBox`.
+Private interfaces (torch 2.11, 2.13): `torch._higher_order_ops.triton_kernel_wrap.generate_ttir`, which returns a module that is
+only read, and the names of its parameters; `FakeTensor`, `torch._inductor.ir.TensorBox`.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from torch._subclasses.fake_tensor import FakeTensor
 from triton.runtime.autotuner import Autotuner
 
 PLAIN = (bool, int, float, str, type(None), torch.dtype)
-"""Arguments that a kernel is compiled for as they are."""
+"""Types of arguments whose values are constants of the compiled kernel."""
 
 
 @contextmanager
 def analysed_once() -> Iterator[None]:
-    """Inside, what was analysed is remembered."""
+    """Inside, analyses are cached."""
     generate, analyses = triton_kernel_wrap.generate_ttir, dict[Any, Any]()
 
-    def once(kernel: Any, kwargs: dict[str, Any], descriptors: Mapping[str, Any]) -> Any:
+    def cached(kernel: Any, kwargs: dict[str, Any], descriptors: Mapping[str, Any]) -> Any:
         key = None if descriptors else _key(kernel, kwargs)
         if key is None:
             return generate(kernel, kwargs, descriptors)
@@ -39,12 +39,12 @@ def analysed_once() -> Iterator[None]:
         module, names = analyses[key]
         return module, list(names)
 
-    with mock.patch.object(triton_kernel_wrap, "generate_ttir", once):
+    with mock.patch.object(triton_kernel_wrap, "generate_ttir", cached):
         yield
 
 
 def _key(kernel: Any, arguments: Mapping[str, Any]) -> Any:
-    """What the analysis depends on, None for arguments whose types are not known here."""
+    """The cache key of an analysis, or None if an argument has another type."""
     if isinstance(kernel, Autotuner):  # the first configuration is analysed
         kernel, arguments = kernel.fn, {**arguments, **(kernel.configs[0].kwargs if kernel.configs else {})}
     key_parts: list[Any] = [kernel]
@@ -52,7 +52,7 @@ def _key(kernel: Any, arguments: Mapping[str, Any]) -> Any:
         if isinstance(value, FakeTensor | TensorBox):
             key_parts.append((name, value.dtype))
         elif isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool | sympy.Expr):
-            key_parts.append((name, sympy.Expr))  # each of them stands for one and the same number there
+            key_parts.append((name, sympy.Expr))  # the analysis uses the same number for all symbolic values
         elif isinstance(value, PLAIN):
             key_parts.append((name, type(value), value))
         else:

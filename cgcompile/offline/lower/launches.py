@@ -69,7 +69,7 @@ def record_calls(
 
 @dataclass(eq=False, slots=True)
 class _Handle:
-    """A buffer in use: its position, and a function that is called when nothing refers to it any more."""
+    """A buffer in use.  `dropped` is called with its position when nothing refers to it any more."""
 
     buffer: int
     dropped: Callable[[int], None]
@@ -97,7 +97,7 @@ class WrapperTensor:
         return Pointer(buffer=self.handle.buffer, offset=self.offset)
 
     def view(self, shape: Sequence[int], strides: Sequence[int], offset: int) -> WrapperTensor:
-        """The same memory in another layout, `offset` elements further on."""
+        """The same memory in another layout, `offset` elements after the start."""
         return WrapperTensor(
             self.log, self.handle, self.offset + offset * self.dtype.itemsize, tuple(shape), tuple(strides), self.dtype
         )
@@ -174,12 +174,12 @@ class _Log:
         nbytes = -(-span(shape, strides) * dtype.itemsize // multiple) * multiple
         self.buffers.append(Buffer(kind=TEMPORARY, name=f"t{buffer}", nbytes=nbytes))
         self.events.append(Allocate(buffer=buffer))
-        handle = _Handle(buffer, lambda gone: self.events.append(Release(buffer=gone)))
+        handle = _Handle(buffer, lambda index: self.events.append(Release(buffer=index)))
         return WrapperTensor(self, handle, 0, tuple(shape), tuple(strides), dtype)
 
     def exchange(self, operand: Any, kind: Any, world: int, sender: int, after: Any = None) -> Any:
-        """The wrapper calls an operator of `collectives`.  Calls are recorded in their order; `after` is ignored.  Kernels send
-        multiples of 16 bytes from addresses that are multiples of 16.  Other tensors are copied to a padded buffer."""
+        """Records the wrapper's call of the operator of `collectives`.  Calls are recorded in order; `after` is ignored.  Kernels
+        send multiples of 16 bytes from addresses that are multiples of 16.  Other tensors are copied to a padded buffer."""
         if isinstance(operand, UnknownCall):
             return operand
         dtype, nbytes = operand.dtype, operand.span()
@@ -217,7 +217,7 @@ class _Log:
         return output
 
     def launch(self, source: KernelSource, *arguments: Any, stream: Any = 0, **others: Any) -> None:
-        """The wrapper runs a kernel."""
+        """Records the wrapper's launch of a kernel."""
         if others:
             raise BuildError("lowering-broken", f"kernel {source.name}: called with {sorted(others)}")
         if any(isinstance(value, UnknownCall) for value in arguments):
@@ -259,12 +259,12 @@ def _argument(kernel: str, name: str, kind: str, value: Any) -> Pointer | int | 
 
 
 def _check_strides(variant: KernelVariant, values: Mapping[str, Any]) -> None:
-    """Inductor must not have changed strides that are constants of a kernel of cgcompile, TENSOR_stride_AXIS."""
-    for name, wanted in variant.constants:
+    """Checks that Inductor did not change strides that are constants TENSOR_stride_AXIS of a kernel of cgcompile."""
+    for name, stride in variant.constants:
         tensor, infix, axis = name.rpartition("_stride_")
         value = values.get(tensor)
-        if infix and isinstance(value, WrapperTensor) and value.shape[int(axis)] > 1 and value.strides[int(axis)] != wanted:
-            text = f"{tensor} has strides {value.strides}, {wanted} was expected for axis {axis}"
+        if infix and isinstance(value, WrapperTensor) and value.shape[int(axis)] > 1 and value.strides[int(axis)] != stride:
+            text = f"{tensor} has strides {value.strides}, {stride} was expected for axis {axis}"
             raise BuildError("lowering-broken", f"kernel {variant.name}: {text}")
 
 
@@ -312,7 +312,7 @@ class _Torch:
 
 
 class _Operators:
-    """`torch.ops` for the wrapper: that of `collectives` is recorded, all others are unknown."""
+    """`torch.ops` for the wrapper.  The operator of `collectives` is recorded, all others are unknown."""
 
     def __init__(self, log: _Log) -> None:
         self._log = log

@@ -1,4 +1,4 @@
-"""The configuration of the Triton template of a product or a convolution: Inductor's handler of choices, with one for each.
+"""Selects one configuration for each Triton template of a product or convolution, as Inductor's choices handler.
 
 Private interfaces (torch 2.11, 2.13): `V.set_choices_handler` takes a subclass of `InductorChoices`; `bmm_template`,
 `ExternKernelChoice`, and `KernelTemplateChoice` with its parameters.
@@ -21,19 +21,18 @@ from ..tuning.cost_model import Candidate, Problem
 from .variants import Configuration
 
 Choose = Callable[[Problem, Sequence[Candidate], Arch], tuple[int, str]]
-"""As `cost_model.choose`."""
+"""See `cost_model.choose`."""
 
 More = Callable[[Problem], Sequence[Candidate]]
-"""Configurations of a problem that may be chosen beside those that Inductor offers."""
+"""Returns configurations of a problem that may be chosen in addition to Inductor's."""
 
 
 def nothing_more(problem: Problem) -> Sequence[Candidate]:
-    """A `More` of none."""
     return ()
 
 
 class TemplateConfigs(RowBlocks):
-    """Inductor's choices, with one configuration for every template; `selected` says how each was found."""
+    """Inductor's choices with one configuration for every template.  `selected`: how each configuration was chosen."""
 
     def __init__(self, arch: Arch, choose: Choose, more: More) -> None:
         super().__init__()
@@ -43,7 +42,7 @@ class TemplateConfigs(RowBlocks):
         self.selected: dict[Configuration, str] = {}
 
     def get_template_configs(self, kernel_inputs: Any, templates: Any, op_name: str, *args: Any, **kwargs: Any) -> Any:
-        """Also of `bmm` with a result of another dtype than the factors', for which torch 2.11 offers no template."""
+        """Adds a template for `bmm` with a result of another dtype than the factors', for which torch 2.11 has none."""
         if op_name == "bmm" and not templates:
             templates = [bmm_template]
         return super().get_template_configs(kernel_inputs, templates, op_name, *args, **kwargs)
@@ -72,7 +71,7 @@ class TemplateConfigs(RowBlocks):
         """Inductor's configurations of a convolution, reduced to one."""
         configs = super().get_conv_configs(device_type)
 
-        def one(m: Any, n: Any, k: Any, **kwargs: Any) -> list[Any]:
+        def picked_config(m: Any, n: Any, k: Any, **kwargs: Any) -> list[Any]:
             offered = list(configs(m, n, k, **kwargs))
             settings = [{**config.kwargs, "num_stages": config.num_stages, "num_warps": config.num_warps} for config in offered]
             described = [_candidate(setting) for setting in settings]
@@ -82,21 +81,21 @@ class TemplateConfigs(RowBlocks):
             kwargs = {**offered[0].kwargs, **_blocks(picked)}
             return [type(offered[0])(kwargs, num_stages=picked.stages, num_warps=picked.warps)]
 
-        return one
+        return picked_config
 
     def _pick(self, problem: Problem, offered: Sequence[Candidate]) -> Candidate:
         candidates = list(dict.fromkeys([*offered, *self._more(problem)]))
         try:
-            index, how = self._choose(problem, candidates, self._arch)
+            index, method = self._choose(problem, candidates, self._arch)
         except ValueError as error:
             raise ModelError("operator-without-kernel", str(error)) from error
         picked = candidates[index]
-        self.selected[picked.block_m, picked.block_n, picked.block_k, picked.stages, picked.warps] = how
+        self.selected[picked.block_m, picked.block_n, picked.block_k, picked.stages, picked.warps] = method
         return picked
 
 
 def _like(choice: Any, candidate: Candidate, k: int) -> Any:
-    """A template's choice with another configuration; k is the length of the inner axis."""
+    """Copies a template choice with another configuration.  k: the length of the inner axis."""
     parameters = choice.params.to_kwargs()
     other = {
         **_blocks(candidate),

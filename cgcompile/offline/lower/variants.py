@@ -1,5 +1,5 @@
-"""A kernel as Inductor wrote it -> the KernelVariant that Triton compiles, its launch grid and the order of its arguments.  Private
-interfaces (torch 2.11, 2.13): `_load_triton_kernel_from_source`, `CachingAutotuner._create_compile_meta` and
+"""Reads a kernel that Inductor wrote: the KernelVariant that Triton compiles, its launch grid and the order of its arguments.
+Private interfaces (torch 2.11, 2.13): `_load_triton_kernel_from_source`, `CachingAutotuner._create_compile_meta` and
 `_create_compile_options`, `CompileResult._get_arg_lists`, `GridExpr`, `get_constexprs`."""
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ Configuration = tuple[int, int, int, int, int]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WrapperKernel:
-    """A variant and how the wrapper calls it: `parameters` names the arguments in order, `grid` takes those that are numbers."""
+    """A variant and how the wrapper calls it.  `parameters`: the arguments' names.  `grid`: takes the arguments that are
+    numbers."""
 
     variant: KernelVariant
     parameters: tuple[str, ...]
@@ -33,8 +34,8 @@ class WrapperKernel:
 
 
 def load(source: KernelSource, selected: Mapping[Configuration, str]) -> WrapperKernel:
-    """Read a kernel of the wrapper, with the first of Inductor's configurations, which it takes without measuring.  `selected` says
-    how those of templates were found.  Raises lowering-broken."""
+    """Reads a kernel of the wrapper with the first of Inductor's configurations, which needs no measurement.  `selected`: how the
+    configurations of templates were chosen.  Raises lowering-broken."""
     tuner = _load_triton_kernel_from_source(source.name, source.text)
     config = tuner.configs[0]
     meta = tuner._create_compile_meta(config)
@@ -67,22 +68,22 @@ def load(source: KernelSource, selected: Mapping[Configuration, str]) -> Wrapper
 
 
 def exact_products(source: str) -> str:
-    """`source` with float32 factors multiplied as three products of tf32, which is about as exact as float32.  Templates say
-    `allow_tf32=ALLOW_TF32`.  Without tf32, Triton would not use tensor cores and be several times slower."""
+    """Replaces `allow_tf32=ALLOW_TF32` of templates so that float32 products are three tf32 products, almost as exact as float32.
+    Without tf32, Triton would not use tensor cores and be several times slower."""
     return source.replace("allow_tf32=ALLOW_TF32", 'input_precision="tf32x3"')
 
 
 def constant_factors(source: str) -> str:
-    """`source` of a product with constant factors as matrices: torch 2.11 and 2.13 broadcast a vector, which Triton refuses."""
+    """Turns constant factors of a product into matrices.  torch 2.11 and 2.13 broadcast a vector, which Triton refuses."""
     if len(set(BLOCKS.findall(source))) != 3 or "tl.dot(" not in source:
         return source
     return source.replace("tl.full([1], ", "tl.full([1, 1], ")
 
 
 def true_hints(source: str, arguments: Sequence[str]) -> str:
-    """`source` of a product that computes a factor itself, and does not take it from memory, without a hint that may be false.
-    Where the last block of rows begins again with the first row, its rows are not contiguous.  That is harmless for rows of a
-    factor.  A vector of indices, which such a kernel reads by row, would be misaligned (torch 2.11)."""
+    """Restricts a contiguity hint of a product that computes a factor instead of loading it, because the hint may be false.  If the
+    last block of rows wraps to the first row, its rows are not contiguous.  This does not matter for rows of a factor.  A vector of
+    indices that the kernel loads by row would be misaligned (torch 2.11)."""
     for factor, rows in (("A", "M"), ("B", "N")):
         if f"arg_{factor}" not in arguments:
             source = source.replace(f"({rows} >= BLOCK_{rows} and K > 1)", f"({rows} % BLOCK_{rows} == 0 and K > 1)")
@@ -90,14 +91,14 @@ def true_hints(source: str, arguments: Sequence[str]) -> str:
 
 
 def _functions(text: str, name: str) -> str:
-    """The kernel's function without decorators, then its helpers (of scans and reductions) with theirs."""
+    """Returns the kernel's function without decorators, then its helpers (of scans and reductions) with theirs."""
     parts = re.split(r"^(?=@triton|@triton_heuristics|def )", text, flags=re.MULTILINE)
     kernel, helpers = "", []
-    for before, part in zip(["", *parts], parts, strict=False):
+    for previous, part in zip(["", *parts], parts, strict=False):
         definition = re.match(r"def (\w+)", part)
         if definition and definition[1] == name:
             kernel = part
-        elif definition and before.startswith("@triton.jit"):
+        elif definition and previous.startswith("@triton.jit"):
             helpers.append("@triton.jit\n" + part.strip() + "\n")
     if not kernel:
         raise BuildError("lowering-broken", f"kernel {name}: Inductor's module defines no such function")

@@ -1,4 +1,4 @@
-"""A process that lowers regions at int_keys, one request after another (see `util.workers`)."""
+"""A worker process that lowers regions at int_keys, one request after another (see `util.workers`)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from .worker_job import WorkerJob, read_program
 
 
 def work(job: WorkerJob) -> Lowered:
-    """What the job's program was lowered to."""
     warnings.filterwarnings("ignore", module=r"torch\.|copyreg")
     apply_settings(job.settings)
     load_code(job.code)
@@ -29,7 +28,7 @@ def work(job: WorkerJob) -> Lowered:
 
 
 def lowered_program(job: WorkerJob, program: ExportedProgram) -> Lowered:
-    """What a program was lowered to as the job says, in a process that has its settings and operators."""
+    """Lowers the job's program, in a process that already has its settings and operators."""
     target, table = arch(job.arch), read_table(job.table) if job.table else {}
     return lower_key(
         program,

@@ -1,4 +1,4 @@
-"""What a process that lowers is asked for, and its program with weights."""
+"""The request to a lowering worker, and its program with weights."""
 
 from __future__ import annotations
 
@@ -15,15 +15,14 @@ from cgbundle.format.schema import IntKey
 from ...export.torch_program import with_weights
 
 Layouts = tuple[tuple[int, ...] | None, ...]
-"""Of each output the strides that it must have, in elements; None for any.  () for any of all."""
+"""The strides that each output must have, in elements; None for any.  () for any strides of all."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerJob:
-    """A job as a worker is asked for it: `program` is a file without weights, which are those of number `number` in the file
-    `weights`; `code` registers operators that it calls, "" for none.
-    `settings`: torch's switches that choose kernels; `table`: the file of measured configurations, or None for Inductor's offers
-    ranked by the model of cost."""
+    """A job as a worker receives it.  `program`: a file without weights; the weights are number `number` in the file `weights`.
+    `code`: registers operators that it calls, "" for none.  `settings`: torch's switches that choose kernels.  `table`: the file of
+    measured configurations, or None to rank Inductor's by the cost model."""
 
     program: Path
     weights: Path
@@ -40,12 +39,12 @@ class WorkerJob:
 
 
 def read_program(job: WorkerJob) -> ExportedProgram:
-    """The job's program; its weights are pages of the file that all workers share, read where something is computed from them."""
+    """Loads the job's program.  Its weights are mapped from the file that all workers share."""
     return program_of(job, torch.load(job.weights, mmap=True, weights_only=True)[job.number])
 
 
 def program_of(job: WorkerJob, saved: Mapping[str, Any]) -> ExportedProgram:
-    """The job's program with weights as `_saved` gives them.  What those hold that may change between calls is not known."""
+    """Loads the job's program with the weights of `_saved`.  Weights that may change between calls have undefined contents."""
     program, tensors = torch.export.load(job.program), dict(saved)
     named = {**program.state_dict, **program.constants}
     storages: dict[int, torch.Tensor] = {}

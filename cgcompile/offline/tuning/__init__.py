@@ -1,1 +1,1 @@
-"""Which configuration a product or convolution gets: by measurements of its architecture, else by a model of cost."""
+"""Chooses the configurations of products and convolutions, by measurements on the architecture or by a cost model."""

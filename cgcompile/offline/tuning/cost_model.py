@@ -1,5 +1,5 @@
-"""Which configuration a matrix product or convolution gets: by a table of measurements, or by a model of cost.  Pure Python.  A
-configuration is the size of the block that one program computes, the depth of its pipeline, and its warps."""
+"""Chooses the configuration of a matrix product or convolution, by a table of measurements or by a cost model.  Pure Python.  A
+configuration is the block that a program instance computes, the number of pipeline stages, and the number of warps."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "int8": 1, 
 """Bytes of an element."""
 
 ALIKE = {"addmm": "mm", "baddbmm": "bmm", "bfloat16": "float16"}
-"""Kinds and dtypes that take the same time: the addend is read when the result is written, and tensor cores run at one rate."""
+"""Kinds and dtypes that take the same time: the addend is read when the result is written, and tensor cores have the same rate."""
 
 REACH = 2.0
-"""How far a measured problem may lie from the one at hand: Euclidean distance of (batch, m, n, k) in powers of two."""
+"""The largest distance of a measured problem that is used: the Euclidean distance of (batch, m, n, k) in powers of two."""
 
 LATENCY = 700.0
-"""Cycles from asking global memory (L2) for a block until it can be multiplied."""
+"""Cycles between requesting a block from global memory (L2) and multiplying it."""
 
 L2_BYTES = 64.0
-"""Bytes per cycle that one multiprocessor gets from L2."""
+"""Bytes per cycle that one multiprocessor reads from L2."""
 
 LAUNCHED = 2000.0
-"""Cycles to start a wave of blocks, fill the pipeline's addresses and write the result."""
+"""Cycles to start a wave of blocks, to compute the pipeline's first addresses and to write the result."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Problem:
-    """`batch` products of (m, k) by (k, n).  `kind`: "mm", "addmm", "bmm", "baddbmm" or "conv"; `dtype`: of the factors.  For a
-    convolution m counts output positions, n output channels of a group, and batch the groups.  k is the input channels of a group
-    times the kernel's size."""
+    """`batch` products of (m, k) by (k, n).  `kind`: "mm", "addmm", "bmm", "baddbmm" or "conv".  `dtype`: of the factors.  For a
+    convolution: m output positions, n output channels of a group, batch groups, and k = input channels of a group times the
+    kernel's size."""
 
     kind: str
     batch: int
@@ -45,8 +45,8 @@ class Problem:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Candidate:
-    """A configuration: a program computes block_m x block_n in steps of block_k, and loads `stages` blocks ahead.  `group` rows of
-    programs run together for the sake of the cache (0: the kernel has no such parameter)."""
+    """A configuration: a program instance computes block_m x block_n in steps of block_k, with `stages` pipeline stages.  `group`:
+    rows of instances that run together to reuse the cache; 0: the kernel has no such parameter."""
 
     block_m: int
     block_n: int
@@ -61,26 +61,26 @@ Table = Mapping[Problem, Sequence[tuple[Candidate, float]]]
 
 
 def choose(problem: Problem, candidates: Sequence[Candidate], arch: Arch, table: Table | None = None) -> tuple[int, str]:
-    """The best candidate's position, and how it was found: "only" (there was no other), "table" (this problem was measured),
-    "nearest" (one close to it was), "heuristic" (the model of cost).  Raises ValueError when none fits the target."""
+    """Returns the position of the best candidate and how it was chosen: "only" (a single candidate), "table" (a measurement of this
+    problem), "nearest" (of a similar one) or "heuristic" (the cost model).  Raises ValueError if none fits the target."""
     fitting = [index for index, candidate in enumerate(candidates) if fits(problem, candidate, arch)]
     if not fitting:
         raise ValueError(f"no configuration of {len(candidates)} fits {arch.name}: {problem}")
     if len(candidates) == 1:
         return 0, "only"
-    known = {candidates[index]: index for index in reversed(fitting)}
+    positions = {candidates[index]: index for index in reversed(fitting)}
     if table:
-        if problem in table and (position := _fastest(table[problem], known)) is not None:
+        if problem in table and (position := _fastest(table[problem], positions)) is not None:
             return position, "table"
-        for near in nearest(problem, table):
-            if (position := _fastest(table[near], known)) is not None:
+        for neighbour in nearest(problem, table):
+            if (position := _fastest(table[neighbour], positions)) is not None:
                 return position, "nearest"
     return min(fitting, key=lambda index: (cost(problem, candidates[index], arch), index)), "heuristic"
 
 
 def measured(problem: Problem, table: Table) -> list[Candidate]:
-    """What the table has of this problem, else of the nearest one, in blocks no larger than the problem: also what Inductor does
-    not offer."""
+    """The candidates that were measured for this problem, else for the nearest one, with blocks no larger than the problem.
+    Inductor may not offer them."""
     near = [problem] if problem in table else nearest(problem, table)[:1]
     largest = [1 << max(4, (size - 1).bit_length()) for size in (problem.m, problem.n, problem.k)]
     rows = [candidate for neighbour in near for candidate, _ in table[neighbour]]
@@ -88,21 +88,21 @@ def measured(problem: Problem, table: Table) -> list[Candidate]:
 
 
 def fits(problem: Problem, candidate: Candidate, arch: Arch) -> bool:
-    """Whether the pipeline fits the shared memory of a block, and the result the registers (255 a thread)."""
+    """Whether the pipeline fits the shared memory of a block and the result fits the registers (255 per thread)."""
     results = candidate.block_m * candidate.block_n / (32 * candidate.warps)
     return shared_bytes(problem, candidate) <= arch.shared_optin and results < 255
 
 
 def shared_bytes(problem: Problem, candidate: Candidate) -> int:
-    """Bytes of shared memory of a program: both factors' blocks, `stages` times."""
+    """The shared memory of a program instance in bytes: a block of both factors for each stage."""
     rows = candidate.block_m + candidate.block_n
     return max(1, candidate.stages) * rows * candidate.block_k * ITEMSIZE[problem.dtype]
 
 
 def cost(problem: Problem, candidate: Candidate, arch: Arch) -> float:
-    """Estimated cycles, of ceil(k / block_k) steps per block, and as many blocks at a time as fit a multiprocessor.  A step takes
-    what the tensor cores or L2 need for all of them, and at least the latency that the pipeline leaves uncovered.  A partly filled
-    wave costs as much as a full one, and so does what a block computes beyond m and n."""
+    """Estimates cycles, for ceil(k / block_k) steps per block and as many concurrent blocks as fit a multiprocessor.  A step takes
+    the longer time of the tensor cores and L2, and at least the latency that the pipeline does not hide.  A partial wave costs as
+    much as a full one, and padding of m and n costs as much as results."""
     blocks = problem.batch * math.ceil(problem.m / candidate.block_m) * math.ceil(problem.n / candidate.block_n)
     steps = math.ceil(problem.k / candidate.block_k)
     resident = _resident(problem, candidate, arch)
@@ -116,9 +116,9 @@ def cost(problem: Problem, candidate: Candidate, arch: Arch) -> float:
 
 
 def _rate(problem: Problem, candidate: Candidate, arch: Arch) -> float:
-    """Operations per cycle and multiprocessor.  Half precision runs at the tensor cores' rate, float32 as three products of tf32 at
-    half of it, other types at 256.  Small blocks reach less: a warp then has too few independent products.  From Hopper on, only
-    groups of four warps and 64 rows reach the full rate, others about half."""
+    """Operations per cycle and multiprocessor.  Half precision runs at the tensor cores' rate, float32 as three tf32 products at
+    half of it, other types at 256.  Small blocks are slower, because a warp has too few independent products.  From Hopper on, only
+    groups of four warps with 64 rows reach the full rate, others about half."""
     rates = {"float16": 1.0, "bfloat16": 1.0, "float8_e4m3fn": 2.0, "float8_e5m2": 2.0, "int8": 2.0, "float32": 1 / 6}
     if problem.dtype not in rates:
         return 256.0
@@ -130,7 +130,7 @@ def _rate(problem: Problem, candidate: Candidate, arch: Arch) -> float:
 
 
 def _resident(problem: Problem, candidate: Candidate, arch: Arch) -> int:
-    """Blocks that one multiprocessor runs at a time, by shared memory, threads and registers."""
+    """The number of blocks that run on one multiprocessor at the same time, limited by shared memory, threads and registers."""
     threads = 32 * candidate.warps
     per_thread = 48 + candidate.block_m * candidate.block_n / threads
     by_shared = arch.shared_sm // (shared_bytes(problem, candidate) + 1024)
@@ -138,14 +138,14 @@ def _resident(problem: Problem, candidate: Candidate, arch: Arch) -> int:
     return max(1, min(by_shared, arch.threads_sm // threads, by_registers, 32))
 
 
-def _fastest(measured: Iterable[tuple[Candidate, float]], known: Mapping[Candidate, int]) -> int | None:
-    """The position of the fastest measured candidate among those on offer."""
-    offered = [(time, known[candidate]) for candidate, time in measured if candidate in known]
+def _fastest(measured: Iterable[tuple[Candidate, float]], positions: Mapping[Candidate, int]) -> int | None:
+    """The position of the fastest measured candidate that is in `positions`, or None."""
+    offered = [(time, positions[candidate]) for candidate, time in measured if candidate in positions]
     return min(offered)[1] if offered else None
 
 
 def nearest(problem: Problem, table: Table) -> list[Problem]:
-    """Measured problems within REACH of the same target that run ALIKE, nearest first, then by the same kind and dtype."""
+    """The measured problems of the target within REACH that are ALIKE, nearest first, then those of the same kind and dtype."""
 
     def distance(other: Problem) -> float:
         pairs = ((problem.batch, other.batch), (problem.m, other.m), (problem.n, other.n), (problem.k, other.k))

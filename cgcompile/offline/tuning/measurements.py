@@ -1,4 +1,4 @@
-"""Measured configurations: <arch>.json beside this file, which the tuner (tests/bench/tuning) writes on a real GPU."""
+"""Measured configurations: the files <arch>.json here, which the tuner (tests/bench/tuning) writes on a real GPU."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ FOLDER = Path(__file__).parent
 
 
 def table_file(arch: str) -> Path | None:
-    """The measurements for a target, or None where nobody made any."""
+    """The file with the measurements of a target, or None if there are none."""
     path = FOLDER / f"{arch}.json"
     return path if path.exists() else None
 
 
 def read_table(path: Path) -> Table:
-    """Problem -> measured (candidate, microseconds), fastest first.  Raises measurements-broken."""
+    """Returns problem -> measured (candidate, microseconds), fastest first.  Raises measurements-broken."""
     try:
         rows = json.loads(path.read_text())["problems"]
         return {

@@ -1,6 +1,6 @@
-"""Split-K: into how many parts the inner axis of a matrix product is split.  Pure Python.  A product of few rows has too few blocks
-to fill a GPU.  Split, it is a batched product with float32 partial sums: more blocks, with fewer steps each.  The sum is fused into
-whatever reads the product."""
+"""Split-K: the number of parts that the inner axis of a matrix product is split into.  Pure Python.  A product with few rows has
+too few blocks to fill a GPU.  Split, it is a batched product with float32 partial sums, which has more blocks of fewer steps each.
+Inductor fuses the sum into the reader of the product."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from .cost_model import Candidate, Problem, Table, cost, fits, nearest
 SPLIT_FACTORS = (2, 4, 8)
 
 SHORTEST = 64
-"""Elements of the inner axis that a part has at least."""
+"""The fewest elements of the inner axis in a part."""
 
 LAUNCH = 2.0
-"""Microseconds of one more kernel in a graph: the sum over the parts, where nothing else reads the product."""
+"""Microseconds of one more kernel in a graph: the sum over the parts, if it cannot be fused."""
 
 READ = 2.0e12
-"""Bytes per second at which partial sums are read from the cache; a launch overlaps little of it."""
+"""Bytes per second at which partial sums are read from the cache.  A launch overlaps little of this time."""
 
 WORTH = 0.9
-"""A product is split when that takes less than this part of the time: estimates and measurements err."""
+"""A product is split if that takes less than this fraction of the time.  The margin covers errors of estimates and measurements."""
 
 CLOCK = 1.7e9
-"""Cycles per second, to compare the model of cost with bytes."""
+"""Cycles per second, which converts the cost model's cycles into time."""
 
 TILES = tuple(
     Candidate(block_m=m, block_n=n, block_k=k, stages=stages, warps=4, group=8)
@@ -32,16 +32,16 @@ TILES = tuple(
         (16, 32, 128, 4), (32, 32, 128, 4), (32, 64, 64, 4), (64, 32, 128, 4), (64, 64, 64, 4), (128, 128, 64, 3),
     )
 )  # fmt: skip
-"""What the model of cost tries for a product whose candidates are not known yet."""
+"""The configurations that the cost model tries for a product before its candidates are known."""
 
 
 def split_factor(problem: Problem, arch: Arch, table: Table | None = None) -> int:
-    """1, or the number of parts that `problem` ("mm" or "addmm") is best split into.  By the measurements of this problem or of one
-    close to it, else by the model of cost."""
+    """Returns the number of parts into which `problem` ("mm" or "addmm") is best split; 1 for none.  Uses the measurements of this
+    problem or a near one, else the cost model."""
     factors = [factor for factor in SPLIT_FACTORS if problem.k % (16 * factor) == 0 and problem.k // factor >= SHORTEST]
-    for known in nearest(problem, table or {}):
-        measured = {factor: _measured(known, factor, table or {}) for factor in (1, *factors)}
-        times = {factor: time + _reading(known, factor) for factor, time in measured.items() if time is not None}
+    for neighbour in nearest(problem, table or {}):
+        measured = {factor: _measured(neighbour, factor, table or {}) for factor in (1, *factors)}
+        times = {factor: time + _reading(neighbour, factor) for factor, time in measured.items() if time is not None}
         if 1 in times and len(times) > 1:
             return _best(times)
     times = {factor: _estimated(problem, factor, arch) + _reading(problem, factor) for factor in (1, *factors)}
@@ -59,7 +59,7 @@ def _best(times: dict[int, float]) -> int:
 
 
 def _reading(problem: Problem, factor: int) -> float:
-    """Microseconds that the sum over the parts takes."""
+    """Microseconds for the sum over the parts."""
     return 0.0 if factor == 1 else LAUNCH + 1e6 * factor * problem.m * problem.n * 4 / READ
 
 
@@ -69,6 +69,6 @@ def _measured(problem: Problem, factor: int, table: Table) -> float | None:
 
 
 def _estimated(problem: Problem, factor: int, arch: Arch) -> float:
-    wanted = split_problem(problem, factor)
-    fitting = [tile for tile in TILES if fits(wanted, tile, arch)] or TILES[:1]
-    return min(1e6 * cost(wanted, tile, arch) / CLOCK for tile in fitting)
+    parts_problem = split_problem(problem, factor)
+    fitting = [tile for tile in TILES if fits(parts_problem, tile, arch)] or TILES[:1]
+    return min(1e6 * cost(parts_problem, tile, arch) / CLOCK for tile in fitting)
