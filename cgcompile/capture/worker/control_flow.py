@@ -39,7 +39,7 @@ Warm = Callable[[Callable[[], Any], str, Callable[[], None]], None]
 """Warms up a call before its capture.  Arguments: the call, its name in messages, and a function to call after every run."""
 
 Keep = Callable[[Callable[[], Any], str], tuple[torch.cuda.CUDAGraph | None, Sequence[Tensor]]]
-"""Captures a call that ran before, given its name in messages.  Returns the graph (None if it only ran the call) and the results."""
+"""Captures a call that ran before, given its name in messages.  Returns the graph (None if it only ran) and the results."""
 
 
 def capture_blocks(
@@ -135,10 +135,10 @@ class _BlockCapture:
 
     def _call(self, module: GraphModule, operands: Sequence[Any], last: _BlockEnd) -> Callable[[], list[Tensor]]:
         lowered = self.lower(module)
-        given = {_storage(tensor) for tensor in [*operands, *held_tensors(module).values()] if isinstance(tensor, Tensor)}
+        arg_storages = {_storage(tensor) for tensor in [*operands, *held_tensors(module).values()] if isinstance(tensor, Tensor)}
 
         def call() -> list[Tensor]:
-            shared = set(given) if last.owned else set(last.changing)
+            shared = set(arg_storages) if last.owned else set(last.changing)
             tensors = []
             for result in tree_leaves(lowered(*operands)):
                 unshared = _dense_copy(result) if _storage(result) in shared or _overlaps(result) else result

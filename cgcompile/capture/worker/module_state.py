@@ -25,7 +25,7 @@ def kept_variables(modules: Mapping[str, int], cubins: Mapping[str, Cubin], addr
     """Returns the changed or writable variables of the images in `modules` (image -> CUmodule handle), sorted.  A writable variable
     may look unchanged: kernels reset some to zero, such as a counter of finished blocks.
 
-    cuModuleGetGlobal finds no handle for some symbols.  Such a symbol is read at its offset from another one of its section, if that
+    cuModuleGetGlobal finds no handle for some symbols.  Such a symbol is read at its offset from another one of its section, if it
     lies in the same allocation.  Raises module-state-unreadable if it can be read nowhere and is writable, or if it was changed.
     """
     states: list[RawModuleState] = []
