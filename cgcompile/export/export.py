@@ -339,7 +339,7 @@ def _others(obstacles: Sequence[Obstacle]) -> list[Obstacle]:
 
 
 def _paths(job: _Job, calls: Sequence[SideEffects]) -> _Draft | None:
-    """Exports one program for all sizes with all paths through the model's Python code, or returns None if there is one path."""
+    """Exports one program for all sizes with all paths through the model's Python code.  Returns None if `with_paths` does."""
     source, flat, sizes = job.source, job.flat, job.sizes
     keys = all_keys(sizes)
     samples = [sample(source, dict(zip(sizes, key, strict=True))).tensors for key in dict.fromkeys([keys[0], keys[-1]])]

@@ -25,7 +25,8 @@ SUFFIX = ".recording"
 """Appended to the bundle's name for the first process's recording."""
 
 DIFFER = ("engine-differs", "recordings-differ")
-"""Codes of errors that may not occur between two later processes, so the recording is replaced."""
+"""After these errors this process's recording replaces the first one.  The first process may have compiled kernels that later
+processes load from a cache, so two later processes may agree."""
 
 STATES_FILE = "graphs/modules.bin"
 

@@ -1,4 +1,4 @@
-"""The recorder's use of the CUDA driver: `check` unpacks the tuples (error, value, ...) of cuda-bindings; others read memory."""
+"""Helpers for the CUDA driver: unpack the result tuples (error, value, ...) of cuda-bindings, and read and inspect memory."""
 
 from __future__ import annotations
 
