@@ -106,14 +106,14 @@ def assemble(
     for graph, classification in zip(a.graphs, classified, strict=True):
         graphs_by_key.setdefault(graph.key, []).append((graph, classification))
     donated_ranges = {key: (outputs[0].entry, _donated_ranges(a, graphs_by_key[key], outputs)) for key, outputs in donated.items()}
-    kept = keep(a, donated_ranges)
+    layout = keep(a, donated_ranges)
     graphs = {}
     for key, key_graphs in graphs_by_key.items():
         ranges = dict.fromkeys(i for _, classification in key_graphs for i in classification.used())
-        placement = place(a, ranges, offsets, key, kept.offsets.get(key, {}), kept.start)  # one arena for all of them
+        placement = place(a, ranges, offsets, key, layout.offsets.get(key, {}), layout.start)  # one arena for the key
         graphs[key] = tuple([recorded_rows(graph, classification, placement, conditions) for graph, classification in key_graphs])
     variables = module_states(a, states, offsets)
-    return Assembled(graphs=graphs, tables=tables, weights_end=end, states=variables, reserved=kept.reserved)
+    return Assembled(graphs=graphs, tables=tables, weights_end=end, states=variables, reserved=layout.reserved)
 
 
 def classify_takes(a: Take, b: Take) -> ClassifiedTakes:

@@ -46,14 +46,14 @@ def meaning(mine: Word, theirs: Word, paired: PairedRanges) -> Reading | None:
     """Returns the place that a word means, or None if the processes disagree.  The word must be an address in both.  Two words may
     also mean different blocks of the graph's private pool: torch's allocator takes the free block with the lowest address.  Then
     the first process's block counts, and the replay over poisoned memory verifies it.  An address between two segments means the
-    begin of the second, unless the other process can only read its word as the end of a segment."""
+    begin of the second, unless the word of the other process can only mean the end of a segment."""
     shared = agree(mine, theirs, paired.pairing)
     if shared is not None:
         return shared
-    others = [target for target in theirs.readings if target.range in paired.pools[1]]
-    if not others:
+    pool_readings = [target for target in theirs.readings if target.range in paired.pools[1]]
+    if not pool_readings:
         return None
-    data = any(_has_data(target, paired.ranges[1]) for target in others)
+    data = any(_has_data(target, paired.ranges[1]) for target in pool_readings)
     candidates = [t for t in mine.readings if t.range in paired.pools[0] and _has_data(t, paired.ranges[0]) == data]
     return candidates[0] if len(candidates) == 1 else None
 

@@ -143,8 +143,8 @@ class RecorderProcesses:
         status = process.running.wait()
         log = process.log if process.log.exists() else self._servers[0].log
         lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-        how = "ended" if status is None else f"ended with status {status}"
-        raise BuildError("recorder-failed", f"a recorder process {how}: {lines[-1] if lines else 'it wrote nothing'} (log: {log})")
+        end = "ended" if status is None else f"ended with status {status}"
+        raise BuildError("recorder-failed", f"a recorder process {end}: {lines[-1] if lines else 'it wrote nothing'} (log: {log})")
 
     def _new(self, role: str, number: int, compilers: int) -> Process:
         name = f"{role}{number}"

@@ -108,7 +108,7 @@ def record_level(
     """Records the programs at one level of `lowering`.  Tables have offsets behind the weights, but are in no file yet.
 
     At most `workers` processes lower at a time (default: `priming`).  The two recorders run one after the other if GPU memory is
-    short, and at max-autotune: the second must find the first one's autotuning results in the cache.
+    short, and at max-autotune.  There the second must find the first one's autotuning results in the cache.
 
     Raises weight-mutated, recorder-failed, extra-missing and kernel-failed for branches and loops, and what `assemble` and a
     recorder process raise.
@@ -152,7 +152,7 @@ def _record(
         step = max(1, at_once // len(variants))
         shares = [(new[i::step], more) for more in variants for i in range(min(step, len(new)))]
         processes.run([request(PRIME, i, *share) for i, share in enumerate(shares)], tell, at_once)
-    processes.end(PRIME)  # their memory is needed
+    processes.end(PRIME)  # frees GPU memory for the recorders
     at_once = fitting(1 if level == "max-autotune" else 2, need)
     tell("recording" if at_once == 2 else "recording, one process after the other")
     a, b = processes.run(recording, tell, at_once)

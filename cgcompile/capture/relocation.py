@@ -110,9 +110,9 @@ def _is_stale(mine: Block, theirs: Block, word: Word, other: Word, paired: Paire
     """Whether two words of different places are stale bytes, not addresses.  Weights, inputs and state have the same offsets in
     both processes.  So a word that looks like their address in one process only is left over from another call.  If both look so
     and the lower four bytes are equal, the word is a 4-byte number below stale bytes."""
-    kept = stays(word, paired.ranges[0]), stays(other, paired.ranges[1])
+    in_buffers = stays(word, paired.ranges[0]), stays(other, paired.ranges[1])
     at = slice(word.at, word.at + 4)
-    return any(kept) and (mine.data[at] == theirs.data[at] or kept[0] != kept[1])
+    return any(in_buffers) and (mine.data[at] == theirs.data[at] or in_buffers[0] != in_buffers[1])
 
 
 def classify_graph(x: RawGraph, y: RawGraph, paired: PairedRanges) -> dict[int, Classified]:

@@ -84,8 +84,8 @@ def _fill_caches(
 ) -> list[EagerShapes]:
     """Calls the model at its smallest and largest sizes, and restores all buffers except caches.
 
-    A buffer that these calls fill, and that calls with other inputs do not change, is a cache if the calls also change attributes:
-    an attribute may say that the cache is filled, so its contents stay.
+    A cache is a buffer that these calls fill and that calls with other inputs do not change, if the calls also change attributes.
+    An attribute may say that the cache is filled, so its contents stay.
 
     Raises size-excluded, eager-failed, structure-unsupported.
     """

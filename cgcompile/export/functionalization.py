@@ -106,8 +106,8 @@ def _only_reads(node: Node) -> bool:
 
 
 def _direct_writes(program: ExportedProgram, parts: Sequence[GraphModule]) -> dict[Node, str] | None:
-    """Returns operator node -> placeholder name of the buffer or input that it writes to, or None if only a trace can tell: for
-    writes to views or unknown values, writes inside branches and loops, and operators whose schemas may miss writes."""
+    """Returns operator node -> placeholder name of the buffer or input that it writes to, or None if only a trace can tell.  That
+    is so for writes to views or unknown values, writes in branches and loops, and operators whose schemas may miss writes."""
     plain = program.graph_signature
     placeholders = {*plain.inputs_to_buffers, *plain.user_inputs}
     targets: dict[Node, str] = {}

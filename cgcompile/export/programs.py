@@ -70,15 +70,15 @@ def with_shared_constants(program_sets: Sequence[Programs]) -> tuple[Programs, .
     torch.export numbers the literals of every program from 0, so different programs use the same names.
     """
     programs = [program for one in program_sets for _, program in one.distinct]
-    known: dict[str, torch.Tensor] = {name: value for program in programs for name, value in program.state_dict.items()}
+    tensors: dict[str, torch.Tensor] = {name: value for program in programs for name, value in program.state_dict.items()}
 
     def named(program: ExportedProgram) -> ExportedProgram:
         constants, renamed = {}, {}
         for name, value in program.constants.items():
             if isinstance(value, torch.Tensor):
-                new = _name(name, value, known)
-                known.setdefault(new, value)
-                renamed[name], constants[new] = new, known[new]
+                new = _name(name, value, tensors)
+                tensors.setdefault(new, value)
+                renamed[name], constants[new] = new, tensors[new]
             else:
                 constants[name] = value
         return _renamed(program, renamed, constants)
@@ -86,10 +86,10 @@ def with_shared_constants(program_sets: Sequence[Programs]) -> tuple[Programs, .
     return tuple([one.changed(named) for one in program_sets])
 
 
-def _name(name: str, value: torch.Tensor, known: Mapping[str, torch.Tensor]) -> str:
+def _name(name: str, value: torch.Tensor, used: Mapping[str, torch.Tensor]) -> str:
     """Returns the first of `name`, `name_1`, `name_2`, ... that is free or names an equal tensor."""
     number, new = 0, name
-    while new in known and not _same(known[new], value):
+    while new in used and not _same(used[new], value):
         number += 1
         new = f"{name}_{number}"
     return new

@@ -138,8 +138,8 @@ def with_weights(program: ExportedProgram, tensors: Mapping[str, torch.Tensor]) 
 
 
 def _hollow(value: torch.Tensor) -> torch.Tensor:
-    one = torch.zeros((), dtype=value.dtype)
-    return one.expand(value.shape) if value.numel() else torch.empty(value.shape, dtype=value.dtype)
+    zero = torch.zeros((), dtype=value.dtype)
+    return zero.expand(value.shape) if value.numel() else torch.empty(value.shape, dtype=value.dtype)
 
 
 def move_graph(module: GraphModule, device: torch.device) -> None:

@@ -54,7 +54,7 @@ def _refuse_shell(source: Source, name: str, weight: torch.Tensor) -> None:
 def baked_weights(programs: Programs, baked: Mapping[str, tuple[str, str]]) -> Iterator[Obstacle]:
     """Yields an obstacle for every line that read values of weights in the state dict.  Other weights are always constants."""
     state_names = {name.removeprefix(PREFIX) for _, program in programs.distinct for name in program.state_dict}
-    names = {asked: [name for name in baked if baked[name] == asked and name in state_names] for asked in baked.values()}
+    names = {place: [name for name in baked if baked[name] == place and name in state_names] for place in baked.values()}
     for (where, line), read in names.items():
         if read:
             message = f"Python reads the value of {', '.join(map(repr, read))}"
@@ -63,7 +63,7 @@ def baked_weights(programs: Programs, baked: Mapping[str, tuple[str, str]]) -> I
 
 def baked_values(calls: Sequence[SideEffects]) -> dict[str, tuple[str, str]]:
     """Returns the parameters and buffers whose values Python read in some call, by name, with the first line that read them."""
-    return {name: asked for call in reversed(calls) for name, asked in call.baked.items()}
+    return {name: place for call in reversed(calls) for name, place in call.baked.items()}
 
 
 def unread_attributes(programs: Programs, holding: Mapping[str, Sequence[str]]) -> list[str]:

@@ -43,8 +43,8 @@ class AssembledEngine:
 
 
 def assemble_engine(one: EngineTake, other: EngineTake, *, own_memory: bool) -> AssembledEngine:
-    """Compares and combines the recordings of two processes.  `own_memory`: also refuse pointers stored in the private pools; set
-    it if no replay in a fresh process will verify that the graphs write those words before they read them.
+    """Compares and combines the recordings of two processes.  `own_memory`: also refuse pointers stored in the private pools.  Set
+    it if no fresh process will replay the graphs, which would show that they write those words before they read them.
 
     Raises engine-differs, addresses-equal, memory-unnamed, pointer-in-tensor, and what `classify_takes` does.
     """

@@ -44,7 +44,7 @@ def image_log() -> cupti.ImageLog:
     if _has_begun():
         raise BuildError("observe-late", "observe: this process uses CUDA already, and images that it loaded are not known")
     log = ImageLog(line)
-    atexit.register(log.close)  # libraries unload kernels in destructors, when no callback of Python may run
+    atexit.register(log.close)  # libraries unload kernels in destructors, when Python callbacks must not run
     return log
 
 

@@ -35,8 +35,8 @@ Steps = Sequence[tuple[Callable[[], None], Callable[[], None]]]
 """For every graph, the function that writes its inputs, and its replay."""
 
 Changes = tuple[list[tuple[Place, int]], list[tuple[Place, str]]]
-"""For a graph: chunks that `prepare` writes before its replay, with the offsets of their bytes in the file; and chunks that
-the replay changes, with the SHA-256 of their bytes afterwards."""
+"""For one graph, two lists.  (chunk that `prepare` writes before the replay, offset of its bytes in the file).  (chunk that the
+replay changes, SHA-256 of its bytes afterwards)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -151,9 +151,9 @@ def _differs_here(regions: Sequence[Region], after: Sequence[Sequence[int]]) -> 
 
 def _regions(engine: Engine, here: Here) -> list[Region]:
     """Returns the engine's spans as regions, then its tensors in private pools; those that overlap form one region."""
-    first = {span_of_tensor(engine, row): row for row in reversed(engine.tensors) if row.memory == "inputs"}
+    first_tensors = {span_of_tensor(engine, row): row for row in reversed(engine.tensors) if row.memory == "inputs"}
     rows = [
-        (first[number].name, span.offset - first[number].offset, address, span.bytes, True)
+        (first_tensors[number].name, span.offset - first_tensors[number].offset, address, span.bytes, True)
         for number, (span, address) in enumerate(zip(engine.spans, here.spans, strict=True))
     ]
     arena_rows = [row for row in engine.tensors if row.memory == "arena"]
@@ -168,9 +168,9 @@ def _regions(engine: Engine, here: Here) -> list[Region]:
     regions: list[Region] = []
     total = 0
     for name, at, address, size, span in rows:
-        less = address % 8  # the bytes around it belong to the same allocation
-        size = -(-(size + less) // 8) * 8
-        regions.append(Region(name=name, at=at - less, address=address - less, size=size, begin=total, span=span))
+        misalignment = address % 8  # the bytes around it belong to the same allocation
+        size = -(-(size + misalignment) // 8) * 8
+        regions.append(Region(name=name, at=at - misalignment, address=address - misalignment, size=size, begin=total, span=span))
         total += size
     return regions
 

@@ -178,16 +178,16 @@ class _BlockCapture:
         values.update(zip(part.outputs, results, strict=True))
 
     def _loop(self, part: Loop, values: Values, steps: list[Step], last: _BlockEnd, runs: bool) -> None:
-        first = _operands(part.carried, values)
+        initial = _operands(part.carried, values)
 
         def begin() -> list[Tensor]:
-            return [_dense_copy(tensor) for tensor in first]
+            return [_dense_copy(tensor) for tensor in initial]
 
         where = f"{self.where}, what {part.name} carries"
         self.warm(begin, where, lambda: None)
         graph, carried = self.keep(begin, where)
         steps += [] if graph is None else [graph]
-        _fill(carried, first)
+        _fill(carried, initial)
         arguments = [*carried, *_operands(part.operands, values)]
         bindings = dict(zip(part.condition.inputs, arguments, strict=True))
         (condition,) = self.block(part.condition, bindings, steps, _BlockEnd(changing=last.changing), runs)

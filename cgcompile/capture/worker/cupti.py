@@ -2,7 +2,7 @@
 
 Two kinds of callbacks work together (cupti_callbacks.h, CUDA 12 and 13).  The resource callback MODULE_LOADED receives the image
 without a handle, *inside* the driver call that loads it.  The driver API callbacks keep a stack of calls per thread.  When such a
-call returns, its arguments hold a handle: of the new module, or of the kernel, function or library whose first use loaded it.
+call returns, its arguments hold a handle of the new module, or of the kernel, function or library whose first use loaded it.
 A load in a call that is not in `HOLDERS` is an error, because kernel names do not identify an image.
 
 Subscribe before CUDA starts.  The callbacks only copy bytes and read integers; they never call CUDA.

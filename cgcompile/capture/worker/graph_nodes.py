@@ -228,10 +228,10 @@ def _attributes(node: Any, params: Any, scratch: Any, where: str) -> tuple[tuple
     """Returns attributes that differ from those of a new node with the same parameters, which it adds to graph `scratch`.  Raises
     attribute-refused."""
     plain = _values(check(driver.cuGraphAddKernelNode(scratch, [], 0, params)))
-    for number, (what, read) in REFUSED_ATTRIBUTES.items():
+    for number, (reason, read) in REFUSED_ATTRIBUTES.items():
         result = driver.cuGraphKernelNodeGetAttribute(node, driver.CUlaunchAttributeID(number))
         if succeeded(result) and read(result[1]):
-            raise ModelError("attribute-refused", f"{where} has launch attribute {number}: {what}")
+            raise ModelError("attribute-refused", f"{where} has launch attribute {number}: {reason}")
     return tuple((number, value) for number, value in _values(node).items() if value != plain.get(number))
 
 
@@ -264,8 +264,8 @@ def _memcpy(node: Any, where: str, key: IntKey, addresses: AddressMap) -> RawMem
         address = int(getattr(p, side + "Device")) + skipped
         word = Word(at=0, readings=addresses.readings(address, key))
         if not word.readings or addresses.ranges[word.readings[0].range].kind == "host":
-            what = "pinned host memory" if word.readings else "no live device memory of this graph"
-            raise ModelError("copy-refused", f"{where} copies {'from' if side == 'src' else 'to'} {address:#x}, which is {what}")
+            memory = "pinned host memory" if word.readings else "no live device memory of this graph"
+            raise ModelError("copy-refused", f"{where} copies {'from' if side == 'src' else 'to'} {address:#x}, which is {memory}")
         ends.append(word)
     shape = (p.WidthInBytes, p.Height, p.Depth, p.srcPitch, p.srcHeight, p.dstPitch, p.dstHeight)
     return RawMemcpy(source=ends[0], target=ends[1], shape=tuple(int(x) for x in shape))

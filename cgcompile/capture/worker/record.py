@@ -190,12 +190,12 @@ def _examine(loaded: LoadedProgram, key: IntKey, items: Sequence[Captured]) -> R
     steady = True
     for _ in range(AGAIN):
         loaded.restore()
-        others = [replayed() for _ in calls][-1]
-        repeated = (*others, *mutated_inputs, *map(loaded.tensor_of, rows))
+        outputs_again = [replayed() for _ in calls][-1]
+        repeated = (*outputs_again, *mutated_inputs, *map(loaded.tensor_of, rows))
         steady = steady and all(same_bits(one, two) for one, two in zip(results, repeated, strict=True))
     run = partial(_eager, loaded, key, rows)
     eager = run().left
-    differences = tuple([compare(want.to(got.device), got) for got, want in zip(results, eager, strict=True)])
+    differences = tuple([compare(expected.to(actual.device), actual) for actual, expected in zip(results, eager, strict=True)])
     bounds = loaded.request.bounds.get(key, ())
     indices: tuple[tuple[int, int], ...] = ()
     if any(difference.error > bound.bound for difference, bound in zip(differences, bounds, strict=False)):

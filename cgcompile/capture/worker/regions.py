@@ -118,16 +118,16 @@ def capture_regions(loaded: LoadedProgram, key: IntKey, tell: Tell) -> tuple[Cap
 def replay_regions(opened: OpenedRegions, captured: Sequence[Captured]) -> tuple[torch.Tensor, ...]:
     """Replays the instantiated graphs of a key, and runs the host regions between them.  Returns the outputs of the call."""
     graphs = iter(captured)
-    kept: Values = {}
+    call_outputs: Values = {}
 
     def replay(region: RegionModule, region_inputs: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         item = next(graphs)
         replay_steps(item.steps)
         torch.cuda.synchronize()
         names = [name for name in region.planned.outputs if name in opened.partition.outputs]
-        kept.update(zip(names, item.kept, strict=True))
+        call_outputs.update(zip(names, item.kept, strict=True))
         return [
-            kept[name] if name in kept else _host_view(spot)
+            call_outputs[name] if name in call_outputs else _host_view(spot)
             for name, spot in zip(region.planned.outputs, item.outputs, strict=True)
         ]
 

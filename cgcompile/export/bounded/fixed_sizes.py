@@ -1,6 +1,6 @@
 """Rewrites the functional program of one path to fixed sizes, so that a branch can hold it.
 
-`if mask.any(): y[mask] = f(x[mask])` needs no size that depends on data: `f` runs on as many rows as the mask has, and only the
+`if mask.any(): y[mask] = f(x[mask])` needs no size that depends on data.  `f` runs on as many rows as the mask has, and only the
 selected rows are written back.  A result of selected rows is padded with zeros, and its true size becomes a further result.  A
 program with unsupported operations on selected rows stays unchanged.
 
@@ -94,8 +94,8 @@ def _replace(
         root, operations, list(dict.fromkeys([results[at] for at, _, _ in axes])), told_gpu, true_sizes, low
     )
     assumes, low = False, true_sizes.lowest(low)
-    others = [node for node in region if getattr(node.target, "namespace", "aten") != "aten"]
-    foreign = {expr for node in others for expr in node_axes(node).values()}
+    custom_operators = [node for node in region if getattr(node.target, "namespace", "aten") != "aten"]
+    foreign = {expr for node in custom_operators for expr in node_axes(node).values()}
     for node in assertions:
         with placed(node):
             assumes |= _assumes(node, true_sizes, low, foreign)

@@ -116,8 +116,8 @@ class ResultInterpreter(Interpreter):
         """Returns positions, with `size` (the extra row) for padding.  Positions out of bounds become `size` with `told_gpu`,
         otherwise `size + 1`, which raises."""
         valid = self.counts.valid(positions, node_axes(index))
-        outside = size if self._told_gpu else size + 1
-        positions = torch.where((positions < 0) | (positions >= size), outside, positions)
+        out_of_bounds = size if self._told_gpu else size + 1
+        positions = torch.where((positions < 0) | (positions >= size), out_of_bounds, positions)
         return positions if valid is None else torch.where(valid, positions, size)
 
     def _rows_at(self, node: Node, inputs: Mapping[str, Any], operator: Any, **more: Any) -> Tensor:

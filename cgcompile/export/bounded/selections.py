@@ -58,8 +58,8 @@ def unique(x: Tensor, valid: Tensor | None, *, ordered: bool) -> Unique:
     (places,), count = selected(begins)
     group = begins.to(torch.int64).cumsum(0) - 1
     total = counts.to(torch.int64).sum()
-    behind = torch.cat([places[1:], places[:1]])
-    ends = torch.where(torch.arange(size, device=x.device) + 1 < count, behind, total)
+    next_places = torch.cat([places[1:], places[:1]])
+    ends = torch.where(torch.arange(size, device=x.device) + 1 < count, next_places, total)
     return Unique(
         values=flat.index_select(0, places).to(x.dtype),
         inverse=torch.zeros_like(group).index_put((order,), group).reshape(x.shape),

@@ -83,7 +83,7 @@ def _placeholder(graph: Graph, name: str, before: Node, like: Node) -> Node:
     """Adds an input to a graph, in front of the node `before`, with the metadata of `like`."""
     with graph.inserting_before(before):
         placeholder = graph.placeholder(name)
-    placeholder.target = placeholder.name  # a target that is in use would read the other input's value
+    placeholder.target = placeholder.name  # the generated code uses the target as argument name, which must be unique
     placeholder.meta = dict(like.meta)
     return placeholder
 

@@ -29,11 +29,11 @@ def flex_attention(module: GraphModule, node: Node) -> Results | None:
     if None in functions:
         return None
     scored, masked = [_scalar_function(function) for function in functions if function is not None]
-    wanted = {user.args[1] for user in node.users}
+    used_outputs = {user.args[1] for user in node.users}
 
     def attend(q: Any, k: Any, v: Any, *buffers: Any) -> tuple[Any, ...]:
         buffer_pair = buffers[: len(of_score)], buffers[len(of_score) :]
-        return _attention(q, k, v, scored, masked, scale, *buffer_pair, wanted)
+        return _attention(q, k, v, scored, masked, scale, *buffer_pair, used_outputs)
 
     operands = [query, key, value, *of_score, *of_mask]
     values = [operand.meta["val"] if isinstance(operand, Node) else operand for operand in operands]
@@ -52,10 +52,10 @@ def _attention(
     scale: float,
     of_score: Sequence[Any],
     of_mask: Sequence[Any],
-    wanted: set[Any],
+    used_outputs: set[Any],
 ) -> tuple[Any, ...]:
     """Computes the operator's outputs: the result, the logarithm of the sum (base 2), and the largest score divided by ln 2.
-    `wanted`: numbers of the outputs that are used."""
+    `used_outputs`: numbers of the outputs that are used."""
     exact = torch.float64 if query.dtype == torch.float64 else torch.float32
     groups = query.size(1) // key.size(1)
     if groups > 1:
@@ -71,8 +71,8 @@ def _attention(
     total = weights.sum(-1, keepdim=True)
     mixed = _product((weights / torch.where(total == 0, 1.0, total)).to(query.dtype), value)
     unit = 1 / 0.6931471805599453
-    sums = ((stable_max + torch.log(total)).squeeze(-1) * unit) if 1 in wanted else None
-    return mixed, sums, largest.squeeze(-1) * unit if 2 in wanted else None
+    sums = ((stable_max + torch.log(total)).squeeze(-1) * unit) if 1 in used_outputs else None
+    return mixed, sums, largest.squeeze(-1) * unit if 2 in used_outputs else None
 
 
 def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ LONGEST = 4096
 
 
 def scan(module: GraphModule, node: Node) -> Results | None:
-    """Unrolls scan(body, init, xs, additional): returns the final carries, then the stacked outputs of all iterations."""
+    """Unrolls scan(body, init, xs, more): returns the final carries, then the stacked outputs of all iterations."""
     body, init, xs, more = body_of(module, node.args[0]), list(node.args[1]), list(node.args[2]), list(node.args[3])
     turns = _turns(body, xs)
     if body is None or not turns or fake_mode(node) is None:

@@ -1,5 +1,5 @@
-"""Copies operands and results of branches and loops that share memory: a body returns an operand itself or one tensor twice, or
-two operands are one tensor or a view and its base.  Eager PyTorch accepts them (`lambda y: y`, `(i, zeros, zeros)`), but the
+"""Copies operands and results of branches and loops that share memory.  A body may return an operand itself, or one tensor twice.
+Two operands may be one tensor, or a view and its base.  Eager PyTorch accepts them (`lambda y: y`, `(i, zeros, zeros)`), but the
 functional form of a program needs separate memory for each.
 
 Private interfaces (torch 2.11, 2.13): the storage's `_cdata`, which is equal for fake tensors that share memory, and
@@ -21,7 +21,7 @@ from .conditionals import WHILE, bodies, higher_order, is_conditional
 def copy_shared(module: GraphModule) -> None:
     """Adds copies to every `torch.cond` and `torch.while_loop` of a graph, at any depth, in place.
 
-    Copies an operand that shares memory with an earlier one, and a result of a body that shares memory with an operand or an
+    Copies an operand that shares memory with an earlier one.  Copies a result of a body that shares memory with an operand or an
     earlier result.
     """
     for part in [submodule for submodule in module.modules() if isinstance(submodule, GraphModule)]:

@@ -39,8 +39,8 @@ class CountedResults:
     def __init__(self, lines: Sequence[Line]) -> None:
         axes: list[Axis] = sorted({slot[1] for line in lines for slot in line.outputs if slot[0] == "count"})
         self._targets = {axis: _largest([_size(line, axis) for line in lines]) for axis in axes}
-        alike: dict[tuple[Any, ...], Axis] = {}
-        self._counts = {axis: alike.setdefault(tuple([_counted(line, axis) for line in lines]), axis) for axis in axes}
+        first_axes: dict[tuple[Any, ...], Axis] = {}
+        self._counts = {axis: first_axes.setdefault(tuple([_counted(line, axis) for line in lines]), axis) for axis in axes}
 
     @property
     def slots(self) -> list[Slot]:
@@ -65,8 +65,8 @@ class CountedResults:
             size = value.meta["val"].shape[axis]
             missing = None if target is None else _number(body, target - _expression(size), value)
             if missing is not None and missing != 0:
-                behind = [*[0, 0] * (value.meta["val"].dim() - 1 - axis), 0, missing]  # from the last axis to the first
-                value = body.add(aten.constant_pad_nd.default, (value, behind), value)
+                padding = [*[0, 0] * (value.meta["val"].dim() - 1 - axis), 0, missing]  # from the last axis to the first
+                value = body.add(aten.constant_pad_nd.default, (value, padding), value)
         return value
 
     def selected(self, body: Body, number: int, value: Any, counts: Mapping[Axis, Node]) -> Any:

@@ -84,8 +84,8 @@ def _tail(main: Line, other: Line, parted: int) -> Join | None:
     """Returns a join at the longest common tail after the last questions: equal operations at the same lines of the model."""
     if main.outputs.keys() != other.outputs.keys() or main.result != other.result:
         return None
-    behind = [line.markers[-1] if line.markers else -1 for line in (main, other)]
-    longest = min(main.end - behind[0], other.end - behind[1]) - 1
+    last_questions = [line.markers[-1] if line.markers else -1 for line in (main, other)]
+    longest = min(main.end - last_questions[0], other.end - last_questions[1]) - 1
     count = 0
     while count < longest and _alike(main.nodes[-1 - count], other.nodes[-1 - count]):
         count += 1
@@ -121,9 +121,9 @@ def _boundary(main: Line, other: Line, length: int) -> tuple[Pair, ...] | None:
         if isinstance(left, Node):
             uses.append((left, right))
     for left, right in uses:
-        inside = main.at.get(left, -1) - first[0], other.at.get(right, -1) - first[1]
-        if max(inside) >= 0:
-            if inside[0] != inside[1]:
+        offsets = main.at.get(left, -1) - first[0], other.at.get(right, -1) - first[1]
+        if max(offsets) >= 0:
+            if offsets[0] != offsets[1]:
                 return None
         elif main.keys[left] != other.keys[right] and ("get_attr" in (left.op, right.op) or _meta(left) != _meta(right)):
             return None
@@ -133,8 +133,8 @@ def _boundary(main: Line, other: Line, length: int) -> tuple[Pair, ...] | None:
     if distinct is None:
         return None
     tensors = [(left, right) for left, right in distinct if hasattr(left.meta.get("val"), "stride")]
-    same = all(main.keys[left] == other.keys[right] for left, right in distinct if not hasattr(left.meta.get("val"), "stride"))
-    return tuple(tensors) if same else None
+    equal = all(main.keys[left] == other.keys[right] for left, right in distinct if not hasattr(left.meta.get("val"), "stride"))
+    return tuple(tensors) if equal else None
 
 
 def _meta(node: Node) -> Hashable:

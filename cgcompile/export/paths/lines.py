@@ -38,8 +38,8 @@ TORCH_STOPS = (
 """Errors of torch, raised in the model's code, for operations that it cannot trace."""
 
 Slot = tuple[str, Any]
-"""An output of a line: (kind of mutation, name) for a buffer or input that it writes, ("result", number), or ("count", (result,
-axis)) for the number of valid elements along an axis of a result."""
+"""An output of a line: (kind of mutation, name) for a buffer or input that it writes, or ("result", number).  ("count", (result,
+axis)) is the number of valid elements along an axis of a result."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

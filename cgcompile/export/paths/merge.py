@@ -102,8 +102,8 @@ class _Body:
     def value(self, line: Line, node: Node) -> Node:
         """Returns the node of this graph for a line's node, and copies it if it is missing.  Raises Unjoinable."""
         key = line.keys[node]
-        if (here := self.known(key)) is not None:
-            return here
+        if (existing := self.known(key)) is not None:
+            return existing
         assert node.op != "placeholder", node
         if not isinstance(node.meta.get("val"), torch.SymInt):
             for closed in self.closed:
@@ -188,10 +188,10 @@ def merged(ways: Ways, root: Line, told_gpu: bool) -> tuple[ExportedProgram, Gra
     _without_dead(module)
     copy_shared(module)
     module.graph.lint()
-    whole = with_graph(
+    full_program = with_graph(
         program, module, {}, input_specs=specs, constants=constants, output_specs=output_specs, other_results=bool(counted.slots)
     )
-    result = in_place(functional_form(whole), root.exported)
+    result = in_place(functional_form(full_program), root.exported)
     spell_conditions(result.graph_module)
     return result, module
 
@@ -289,13 +289,13 @@ def _copy(body: _Body, line: Line, node: Node) -> None:
 def _assert(body: _Body, line: Line, number: int, raised: Raised, told_gpu: bool) -> None:
     """Adds an assertion that fails if the question has the answer on which the model raises."""
     marker = line.nodes[line.markers[number]]
-    asked = body.value(line, line.live[number]["asked"])
+    predicate = body.value(line, line.live[number]["asked"])
     if told_gpu:  # a failed assertion on the GPU would make the process's CUDA context unusable
-        asked = body.add(TO_HOST, (asked,), marker)
+        predicate = body.add(TO_HOST, (predicate,), marker)
     if not line.answers[number]:
-        asked = body.add(aten.logical_not.default, (asked,), marker)
+        predicate = body.add(aten.logical_not.default, (predicate,), marker)
     message = f"{raised.where or line.questions[number].where}: {ASSERTS}: the model raises {raised.message}"
-    assertion = body.graph.call_function(aten._assert_async.msg, (asked, spelled(message)))
+    assertion = body.graph.call_function(aten._assert_async.msg, (predicate, spelled(message)))
     assertion.meta = {name: marker.meta[name] for name in ("stack_trace", "nn_module_stack") if name in marker.meta}
     assertion.meta["val"] = None
 
@@ -305,7 +305,7 @@ def _branch(
 ) -> dict[Slot, Any]:
     """Adds the branch for a question.  Returns the outputs by slot if the lines join only at the end, else {}."""
     marker = line.nodes[line.markers[number]]
-    asked = body.value(line, line.live[number]["asked"])
+    predicate = body.value(line, line.live[number]["asked"])
     inners, ends = [], []
     for side, stop in ((line, join.main), (other, join.other)):
         inners.append(_Body(body, body.mode, body.root))
@@ -319,8 +319,8 @@ def _branch(
     results = [[_new(inner, values[place], marker) for place in kept_places] for inner, values in sides]
     _check_alike(line, number, results)
     _same_strides(sides, results, marker)
-    if not kept_places:  # what is left are assertions: a branch gives something
-        results = [[inner.add(aten.clone.default, (inner.taking(asked),), marker)] for inner, _ in sides]
+    if not kept_places:  # only assertions are left: a cond must return a tensor
+        results = [[inner.add(aten.clone.default, (inner.taking(predicate),), marker)] for inner, _ in sides]
     taken = list(dict.fromkeys([outer for inner, _ in sides for outer in inner.taken]))
     modules = []
     for (inner, _), values in zip(sides, results, strict=True):
@@ -336,7 +336,7 @@ def _branch(
     functions = [body.attribute(module) for module in modules]
     with body.mode:
         likes = tuple([_like(result.meta["val"]) for result in results[0]])
-    conditional = body.add(torch.ops.higher_order.cond, (asked, *functions, tuple(taken)), marker, likes)
+    conditional = body.add(torch.ops.higher_order.cond, (predicate, *functions, tuple(taken)), marker, likes)
     conditional.meta["question"] = line.answers[:number]
     parts = [body.add(operator.getitem, (conditional, at), marker, value) for at, value in enumerate(likes)]
     by_place = dict(zip(kept_places, parts, strict=False)) | constants

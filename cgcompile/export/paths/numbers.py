@@ -105,8 +105,8 @@ class _Number:
         if number.target in CASTS:
             return self._call(number, aten._to_copy.default, args, {"dtype": CASTS[number.target]})
         if number.target is operator.truediv:  # Python divides integers in float64, too
-            whole = {value for value in args if isinstance(value, Node) and value.meta["val"].dtype != torch.float64}
-            wide = {value: self._call(number, aten._to_copy.default, (value,), {"dtype": torch.float64}) for value in whole}
+            integers = {value for value in args if isinstance(value, Node) and value.meta["val"].dtype != torch.float64}
+            wide = {value: self._call(number, aten._to_copy.default, (value,), {"dtype": torch.float64}) for value in integers}
             args = tuple([wide.get(value, value) if isinstance(value, Node) else value for value in args])
         return self._call(number, PYTHON[number.target], args)
 

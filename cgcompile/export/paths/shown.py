@@ -53,10 +53,10 @@ class _Shown:
         number = start
         while number < len(line.questions) and line.markers[number] < stop:
             question, branch = line.questions[number], self._ways.branch(line, number)
-            asked = condition(question.line)
+            condition_text = condition(question.line)
             number += 1
             if isinstance(branch.other, Raised):
-                wrong = f"not ({asked})" if question.answer else f"({asked})"
+                wrong = f"not ({condition_text})" if question.answer else f"({condition_text})"
                 self.forks.append(
                     Fork(question=question, text=f"{graph} -> {branch.other.message} if {wrong}", raised=branch.other)
                 )
@@ -65,12 +65,12 @@ class _Shown:
             other, join = branch.other, branch.join
             sides = {question.answer: (line, join.main), not question.answer: (other, join.other)}
             empty = {side: way.markers[number - 1] + 1 >= end for side, (way, end) in sides.items()}
-            inside = {side: "" if empty[side] else self.new() for side in (True, False)}
-            behind = "" if join.ends else self.new()
+            body_graphs = {side: "" if empty[side] else self.new() for side in (True, False)}
+            joined_graph = "" if join.ends else self.new()
             targets = [
-                f"{inside[True] or behind or 'the end'} if ({asked})",
-                f"{inside[False] or behind or 'the end'} if not",
-                *([f"then {behind}"] if behind else []),
+                f"{body_graphs[True] or joined_graph or 'the end'} if ({condition_text})",
+                f"{body_graphs[False] or joined_graph or 'the end'} if not",
+                *([f"then {joined_graph}"] if joined_graph else []),
             ]
             answers = self._reached.get(line.answers[: number - 1], set())
             took = "both" if len(answers) == 2 else "no" if not answers else "the first" if True in answers else "the second"
@@ -78,7 +78,7 @@ class _Shown:
             self.forks.append(Fork(question=question, text=text, raised=None))
             for side in (True, False):
                 way, end = sides[side]
-                self.along(way, number, end, inside[side] or graph)
+                self.along(way, number, end, body_graphs[side] or graph)
             if join.question is None:
                 return
-            number, graph = join.question, behind
+            number, graph = join.question, joined_graph

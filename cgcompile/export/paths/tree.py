@@ -36,8 +36,8 @@ class Tree:
             branch = self.ways.branch(line, number)
             yield line, number, branch
             if isinstance(branch.other, Line) and branch.join is not None:
-                behind = [at for at, marker in enumerate(branch.other.markers) if marker < branch.join.other]
-                yield from self._branches(branch.other, number + 1, len(behind))
+                inner_questions = [at for at, marker in enumerate(branch.other.markers) if marker < branch.join.other]
+                yield from self._branches(branch.other, number + 1, len(inner_questions))
 
 
 def tree(flat: FlatModule, attempt: Callable[[], ExportedProgram], most: int, told_gpu: bool, tell: Tell) -> Tree | None:

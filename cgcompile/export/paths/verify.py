@@ -61,14 +61,14 @@ class _Walk:
                 self.choices.append(turned)
             self.answers.append((line.answers[:number], question.answer != turned))
             self.asks.append(question.answer != turned)
-            behind = replace(begin, asks=begin.asks + 1)
+            after = replace(begin, asks=begin.asks + 1)
             if not turned:
-                number, begin = number + 1, behind
+                number, begin = number + 1, after
                 continue
             assert isinstance(branch.other, Line) and branch.join is not None
             other, join = branch.other, branch.join
             meets = other.markers.index(join.other) if join.question is not None else len(other.questions)
-            if not self.along(other, number + 1, meets, behind) or join.question is None:
+            if not self.along(other, number + 1, meets, after) or join.question is None:
                 return False
             number, begin = join.question, _counts(line.questions[join.question])
         last = _counts(line.questions[stop]) if stop < len(line.questions) else None
@@ -158,9 +158,9 @@ class _Noting(Interpreter):
     def run_node(self, node: Node) -> Any:
         if self._questions.get(node) is None:
             return super().run_node(node)
-        asked, true, false, operands = [torch.fx.node.map_arg(argument, lambda inner: self.env[inner]) for argument in node.args]
-        self._answers.setdefault(self._questions[node], set()).add(bool(asked))
-        return _Noting(true if asked else false, self._questions, self._answers).run(*operands)
+        value, true, false, operands = [torch.fx.node.map_arg(argument, lambda inner: self.env[inner]) for argument in node.args]
+        self._answers.setdefault(self._questions[node], set()).add(bool(value))
+        return _Noting(true if value else false, self._questions, self._answers).run(*operands)
 
 
 def reached(tree: Tree, samples: Sequence[Sequence[torch.Tensor]]) -> dict[tuple[bool, ...], set[bool]]:

@@ -76,7 +76,7 @@ def _indexed(user: Node, node: Node) -> Iterator[Range]:
         if args[1] is node:
             yield from _axis(args[0], 0, negative=False)
     elif user.target is aten.one_hot.default:
-        if isinstance(args[1], int) and args[1] > 0:  # -1: the largest value decides
+        if isinstance(args[1], int) and args[1] > 0:  # -1: the number of classes follows from the largest value
             yield 0, args[1]
     elif user.target in (aten.index_select.default, aten.gather.default):
         if args[2] is node:

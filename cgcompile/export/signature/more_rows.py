@@ -31,8 +31,8 @@ MORE = 3
 def same_with_more_rows(entries: Sequence[Exported], max_paths: int, tell: Tell) -> None:
     """Raises state-refused, with the line, if Python reads the number of rows, or a program depends on it.  Does not check what
     operations do with the state itself."""
-    for entry, alike in zip(entries, _traced(entries, tell), strict=True):
-        if alike:
+    for entry, unchanged in zip(entries, _traced(entries, tell), strict=True):
+        if unchanged:
             continue
         source, rows = entry.source, entry.source.rows
         tell(f"{source.entry}, exported with another number of rows of state")
@@ -59,8 +59,8 @@ def _traced(entries: Sequence[Exported], tell: Tell) -> list[bool]:
     if len(entries) == 1 or processors() == 1 or torch.cuda.is_initialized():
         return [work(tell) for work in works.values()]
     with scratch_folder() as logs:
-        alike = side_by_side(works, dict.fromkeys(works, tell), logs, "worker-died")
-    return [alike[number] for number in works]
+        unchanged = side_by_side(works, dict.fromkeys(works, tell), logs, "worker-died")
+    return [unchanged[number] for number in works]
 
 
 def _traced_alike(entry: Exported, tell: Tell) -> bool:

@@ -25,7 +25,7 @@ from .output_sizes import fitted, tabled
 def describe_signature(exported: Exported) -> Signature:
     """Returns the signature.  Raises size-excluded, export-failed, structure-unsupported, data-dependent-output."""
     source, programs, flat = exported.source, exported.programs, exported.flat
-    assert flat.result is not None  # it was called
+    assert flat.result is not None  # its first call set it
     varying = [PREFIX + name for row in source.rows for name in row.buffers]
     ranges = list(map(_widest, zip(*[index_ranges(program, varying) for _, program in programs.distinct], strict=True)))
     inputs = [
@@ -100,8 +100,8 @@ def _invert(name: str, scale: int, offset: int, inner: int, shift: int) -> Size:
 
 def _widest(ranges: Sequence[tuple[int, int] | None]) -> tuple[int, int] | None:
     """Returns the range that contains the index ranges of all programs: an index outside it fails at all sizes."""
-    known = [limits for limits in ranges if limits is not None]
-    return (min(low for low, _ in known), max(high for _, high in known)) if len(known) == len(ranges) else None
+    bounds = [limits for limits in ranges if limits is not None]
+    return (min(low for low, _ in bounds), max(high for _, high in bounds)) if len(bounds) == len(ranges) else None
 
 
 def _inferred(exported: Exported, name: str, index: int) -> TensorSpec:
@@ -123,10 +123,10 @@ def _inferred(exported: Exported, name: str, index: int) -> TensorSpec:
         declared = [(dict(zip(exported.sizes, key, strict=True)), at[key]) for key in exported.programs.by_key]
         size = fitted(points) or fitted(declared)
         if size is None and (size := tabled(declared)) is None:
-            seen = ", ".join(f"{shape[axis]} at {'x'.join(map(str, sizes.values()))}" for sizes, shape in shapes[:4])
+            examples = ", ".join(f"{shape[axis]} at {'x'.join(map(str, sizes.values()))}" for sizes, shape in shapes[:4])
             raise ModelError(
                 "shape-irregular",
-                f"{label}: output {name!r}, axis {axis}: its sizes follow no rule, and are too many to list: {seen}, ...",
+                f"{label}: output {name!r}, axis {axis}: its sizes follow no rule, and are too many to list: {examples}, ...",
             )
         axis_sizes.append(size)
     return TensorSpec(name=name, dtype=dtype_name(nodes[0].dtype), shape=tuple(axis_sizes), order=tuple(range(len(axis_sizes))))
