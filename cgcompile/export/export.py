@@ -47,7 +47,7 @@ OF_VALUES = ("data-dependent-branch", "data-dependent-shape")
 """Errors that may not occur with constant sizes, because values that depend only on sizes are then known."""
 
 ONE_SIZE = "calls write to state, and every dimension has one size"
-"""`Programs.reason` of a program whose dimensions are constants for this reason."""
+"""`Programs.reason` if sizes are constants: no call is padded, and each dimension has one size."""
 
 PROBES = 8
 """How many sizes of a dimension, besides the declared ones, eager PyTorch runs at to get the shapes of the outputs."""

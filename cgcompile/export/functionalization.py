@@ -183,7 +183,7 @@ def _calls_graphs(node: Node) -> bool:
 
 
 def _reads_by_schema(node: Node) -> bool:
-    """Whether a node is a custom operator whose schema has no writes.  A trace calls it as a whole, so it would see no more."""
+    """Whether a node is a custom operator whose schema has no writes.  A trace does not look inside it, so the schema is enough."""
     operator = node.target
     if not isinstance(operator, torch._ops.OpOverload) or operator.namespace in ("aten", "prims"):
         return False
@@ -236,7 +236,7 @@ def state_buffers(signature: ExportGraphSignature) -> tuple[str, ...]:
 
 
 def size_from_a_float(program: ExportedProgram) -> str:
-    """Returns the line that makes a tensor whose size is computed from a float read out of a tensor, or ""."""
+    """Returns the user's file:line that makes a tensor whose size is computed from a float read out of a tensor, or ""."""
     for node in program.graph.nodes:
         value = node.meta.get("val")
         sizes = value.shape if isinstance(value, torch.Tensor) else ()
