@@ -1,1 +1,1 @@
-"""The capture recorder: a GPU that is here runs the model, and its captured graphs become recordings.  README.md is the map."""
+"""The capture recorder: captures CUDA graphs of the model on a local GPU, and makes recordings of them.  README.md describes it."""

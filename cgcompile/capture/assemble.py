@@ -1,5 +1,5 @@
-"""Two takes -> the rows of a bundle: ranges are paired over all keys, every graph is classified, memory is laid out.  Pure.
-Constants outside the program's own memory become tables behind the weights; the rest of what a key refers to lies in its arena."""
+"""Combines two takes into the rows of a bundle: pairs ranges over all keys, classifies every graph, and lays out memory.  Pure.
+Constants outside the program's memory become tables behind the weights.  All other memory that a key uses goes into its arena."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ COPY_SHAPE = ("width", "height", "depth", "source_pitch", "source_height", "targ
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Assembled:
-    """`graphs` by key in the takes' order, each key's in the order in which they run; `tables` lie behind the weights."""
+    """`graphs`: by key in the takes' order, for every key in execution order.  `tables` are placed behind the weights."""
 
     graphs: dict[IntKey, tuple[RecordedGraph, ...]]
     tables: tuple[Table, ...]
@@ -53,8 +53,8 @@ class Assembled:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClassifiedGraph:
-    """A graph whose addresses are readings in the first take: by row for kernels, memsets, copies and conditions; then the call's
-    tensors."""
+    """A graph's addresses as readings of the first take.  `blocks`: parameter blocks of kernels, by row.  `places`: addresses of
+    memsets, copies and conditions, by row.  `values`: addresses of the call's inputs, then outputs; None for an empty tensor."""
 
     blocks: dict[int, Classified]
     places: dict[int, tuple[Reading, ...]]
@@ -63,11 +63,11 @@ class ClassifiedGraph:
     """Ranges that memsets and copies write to."""
 
     def used(self) -> list[int]:
-        """The ranges referred to, in the order of their first use."""
-        targets = [t for i in sorted({*self.blocks, *self.places}) for t in self._of(i)]
+        """Returns the indices of the ranges that the graph uses, in the order of first use."""
+        targets = [t for i in sorted({*self.blocks, *self.places}) for t in self._row_readings(i)]
         return list(dict.fromkeys(t.range for t in (*targets, *(v for v in self.values if v))))
 
-    def _of(self, i: int) -> tuple[Reading, ...]:
+    def _row_readings(self, i: int) -> tuple[Reading, ...]:
         return tuple(t for _, t in self.blocks[i].relocations) if i in self.blocks else self.places[i]
 
 
@@ -88,47 +88,48 @@ def assemble(
     conditions: Function | None = None,
     rows_begin: int | None = None,
 ) -> Assembled:
-    """Compare two takes and name every address.  `weights_end`: where the program's own tensors end in memory `weights`; `donated`:
-    by key, the outputs that a later call takes where they lie; `conditions`: the kernel that sets conditions, where there are
-    branches or loops; `rows_begin`: from where on in memory `state` the two had different numbers of rows.  Raises
-    recordings-differ, address-disagrees, memory-refused, pointer-in-table, module-state-differs, donation-refused, state-refused.
-    """
+    """Compares two takes and replaces every address by an offset in a memory of the bundle.
+
+    `weights_end`: end of the program's tensors in memory `weights`.  `donated`: by key, outputs that a later call reads in place.
+    `conditions`: the kernel that sets conditions, if there are branches or loops.  `rows_begin`: offset in memory `state` from
+    which on the two processes had different numbers of rows.  Raises recordings-differ, address-disagrees, memory-refused,
+    pointer-in-table, module-state-differs, donation-refused, state-refused."""
     takes = classify_takes(a, b)
     paired, classified, states = takes.paired, takes.graphs, takes.states
     for graph, classification in zip(a.graphs, classified, strict=True) if rows_begin is not None else ():
         check_rows(graph, classification.blocks, {i for i, span in enumerate(a.ranges) if span.kind == "state"}, rows_begin or 0)
     used = [i for graph in classified for i in graph.used()] + [t.range for _, _, block in states for _, t in block.relocations]
-    filled = {i for graph in classified for i in graph.filled}  # their contents are the graph's own, so that they are no tables
+    filled = {i for graph in classified for i in graph.filled}  # the graphs write these ranges, so they cannot be tables
     read = [i for i in dict.fromkeys(used) if i not in filled]
     tables, offsets, end = place_tables(a, b, paired.pairing, read, weights_end)
-    of_key: dict[IntKey, list[tuple[RawGraph, ClassifiedGraph]]] = {}
+    graphs_by_key: dict[IntKey, list[tuple[RawGraph, ClassifiedGraph]]] = {}
     for graph, classification in zip(a.graphs, classified, strict=True):
-        of_key.setdefault(graph.key, []).append((graph, classification))
-    held = {key: (outputs[0].entry, _donated_ranges(a, of_key[key], outputs)) for key, outputs in donated.items()}
-    kept = keep(a, held)
+        graphs_by_key.setdefault(graph.key, []).append((graph, classification))
+    donated_ranges = {key: (outputs[0].entry, _donated_ranges(a, graphs_by_key[key], outputs)) for key, outputs in donated.items()}
+    layout = keep(a, donated_ranges)
     graphs = {}
-    for key, mine in of_key.items():
-        ranges = dict.fromkeys(i for _, classification in mine for i in classification.used())
-        placement = place(a, ranges, offsets, key, kept.offsets.get(key, {}), kept.start)  # one arena for all of them
-        graphs[key] = tuple([recorded_rows(graph, classification, placement, conditions) for graph, classification in mine])
-    own_states = module_states(a, states, offsets)
-    return Assembled(graphs=graphs, tables=tables, weights_end=end, states=own_states, reserved=kept.reserved)
+    for key, key_graphs in graphs_by_key.items():
+        ranges = dict.fromkeys(i for _, classification in key_graphs for i in classification.used())
+        placement = place(a, ranges, offsets, key, layout.offsets.get(key, {}), layout.start)  # one arena for the key
+        graphs[key] = tuple([recorded_rows(graph, classification, placement, conditions) for graph, classification in key_graphs])
+    variables = module_states(a, states, offsets)
+    return Assembled(graphs=graphs, tables=tables, weights_end=end, states=variables, reserved=layout.reserved)
 
 
 def classify_takes(a: Take, b: Take) -> ClassifiedTakes:
-    """Two takes of the same graphs with every address named.  Raises recordings-differ, address-disagrees, memory-refused."""
+    """Pairs the ranges of two takes and classifies all graphs.  Raises recordings-differ, address-disagrees, memory-refused."""
     compare(a, b)
     paired = pair_takes(a, b)
-    states = [
+    variables = [
         (s.image, s.symbol, classify(s.block, t.block, paired, lambda at, s=s: f"variable {s.symbol}, the word at {at}"))  # type: ignore[misc]
         for s, t in zip(a.states, b.states, strict=True)
     ]
     graphs = [_classified(x, y, paired) for x, y in zip(a.graphs, b.graphs, strict=True)]
-    return ClassifiedTakes(paired=paired, graphs=tuple(graphs), states=tuple(states))
+    return ClassifiedTakes(paired=paired, graphs=tuple(graphs), states=tuple(variables))
 
 
 def _donated_ranges(take: Take, graphs: Sequence[tuple[RawGraph, ClassifiedGraph]], outputs: Sequence[DonatedOutput]) -> list[int]:
-    """The ranges that donated outputs of a key lie in.  Raises donation-refused for one that lies in no segment of its own pool."""
+    """Returns the ranges that hold a key's donated outputs.  Raises donation-refused for an output outside the key's pool."""
     range_indices = []
     for output in outputs:
         graph, classification = graphs[output.region]
@@ -166,26 +167,26 @@ def has_conditions(take: Take) -> bool:
 
 
 def recorded_rows(graph: RawGraph, classified: ClassifiedGraph, placement: Placement, conditions: Function | None) -> RecordedGraph:
-    """A graph's rows, everything that it refers to placed."""
+    """Returns the rows of a graph, with every address as an offset in a memory of the bundle."""
     functions: dict[Function, int] = {}
-    growing = Bodies()
+    body_builder = Bodies()
     for begin, piece, edges in marks_and_graphs(graph):
         match piece:
             case RawSetCondition(conditional=number):
-                assert conditions is not None  # `has_conditions` says when it is needed
+                assert conditions is not None  # the caller passes it whenever `has_conditions` is true
                 setter = functions.setdefault(conditions, len(functions))
-                growing.add([set_condition(setter, placement.address(classified.places[begin][0]), number)])
+                body_builder.add([set_condition(setter, placement.address(classified.places[begin][0]), number)])
             case RawBegin(conditional=number, type=type):
-                growing.begin(number, type)
+                body_builder.begin(number, type)
             case RawNextBody():
-                growing.next_body()
+                body_builder.next_body()
             case RawEnd():
-                growing.end()
+                body_builder.end()
             case _:
                 nodes = [_node(node, begin + i, classified, placement, functions) for i, node in enumerate(piece)]
-                among = [Edge(source=s, target=t, from_port=p, to_port=q, type=k) for s, t, p, q, k in edges]
-                growing.add(nodes, among)
-    rows, joined, bodies = growing.rows()
+                piece_edges = [Edge(source=s, target=t, from_port=p, to_port=q, type=k) for s, t, p, q, k in edges]
+                body_builder.add(nodes, piece_edges)
+    rows, joined, bodies = body_builder.rows()
     recording = Recording(key=graph.key, functions=tuple(functions), nodes=rows, edges=joined, bodies=bodies)
     values = tuple(_value(v, t, placement) for v, t in zip((*graph.inputs, *graph.outputs), classified.values, strict=True))
     count = len(graph.inputs)
@@ -193,7 +194,7 @@ def recorded_rows(graph: RawGraph, classified: ClassifiedGraph, placement: Place
 
 
 def _node(node: RawNode, at: int, classified: ClassifiedGraph, placement: Placement, functions: dict[Function, int]) -> Node:
-    """The node of row `at`; `functions` grow."""
+    """Returns the node of row `at`.  Adds its kernel to `functions`, if it is new."""
     if isinstance(node, RawKernel):
         function = Function(image=node.image, symbol=node.symbol, params=node.params, attributes=node.function_attributes)
         return _kernel(node, functions.setdefault(function, len(functions)), classified.blocks[at], placement)
@@ -221,14 +222,14 @@ def _kernel(node: RawKernel, function: int, block: Classified, placement: Placem
 
 
 def _value(value: RawValue, target: Reading | None, placement: Placement) -> Value:
-    anywhere = Address(memory=MEMORIES.index("arena"), offset=0)  # of an empty tensor
+    anywhere = Address(memory=MEMORIES.index("arena"), offset=0)  # an empty tensor has no address
     place = placement.address(target) if target else anywhere
     return Value(dtype=value.dtype, shape=value.shape, strides=value.strides, memory=MEMORIES[place.memory], offset=place.offset)
 
 
 def module_states(take: Take, states: Iterable[tuple[str, str, Classified]], tables: Mapping[int, int]) -> tuple[ModuleState, ...]:
-    """The variables, which may point at weights, inputs and `tables`, range -> offset in memory weights.  Raises
-    module-state-differs."""
+    """Returns the module variables with their pointers as relocations.  A pointer may lead to weights, inputs or a table.
+    `tables`: range -> offset in memory `weights`.  Raises module-state-differs."""
     return tuple(_states(take, states, tables))
 
 

@@ -1,4 +1,4 @@
-"""The cuda target's half of a build, on a machine with the GPU: capture, and lay the recordings out as files."""
+"""The cuda target's part of a build on a machine with a GPU: captures the graphs and writes the recordings as files."""
 
 from __future__ import annotations
 
@@ -42,19 +42,19 @@ EAGER = "try --lower eager; if that differs too, please report this model"
 
 
 def start(processes: RecorderProcesses, keys: int, level: str, specialize: str) -> None:
-    """Starts what records so many int_keys at a level, before it is asked for: making the GPU's context takes a second."""
+    """Starts the processes that record `keys` int_keys at a level, ahead of `build_parts`: a CUDA context takes a second."""
     processes.start(RECORD, 2)
     processes.start(PRIME, priming(keys, level, specialize))
 
 
 def build_parts(spec: BuildSpec, stage: Path, stages: Stages, processes: RecorderProcesses) -> ManifestParts:
-    """Records every int_key, and writes tables, images, weights and the self-test into `stage`.  Raises the refusals of `record`
-    and `split_program`, and proof-failed when a replay is further from eager PyTorch than the dtype allows."""
+    """Records every int_key, and writes tables, images, weights and the self-test into `stage`.  Raises what `record` and
+    `split_program` raise, and proof-failed when a replay differs from eager PyTorch by more than the dtype allows."""
     cut = cut_stage(spec, processes.folder, stage, stages)
     with stages("record") as tell:
         recordable = prepare_recording(spec, cut, processes.folder / "record", stage, tell)
         recorded = record_level(recordable, spec.lower, processes, tell=tell)
-        processes.close()  # only now do their processor's time and memory count as this process's children's
+        processes.close()  # CPU time and memory of children are counted only after they ended
         recorded = replace(recorded, stored=recorded.stored + write_tables(stage / file_names.TABLES, recorded.tables))
         tell.result("; ".join([counted(recorded), *_indices(spec, recorded)]))
     with stages("emit") as tell:
@@ -65,7 +65,7 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages, processes: Recorde
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CutProgram:
-    """A program's regions where parts of it stay on the host, else None and NO_HOST_REGIONS; `host_only`: as in `off_gpu`."""
+    """A program's regions.  Without host regions `split` is None and `hosts` is NO_HOST_REGIONS.  `host_only`: see `off_gpu`."""
 
     split: SplitProgram | None
     hosts: HostRegions
@@ -73,7 +73,7 @@ class CutProgram:
 
 
 def cut_stage(spec: BuildSpec, scratch: Path, stage: Path, stages: Stages) -> CutProgram:
-    """Cuts the program into regions, and compiles those of the host into `stage`, where something must be on the host."""
+    """Splits the programs into regions, if parts must run on the host, and compiles the host regions into `stage`."""
     state, placements = spec.entries[0].prepared.state, spec.by_key({entry.name: entry.placements for entry in spec.entries})
     split = split_stage(spec.programs, placements, {key: call[0] for key, call in example_calls(spec).items()}, stages)
     varying = spec.entries[0].prepared.varying
@@ -83,8 +83,8 @@ def cut_stage(spec: BuildSpec, scratch: Path, stage: Path, stages: Stages) -> Cu
 
 
 def prepare_recording(spec: BuildSpec, cut: CutProgram, folder: Path, stage: Path, tell: Tell) -> Recordable:
-    """Writes the weights into `stage`, and gives back the memory that they take on the GPU; the rest that is recorded from lies in
-    `folder`.  Raises what `prepare` does."""
+    """Calls `prepare` for all entries: writes the weights into `stage`, other files into `folder`, and frees the weights' GPU
+    memory.  Raises what `prepare` does."""
     programs, split = spec.programs, cut.split
     prepared = spec.by_key({entry.name: dict.fromkeys(entry.keys, entry.prepared) for entry in spec.entries})
     placements = spec.by_key({entry.name: entry.placements for entry in spec.entries})
@@ -112,7 +112,7 @@ def prepare_recording(spec: BuildSpec, cut: CutProgram, folder: Path, stage: Pat
 
 
 def _indices(spec: BuildSpec, recorded: Recorded) -> list[str]:
-    """By entry, how many indices the graphs select otherwise than eager PyTorch."""
+    """Returns a text for every entry whose graphs select other indices than eager PyTorch, with their number."""
     texts = []
     for number, entry in enumerate(spec.entries):
         replays = spec.of_entry(number, recorded.replays).values()
@@ -121,7 +121,7 @@ def _indices(spec: BuildSpec, recorded: Recorded) -> list[str]:
 
 
 def counted(recorded: Recorded) -> str:
-    """How much was recorded, in words."""
+    """Returns the numbers of nodes and kernel images as text."""
     nodes = sum(len(graph.recording.nodes) for graphs in recorded.graphs.values() for graph in graphs)
     return f"{nodes} nodes, {len(recorded.images)} kernel images"
 
@@ -135,10 +135,10 @@ def emit(
     folded: Collection[str] = (),
     expected: Mapping[str, Sequence[KeySelfTest]] = MappingProxyType({}),
 ) -> ManifestParts:
-    """Writes tables, images and the self-test into `stage`, where the weights are.
+    """Writes tables, images and the self-test into `stage`, which has the weights already.
 
-    `folded`: weights that something was computed from which the recordings hold.  `expected`: by entry, what eager PyTorch gives,
-    which is the self-test of an entry with an int_key that was not captured.  Raises proof-failed.
+    `folded`: weights from which constants of the recordings were computed.  `expected`: by entry, outputs of eager PyTorch.  They
+    are the self-test of entries with an int_key that was not captured.  Raises proof-failed.
     """
     written = write_recorded(stage, _program(spec, recorded, cut.split), recorded.stored, recorded.arch, cut.split, cut.hosts)
     if recorded.states:
@@ -151,7 +151,7 @@ def emit(
         stage / file_names.SELF_TEST, {entry.name: self_test for entry, (_, self_test) in zip(spec.entries, parts, strict=True)}
     )
     driver = max(_lowest_driver(recorded), graph_driver(written.recordings.values()))
-    if written.fills or recorded.graphs.keys() - recorded.replays.keys():  # our own ptxas made images
+    if written.fills or recorded.graphs.keys() - recorded.replays.keys():  # the build's ptxas compiled some images
         driver = max(driver, lowest_driver(int(recorded.arch.removeprefix("sm_"))))
     return ManifestParts(
         target=cuda_target(recorded.arch, driver, cut.hosts, spec.torch_version),
@@ -168,7 +168,7 @@ def emit(
 def _entry_parts(
     spec: BuildSpec, number: int, recorded: Recorded, written: Written, expected: Sequence[KeySelfTest], *, exact: bool
 ) -> tuple[EntryParts, list[KeySelfTest]]:
-    """The rows of entry number `number`, and its self-test.  `exact`: no host computes a part of it.  Raises proof-failed."""
+    """Returns the manifest parts of entry `number`, and its self-test.  `exact`: it has no host regions.  Raises proof-failed."""
     entry = spec.entries[number]
     prepared, replays = entry.prepared, spec.of_entry(number, recorded.replays)
     entry_programs = spec.of_entry(number, dict(zip(spec.programs.by_key, written.programs, strict=True)))
@@ -182,34 +182,32 @@ def _entry_parts(
         return EntryParts(programs=rows, self_test=self_test), list(expected)
     differences = {key: replays[key].differences for key in entry.keys}
     bounds = error_bounds(prepared, recorded.weights)
-    kept = accepted(entry.dimensions, bounds, differences, spec.allow, "the graph differs", EAGER, entry.name)
+    accepted_bounds = accepted(entry.dimensions, bounds, differences, spec.allow, "the graph differs", EAGER, entry.name)
     self_test = SelfTest(
         compare="bits" if exact and all(replay.deterministic for replay in replays.values()) else "tolerance",
         calls=prepared.self_test_calls,
         expected="recording",
-        bounds=kept,
-        proofs=tuple([measured(key, "none", diffs, kept) for key, diffs in differences.items()]),
+        bounds=accepted_bounds,
+        proofs=tuple([measured(key, "none", diffs, accepted_bounds) for key, diffs in differences.items()]),
     )
     contents = {key: replay.contents for key, replay in replays.items()}
     return EntryParts(programs=rows, self_test=self_test), replayed_self_test(rows, contents, prepared, written.weights)
 
 
 def example_calls(spec: BuildSpec) -> dict[IntKey, Call]:
-    """The call of every build key that its graphs are captured on."""
+    """Returns the example call of every build key, on which its graphs are captured."""
     return _calls(spec, SEED)
 
 
 def _calls(spec: BuildSpec, seed: int) -> dict[IntKey, Call]:
-    """A call of every build key."""
-
-    def drawn(entry: EntryBuild, key: IntKey) -> Call:
+    def entry_call(entry: EntryBuild, key: IntKey) -> Call:
         return sample(entry.source, dict(zip(entry.sizes, key, strict=True)), seed).tensors, {}
 
-    return spec.by_key({entry.name: {key: drawn(entry, key) for key in entry.keys} for entry in spec.entries})
+    return spec.by_key({entry.name: {key: entry_call(entry, key) for key in entry.keys} for entry in spec.entries})
 
 
 def _program(spec: BuildSpec, recorded: Recorded, split: SplitProgram | None) -> RecordedProgram:
-    """What was recorded, by region and build key, these in the bundle's order."""
+    """Returns the recordings by region and build key, with the keys in the bundle's order."""
     return RecordedProgram(
         graphs={
             (name, key): graph
@@ -226,12 +224,12 @@ def _program(spec: BuildSpec, recorded: Recorded, split: SplitProgram | None) ->
 
 
 def graph_names(split: SplitProgram | None, key: IntKey) -> list[str]:
-    """The names of the graph regions of a key, in order."""
+    """Returns the names of a key's graph regions, in execution order."""
     return [region.name for region in split.partitions[key].regions if region.kind == "graph"] if split else [WHOLE]
 
 
 def _lowest_driver(recorded: Recorded) -> int:
-    """The major CUDA version of the kernels' compiler (13000 = 13.0), at most the recording machine's driver.  A cubin runs on
-    every driver of its major version (CUDA's minor version compatibility)."""
+    """Returns the oldest CUDA version that can run the cubins (13000 = 13.0), at most that of the recording machine's driver.
+    A cubin runs on every driver of its major version (CUDA's minor version compatibility)."""
     toolkit = torch.version.cuda or "0"
     return min(int(toolkit.partition(".")[0]) * 1000, recorded.driver)

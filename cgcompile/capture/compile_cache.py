@@ -1,8 +1,8 @@
-"""What Inductor and Triton compiled for a capture, kept for the next build: the files of their caches, as one record.
+"""Keeps the cache files of Inductor and Triton for the next build, as one record in the content cache.
 
-Both find an entry by a hash of all that it depends on, and weights are inputs of what they compile.  So the record is named by the
-programs without their weights, and a build with other weights compiles nothing.  It also says which int_keys its builds lowered:
-those need no process that fills the cache.  A build with one more size lowers that size."""
+Both compilers look entries up by a hash of everything that the compiled code depends on.  Weights are inputs of the compiled code.
+So the record's name is a hash of the programs without their weight values, and a build with other weights compiles nothing.  The
+record also lists the int_keys that were lowered.  Those need no `prime` process, so a build with one more size lowers only that."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from ..targets.program_contents import program_code, tensor_layout
 from ..util.content_cache import cache_folder, cache_optional, cache_path, digest, recall, remember
 
 STAGE = "captured"
-"""The folder of the cache."""
+"""Subfolder of the content cache."""
 
 LARGEST = 1 << 29
-"""Bytes of files that are kept at most."""
+"""Most bytes of files in one record; a larger cache is not kept."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,14 +36,14 @@ class CompiledFile:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompiledFiles:
-    """The files, and the int_keys that were lowered with them."""
+    """Cache files, and the int_keys (as text) that were lowered with them."""
 
     files: tuple[CompiledFile, ...]
     keys: tuple[str, ...]
 
 
 def program_hash(programs: Programs, placements: Iterable[object]) -> str:
-    """The hash of programs without the values of their weights."""
+    """Returns a hash of the programs' code, the layouts (not the values) of their weights, and the placements."""
     distinct = {id(program): program for program in programs.by_key.values()}.values()
     parts = [
         (list(program_code(program)), [(name, tensor_layout(value)) for name, value in weight_tensors(program).items()])
@@ -53,7 +53,7 @@ def program_hash(programs: Programs, placements: Iterable[object]) -> str:
 
 
 def compiled_path(program: str, level: str, specialize: str) -> Path | None:
-    """The file for what is compiled for programs of this hash on this kind of GPU; None where there can be no cache."""
+    """Returns the record's path for programs of this hash on this kind of GPU, or None if no cache can be used."""
     with cache_optional():
         gpu = torch.cuda.get_device_properties(0)
         machine = gpu.name, gpu.multi_processor_count, gpu.total_memory, torch.version.cuda
@@ -62,7 +62,7 @@ def compiled_path(program: str, level: str, specialize: str) -> Path | None:
 
 
 def recall_compiled(path: Path | None, folder: Path) -> frozenset[str]:
-    """Writes what was kept into `folder`, where nothing is replaced.  Returns the int_keys that were lowered, as texts."""
+    """Writes the record's files into `folder`, without replacing any.  Returns the int_keys that were lowered, as texts."""
     record = recall(path, CompiledFiles) if path is not None else None
     if record is None:
         return frozenset()
@@ -75,7 +75,7 @@ def recall_compiled(path: Path | None, folder: Path) -> frozenset[str]:
 
 
 def keep_compiled(path: Path | None, keys: Iterable[str], folder: Path) -> None:
-    """Keeps the files of `folder`, with which these int_keys were lowered."""
+    """Stores all files of `folder` and the int_keys that were lowered with them, unless the files exceed LARGEST bytes."""
     if path is None:
         return
     places = sorted(place for place in folder.rglob("*") if place.is_file() and not place.is_symlink())

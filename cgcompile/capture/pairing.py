@@ -1,10 +1,10 @@
-"""Which range of one process is which range of the other.  Pure.
+"""Pairs each memory range of one recorder process with the same range of the other process.  Pure.
 
-The ranges of KEPT kinds are known.  Segments and allocations are not: two processes get them in any order.  They are paired
-by the words that point at them.  A word of the same node that reads (range, offset) in one process and (range', offset) in the
-other votes for the pair, if the ranges are alike in kind, size and key.  Garbage may vote too, but every real pointer votes for
-the true pair.  A pair once taken is final for both sides; a pointer left without its pair is refused later, never guessed.
-"""
+Ranges of KEPT kinds have the same position in both processes.  Segments and allocations come in any order, so they are paired by
+the pointers to them.  Take a word of the same node that means (range, offset) in one process and (range', offset) in the other.
+It is one vote for the pair, if both ranges have the same kind, size and key.  Bytes that only look like an address may add false
+votes, but every real pointer votes for the right pair.  Pairs with the most votes are taken first, and each range is paired once.
+A pointer whose range has no pair is refused later."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from dataclasses import dataclass
 from .take import Range, RawGraph, RawKernel, RawMemcpy, RawMemset, RawSetCondition, Reading, Take, Word
 
 KEPT = ("weights", "inputs", "state")
-"""Kinds of ranges that are the same in every process, at the same position: the build itself places everything there, or an engine
-named its tensors.  They are called as their memories are."""
+"""Kinds of ranges that have the same position in every process: the build places everything in them, or they hold an engine's
+named tensors.  Each kind is also the name of a memory of the bundle."""
 
 Pairing = dict[int, int]
-"""Range of the first process -> range of the second."""
+"""Index of a range in the first process -> index of the same range in the second."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PairedRanges:
-    """The `ranges` of two takes and their `pairing`.  `hosts`, `pools`: positions of pinned host memory, and of private pools."""
+    """The `ranges` of two takes and their `pairing`.  `hosts`, `pools`: indices of the ranges of kind "host" and "pool"."""
 
     pairing: Pairing
     ranges: tuple[tuple[Range, ...], tuple[Range, ...]]
@@ -33,44 +33,44 @@ class PairedRanges:
 
 
 def pair_takes(a: Take, b: Take) -> PairedRanges:
-    """The ranges of two takes of the same graphs."""
+    """Pairs the ranges of two takes of the same graphs."""
 
-    def of(kind: str) -> tuple[frozenset[int], frozenset[int]]:
+    def indices(kind: str) -> tuple[frozenset[int], frozenset[int]]:
         mine, theirs = (frozenset(i for i, piece in enumerate(take.ranges) if piece.kind == kind) for take in (a, b))
         return mine, theirs
 
-    return PairedRanges(pairing=pair_ranges(a, b), ranges=(a.ranges, b.ranges), hosts=of("host"), pools=of("pool"))
+    return PairedRanges(pairing=pair_ranges(a, b), ranges=(a.ranges, b.ranges), hosts=indices("host"), pools=indices("pool"))
 
 
 def meaning(mine: Word, theirs: Word, paired: PairedRanges) -> Reading | None:
-    """The place that a word means, which is an address in both processes; None when they do not agree on one.  Both may also mean
-    different places of the graph's own pool: of free blocks of one size torch's allocator takes the lowest.  Then the first
-    process's choice counts; the replay over poisoned memory shows that it agrees with the other words.  An address that ends one
-    segment and begins the next is the beginning, unless the other process can only read it as an end."""
-    agreed = agree(mine, theirs, paired.pairing)
-    if agreed is not None:
-        return agreed
-    others = [target for target in theirs.readings if target.range in paired.pools[1]]
-    if not others:
+    """Returns the place that a word means, or None if the processes disagree.  The word must be an address in both.  Two words may
+    also mean different blocks of the graph's private pool: torch's allocator takes the free block with the lowest address.  Then
+    the first process's block counts, and the replay over poisoned memory verifies it.  An address between two segments means the
+    begin of the second, unless the word of the other process can only mean the end of a segment."""
+    shared = agree(mine, theirs, paired.pairing)
+    if shared is not None:
+        return shared
+    pool_readings = [target for target in theirs.readings if target.range in paired.pools[1]]
+    if not pool_readings:
         return None
-    data = any(_has_data(target, paired.ranges[1]) for target in others)
+    data = any(_has_data(target, paired.ranges[1]) for target in pool_readings)
     candidates = [t for t in mine.readings if t.range in paired.pools[0] and _has_data(t, paired.ranges[0]) == data]
     return candidates[0] if len(candidates) == 1 else None
 
 
 def _has_data(target: Reading, ranges: tuple[Range, ...]) -> bool:
-    """Whether an address may be that of something: it is not one past the end."""
+    """Whether an address lies inside its range, not one past the end."""
     return target.offset < ranges[target.range].size
 
 
 def stays(word: Word, ranges: tuple[Range, ...]) -> bool:
-    """Whether a word, if it is an address, is one of weights, inputs or state, which the other process has at the same place.  A
-    number below stale bytes reads as one, the more often the more weights there are (8B: 16 GB)."""
+    """Whether every reading of a word lies in weights, inputs or state, which have the same offsets in both processes.  A 4-byte
+    number below stale bytes may look like such an address, more often with more weights (8B parameters: 16 GB)."""
     return all(ranges[reading.range].kind in KEPT for reading in word.readings)
 
 
 def pair_ranges(a: Take, b: Take) -> Pairing:
-    """Pair the ranges of two takes of the same graphs (`relocate.compare` has passed)."""
+    """Pairs the ranges of two takes of the same graphs.  Call `relocation.compare` before it."""
     votes: Counter[tuple[int, int]] = Counter()
     for mine, theirs in _words(a, b):
         for x in mine.readings:
@@ -89,12 +89,12 @@ def pair_ranges(a: Take, b: Take) -> Pairing:
 
 
 def alike(x: Range, y: Range) -> bool:
-    """Whether two ranges of two processes can be the same piece of memory."""
+    """Whether a range of one process and one of the other may be the same memory."""
     return (x.kind, x.size, x.key) == (y.kind, y.size, y.key)
 
 
 def agree(mine: Word, theirs: Word, pairing: Pairing) -> Reading | None:
-    """The reading of `mine` that `theirs` has too, in terms of the first process; None when they share none."""
+    """Returns the first reading of `mine` whose paired range and offset `theirs` has too, or None."""
     others = {(t.range, t.offset) for t in theirs.readings}
     return next((t for t in mine.readings if (pairing.get(t.range), t.offset) in others), None)
 

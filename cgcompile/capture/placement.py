@@ -1,4 +1,4 @@
-"""Where the ranges of a take lie in a bundle: tables in memory `weights`, pool segments and scratch in the arena.  Pure."""
+"""Places the ranges of a take in the memories of a bundle: tables in `weights`, pool segments and scratch in `arena`.  Pure."""
 
 from __future__ import annotations
 
@@ -16,22 +16,21 @@ from .pairing import KEPT, Pairing, agree
 from .take import Reading, Take
 
 SEGMENT_ALIGN = 2 << 20
-"""torch's segments start at multiples of 2 MiB; kept, so that an arena has the alignment that the kernels were chosen for."""
-
+"""torch's segments start at multiples of 2 MiB.  The arena keeps this alignment: kernels may have been chosen for it."""
 
 LARGEST_TABLE = 256 << 20
-"""A table that no tensor of the program holds may have this many bytes; larger ones are refused."""
+"""Most bytes of a table; a larger constant outside the program's memory is refused."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Placement:
-    """Range of the first recording -> (memory as a position in MEMORIES, offset of the range in it), for one key."""
+    """For one key, `bases`: range of the first take -> (index in MEMORIES, offset in that memory).  `arena`: its size in bytes."""
 
     bases: dict[int, tuple[int, int]]
     arena: int
 
     def address(self, target: Reading) -> Address:
-        """The place in a memory that a target means.  Raises KeyError for a range that was not placed."""
+        """Returns the memory and offset of a reading.  Raises KeyError for a range that was not placed."""
         memory, base = self.bases[target.range]
         return Address(memory=memory, offset=base + target.offset)
 
@@ -39,9 +38,10 @@ class Placement:
 def place_tables(
     a: Take, b: Take, pairing: Pairing, used: Iterable[int], end: int
 ) -> tuple[tuple[Table, ...], dict[int, int], int]:
-    """Constants among the used "torch" and "device" ranges: those with equal contents in both processes.  Returns the tables, range
-    -> offset in `weights`, and the new end of `weights`.  Any other range is scratch, which goes into the arena.  Raises
-    pointer-in-table, memory-refused."""
+    """Makes tables of the "torch" and "device" ranges in `used` whose contents are equal in both processes.
+
+    Other ranges are scratch, which `place` puts into the arena.  `end`: end of memory `weights` before the tables.  Returns the
+    tables, range -> offset in `weights`, and the new end.  Raises pointer-in-table, memory-refused."""
     tables: list[Table] = []
     offsets: dict[int, int] = {}
     for i in used:
@@ -79,8 +79,8 @@ def place(
     kept: Mapping[int, int] = MappingProxyType({}),
     start: int = 0,
 ) -> Placement:
-    """Place the ranges that the graph of one key refers to, in the order of their first use, in the arena from `start` on.  `kept`
-    have an offset there."""
+    """Places the ranges that the graphs of one key use, in the order of first use, in the arena from offset `start` on.  `kept`:
+    ranges that have an offset in the arena already.  Raises memory-refused."""
     bases = {i: (MEMORIES.index(piece.kind), piece.offset) for i, piece in enumerate(take.ranges) if piece.kind in KEPT}
     bases |= {i: (MEMORIES.index("arena"), offset) for i, offset in kept.items()}
     arena = start
@@ -101,22 +101,22 @@ def place(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kept:
-    """The segments that outputs lie in which a later call takes where they lie.  `offsets`: by key, range -> offset in the arena.
-    `start`: where the arena of all keys begins."""
+    """Segments that hold donated outputs, which a later call reads in place.  `offsets`: by key, range -> offset in the arena.
+    `start`: offset in the arena where the other ranges of all keys begin."""
 
     reserved: tuple[DonatedRange, ...]
     offsets: Mapping[IntKey, Mapping[int, int]]
     start: int
 
 
-def keep(take: Take, held: Mapping[IntKey, tuple[str, Sequence[int]]]) -> Kept:
-    """Places the ranges that hold the donated outputs, given the entry of every key and these ranges.
+def keep(take: Take, donated: Mapping[IntKey, tuple[str, Sequence[int]]]) -> Kept:
+    """Places the ranges that hold donated outputs.  `donated`: by key, the name of its entry and these ranges.
 
-    A range is a whole segment of torch's allocator: temporaries of the program may have lain where the output does.
+    Each range is a whole segment of torch's allocator, because temporaries may have used the same addresses as the output.
     """
     relative_offsets: dict[IntKey, dict[int, int]] = {}
     needs: dict[str, int] = {}
-    for key, (entry, ranges) in held.items():
+    for key, (entry, ranges) in donated.items():
         places, end = relative_offsets.setdefault(key, {}), 0
         for i in dict.fromkeys(ranges):
             size = take.ranges[i].size
@@ -125,11 +125,11 @@ def keep(take: Take, held: Mapping[IntKey, tuple[str, Sequence[int]]]) -> Kept:
         needs[entry] = max(needs.get(entry, 0), end)
     reserved = reserved_parts(needs, SEGMENT_ALIGN)
     begins = {row.entry: row.offset for row in reserved}
-    offsets = {key: {i: begins[entry] + at for i, at in relative_offsets[key].items()} for key, (entry, _) in held.items()}
+    offsets = {key: {i: begins[entry] + at for i, at in relative_offsets[key].items()} for key, (entry, _) in donated.items()}
     return Kept(reserved=reserved, offsets=offsets, start=reserved_end(reserved, SEGMENT_ALIGN))
 
 
 def _pointers(a: Take, b: Take, pairing: Pairing, i: int) -> list[int]:
-    """Offsets of the words of a range's contents that are the same live address in both processes."""
+    """Returns the offsets of the words in range `i`'s contents that are an address of the same place in both processes."""
     theirs = {word.at: word for word in b.ranges[pairing[i]].words}
     return [w.at for w in a.ranges[i].words if w.at in theirs and agree(w, theirs[w.at], pairing) is not None]

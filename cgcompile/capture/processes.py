@@ -1,11 +1,11 @@
-"""The parent's side of recorder processes: start them, hand them requests, pass their progress on, bring back what they found.
+"""The parent's side of recorder processes: starts them, sends requests, passes their progress on, and reads their results.
 
-Servers that have imported torch and Inductor fork them (util/fork_server.py).  They start as early as can be, beside this process's
-own import of torch.  What one process forks has its addresses, and two recordings with the same addresses prove nothing.  So the
-second recorder comes from a server of its own.
+Fork servers that have imported torch and Inductor fork them (util/fork_server.py).  The servers start while this process still
+imports torch.  Forked processes have the same addresses as their server.  Two recordings with equal addresses cannot show which
+words are addresses, so the second recorder is forked by a second server.
 
-Requests and results are pickles, since they hold torch's tensors.  They lie in the build's own scratch folder (mode 0700) and go
-with it.  Light: torch is not imported here."""
+Requests and results are pickles, because they hold torch tensors.  They are files in the build's scratch folder (mode 0700), and
+are deleted with it.  This module does not import torch."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from ..util.workers import processors
 from .request import DONE, PRIME, RECORD, Request
 
 COMPILERS = 8
-"""Processes of Inductor's that compile for one of ours: a program has a few dozen kernels at most."""
+"""Most Inductor compile processes for each recorder process: a program has a few dozen kernels at most."""
 
 WORKER = "cgcompile.capture.worker.main"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Process:
-    """A recorder process that waits for a request or works on one; `log` gets what it says beside progress."""
+    """A recorder process that waits for a request or works on one.  `log` receives its stdout and stderr."""
 
     name: str
     running: ForkedProcess
@@ -42,8 +42,8 @@ class Process:
 
 
 class RecorderProcesses:
-    """Processes by role.  `folder` holds requests, results and logs, `cache` is what all compilers share.  The second of `servers`
-    forks every second recorder."""
+    """Recorder processes by role.  `folder` holds requests and logs; `cache` is the compile cache that all processes share.
+    The second of `servers` forks every second recorder (role RECORD), the first forks all others."""
 
     def __init__(self, folder: Path, cache: Path, servers: tuple[ForkServer, ForkServer]) -> None:
         self.folder, self.cache = folder, cache
@@ -55,7 +55,7 @@ class RecorderProcesses:
 
     @contextmanager
     def others(self, folder: Path) -> Iterator[RecorderProcesses]:
-        """Others of the same servers and cache, which end with this."""
+        """Yields separate processes from the same servers and cache, and ends them on exit.  `folder`: for requests and logs."""
         processes = RecorderProcesses(folder, self.cache, self._servers)
         try:
             yield processes
@@ -64,14 +64,14 @@ class RecorderProcesses:
             processes.end(RECORD)
 
     def start(self, role: str, number: int) -> None:
-        """Starts processes until there are `number` of a role.  Raises recorder-failed after `stop`."""
+        """Starts processes of a role until `number` of them run.  Raises recorder-failed after `stop`."""
         share = max(1, min(processors() // max(1, number), COMPILERS))
-        threads = share if role == PRIME else 1  # recorders take everything from the cache
+        compilers = share if role == PRIME else 1  # recorders find all kernels in the compile cache
         with self._starting:
             if self._stopped:
                 raise BuildError("recorder-failed", "the recorder processes were stopped")
             while len(self._started[role]) < number:
-                self._started[role].append(self._new(role, len(self._started[role]), threads))
+                self._started[role].append(self._new(role, len(self._started[role]), compilers))
 
     def close(self) -> None:
         """Ends all processes and the servers."""
@@ -81,22 +81,22 @@ class RecorderProcesses:
             server.close()
 
     def stop(self) -> None:
-        """Ends all processes for good, whatever another thread waits for: that raises recorder-failed."""
+        """Ends all processes, and prevents new ones.  A thread that waits in `run` raises recorder-failed."""
         with self._starting:
             self._stopped = True
-            started = [process for some in self._started.values() for process in some]
+            started = [process for processes in self._started.values() for process in processes]
         for process in started:
             process.running.end()
 
     def load(self, requests: Sequence[Request]) -> None:
-        """Lets processes load the programs of requests, of one role, that `run` takes later."""
+        """Starts loading the programs of requests of one role, before `run` is called with the same requests."""
         self.start(requests[0].role, len(requests))
         for process, request in zip(self._started[requests[0].role], requests, strict=False):
             self._load(process, request)
 
     def run(self, requests: Sequence[Request], tell: Tell, at_once: int) -> list[Any]:
-        """The results of requests of one role, each by a process of its own, in order.  Raises what a process refused, or
-        recorder-failed.  The first failure ends all processes."""
+        """Runs each request of one role in its own process, `at_once` at a time, and returns the results in order.  Raises the
+        error that a process reports, or recorder-failed.  The first failure ends all processes."""
         role = requests[0].role
         self.start(role, len(requests))
         with ThreadPoolExecutor(at_once) as threads:
@@ -114,14 +114,14 @@ class RecorderProcesses:
                 threads.shutdown(wait=False, cancel_futures=True)
 
     def end(self, role: str) -> None:
-        """Ends the processes of a role, and waits until what they held is free."""
+        """Ends the processes of a role, and waits until their memory is free."""
         for process in self._started[role]:
             process.running.end()
             self._loading.discard(process.name)
         self._started[role] = []
 
     def _load(self, process: Process, request: Request) -> None:
-        """Lets a process load the program of a request, unless it does already."""
+        """Sends a process the request whose program it loads, unless it has one."""
         if process.name not in self._loading:
             self._loading.add(process.name)
             path = self.folder / f"{process.name}.request"
@@ -129,13 +129,13 @@ class RecorderProcesses:
             _write(process, path)
 
     def _answer(self, process: Process, request: Request, tell: Tell) -> Any:
-        """What a process makes of a request."""
+        """Runs a request in a process and returns the result.  Raises the reported error, or recorder-failed if it dies."""
         self._load(process, request)
         _write(process, "begin")
         for line in _read(process):
             if line == DONE:
                 result, refusal = pickle.loads(request.result.read_bytes())
-                process.running.end()  # the next one may need the memory that it holds
+                process.running.end()  # the next process may need its GPU memory
                 if refusal:
                     raise named(*refusal)
                 return result
@@ -143,8 +143,8 @@ class RecorderProcesses:
         status = process.running.wait()
         log = process.log if process.log.exists() else self._servers[0].log
         lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-        how = "ended" if status is None else f"ended with status {status}"
-        raise BuildError("recorder-failed", f"a recorder process {how}: {lines[-1] if lines else 'it wrote nothing'} (log: {log})")
+        end = "ended" if status is None else f"ended with status {status}"
+        raise BuildError("recorder-failed", f"a recorder process {end}: {lines[-1] if lines else 'it wrote nothing'} (log: {log})")
 
     def _new(self, role: str, number: int, compilers: int) -> Process:
         name = f"{role}{number}"
@@ -155,8 +155,8 @@ class RecorderProcesses:
 
 @contextmanager
 def recorder_processes(folder: Path | None = None, cache: Path | None = None) -> Iterator[RecorderProcesses]:
-    """Recorder processes, of which the servers are started, with a scratch folder of their own unless there is a `folder`; they end
-    with this.  Call it in the thread that lives longest: they end with that, too."""
+    """Starts the two fork servers, and ends all processes on exit.  `folder`: for requests and logs (default: a scratch folder).
+    Call it in a thread that outlives the build: the processes also end when that thread ends."""
     with scratch_folder() as scratch:
         place = cache or (folder or scratch) / "cache"
         first, second = [
@@ -170,7 +170,7 @@ def recorder_processes(folder: Path | None = None, cache: Path | None = None) ->
 
 
 def compiler_environment(folder: Path) -> dict[str, str]:
-    """Environment variables that keep every compiler cache inside `folder`, and ask no remote one.  Imports leave CUDA alone."""
+    """Returns environment variables that keep all compiler caches in `folder`, turn remote caches off, and avoid CUDA's start."""
     folder = folder.absolute()
     return {
         "TORCHINDUCTOR_CACHE_DIR": os.fspath(folder / "inductor"),
@@ -183,19 +183,19 @@ def compiler_environment(folder: Path) -> dict[str, str]:
         "TORCHINDUCTOR_AUTOGRAD_REMOTE_CACHE": "0",
         "TORCHINDUCTOR_BUNDLED_AUTOTUNE_REMOTE_CACHE": "0",
         "TORCHINDUCTOR_WORKER_START": "fork",
-        "TORCH_WARM_POOL": "0",  # it would start with the first import
+        "TORCH_WARM_POOL": "0",  # Inductor would start its pool at import
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
     }
 
 
 def _write(process: Process, line: str | Path) -> None:
-    with suppress(BrokenPipeError, ValueError):  # the process ended, or was ended by another thread: reading tells so
+    with suppress(BrokenPipeError, ValueError):  # the process ended, or another thread ended it: `_answer` reports that
         process.running.requests.write(f"{line}\n")
         process.running.requests.flush()
 
 
 def _read(process: Process) -> Iterator[str]:
-    """The lines that a process answers until it ends."""
-    with suppress(ValueError):  # it was ended by another thread
+    """Yields the lines of a process's answers until it ends."""
+    with suppress(ValueError):  # another thread ended it
         for line in process.running.answers:
             yield line.rstrip()

@@ -1,4 +1,4 @@
-"""What all recordings of some programs share, made once in the parent: the file of weights, the saved programs, and the request."""
+"""Prepares, once in the parent, what all recordings of the programs share: weights file, saved programs and request."""
 
 from __future__ import annotations
 
@@ -26,17 +26,16 @@ from .compile_cache import program_hash
 from .request import RECORD, Call, Request
 
 MARGIN = 1 << 30
-"""Bytes of the GPU's memory for a process's context, libraries and workspaces; contexts were seen to take up to 0.6 GB."""
+"""Bytes of GPU memory for a process's context, libraries and workspaces.  The largest measured context took 0.6 GB."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recordable:
-    """What all recordings of some programs share: their weights are in the bundle's file, everything else is ready to be asked for.
+    """What all recordings of the programs share.  The weights are in the bundle's file already.
 
-    `request` is one for all keys, largest first; `stored` are the manifest's rows of the file of weights, without tables; `static`
-    are bytes of memory `inputs` by key, `inputs` the self-test's; `need` are the bytes of the GPU's memory that a process takes.
-    `program` is the hash of the programs without the values of their weights.
-    """
+    `request`: for all keys, largest first; `record_level` completes it.  `stored`: the manifest's rows of the weights file,
+    without tables.  `static`: bytes of memory `inputs`, by key.  `inputs`: the self-test's inputs.  `need`: bytes of GPU memory
+    that one process takes.  `program`: hash of the programs without the values of their weights."""
 
     request: Request
     folder: Path
@@ -71,19 +70,17 @@ def prepare(
     release: bool = False,
     tell: Callable[[str], None] = lambda text: None,
 ) -> Recordable:
-    """What recordings of the programs need, at every build key of `calls`.  Files go into `folder`.
+    """Writes the files and the request that recordings at the build keys of `calls` need.  Files go into `folder`.
 
-    `calls` are example tensors on any device; other leaves are constants of the call.
+    `calls`: example arguments.  Tensors may be on any device; other leaves are constants of the call.  `self_test`: other values
+    of the same shapes, replayed `self_test_calls` times (default: once) from the initial state.  `code`: as in `Request`.
+    `placements`: by key, nodes on the host (see `partition`), empty for programs of one graph.  `uploads`: by key, values that the
+    host computes.  `host_only`: weights that no graph reads.  `written`: by key, which of the call's tensors the program writes to.
+    `state`: names of buffers that a program writes to; `varying`: those of them with a variable number of rows.  `donated`:
+    outputs that a later call reads in place.  `bounds` (a function of the weights' rows) and `floors`: by key, as in `Request`.
 
-    `self_test`: other inputs of the same shapes, which are replayed `self_test_calls` times (default: once) from the first state.
-    `code`: as in `Request`.  `placements` are nodes on the host by key (see `partition`), none for programs that are one graph;
-    `uploads` is what the host makes by key, and `host_only` are weights that no graph reads.  Host regions are not recorded.
-    `written`: by key, positions of the inputs, among the call's tensors, that its program writes to; `state`: buffers that one
-    does, by name, and `varying` those of them that have any number of rows.  `donated`: outputs that a later call takes where they
-    lie.  `bounds`: by key, given the rows of weights, and `floors`, as in `Request`.
-
-    `stored` is where the file of weights goes, from which the processes take them (default: inside `folder`).  With `release` the
-    programs' own tensors, but for state, give their memory back once it is written: nothing can run the programs afterwards.
+    `stored`: path of the weights file, which the processes read (default: inside `folder`).  `release`: free the memory of the
+    programs' own tensors, except state, after the file is written; then the programs can no longer run.
 
     Raises inputs-unlike, state-shared.
     """
@@ -137,22 +134,22 @@ def prepare(
 
 
 def _activations(tensors: Mapping[str, torch.Tensor]) -> int:
-    """The most that eager PyTorch took on the GPU in this process beside the weights, bytes."""
-    held = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values() if tensor.is_cuda)
-    return max(0, torch.cuda.max_memory_allocated() - held) if held else 0
+    """Returns the peak GPU memory of eager PyTorch in this process without the weights, in bytes; 0 if no weight is on a GPU."""
+    weight_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values() if tensor.is_cuda)
+    return max(0, torch.cuda.max_memory_allocated() - weight_bytes) if weight_bytes else 0
 
 
 def _release(tensors: Mapping[str, torch.Tensor], kept: Sequence[torch.Tensor]) -> None:
-    """Gives the memory of tensors on a GPU back, unless a kept one shares it."""
-    held = {tensor.untyped_storage()._cdata for tensor in kept}
+    """Frees the storages of tensors on a GPU, except storages that a tensor in `kept` shares."""
+    kept_storages = {tensor.untyped_storage()._cdata for tensor in kept}
     for tensor in tensors.values():
-        if tensor.is_cuda and tensor.untyped_storage()._cdata not in held:
+        if tensor.is_cuda and tensor.untyped_storage()._cdata not in kept_storages:
             tensor.untyped_storage().resize_(0)
     torch.cuda.empty_cache()
 
 
 def _saved(programs: Programs, folder: Path) -> dict[IntKey, Path]:
-    """The file of the program of every key; keys that share a program share the file."""
+    """Saves each distinct program without weights, and returns the file for every key."""
     files = {}
     for number, (_, program) in enumerate(programs.distinct):
         files[id(program)] = folder / f"program{number}.pt2"
@@ -172,14 +169,14 @@ def _check_calls(calls: Mapping[IntKey, Call], self_test: Mapping[IntKey, Call])
 
 
 def _check_apart(state: Collection[str], tensors: Mapping[str, torch.Tensor]) -> None:
-    tied = [name for name, shape in shapes_of(tensors).items() if shape.same_as in state or (shape.same_as and name in state)]
-    broken = sorted((set(state) & _overlapping(tensors)) | set(tied))
-    if broken:
-        raise ModelError("state-shared", f"the program changes {', '.join(broken)}, which shares memory with another weight")
+    ties = [name for name, shape in shapes_of(tensors).items() if shape.same_as in state or (shape.same_as and name in state)]
+    shared_names = sorted((set(state) & _overlapping(tensors)) | set(ties))
+    if shared_names:
+        raise ModelError("state-shared", f"the program changes {', '.join(shared_names)}, which shares memory with another weight")
 
 
 def _overlapping(tensors: Mapping[str, torch.Tensor]) -> frozenset[str]:
-    """Names of tensors that share memory with another without being the same: placed apart, the two no longer follow each other."""
+    """Returns names of tensors that share a storage with a different view.  Placed apart, they would no longer share writes."""
     groups: dict[int, set[Any]] = {}
     for t in tensors.values():
         groups.setdefault(t.untyped_storage().data_ptr(), set()).add((t.data_ptr(), t.shape, t.stride()))

@@ -1,8 +1,8 @@
-"""The capture recorder: an exported program and one call per int_key -> everything a bundle needs, by way of a GPU.
+"""The capture recorder: records an exported program on a GPU, at one example call per int_key, for a bundle.
 
-CUPTI has to listen before CUDA starts, hence the processes: some fill the compile cache in parallel, then two capture every key.
-They take the weights from the bundle's own file, so that no process holds a copy in the host's memory.
-Comparing the two names every address (assemble.py); replaying the same inputs in both shows whether the program is deterministic.
+CUPTI must subscribe before CUDA starts, so separate processes do the work.  Some fill the compile cache in parallel, then two
+capture every key.  They read the weights from the bundle's file, so no process holds a copy in host memory.  Comparing the two
+takes tells which words are addresses (assemble.py).  Both replay the same inputs, which shows whether results are deterministic.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from .take import Take
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Replay:
-    """A replay of one key on the self-test's inputs.  `deterministic`: all replays got the same bits.  `differences` from eager
-    PyTorch are as in RawSelfTest, of the process where they are larger; `indices` are those of the first."""
+    """A replay of one key on the self-test's inputs.  `deterministic`: all replays of both processes got the same bits.
+    `differences`: as in RawSelfTest, the larger of the two processes.  `indices`: of the first process."""
 
     contents: ReplayedBytes
     deterministic: bool
@@ -51,12 +51,11 @@ class Replay:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recorded:
-    """All that was recorded.  Mappings by int_key hold the keys largest first, as they were captured.
+    """The result of a recording at one level.  Mappings by int_key list the largest key first, in the order of capture.
 
-    `graphs`: one for a program that is one graph, whose inputs and outputs are those of the call, else one per graph region.
-    `weights`, `tables`, `static` (by key) and the bytes are those of RecordedProgram.  `stored` are the manifest's rows of the
-    file of weights.  `images` are cubins by sha256.  `driver`: the CUDA version of the recording machine's driver (13000 = 13.0).
-    """
+    `graphs`: by key, one per graph region; a program without host regions has one, with the call's inputs and outputs.
+    `weights`, `tables`, `static` (by key), `weights_bytes` and `state_bytes`: as in RecordedProgram.  `stored`: the manifest's
+    rows of the weights file.  `images`: cubins by SHA-256.  `driver`: CUDA version of the machine's driver (13000 = 13.0)."""
 
     graphs: dict[IntKey, tuple[RecordedGraph, ...]]
     static: dict[IntKey, int]
@@ -85,11 +84,11 @@ def record(
     tell: Callable[[str], None] = lambda text: None,
     **options: Any,
 ) -> Recorded:
-    """Record the programs at every build key of `calls` at one level: `prepare`, which takes `options`, `record_level`, and the
-    tables, in a file beside that of the weights.
+    """Records the programs at every build key of `calls` at one level, and writes the tables into a file beside the weights.
 
-    `processes`: started ones, which have a cache; else `folder` takes the processes' logs, too, and `cache` is the compile cache
-    (default: inside `folder`, so that nothing leaks between builds).  Raises what the two do.
+    Calls `prepare` with `options`, then `record_level`.  `processes`: processes to use, with their compile cache.  By default it
+    starts some, with logs in `folder` and the compile cache in `cache` (default: inside `folder`, so that builds share nothing).
+    Raises what the two functions raise.
     """
     recordable = prepare(programs, calls, folder=folder, tell=tell, **options)
     with ExitStack() as stack:
@@ -106,54 +105,54 @@ def record_level(
     workers: int | None = None,
     tell: Callable[[str], None] = lambda text: None,
 ) -> Recorded:
-    """The programs recorded at one level of `lowering`.  Its tables are placed behind the weights, and not yet in the file.
+    """Records the programs at one level of `lowering`.  Tables have offsets behind the weights, but are in no file yet.
 
-    `workers` processes lower at a time (default: `priming`).  The two recorders run one after the other where the GPU's memory is
-    short, and at max-autotune: what the first measured and chose, the second has to find in the cache.
+    At most `workers` processes lower at a time (default: `priming`).  The two recorders run one after the other if GPU memory is
+    short, and at max-autotune.  There the second must find the first one's autotuning results in the cache.
 
     Raises weight-mutated, recorder-failed, extra-missing and kernel-failed for branches and loops, and what `assemble` and a
     recorder process raise.
     """
     keys = recordable.request.keys
     path = compiled_path(recordable.program, level, recordable.request.specialize) if level != "eager" else None
-    kept = recall_compiled(path, processes.cache)
-    known = frozenset(key for key in keys if str(key) in kept)
+    cached_keys = recall_compiled(path, processes.cache)
+    lowered = frozenset(key for key in keys if str(key) in cached_keys)
     try:
-        recorded = _record(recordable, level, known, processes, workers, tell)
+        recorded = _record(recordable, level, lowered, processes, workers, tell)
     except BuildError as refusal:
-        if not known or refusal.code != "recordings-differ":
+        if not lowered or refusal.code != "recordings-differ":
             raise
         processes.end(RECORD)
-        recorded = _record(recordable, level, frozenset(), processes, workers, tell)  # both compiled what the cache lacked
-    if len(known) < len(keys):
-        keep_compiled(path, kept.union(map(str, keys)), processes.cache)
+        recorded = _record(recordable, level, frozenset(), processes, workers, tell)  # cache files were missing: both compiled
+    if len(lowered) < len(keys):
+        keep_compiled(path, cached_keys.union(map(str, keys)), processes.cache)
     return recorded
 
 
 def _record(
-    recordable: Recordable, level: str, known: Collection[IntKey], processes: RecorderProcesses, workers: int | None, tell: Tell
+    recordable: Recordable, level: str, lowered: Collection[IntKey], processes: RecorderProcesses, workers: int | None, tell: Tell
 ) -> Recorded:
-    """`known`: int_keys that the compile cache has."""
+    """Lowers keys that are not in `lowered` in PRIME processes, then records all keys in two processes and compares the takes."""
     keys, need = recordable.request.keys, recordable.need
-    rows = (0, MORE if recordable.request.varying else 0)  # how many more the state of each recorder has
+    rows = (0, MORE if recordable.request.varying else 0)  # extra rows of varying state in each of the two recorders
 
-    def request(role: str, number: int, some: tuple[IntKey, ...], more: int) -> Request:
+    def request(role: str, number: int, worker_keys: tuple[IntKey, ...], more: int) -> Request:
         result = recordable.folder / f"{level}-{role}{number}.result"
-        worker_request = replace(recordable.request, role=role, level=level, keys=some, result=result, shift=bool(number))
+        worker_request = replace(recordable.request, role=role, level=level, keys=worker_keys, result=result, shift=bool(number))
         return with_more_rows(worker_request, more) if more else worker_request
 
-    new = tuple([key for key in keys if key not in known])
+    new = tuple([key for key in keys if key not in lowered])
     recording = [request(RECORD, i, keys, more) for i, more in enumerate(rows)]
-    others = sorted(set(rows))  # state of other shapes is lowered by itself
-    if number := priming(len(new) * len(others), level, recordable.request.specialize):
-        at_once = fitting(min(workers or number, len(new) * len(others)), need)
+    variants = sorted(set(rows))  # each number of rows of state is lowered separately
+    if number := priming(len(new) * len(variants), level, recordable.request.specialize):
+        at_once = fitting(min(workers or number, len(new) * len(variants)), need)
         tell(f"lowering in {at_once} processes" if at_once > 1 else "lowering")
         if level != "max-autotune" and fitting(at_once + 2, need) == at_once + 2:
             processes.load(recording)
-        step = max(1, at_once // len(others))
-        shares = [(new[i::step], more) for more in others for i in range(min(step, len(new)))]
+        step = max(1, at_once // len(variants))
+        shares = [(new[i::step], more) for more in variants for i in range(min(step, len(new)))]
         processes.run([request(PRIME, i, *share) for i, share in enumerate(shares)], tell, at_once)
-    processes.end(PRIME)  # their memory is needed
+    processes.end(PRIME)  # frees GPU memory for the recorders
     at_once = fitting(1 if level == "max-autotune" else 2, need)
     tell("recording" if at_once == 2 else "recording, one process after the other")
     a, b = processes.run(recording, tell, at_once)
@@ -168,19 +167,19 @@ def _record(
 
 
 def priming(keys: int, level: str, specialize: str) -> int:
-    """How many processes fill the compile cache: half the processors at most, one where benchmarks would disturb each other."""
+    """Returns how many processes fill the compile cache: at most half the processors, or one if they run benchmarks."""
     if level == "eager" or not keys:
         return 0
     return 1 if level == "max-autotune" or specialize == "shared" else min(keys, max(1, processors() // 2))
 
 
 def fitting(wanted: int, need: int) -> int:
-    """How many of `wanted` processes the GPU's free memory holds at a time, where each needs so many bytes; one at least."""
+    """Returns how many of `wanted` processes can run at a time, if each needs `need` bytes of free GPU memory; at least one."""
     return max(1, min(wanted, torch.cuda.mem_get_info()[0] // need))
 
 
 def _recorded(a: Take, b: Take, assembled: Assembled, recordable: Recordable, images: Sequence[bytes]) -> Recorded:
-    """`images` are ours, beside those that the recorders saw."""
+    """Combines the assembled recordings with the replays of both takes.  `images`: the build's own cubins to add."""
     layout, inputs = recordable.layout, recordable.inputs
     replays = {}
     for mine, theirs in zip(a.self_tests, b.self_tests, strict=True):
@@ -196,7 +195,7 @@ def _recorded(a: Take, b: Take, assembled: Assembled, recordable: Recordable, im
         )
     return Recorded(
         graphs=assembled.graphs,
-        static={key: end + PAD for key, end in recordable.static.items()},  # also of keys without a graph: all of it is on the host
+        static={key: end + PAD for key, end in recordable.static.items()},  # also for keys without a graph: they run on the host
         replays=replays,
         weights=layout.rows,
         stored=recordable.stored,

@@ -1,17 +1,16 @@
-"""Two recordings of one graph, made in two processes, become one with every address named.  Pure: no GPU, no torch.
+"""Compares one graph's recordings from two processes, and classifies every 8-byte aligned word of its parameter blocks.  Pure.
 
-Every 8-byte aligned word of a parameter block is one of (README.md here):
+The classes are (see README.md in this folder):
 
-* *relocation*: a live address in both recordings, of the same place.  It leaves the block and becomes (memory, offset).
-* *constant*: the bytes that are equal in both.
-* *undefined*: bytes that differ and are no address in both: padding, unused slots of arrays, stale stack.  They are zeroed
-  and listed, to be poisoned in the verification, which shows that no kernel reads them.  This is decided byte by byte,
-  since a word may hold four bytes of data beside four bytes of padding.  A word that is an address in one recording only
-  is of this kind.  So is one that one process alone reads as a place of weights, inputs or state: a live address of these
-  is one in both.  So is one with equal lower halves that both read so, at different places.
+* *relocation*: a live address of the same place in both recordings.  The bundle holds (memory, offset) instead of the bytes.
+* *constant*: bytes that are equal in both.
+* *undefined*: bytes that differ but are no address in both: padding, unused array slots, stale stack contents.  The bundle
+  holds zeros and lists them byte by byte, since a word may hold four bytes of data and four bytes of padding.  The
+  verification fills them with poison, which shows that no kernel reads them.  A word that is an address in one recording
+  only is undefined.  So are two kinds of words that look like addresses of weights, inputs or state (see `_is_stale`).
 
-Refused: any other word that is an address in both recordings but of different places, and one that points into pinned host
-memory in both.
+Any other word that is an address in both recordings, but of different places, is refused.  So is a word that points into
+pinned host memory in both.
 """
 
 from __future__ import annotations
@@ -42,8 +41,8 @@ from .take import (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Classified:
-    """A block without its addresses: `data` has zeros at `relocations`, (offset, where 8 bytes point), and at `undefined`, (offset,
-    size)."""
+    """A block whose addresses were taken out.  `relocations`: (offset of 8 bytes, place that they point to).  `undefined`:
+    (offset, size).  `data` has zeros at both."""
 
     data: bytes
     relocations: tuple[tuple[int, Reading], ...]
@@ -51,7 +50,7 @@ class Classified:
 
 
 def compare(a: Take, b: Take) -> None:
-    """Check that two takes hold the same graphs but for addresses and bytes.  Raises recordings-differ."""
+    """Checks that two takes hold the same graphs, except for addresses and parameter bytes.  Raises recordings-differ."""
     for difference in _differences(a, b):
         raise BuildError("recordings-differ", difference)
 
@@ -63,9 +62,9 @@ def _differences(a: Take, b: Take) -> Iterator[str]:
         if len(x.nodes) != len(y.nodes):
             yield f"{graph_name(x)}: {len(x.nodes)} nodes in one recording, {len(y.nodes)} in the other"
         for i, (m, n) in enumerate(zip(x.nodes, y.nodes, strict=True)):
-            for what, mine, theirs in _traits(m, n):
+            for trait, mine, theirs in _traits(m, n):
                 if mine != theirs:
-                    yield f"{node_name(x, i)}: {what} is {mine} in one recording and {theirs} in the other"
+                    yield f"{node_name(x, i)}: {trait} is {mine} in one recording and {theirs} in the other"
         if x.edges != y.edges:
             yield f"{graph_name(x)}: the edges differ, first {_first_difference(x.edges, y.edges)}"
         for side, tensors, others in (("input", x.inputs, y.inputs), ("output", x.outputs, y.outputs)):
@@ -78,7 +77,7 @@ def _differences(a: Take, b: Take) -> Iterator[str]:
 
 
 def classify(mine: Block, theirs: Block, paired: PairedRanges, where: Callable[[int], str]) -> Classified:
-    """Classify one block.  `where` names the word at an offset in messages.  Raises address-disagrees, memory-refused."""
+    """Classifies one block.  `where` names the word at an offset in messages.  Raises address-disagrees, memory-refused."""
     data = bytearray(mine.data)
     relocations: list[tuple[int, Reading]] = []
     others = {word.at: word for word in theirs.words}
@@ -108,16 +107,16 @@ def classify(mine: Block, theirs: Block, paired: PairedRanges, where: Callable[[
 
 
 def _is_stale(mine: Block, theirs: Block, word: Word, other: Word, paired: PairedRanges) -> bool:
-    """Whether two words, which are no address of the same place, are no address at all.  The build places weights, inputs and state
-    itself, at the same offsets in every process.  So an address of them is one in both, or left over from another call.  Read so in
-    both at different places, it is a number of four bytes with left-over ones above it, if the number is the same."""
-    kept = stays(word, paired.ranges[0]), stays(other, paired.ranges[1])
+    """Whether two words of different places are stale bytes, not addresses.  Weights, inputs and state have the same offsets in
+    both processes.  So a word that looks like their address in one process only is left over from another call.  If both look so
+    and the lower four bytes are equal, the word is a 4-byte number below stale bytes."""
+    in_buffers = stays(word, paired.ranges[0]), stays(other, paired.ranges[1])
     at = slice(word.at, word.at + 4)
-    return any(kept) and (mine.data[at] == theirs.data[at] or kept[0] != kept[1])
+    return any(in_buffers) and (mine.data[at] == theirs.data[at] or in_buffers[0] != in_buffers[1])
 
 
 def classify_graph(x: RawGraph, y: RawGraph, paired: PairedRanges) -> dict[int, Classified]:
-    """Classify the parameter blocks of a graph's kernels, by position of the node.  Raises as `classify` does."""
+    """Classifies the parameter blocks of a graph's kernels, by node position.  Raises what `classify` does."""
     return {
         i: classify(m.block, n.block, paired, partial(spot, node_name(x, i), m))
         for i, (m, n) in enumerate(zip(x.nodes, y.nodes, strict=True))
@@ -126,8 +125,8 @@ def classify_graph(x: RawGraph, y: RawGraph, paired: PairedRanges) -> dict[int, 
 
 
 def check_rows(graph: RawGraph, blocks: Mapping[int, Classified], state: Collection[int], begin: int) -> None:
-    """Raises state-refused where a kernel takes the address of state whose number of rows is another one in the other recording,
-    from byte `begin` of the ranges `state` on, and a parameter that differs: the kernel would compute with that number."""
+    """Raises state-refused if a kernel has a pointer to state with a variable number of rows, and a parameter that differs: the
+    parameter may depend on the number of rows.  `state`: indices of state ranges, in which rows vary from offset `begin` on."""
     for i, block in blocks.items():
         kernel = graph.nodes[i]
         assert isinstance(kernel, RawKernel)
@@ -139,7 +138,7 @@ def check_rows(graph: RawGraph, blocks: Mapping[int, Classified], state: Collect
 
 
 def place_of(mine: Word, theirs: Word, paired: PairedRanges, where: str) -> Reading:
-    """The place that an address outside a block means: of a memset, a copy, an input or output.  Raises address-disagrees."""
+    """Returns the place that the address of a memset, copy, condition, input or output means.  Raises address-disagrees."""
     target = meaning(mine, theirs, paired)
     if target is None:
         raise BuildError(
@@ -150,7 +149,7 @@ def place_of(mine: Word, theirs: Word, paired: PairedRanges, where: str) -> Read
 
 
 def node_name(graph: RawGraph, i: int) -> str:
-    """A node in messages: "int_key (8,), node 17 (symbol)"."""
+    """Returns a node's name for messages: "int_key (8,), node 17 (symbol)"."""
     node = graph.nodes[i]
     kind = {RawMemset: "memset", RawMemcpy: "memcpy", RawEmpty: "empty", RawSetCondition: "condition"}.get(type(node), "body")
     region = f"graph {graph.region + 1}, " if graph.region else ""
@@ -159,21 +158,21 @@ def node_name(graph: RawGraph, i: int) -> str:
 
 
 def graph_name(graph: RawGraph) -> str:
-    """A graph in messages: "int_key (8,)"."""
+    """Returns a graph's name for messages: "int_key (8,)"."""
     return graph.name or f"int_key {graph.key}"
 
 
 def address_at(block: Block, at: int) -> int:
-    """The 8-byte little-endian number at `at`."""
+    """Reads the 8-byte little-endian number at offset `at`."""
     return int.from_bytes(block.data[at : at + 8], "little")
 
 
 def _traits(m: RawRow, n: RawRow) -> Iterator[tuple[str, object, object]]:
-    """What two nodes of two recordings must have in common, as (what, mine, theirs)."""
+    """Yields the properties that must be equal in two nodes: (name, value in the first, value in the second)."""
     yield "the kind", type(m).__name__, type(n).__name__
     if isinstance(m, RawKernel) and isinstance(n, RawKernel):
-        for what in ("symbol", "image", "grid", "threads", "shared", "params", "function_attributes", "attributes"):
-            yield what, getattr(m, what), getattr(n, what)
+        for trait in ("symbol", "image", "grid", "threads", "shared", "params", "function_attributes", "attributes"):
+            yield trait, getattr(m, trait), getattr(n, trait)
         yield "the parameters' size", len(m.block.data), len(n.block.data)
     elif isinstance(m, RawMemset | RawMemcpy) and isinstance(n, RawMemset | RawMemcpy):
         yield "the shape", m.shape, n.shape
@@ -184,7 +183,7 @@ def _traits(m: RawRow, n: RawRow) -> Iterator[tuple[str, object, object]]:
 
 
 def spot(node: str, kernel: RawKernel, at: int) -> str:
-    """A word of a kernel's parameters in messages."""
+    """Returns the name for messages of the parameter word at offset `at`."""
     for i, (offset, size) in enumerate(kernel.params):
         if offset <= at < offset + size:
             return f"{node}, parameter {i}, the word at {at - offset} of {size} bytes"
@@ -192,16 +191,16 @@ def spot(node: str, kernel: RawKernel, at: int) -> str:
 
 
 def _both(mine: Word, theirs: Word, paired: PairedRanges) -> str:
-    """What the two processes read there: kind and bytes of the range, and how far into it."""
-    said = []
+    """Describes the possible places of both words: kind and size of the range, and offset in it."""
+    texts = []
     for word, ranges in ((mine, paired.ranges[0]), (theirs, paired.ranges[1])):
         places = [(ranges[target.range], target) for target in word.readings]
-        said.append(" or ".join(f"{piece.kind} of {piece.size:,} bytes, {target.offset:,} into it" for piece, target in places))
-    return f"{said[0]}; in the other process {said[1]}"
+        texts.append(" or ".join(f"{piece.kind} of {piece.size:,} bytes, {target.offset:,} into it" for piece, target in places))
+    return f"{texts[0]}; in the other process {texts[1]}"
 
 
 def _runs(positions: list[int]) -> Iterator[tuple[int, int]]:
-    """Sorted positions as (start, length) of consecutive runs."""
+    """Yields (start, length) for every run of consecutive numbers in sorted `positions`."""
     start = 0
     for i in range(1, len(positions) + 1):
         if i == len(positions) or positions[i] != positions[i - 1] + 1:

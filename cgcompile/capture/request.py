@@ -1,4 +1,4 @@
-"""What a recorder process is asked to do: plain values, pickled between two processes of one build, never part of a bundle."""
+"""Requests to recorder processes: plain values, pickled between two processes of one build, and never part of a bundle."""
 
 from __future__ import annotations
 
@@ -16,27 +16,25 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 """The arguments of one call: (args, kwargs)."""
 
 DONE = "done"
-"""The line by which a recorder says that a result is written; every other line is one of progress."""
+"""The line that a recorder process sends after it wrote a result.  Every other line reports progress."""
 
 PRIME, RECORD = "prime", "record"
-"""Roles of recorder processes: to fill the compile cache, and to capture."""
+"""Roles of recorder processes: PRIME fills the compile cache, RECORD captures."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """What one recorder process is to do.  `keys` come largest first; `result` is the file to write.
+    """A request to one recorder process.
 
-    `role`: PRIME lowers and runs the keys once; RECORD makes a Take of them.  `programs` are saved ExportedPrograms without weights
-    by key, files that several keys may share, `calls` a file of torch.save with {key: (example call, self-test call)}, a call being
-    (args, kwargs).  `code` names the model whose code registers operators that a program calls, or is "".  `placements` by key,
-    {node of its program: reason}, are on the host: where there are any, programs are several regions, and `uploads` is what the
-    host makes by key.  `stored` is the bundle's file of weights, and `weights` are rows of all its tensors, those of the host alone
-    too.  By key, `written` are positions of the call's tensors that its program writes to, and `self_test_calls` is how often the
-    self-test replays it.
-    `bounds` are those of what the self-test compares, and `floors` the least of floats that an index is selected from.
-    `shift` makes this process's addresses differ from another's.  `varying`: weights that are state of any number of rows, of which
-    this process has `more` than the others; it tells the program.
-    """
+    `role`: PRIME lowers and runs the keys once; RECORD makes a Take of them.  `programs`: by key, files of saved ExportedPrograms
+    without weights, which several keys may share.  `calls`: a torch.save file, {key: (example call, self-test call)}.  `result`:
+    the file to write.  `keys`: largest first.  `code`: the model whose code registers custom operators, or "".  `placements`: by
+    key, nodes on the host as {node: reason}; if any, programs have several regions.  `uploads`: by key, values that the host
+    computes.  `stored`: the bundle's weights file; `weights`: rows of all its tensors, also those that only the host reads.
+    `shift`: makes this process's addresses differ from the other recorder's.  `written`: by key, which of the call's tensors the
+    program writes to.  `self_test_calls`: by key, how often the self-test calls the program.  `varying`: state with a variable
+    number of rows; this process has `more` rows than the other recorder.  `bounds`: error bounds of the values that the self-test
+    compares.  `floors`: smallest bound for floats from which an index is selected (`selection_floor`)."""
 
     role: str
     programs: dict[IntKey, Path]
@@ -64,7 +62,7 @@ class Request:
 
 
 def with_more_rows(request: Request, more: int) -> Request:
-    """A request for a process whose state has more rows where it may have any number; all begins where it does for the others."""
+    """Returns a request for a process that has `more` rows of varying state than the others.  All offsets stay the same."""
     weights = [
         replace(row, shape=(row.shape[0] + more, *row.shape[1:])) if row.name in request.varying else row for row in request.weights
     ]

@@ -1,6 +1,6 @@
-"""Plain data that a recorder process hands to its parent: one process's view of the captured graphs.  Addresses are kept raw in the
-blocks, and as *targets*, (range, offset) pairs into the process's own `Range` table.  A word has every reading that is possible:
-inside one range, and one past the end of another before it."""
+"""Data that a recorder process sends to its parent: the captured graphs as this process sees them.  Blocks keep the raw addresses.
+Each address also has readings, which are (range, offset) pairs into the process's `Range` table.  One address can have two: inside
+a range, and one past the end of the range before it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from cgbundle.format.schema import IntKey
 from ..util.tolerance import Difference
 
 WEIGHTS, INPUTS = 0, 1
-"""The first two ranges of a recorder process: its weights buffer and its static inputs.  Its state buffer, where it has one, is
-next."""
+"""Indices of the first two ranges of a recorder process: its weights buffer and its static inputs.  The state buffer is next."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reading:
-    """One reading of an address: `offset` bytes into range `range` of the process's table (offset = size: one past the end)."""
+    """A place that an address can mean: `offset` bytes into range number `range` (offset = size: one past the end)."""
 
     range: int
     offset: int
@@ -25,7 +24,7 @@ class Reading:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Word:
-    """The 8 bytes at `at` of a block are a live address, with these readings; the first is the likeliest."""
+    """The 8 bytes at offset `at` of a block, which are a live address.  `readings`: its possible places, the most likely first."""
 
     at: int
     readings: tuple[Reading, ...]
@@ -33,12 +32,12 @@ class Word:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Range:
-    """A piece of device memory that an address may lie in.
+    """A range of device memory that addresses may point into.
 
-    `kind`: "weights", "inputs" and "state" are ours, and begin at `offset` of that memory; of an engine "inputs" are its tensors.
-    "pool" is a segment of the private pool of `key` (None: of every graph), "torch" a live block of torch's ordinary pool, "device"
-    an allocation that torch did not make, "host" pinned host memory.  `contents` is what a "torch" or "device" range held before
-    any graph ran, if something refers to it; `words` are the live addresses in it.
+    `kind`: "weights", "inputs" and "state" are buffers of the recorder, which begin at `offset` of that memory.  For an engine,
+    "inputs" holds its named tensors.  "pool": a segment of the private pool of `key` (None: of all graphs).  "torch": a live block
+    of torch's default pool.  "device": an allocation that torch did not make.  "host": pinned host memory.  `contents`: bytes of a
+    referenced "torch" or "device" range before any graph ran; `words`: the live addresses in them.
     """
 
     kind: str
@@ -52,7 +51,7 @@ class Range:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pointee:
-    """What a live address lies in: `kind` "device" or "host", start and size in bytes of the allocation (0, 0 for host memory)."""
+    """The allocation that a live address points into.  `kind`: "device" or "host".  Start and size in bytes are 0 for "host"."""
 
     kind: str
     start: int
@@ -69,8 +68,8 @@ class Block:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RawKernel:
-    """A kernel node; `image` is a sha256, attributes are (number, value or values) as in schema.Function and schema.KernelNode.
-    `line`: the file:line of the Python that launched it, where it is known."""
+    """A kernel node.  `image`: SHA-256 of its cubin.  Attributes: (number, value or values), as in recordings.Function and
+    KernelNode.  `line`: file:line of the Python code that launched it, or "" if unknown."""
 
     image: str
     symbol: str
@@ -86,7 +85,7 @@ class RawKernel:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RawMemset:
-    """A memset node; `shape` is (value, element, width, height, pitch) as in schema.MemsetNode."""
+    """A memset node.  `shape`: (value, element, width, height, pitch) as in recordings.MemsetNode."""
 
     target: Word
     shape: tuple[int, ...]
@@ -94,7 +93,7 @@ class RawMemset:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RawMemcpy:
-    """A device-to-device copy; `shape` is (width, height, depth, source pitch and height, target pitch and height)."""
+    """A device-to-device copy node.  `shape`: (width, height, depth, source pitch and height, target pitch and height)."""
 
     source: Word
     target: Word
@@ -108,7 +107,7 @@ class RawEmpty:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RawSetCondition:
-    """The byte at an address becomes the condition of branch or loop number `conditional` of the graph."""
+    """Sets the condition of branch or loop number `conditional` to the byte at an address."""
 
     conditional: int
     byte: Word
@@ -116,7 +115,7 @@ class RawSetCondition:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RawBegin:
-    """What follows is the first body of a branch or a loop; `type` as in ConditionalNode."""
+    """Begins the first body of a branch or loop.  `type`: as in ConditionalNode."""
 
     conditional: int
     type: str
@@ -124,31 +123,31 @@ class RawBegin:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RawNextBody:
-    """What follows is its next body."""
+    """Begins the next body of the same branch or loop."""
 
     conditional: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RawEnd:
-    """Its last body ends."""
+    """Ends the last body of a branch or loop."""
 
     conditional: int
 
 
 RawNode = RawKernel | RawMemset | RawMemcpy | RawEmpty
-"""A node as the driver has it."""
+"""A node of a captured CUDA graph."""
 
 RawRow = RawNode | RawSetCondition | RawBegin | RawNextBody | RawEnd
-"""A node, or where a branch or a loop of the recording is: everything between two of these is one graph that was captured."""
+"""A node, or a mark of a branch or loop.  The nodes between two marks are one captured graph."""
 
 RawEdge = tuple[int, int, int, int, int]
-"""(source, target, from_port, to_port, type), of two rows."""
+"""(source, target, from_port, to_port, type); source and target are row positions."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RawValue:
-    """A tensor of the call: dtype name of schema.DTYPES, shape and strides in elements, and where it lies."""
+    """A tensor of the call: dtype name as in schema.DTYPES, shape and strides in elements, and its address."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -158,8 +157,8 @@ class RawValue:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RawGraph:
-    """Captured region number `region` of its key; `edges` join nodes of one captured graph, the rest are its tensors.  `name`: what
-    messages call it, where it has no int_key."""
+    """Captured region number `region` of its key.  `edges` connect nodes of the same captured graph.  `inputs` and `outputs`: the
+    region's tensors.  `name`: the name in messages, if it has no int_key."""
 
     key: IntKey
     nodes: tuple[RawRow, ...]
@@ -172,7 +171,7 @@ class RawGraph:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RawModuleState:
-    """A variable of an image that no longer holds its initial bytes."""
+    """A module variable of an image that differs from its initial bytes, or that kernels can write."""
 
     image: str
     symbol: str
@@ -181,8 +180,8 @@ class RawModuleState:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RawSelfTest:
-    """A replay on the self-test's inputs: contents as in ReplayedBytes.  `differences` from eager PyTorch are those of the outputs,
-    the inputs that the program writes to, and state, in this order, and `indices` as in `near_ties.judge.Verdict`.  `steady`: more
+    """A replay on the self-test's inputs.  `outputs`, `written` and `state`: as in ReplayedBytes.  `differences`: from eager
+    PyTorch, for outputs, mutated inputs, and state, in this order.  `indices`: as in `near_ties.judge.Verdict`.  `steady`: further
     replays gave the same bits."""
 
     key: IntKey
@@ -196,7 +195,7 @@ class RawSelfTest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Take:
-    """Everything that one recorder process saw.  `mutated`: weights outside state that a replay changes."""
+    """Everything that one recorder process captured.  `mutated`: names of weights outside state that a replay changes."""
 
     ranges: tuple[Range, ...]
     graphs: tuple[RawGraph, ...]

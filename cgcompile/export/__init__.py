@@ -1,3 +1,3 @@
-"""torch.export with the declared dimensions dynamic, over flat tensors.
-The exported program, its signature, and the names of its weights.
+"""Exports a model with torch.export over flat tensors, with the declared dimensions dynamic.
+Has the exported program, its signature, and the names of its weights.
 """

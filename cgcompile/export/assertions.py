@@ -1,5 +1,5 @@
-"""What an exported program asserts, and the numbers that Python read: said with the model's line, and in a form that torch can
-load, trace and compile again.  Private interface (torch 2.11, 2.13): `cast_symbool_to_symint_guardless`."""
+"""Rewrites the assertions of an exported program, and numbers that Python read from tensors, so that torch can load, trace and
+compile it again.  Messages name the model's line.  Private interface (torch 2.11, 2.13): `cast_symbool_to_symint_guardless`."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from cgbundle.cpu.host_region import ASSERTS
 from ..model.user_code import place
 
 torch.fx.node.has_side_effect(torch.ops.aten._assert_async.default)
-"""torch (2.11, 2.13) says so of the one with a message alone, and drops this one from branches that it traces."""
+"""torch (2.11, 2.13) marks only the overload with a message, and drops this one as dead code from branches that it traces."""
 
 NUMBER_CHECKS = (torch.ops.aten._assert_scalar.default, torch.ops.aten.sym_constrain_range.default)
-"""Assertions about numbers; `sym_constrain_range_for_size` is of numbers that have no one value."""
+"""Assertions about numbers.  `sym_constrain_range_for_size` is missing because its numbers never have a single value."""
 
 
 def settle_assertions(program: ExportedProgram) -> None:
-    """Changes the program in place."""
+    """Applies all rewrites of this module to a program, in place."""
     _drop_ranges_of_floats(program)
     _name_assertions(program)
     spell_conditions(program.graph_module)
@@ -34,39 +34,39 @@ def settle_assertions(program: ExportedProgram) -> None:
 
 
 def _use_asserted_numbers(program: ExportedProgram) -> None:
-    """A number that Python read and that an assertion gives one value, and what follows from it, are constants to all but numbers
-    and assertions: `torch._check(2 * n == 40)`.  So these go to the host with the reading, and the rest stays where it is."""
-    known: dict[torch.fx.Node, int | float] = {}
+    """Replaces numbers that an assertion fixes to one value by constants, as in `torch._check(2 * n == 40)`; also numbers computed
+    from them.  Assertions keep using the read number, so only they and the read must run on the host."""
+    constants: dict[torch.fx.Node, int | float] = {}
     for node in list(program.graph.nodes):
-        value, follows = node.meta.get("val"), not known.keys().isdisjoint(node.all_input_nodes)
+        value, follows = node.meta.get("val"), not constants.keys().isdisjoint(node.all_input_nodes)
         read = node.target is torch.ops.aten.item.default or follows
         if node.op == "call_function" and isinstance(value, int | float) and read:
-            known[node] = value
+            constants[node] = value
         elif node.op == "call_function" and follows and node.target not in NUMBER_CHECKS:
-            node.args, node.kwargs = map_arg((node.args, node.kwargs), lambda arg: known.get(arg, arg))
-    for node in reversed(known):
+            node.args, node.kwargs = map_arg((node.args, node.kwargs), lambda arg: constants.get(arg, arg))
+    for node in reversed(constants):
         if not node.users:
             program.graph.erase_node(node)
     program.graph_module.recompile()
 
 
 def _drop_unread_numbers(program: ExportedProgram) -> None:
-    """Numbers that Python read out of tensors of known value are constants of the trace; torch (2.11, 2.13) cannot load a program
-    again that still has the reading, which nothing uses."""
+    """Removes `aten.item` nodes without users: the trace has their numbers as constants.  torch (2.11, 2.13) cannot load a saved
+    program that still has such a node."""
     for node in list(program.graph.nodes):
         if node.target is torch.ops.aten.item.default and not node.users:
             program.graph.erase_node(node)
 
 
 def _drop_ranges_of_floats(program: ExportedProgram) -> None:
-    """torch (2.11, 2.13) cannot write a program that knows the one value of a float: `torch._check(loss.item() == 0.5)`.  The
-    program's own assertions say the same."""
+    """Removes range constraints of float symbols, as from `torch._check(loss.item() == 0.5)`: torch (2.11, 2.13) cannot save them.
+    The program's assertions still check the values."""
     for symbol in [symbol for symbol in program.range_constraints if not symbol.is_integer]:
         del program.range_constraints[symbol]
 
 
 def _name_assertions(program: ExportedProgram) -> None:
-    """What an assertion about a tensor says begins with its line.  Without a message Inductor (2.11, 2.13) makes nothing of it."""
+    """Gives every assertion about a tensor a message with its line.  Inductor (2.11, 2.13) drops assertions without a message."""
     aten = torch.ops.aten
     for module in [module for module in program.graph_module.modules() if isinstance(module, torch.fx.GraphModule)]:
         for target in (aten._assert_async.default, aten._assert_async.msg):
@@ -78,28 +78,27 @@ def _name_assertions(program: ExportedProgram) -> None:
 
 
 def asserted(nodes: Sequence[Node], message: str = "") -> str:
-    """What the failure of one of these assertions says: `model.py:12: an assertion of the model failed: torch._check(n > 3)`."""
+    """Returns the message of these assertions: `model.py:12: an assertion of the model failed: torch._check(n > 3)`."""
     places = dict([place(node) for node in nodes])
     where = " or ".join(places) or "model"
-    what = message or next((line for line in places.values() if line), "") or "torch._assert_async"
-    return spelled(f"{where}: {ASSERTS}: {what}")
+    reason = message or next((line for line in places.values() if line), "") or "torch._assert_async"
+    return spelled(f"{where}: {ASSERTS}: {reason}")
 
 
 def spelled(text: str) -> str:
-    """The text of an assertion as a program may hold it.  Inductor writes it into C++ between quotes: it has no quotes, backslashes
-    or line breaks.  A kernel of torch's takes fewer than 255 bytes (MAX_MSG_LENGTH in ATen/native/cuda/TensorCompare.cu), else the
-    model fails."""
+    """Replaces characters that an assertion's message may not have, and cuts it to SAID characters.  Inductor writes it into a C++
+    string literal without escaping quotes, backslashes or line breaks.  torch's CUDA kernel fails for 255 bytes or more
+    (MAX_MSG_LENGTH in ATen/native/cuda/TensorCompare.cu)."""
     return re.sub("[^ -~]", "?", re.sub(r"\s+", " ", text.replace('"', "'").replace("\\", "/")))[:SAID]
 
 
 SAID = 240
-"""Characters of what a failed assertion says."""
+"""Most characters of an assertion's message."""
 
 
 def spell_conditions(module: torch.fx.GraphModule) -> None:
-    """Changes a graph in place, after every new trace.  torch 2.11 writes an assertion about a condition
-    (torch._check_tensor_all) as comparisons of a number made of it, which it cannot trace again: those with 1 become the condition
-    itself."""
+    """Replaces, in place, comparisons of a condition cast to a number with 1 by the condition itself.  torch 2.11 writes assertions
+    about a condition (torch._check_tensor_all) as such comparisons, which it cannot trace again.  Call it after every new trace."""
     for node in list(module.graph.nodes):
         if node.target is cast_symbool_to_symint_guardless:
             (condition,) = node.args

@@ -1,6 +1,6 @@
-"""export: torch.export with the declared dimensions dynamic, over flat tensors; where it cannot, once per int_key.
+"""`export`: runs torch.export over flat tensors, with the declared dimensions dynamic or, if that fails, once per int_key.
 
-The model is wrapped so that export sees only tensors in and tensors out; the nesting is kept as data (model/pytree.py).
+The model is wrapped so that inputs and outputs are tuples of tensors.  The nesting is kept as data (model/pytree.py).
 """
 
 from __future__ import annotations
@@ -38,23 +38,23 @@ from .torch_export import branch, export_dynamic, export_static, past_branches
 from .weight_values import baked_values, baked_weights, make_dense, unread_attributes
 
 STOPPED = ("export-failed", "data-dependent-branch", "size-excluded", "data-dependent-shape")
-"""Causes by which torch.export stops."""
+"""Codes of errors that stop torch.export."""
 
 OF_SHAPES = ("export-failed", "size-excluded")
-"""Those that constant sizes may remove."""
+"""Errors that may not occur with constant sizes."""
 
 OF_VALUES = ("data-dependent-branch", "data-dependent-shape")
-"""Those that constant sizes may answer."""
+"""Errors that may not occur with constant sizes, because values that depend only on sizes are then known."""
 
 ONE_SIZE = "calls write to state, and every dimension has one size"
-"""Why a program has no symbols that could have them."""
+"""`Programs.reason` if sizes are constants: no call is padded, and each dimension has one size."""
 
 PROBES = 8
-"""Sizes of a dimension, beside the declared ones, at which eager PyTorch is asked for the shapes of the outputs."""
+"""How many sizes of a dimension, besides the declared ones, eager PyTorch runs at to get the shapes of the outputs."""
 
 
 def untold(text: str) -> None:
-    """What `tell` is where nobody watches."""
+    """Reports no progress: the default of `tell`."""
 
 
 def export(
@@ -65,12 +65,12 @@ def export(
     elsewhere: Set[str] = frozenset(),
     tell: Tell = untold,
 ) -> Exported:
-    """The program for all sizes, whatever it holds, or one for each int_key where torch.export cannot keep the dimensions dynamic.
+    """Exports one program for all sizes, or one for each int_key if torch.export cannot keep the dimensions dynamic.
 
-    Tensors of the model that it writes to, and that are no buffers, are made buffers.  Where Python branched on the value of a
-    tensor, it is one of several: the obstacles say so, and `refuse_branches` refuses it.  `alone`: the model has no other entry,
-    and no error has to say which entry it means.  `elsewhere`: buffers that other entries write to, whose values are not known.
-    `max_paths`: so many ways through its Python are exported at most.  `tell`: is told of each.
+    Tensors of the model that it writes to become buffers.  If Python branches on the value of a tensor, the program may have one
+    side only: an obstacle says so, and `refuse_branches` refuses it.  `alone`: it is the only entry, so errors need not name it.
+    `elsewhere`: buffers that other entries write to, so that Python may not read their values.  `max_paths`: most paths through the
+    model's Python code that are exported.  `tell`: reports each of them.
 
     Raises dimension-unused, shape-irregular, size-excluded (with the dimension), eager-failed and export-failed (with the user's
     file and line), data-dependent-branch, data-dependent-shape and structure-unsupported.
@@ -78,15 +78,15 @@ def export(
     try:
         return _exported(source, sizes, alone, max_paths, elsewhere, tell)
     except ModelError as error:
-        named = error if alone else _of_entry(error, source)
-        if named is error:
+        entry_error = error if alone else _of_entry(error, source)
+        if entry_error is error:
             raise
-        raise named from error.__cause__
+        raise entry_error from error.__cause__
 
 
 def with_unwritten(exports: Sequence[Exported], max_paths: int = MAX_PATHS) -> list[Exported]:
-    """The entries of one model.  Those that know the value of a buffer to which another entry writes are exported again without it.
-    Raises what `export` does."""
+    """Returns the exports of one model's entries.  An entry in which Python read the value of a buffer is exported again without
+    that value if another entry writes to the buffer.  Raises what `export` does."""
     while True:
         writes = frozenset().union(*[entry.written for entry in exports])
         if all(entry.baked.keys().isdisjoint(writes) for entry in exports):
@@ -106,62 +106,63 @@ def _exported(
     like = sample(source, axes.probe_sizes(sizes))
     make_dense(source)
     flat = FlatModule(source.model, like, source.device, source.target_device, source.entry, source.capability)
-    seen = first_calls(source, flat, sizes)
-    constant = bool(seen.written) and bool(sizes) and all(len(values) == 1 for values in sizes.values())
+    effects = first_calls(source, flat, sizes)
+    constant = bool(effects.written) and bool(sizes) and all(len(values) == 1 for values in sizes.values())
     job = _Job(source=source, flat=flat, shapes=shapes, sizes=sizes, max_paths=max_paths, tell=tell, constant=constant)
-    calls = list(seen.calls)
+    calls = list(effects.calls)
     flat.watch = calls.append
-    flat.assigned = tuple(seen.changes)
-    left = tuple([*seen.changes.values(), *[obstacle for obstacle, _ in seen.counters.values()]])
+    flat.assigned = tuple(effects.changes)
+    changed = tuple([*effects.changes.values(), *[obstacle for obstacle, _ in effects.counters.values()]])
     try:
-        draft, writes = _with_known(job, calls, elsewhere, seen.written)
-        unread = unread_attributes(draft.programs, {name: (name,) for name in seen.counters} | dict(seen.holding)) if alone else []
+        draft, writes = _with_known(job, calls, elsewhere, effects.written)
+        unread = (
+            unread_attributes(draft.programs, {name: (name,) for name in effects.counters} | dict(effects.holding)) if alone else []
+        )
         for name in unread:
-            if name in seen.counters:
-                make_attribute(source.model, name, seen.counters[name][1])
-            for buffer in seen.holding.get(name, ()):
+            if name in effects.counters:
+                make_attribute(source.model, name, effects.counters[name][1])
+            for buffer in effects.holding.get(name, ()):
                 path, _, leaf = buffer.rpartition(".")
                 delattr(source.model.get_submodule(path), leaf)
         if unread:
             flat.follow_buffers()
             draft, writes = _with_known(job, calls, elsewhere, writes)
     except ModelError as error:
-        if left and error.code in STOPPED:  # the likelier cause, and one that has to go anyway
+        if changed and error.code in STOPPED:  # changed attributes are the likely cause, and must be fixed in any case
             raise ModelError(
-                "state-changed", f"{left[0].where or source.label}: {left[0].message}, not a buffer: {error}", ATTRIBUTE_FIX
+                "state-changed", f"{changed[0].where or source.label}: {changed[0].message}, not a buffer: {error}", ATTRIBUTE_FIX
             ) from error
         raise
     flat.watch = unwatched
-    outside = seen.outside
-    if not seen.changes and not outside and apart(seen.first, seen.second.results):
+    outside = effects.outside
+    if not effects.changes and not outside and apart(effects.first, effects.second.results):
         written = defined(written_method(source.model, source.entry))
-        outside = unrepeated(flat, sample_at(source, sizes, 0), seen.second, coarsest(draft.programs), written)
-    uncounted = tuple([replace(seen.counters[name][0], rule=UNREAD) for name in unread if name in seen.counters])
+        outside = unrepeated(flat, sample_at(source, sizes, 0), effects.second, coarsest(draft.programs), written)
+    uncounted = tuple([replace(effects.counters[name][0], rule=UNREAD) for name in unread if name in effects.counters])
     early = set().union(*[call.early for call in calls])
     rules = {
-        name: UNREAD if name in unread else change.rule if name in early else ASSIGNED for name, change in seen.changes.items()
+        name: UNREAD if name in unread else change.rule if name in early else ASSIGNED for name, change in effects.changes.items()
     }
-    left = tuple([replace(change, rule=rules[name]) for name, change in seen.changes.items()])
+    changed = tuple([replace(change, rule=rules[name]) for name, change in effects.changes.items()])
     baked = baked_values(calls)
     return Exported(
         source=source, sizes=sizes, programs=draft.programs, flat=flat, shapes=tuple(shapes),
-        eager_shapes=(*seen.shapes, *draft.eager_shapes),
-        obstacles=(*left, *uncounted, *outside, *draft.obstacles, *baked_weights(draft.programs, baked)),
+        eager_shapes=(*effects.shapes, *draft.eager_shapes),
+        obstacles=(*changed, *uncounted, *outside, *draft.obstacles, *baked_weights(draft.programs, baked)),
         baked={name: where or source.label for name, (where, _) in baked.items()},
         written=writes,
     )  # fmt: skip
 
 
 def _with_known(job: _Job, calls: list[SideEffects], elsewhere: Set[str], writes: frozenset[str]) -> tuple[_Draft, frozenset[str]]:
-    """Python gets the values of parameters and buffers, but of those that are written to: `elsewhere`, or by this entry as far as
-    `writes` says.  Where it got one that some way through the model writes to, the model is exported again without that.
-
-    Gives also all that this entry writes to."""
+    """Exports the model so that Python can read the values of parameters and buffers that nothing writes to.  Excluded are
+    `elsewhere`, which other entries write to, and `writes`, which this entry is known to write to.  If Python read a value that
+    some path of the model writes to, it exports again without it.  Returns also all names that this entry writes to."""
     flat = job.flat
-    first, before = flat.earlier, list(calls)
+    first_effects, before = flat.earlier, list(calls)
     while True:
         flat.weights = held_weights(flat.model, elsewhere | writes)
-        flat.earlier, flat.known, flat.asserted, flat.as_eager = first, frozenset(), NOTHING, ""
+        flat.earlier, flat.known, flat.asserted, flat.as_eager = first_effects, frozenset(), NOTHING, ""
         failed: ModelError | None = None
         try:
             draft = _as_eager(job, calls)
@@ -180,7 +181,7 @@ def _with_known(job: _Job, calls: list[SideEffects], elsewhere: Set[str], writes
 
 
 def _of_entry(error: ModelError, source: Source) -> ModelError:
-    """The error with the entry's name in it, where its text has neither that nor the line that is meant."""
+    """Returns the error with the entry's name added, unless its text names the entry or a line of the model."""
     text, where = str(error), f"{error.where}: " if error.where else ""
     if re.search(rf"\b{source.entry}\(|'{source.entry}'", text) or (error.code != "export-failed" and error.where != source.label):
         return error
@@ -188,7 +189,7 @@ def _of_entry(error: ModelError, source: Source) -> ModelError:
 
 
 def refuse_branches(exported: Exported) -> None:
-    """Raises data-dependent-branch where Python branched on the value of a tensor."""
+    """Raises data-dependent-branch if Python branched on the value of a tensor."""
     for obstacle in exported.obstacles:
         if obstacle.rule == "data-dependent-branch":
             raise branch(obstacle.where or exported.source.label, obstacle.source, obstacle.message)
@@ -196,8 +197,8 @@ def refuse_branches(exported: Exported) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Job:
-    """What is exported: `shapes` are those of the inputs, `max_paths` and `tell` as for `export`.  `constant`: calls write to
-    state, so that none is padded, and every dimension has one size, so that it need be no symbol."""
+    """The arguments of an export.  `shapes`: of the inputs.  `max_paths` and `tell`: as for `export`.  `constant`: calls write to
+    state, so no call is padded, and every dimension has one size; then sizes can be constants."""
 
     source: Source
     flat: FlatModule
@@ -208,13 +209,13 @@ class _Job:
     constant: bool
 
     def dynamic(self) -> ExportedProgram:
-        """One program for all sizes."""
+        """Exports one program for all sizes."""
         return export_dynamic(self.source, self.flat, self.shapes, self.sizes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Draft:
-    """Programs, what their calls do beside the operations, and shapes of outputs at further sizes."""
+    """Exported programs, the obstacles of their calls, and output shapes at further sizes."""
 
     programs: Programs
     obstacles: tuple[Obstacle, ...]
@@ -222,8 +223,8 @@ class _Draft:
 
 
 def _as_eager(job: _Job, calls: list[SideEffects]) -> _Draft:
-    """Where a program differs from eager PyTorch, the model is exported again and told that nothing traces it, then with every way
-    through its Python."""
+    """Exports the model.  If the program differs from eager PyTorch, exports again while `torch.compiler.is_exporting()` and others
+    return False.  If that shows branches on data, exports all paths through its Python code.  Raises the first error otherwise."""
     flat = job.flat
     first = flat.earlier
     try:
@@ -239,8 +240,8 @@ def _as_eager(job: _Job, calls: list[SideEffects]) -> _Draft:
         except ModelError as error:
             if error.code == "data-dependent-branch":
                 raise
-    asked = [obstacle for call in calls for obstacle in call.obstacles if obstacle.rule == "data-dependent-branch"]
-    if asked:  # the way that was taken may be one that no data takes
+    branches = [obstacle for call in calls for obstacle in call.obstacles if obstacle.rule == "data-dependent-branch"]
+    if branches:  # the exported path may be one that no data takes
         flat.earlier, flat.known, flat.asserted, flat.as_eager = first, frozenset(), NOTHING, ""
         try:
             if draft := _followed(job, calls, str(why)):
@@ -248,15 +249,16 @@ def _as_eager(job: _Job, calls: list[SideEffects]) -> _Draft:
         except ModelError as error:
             if not isinstance(error.__cause__, WayStopped):
                 raise
-        most = next((loop for loop in asked if loop.source.startswith("while ")), asked[0])  # loops are what may have no bound
-        raise branch(most.where or job.source.label, most.source, most.message) from why
+        cause = next((loop for loop in branches if loop.source.startswith("while ")), branches[0])  # a loop may have no bound
+        raise branch(cause.where or job.source.label, cause.source, cause.message) from why
     raise why
 
 
 def _draft(job: _Job, calls: Sequence[SideEffects]) -> _Draft:
-    """Dynamic, else per size; where neither works, what the dynamic export said, which names the user's line.
+    """Exports with dynamic dimensions, else once per size.  If both fail, it usually raises the dynamic export's error, which names
+    the user's line.
 
-    Sizes that are constants may also answer what Python asks: positions and masks that are made of sizes alone have values then.
+    With constant sizes Python may also read more values: positions and masks that are made from sizes alone are known then.
     """
     source, flat, sizes = job.source, job.flat, job.sizes
     if job.constant:
@@ -307,12 +309,13 @@ def _draft(job: _Job, calls: Sequence[SideEffects]) -> _Draft:
     except ModelError as error:
         if why.code == "data-dependent-branch" and (draft := _followed(job, calls, str(why))):
             return draft
-        known = error.code == why.code and str(error).startswith(f"{source.label}:")
-        raise (why if known or why.code in OF_VALUES else error) from why.__cause__
+        same_line = error.code == why.code and str(error).startswith(f"{source.label}:")
+        raise (why if same_line or why.code in OF_VALUES else error) from why.__cause__
 
 
 def _followed(job: _Job, calls: Sequence[SideEffects], reason: str) -> _Draft | None:
-    """Every way through the model's Python: for all sizes, else for each.  Raises the error that comes from WayStopped."""
+    """Exports all paths through the model's Python code: for all sizes together, else per size.  Returns None if branches on data
+    remain.  Raises an error that WayStopped caused."""
     stopped: ModelError | None = None
     try:
         if draft := _paths(job, calls):
@@ -331,25 +334,25 @@ def _followed(job: _Job, calls: Sequence[SideEffects], reason: str) -> _Draft | 
 
 
 def _others(obstacles: Sequence[Obstacle]) -> list[Obstacle]:
-    """All that is no branch on data."""
+    """Returns the obstacles that are no branch on data."""
     return [obstacle for obstacle in obstacles if obstacle.rule != "data-dependent-branch"]
 
 
 def _paths(job: _Job, calls: Sequence[SideEffects]) -> _Draft | None:
-    """One program for all sizes with every way through the model's Python."""
+    """Exports one program for all sizes with all paths through the model's Python code.  Returns None if `with_paths` does."""
     source, flat, sizes = job.source, job.flat, job.sizes
     keys = all_keys(sizes)
     samples = [sample(source, dict(zip(sizes, key, strict=True))).tensors for key in dict.fromkeys([keys[0], keys[-1]])]
-    ways = with_paths(flat, calls, job.dynamic, samples, job.max_paths, job.tell)
-    if ways is None:
+    merged = with_paths(flat, calls, job.dynamic, samples, job.max_paths, job.tell)
+    if merged is None:
         return None
-    program, obstacles = ways
+    program, obstacles = merged
     check_dynamic(source, flat, program, job.shapes, sizes, branched=False)
     return _Draft(programs=Programs(by_key=dict.fromkeys(keys, program), dynamic=True), obstacles=obstacles)
 
 
 def _same(asserted: Asserted, small: SideEffects, large: SideEffects) -> bool:
-    """Whether what a program asserts is the same at the smallest and the largest sizes."""
+    """Whether the answers and numbers that a program asserts are the same at the smallest and the largest sizes."""
     pairs = [(small.answers, large.answers, asserted.answers), (small.reads, large.reads, asserted.reads)]
     return all(one[at : at + 1] == other[at : at + 1] for one, other, places in pairs for at in places)
 
@@ -360,22 +363,21 @@ def _reason(source: Source, obstacles: Sequence[Obstacle]) -> str:
 
 
 def _per_size(job: _Job, calls: Sequence[SideEffects], reason: str, *, follow: bool) -> _Draft:
-    """A program for each int_key.  At each the model runs in eager PyTorch first.
-
-    `follow`: with every way through the model's Python; else a branch on data raises data-dependent-branch."""
+    """Exports a program for each int_key, after a run in eager PyTorch at its sizes.  `follow`: export all paths through the
+    model's Python code; otherwise a branch on data raises data-dependent-branch."""
     source, flat, sizes = job.source, job.flat, job.sizes
     by_key: dict[IntKey, ExportedProgram] = {}
     obstacles: list[Obstacle] = []
-    seen: list[EagerShapes] = []
+    shapes: list[EagerShapes] = []
     result = flat.result
     for key in all_keys(sizes):
-        chosen = dict(zip(sizes, key, strict=True))
-        tensors = sample(source, chosen).tensors
+        key_sizes = dict(zip(sizes, key, strict=True))
+        tensors = sample(source, key_sizes).tensors
         flat.known, flat.asserted = frozenset(), NOTHING
-        seen.append((chosen, eager_shapes(source, flat, chosen, tensors)))
+        shapes.append((key_sizes, eager_shapes(source, flat, key_sizes, tensors)))
         check_result(source, result, flat.result)
         flat.earlier = calls[-1]
-        job.tell(f"torch.export at {', '.join([f'{name}={size}' for name, size in chosen.items()]) or 'one size'}")
+        job.tell(f"torch.export at {', '.join([f'{name}={size}' for name, size in key_sizes.items()]) or 'one size'}")
         attempt = lambda tensors=tensors: export_static(source, flat, tensors)  # noqa: E731
         stopped: ModelError | None = None
         try:
@@ -385,37 +387,37 @@ def _per_size(job: _Job, calls: Sequence[SideEffects], reason: str, *, follow: b
                 raise
             stopped = error
         if follow and (stopped is not None or _branched(size_obstacles)):
-            if ways := with_paths(flat, calls, attempt, [tensors], job.max_paths, job.tell):
-                program, size_obstacles = ways
+            if merged := with_paths(flat, calls, attempt, [tensors], job.max_paths, job.tell):
+                program, size_obstacles = merged
             elif stopped is not None:
                 raise stopped
         if not _branched(size_obstacles):
-            check_static(source, flat, program, chosen, tensors)
+            check_static(source, flat, program, key_sizes, tensors)
         elif not follow:
             raise next(branch(cause.where, cause.source) for cause in size_obstacles if cause.rule == "data-dependent-branch")
         by_key[key] = program
         obstacles += size_obstacles
     (programs,) = with_shared_constants([Programs(by_key=by_key, dynamic=False, reason=reason)])
     probed = [] if job.constant else _probed(source, flat, sizes)
-    return _Draft(programs=programs, obstacles=tuple(dict.fromkeys(obstacles)), eager_shapes=(*seen, *probed))
+    return _Draft(programs=programs, obstacles=tuple(dict.fromkeys(obstacles)), eager_shapes=(*shapes, *probed))
 
 
 def _branched(obstacles: Sequence[Obstacle]) -> bool:
-    """Whether the program has one side of a branch on data: it may differ from the model, and is refused for that."""
+    """Whether an obstacle is a branch on data: the program has one side only, so it may differ from the model and is refused."""
     return any(obstacle.rule == "data-dependent-branch" for obstacle in obstacles)
 
 
 def _probed(source: Source, flat: FlatModule, sizes: Mapping[str, tuple[int, ...]]) -> list[EagerShapes]:
-    """The shapes of the outputs between the declared sizes, where eager PyTorch runs: what is padded comes from there."""
+    """Returns the output shapes of eager PyTorch at some sizes between the declared ones, which calls with padding may have."""
     probes = []
     for name, values in sizes.items():
         between = [size for size in range(1, values[-1] + 3) if size not in values]
         step = -(-len(between) // PROBES)
         for size in between[::step] if between else ():
-            chosen = {**{other: size[0] for other, size in sizes.items()}, name: size}
+            probe_sizes = {**{other: size[0] for other, size in sizes.items()}, name: size}
             try:
                 with guarded_indices(source.device):  # a table of positions may end before such a size
-                    probes.append((chosen, eager_shapes(source, flat, chosen, sample(source, chosen).tensors)))
+                    probes.append((probe_sizes, eager_shapes(source, flat, probe_sizes, sample(source, probe_sizes).tensors)))
             except ModelError:
-                continue  # no declared size: the proof of padding finds out what a call there gets
+                continue  # eager PyTorch fails at this size: the verification of padding tests such calls
     return probes

@@ -1,4 +1,4 @@
-"""What an export gives: the program, and its signature in terms of the declared dimensions."""
+"""The result of an export: programs, and their signature in terms of the declared dimensions."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from ..model.source import Source
 from .programs import Programs
 
 EagerShapes = tuple[dict[str, int], list[tuple[int, ...]]]
-"""Sizes, and the shapes of the outputs that eager PyTorch gave at them."""
+"""Sizes of the dimensions, and the output shapes of eager PyTorch at these sizes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exported:
-    """What torch.export made of a model: all that the checks look at.
+    """The exported model, which the checks read.
 
-    `programs` are over flat tensors; `flat` runs the user's own module in eager PyTorch the same way.  `shapes` are those of the
-    inputs.  `eager_shapes` were found at the smallest and the largest sizes.  `obstacles` leave no operation in a program.
-    `unbounded`: why outputs whose sizes depend on data have no bound, "" where none has such a size.
-    `baked` are parameters and buffers whose values Python got while it was exported, by their names in the model, with the line
-    that asked; `written` are those that a call may write to.
+    `programs`: take and return flat tensors.  `flat`: runs the user's module in eager PyTorch in the same way.  `shapes`: of the
+    inputs.  `eager_shapes`: output shapes, at least at the smallest and largest sizes.  `obstacles`: side effects that leave no
+    operation in a program.  `unbounded`: why outputs whose sizes depend on data have no bound, or "".  `baked`: parameters and
+    buffers whose values Python read during export, by name in the model, with the line that read them.  `written`: those that a
+    call may write to.
     """
 
     source: Source
@@ -44,7 +44,7 @@ class Exported:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Signature:
     """Inputs and outputs in terms of the declared dimensions, the pytrees of the call and the result, and the call's parameters.
-    `data_sizes`: of outputs that are padded to a bound."""
+    `data_sizes`: sizes that depend on data, of outputs that are padded to a bound."""
 
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
@@ -55,6 +55,6 @@ class Signature:
 
 
 def memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The axes from outermost to innermost in memory; row-major where the tensor is not dense in any order."""
+    """Returns the axes from outermost to innermost in memory; the row-major order if the tensor is not dense in any order."""
     order = tuple(sorted(range(tensor.dim()), key=lambda axis: (-tensor.stride(axis), axis)))
     return order if tensor.permute(order).is_contiguous() and not tensor.is_contiguous() else tuple(range(tensor.dim()))

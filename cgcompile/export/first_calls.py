@@ -1,6 +1,6 @@
-"""The model's first calls, in eager PyTorch: what they do beside their operations, before torch.export sees any of it.
+"""Calls the model in eager PyTorch before torch.export, and finds side effects: changed attributes, buffers and random numbers.
 
-Called are the smallest and the largest sizes, and the smallest twice more: the first calls may fill caches.
+It calls the model at the smallest and largest sizes, then twice more at the smallest: the first calls may fill caches.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from .exported import EagerShapes
 from .signature.eager_check import try_eager
 
 COMPARED = 1 << 24
-"""Elements of a weight that is copied to see whether a call changes it."""
+"""Most elements of a weight that is copied to detect whether a call changes it."""
 
 Counter = tuple[Obstacle, Any]
-"""What to say of an attribute that calls count in, and what it was before the first call."""
+"""The obstacle for an attribute that counts calls, and its value before the first call."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FirstCalls:
-    """What the first calls showed.
+    """The side effects of the first calls.
 
-    `calls` are those at the smallest and the largest sizes, `shapes` the shapes of their outputs.  `changes` are attributes that
-    every call changes, by name, and `counters` those that became buffers instead; `holding` are the buffers that hold the tensors
-    of others, too, by the attribute's name, to see whether a result depends on them; `outside` are obstacles of what lies outside
-    of the model; `written` are parameters and buffers that a call wrote to, by their names.  `first` and `second` are what two more
-    calls at the smallest sizes gave.
+    `calls`: at the smallest and the largest sizes.  `shapes`: of their outputs.  `changes`: by name, attributes that every call
+    changes.  `counters`: by name, changed numbers and tensors that became buffers.  `holding`: for other changed attributes, the
+    added buffers that also hold their tensors, to test whether a result depends on them.  `outside`: obstacles from outside the
+    model (random numbers, time).  `written`: names of parameters and buffers that a call wrote to.  `first` and `second`: results
+    of two more calls at the smallest sizes.
     """
 
     calls: tuple[SideEffects, ...]
@@ -54,7 +54,7 @@ class FirstCalls:
 
 
 def first_calls(source: Source, flat: FlatModule, sizes: Mapping[str, tuple[int, ...]]) -> FirstCalls:
-    """Calls the model.  Tensors that it writes to become buffers, and `flat.earlier` is the call at the smallest sizes.
+    """Calls the model.  Tensors that it writes to become buffers.  Sets `flat.earlier` to the call at the smallest sizes.
 
     Raises size-excluded, eager-failed, structure-unsupported.
     """
@@ -68,13 +68,13 @@ def first_calls(source: Source, flat: FlatModule, sizes: Mapping[str, tuple[int,
     after = states(drawn_from)
     flat.earlier = calls[0]
     flat.watch = unwatched
-    changes, kept, holding, first, second = _changed_attributes(source, flat, sizes, drawn_from, fresh)
+    changes, counters, holding, first, second = _changed_attributes(source, flat, sizes, drawn_from, fresh)
     outside = outside_values(flat, sample_at(source, sizes, 0), first, second)
-    if after != before and not second.moved:  # drawn at other sizes alone, or by inputs()
+    if after != before and not second.moved:  # only other sizes, or inputs(), drew random numbers
         largest = sample_at(source, sizes, -1)
         outside += outside_values(flat, largest, (), replace(observed(flat, largest, drawn_from, after), reads=()))
     return FirstCalls(
-        calls=tuple(calls), shapes=tuple(shapes), changes=changes, counters=kept, holding=holding, outside=outside,
+        calls=tuple(calls), shapes=tuple(shapes), changes=changes, counters=counters, holding=holding, outside=outside,
         written=_changed_weights(source.model, versions), first=first, second=second,
     )  # fmt: skip
 
@@ -82,9 +82,10 @@ def first_calls(source: Source, flat: FlatModule, sizes: Mapping[str, tuple[int,
 def _fill_caches(
     source: Source, flat: FlatModule, sizes: Mapping[str, tuple[int, ...]], calls: list[SideEffects]
 ) -> list[EagerShapes]:
-    """Calls the model at its smallest and largest sizes.  A buffer that these calls fill, and that calls with other inputs leave as
-    it is, is a cache where they change attributes too: these say by now that it is filled, so its contents are kept.  All other
-    buffers are put back.
+    """Calls the model at its smallest and largest sizes, and restores all buffers except caches.
+
+    A cache is a buffer that these calls fill and that calls with other inputs do not change, if the calls also change attributes.
+    An attribute may say that the cache is filled, so its contents stay.
 
     Raises size-excluded, eager-failed, structure-unsupported.
     """
@@ -96,17 +97,17 @@ def _fill_caches(
             raise
         calls.clear()
         if error.code != "state-changed":
-            flat.snapshot.restore()  # a buffer may have been full
+            flat.snapshot.restore()  # the call may have failed because a buffer was full
             return try_eager(source, flat, sizes)
         buffer_names = flat.snapshot.changed()
-        flat.follow_buffers()  # a buffer that the first call makes, in its shape: it has it by now
+        flat.follow_buffers()  # the first call may have given a buffer its shape
         try:
             return try_eager(source, flat, sizes)
         except ModelError as again:
             if again.code != "state-changed":
                 raise
         calls.clear()
-        for name in buffer_names:  # calls make it anew at every size: it is no buffer, but an attribute
+        for name in buffer_names:  # every size creates the tensor again, so make it a plain attribute
             owner, leaf = source.model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
             if leaf in owner._non_persistent_buffers_set:
                 make_attribute(source.model, name, source.model.get_buffer(name))
@@ -123,27 +124,27 @@ def _fill_caches(
         except ModelError:
             written = []
         flat.watch = watch
-        now = flat.snapshot.current()
-        flat.snapshot.restore(but=[name for name in written if same_bits(now[name], filled[name])])
+        refilled = flat.snapshot.current()
+        flat.snapshot.restore(but=[name for name in written if same_bits(refilled[name], filled[name])])
         flat.follow_buffers()
     return shapes
 
 
 def sample_at(source: Source, sizes: Mapping[str, tuple[int, ...]], pick: int) -> tuple[torch.Tensor, ...]:
-    """The inputs at the smallest sizes, 0, or the largest, -1."""
+    """Returns the sample inputs at the smallest sizes (`pick` = 0) or the largest (-1)."""
     return sample(source, {name: values[pick] for name, values in sizes.items()}).tensors
 
 
 def _changed_weights(model: torch.nn.Module, versions: Mapping[int, int | None]) -> frozenset[str]:
-    """The parameters and buffers that are others, or were written to.  `versions`: of each before, by its id."""
+    """Returns names of parameters and buffers that were replaced or written to.  `versions`: id of a tensor -> version before."""
     nothing = object()
     weights = held_weights(model)
     return frozenset([weight.name for weight in weights if versions.get(id(weight.tensor), nothing) != version_of(weight.tensor)])
 
 
 def changed_weights(flat: FlatModule, tensors: Sequence[torch.Tensor], names: Set[str]) -> frozenset[str]:
-    """Those of these parameters and buffers that hold something else after a call with these inputs: no version has to show it.
-    Only those of at most COMPARED elements are looked at."""
+    """Returns those of the named weights whose contents differ after a call with `tensors`; some writes change no version counter.
+    Compares only weights of at most COMPARED elements."""
     small = [weight for weight in held_weights(flat.model) if weight.name in names and weight.tensor.numel() <= COMPARED]
     weights = [(weight, copied(weight.tensor)) for weight in small]
     if not weights:
@@ -163,19 +164,18 @@ def _changed_attributes(
     drawn_from: Sequence[Generator],
     fresh: Mapping[str, Any],
 ) -> tuple[dict[str, Obstacle], dict[str, Counter], dict[str, tuple[str, ...]], Results, Observed]:
-    """The attributes that a call changes, at every call: the first ones may fill caches.  Tensors it writes to become buffers, and
-    so do counters.  `fresh`: the attributes before the first call.
-
-    Also what the two calls gave that show it, and what the second one took from outside of the model."""
+    """Makes two calls, and finds the attributes that a call still changes after the first ones filled caches.  Tensors that it
+    writes to become buffers, and so do counters.  `fresh`: the attributes before the first call.  Returns `changes`, `counters`,
+    `holding`, `first` and `second` as in FirstCalls."""
     tensors = sample_at(source, sizes, 0)
     first = results(flat, tensors)
-    held = {id(slot.tensor): (slot, slot.tensor._version) for slot in reversed(held_tensors(source.model))}
-    before = marks(source.model, held.keys())
+    tensor_versions = {id(slot.tensor): (slot, slot.tensor._version) for slot in reversed(held_tensors(source.model))}
+    before = marks(source.model, tensor_versions.keys())
     second = observed(flat, tensors, drawn_from)
-    after = marks(source.model, held.keys())
+    after = marks(source.model, tensor_versions.keys())
     names = changed(before, after)
     buffers = {id(tensor) for tensor in source.model.buffers()}
-    for slot, version in held.values():
+    for slot, version in tensor_versions.values():
         if slot.tensor._version != version and id(slot.tensor) not in buffers:
             make_buffer(slot)
     places = {name: assignment_place(source.model, name) for name in names}
@@ -183,8 +183,8 @@ def _changed_attributes(
         name: Obstacle(rule="mutated-attribute", message=f"forward() changes {name!r}", where=where, source=line)
         for name, (where, line) in places.items()
     }
-    registered = {id(module) for module in source.model.modules()}  # of others torch.export knows no buffers
-    kept: dict[str, Counter] = {}
+    registered = {id(module) for module in source.model.modules()}  # torch.export ignores buffers of other modules
+    counters: dict[str, Counter] = {}
     holding: dict[str, tuple[str, ...]] = {}
     for name in _read_first(flat, tensors, [name for name in names if name in before]):
         path, _, leaf = name.rpartition(".")
@@ -194,18 +194,18 @@ def _changed_attributes(
             continue
         if value is not None:
             make_buffer(Held(module=module, path=leaf, holder=vars(module), key=leaf, tensor=value.to(source.device)))
-            kept[name] = changes.pop(name), fresh[name]
+            counters[name] = changes.pop(name), fresh[name]
         elif same_nesting(before[name], after[name]):
             slots = [
                 tensor for tensor in held_tensors(source.model) if tensor.module is module and tensor.path.partition(".")[0] == leaf
             ]
             holding[name] = tuple([f"{path}.{also_buffer(slot)}" if path else also_buffer(slot) for slot in slots])
     flat.follow_buffers()
-    return changes, kept, {name: names for name, names in holding.items() if names}, first, second
+    return changes, counters, {name: names for name, names in holding.items() if names}, first, second
 
 
 def _read_first(flat: FlatModule, tensors: Sequence[torch.Tensor], names: Sequence[str]) -> list[str]:
-    """Those of these attributes that a call reads before it assigns them."""
+    """Returns those of the named attributes that a call reads before it assigns them."""
     if not names:
         return []
     effects: list[SideEffects] = []
@@ -216,8 +216,8 @@ def _read_first(flat: FlatModule, tensors: Sequence[torch.Tensor], names: Sequen
 
 
 def number_or_tensor(first: Any, now: Any) -> torch.Tensor | None:
-    """What a buffer in place of an attribute holds first, which was `first` before the first call and is `now` after it: a number,
-    or a tensor that keeps its shape and dtype.  None for anything else."""
+    """Returns the initial value of a buffer that replaces an attribute, which was `first` before the first call and is `now`.
+    Returns None unless both are numbers of one type, or tensors of one shape and dtype."""
     if type(first) in (int, float) and type(now) is type(first):
         return torch.tensor(first, dtype=torch.int64 if type(first) is int else torch.float64)
     plain = type(first) is torch.Tensor and type(now) is torch.Tensor and first.layout is torch.strided

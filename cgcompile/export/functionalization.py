@@ -1,9 +1,9 @@
-"""The functional form of a program, which names the buffers and inputs that the program writes to.
+"""The functional form of a program, which lists the buffers and inputs that the program writes to.
 
-Private interfaces of torch.export.exported_program (2.11, 2.13): `_split_decomp_table_to_cia_and_python_decomp`, which is replaced
-meanwhile, `_special_op_to_preserve_cia`, `_is_preservable_cia_op`.  Without one of them the form is made all the same, only later.
-`torch.fx.experimental.symbolic_shapes.free_unbacked_symbols`; `torch._C._dispatch_has_kernel_for_dispatch_key`,
-as tools/operators.py has it.
+Private interfaces of torch.export.exported_program (2.11, 2.13): `_split_decomp_table_to_cia_and_python_decomp`, which is patched
+temporarily, `_special_op_to_preserve_cia`, `_is_preservable_cia_op`.  If one is missing, the form is only slower to make.
+`torch.fx.experimental.symbolic_shapes.free_unbacked_symbols`; `torch._C._dispatch_has_kernel_for_dispatch_key`, as in
+tools/operators.py.
 """
 
 from __future__ import annotations
@@ -31,17 +31,16 @@ from .torch_program import arguments, without_weights
 from .weights import weight_placeholders, weight_tensors
 
 RNG_STATE = frozenset({"run_and_save_rng_state", "run_with_rng_state", "graphsafe_run_with_rng_state"})
-"""Higher-order operators that save and restore the state of a random generator."""
+"""Higher-order operators that save and restore the state of a random number generator."""
 
 
 def functional(program: ExportedProgram) -> ExportGraphSignature:
-    """The signature of the functional form: export itself leaves writes in place as operations of the graph.  That of a program
-    without any is its own, and that of one whose writes are all to buffers and inputs themselves, or to tensors that it has just
-    made, follows from its graph: making the form traces the program anew, which takes as long as exporting it.
+    """Returns the signature of a program's functional form, which lists mutated buffers and inputs.
 
-    torch makes none of a program that saves states of random generators: it is the program's own then, and the rule
-    rng-state-operation refuses the program.  Raises state-changed, state-shared, data-dependent-shape, export-failed.
-    """
+    torch.export leaves writes in the graph as in-place operators.  `run_decompositions` makes them outputs, but traces the program
+    again, as slowly as the export.  So the signature is derived from the graph if all writes are to buffers, inputs or new tensors.
+    For a program that saves states of random generators torch cannot make the form.  Its own signature is returned, and the rule
+    rng-state-operation refuses it.  Raises state-changed, state-shared, data-dependent-shape, export-failed."""
     parts = [module for module in program.graph_module.modules() if isinstance(module, GraphModule)]
     if any(keeps_rng_state(node) for part in parts for node in part.graph.nodes):
         return program.graph_signature
@@ -49,13 +48,13 @@ def functional(program: ExportedProgram) -> ExportGraphSignature:
     if writes is not None:
         return _with_writes(program.graph_signature, writes)
     if any(node.target is torch.ops.aten.lstm.input for part in parts for node in part.graph.nodes):
-        # on CUDA, torch before 2.13 writes it with states that have an extra axis (pytorch issue 151200)
+        # on CUDA, torch before 2.13 decomposes it to states with an extra axis (pytorch issue 151200)
         program = without_weights(program)
     try:
         with _other_operators_left_alone(parts):
             return program.run_decompositions({}).graph_signature
     except Exception as error:
-        if where := _written_constant(program) or ("model" if "register it as buffer" in str(error) else ""):  # torch's words
+        if where := _written_constant(program) or ("model" if "register it as buffer" in str(error) else ""):  # torch's message
             raise ModelError(
                 "state-changed",
                 f"{where}: forward() writes to a tensor in an attribute, which is not a buffer",
@@ -86,15 +85,15 @@ def functional(program: ExportedProgram) -> ExportGraphSignature:
 
 
 def functional_form(program: ExportedProgram) -> ExportedProgram:
-    """The program with what it writes to buffers and inputs as outputs.  `functional` says what cannot be traced."""
+    """Returns the program with mutated buffers and inputs as outputs.  `functional` raises the errors for untraceable programs."""
     parts = [module for module in program.graph_module.modules() if isinstance(module, GraphModule)]
     with _other_operators_left_alone(parts):
         return program.run_decompositions({})
 
 
 def _only_reads(node: Node) -> bool:
-    """Whether a node surely writes to nothing, and makes no size from data, which may not be possible to trace.  Operators of
-    others, and those that call a graph, may do anything."""
+    """Whether a node certainly writes to no tensor and has no size that depends on data, which may be impossible to trace.
+    Custom operators, and operators that call a graph, count as writing."""
     if node.op != "call_function":
         return node.op in ("placeholder", "get_attr", "output")
     operator = node.target
@@ -107,13 +106,12 @@ def _only_reads(node: Node) -> bool:
 
 
 def _direct_writes(program: ExportedProgram, parts: Sequence[GraphModule]) -> dict[Node, str] | None:
-    """Where a program writes to buffers and inputs: operator -> name of the placeholder.  None where that takes a trace to know: it
-    writes to a view or to a value of which that is unknown, inside of a branch or loop, or an operator may write that does not say
-    so."""
+    """Returns operator node -> placeholder name of the buffer or input that it writes to, or None if only a trace can tell.  That
+    is so for writes to views or unknown values, writes in branches and loops, and operators whose schemas may miss writes."""
     plain = program.graph_signature
-    known = {*plain.inputs_to_buffers, *plain.user_inputs}
+    placeholders = {*plain.inputs_to_buffers, *plain.user_inputs}
     targets: dict[Node, str] = {}
-    fresh_nodes: set[Node] = set()  # what writes to new tensors of the program's, and gives them back
+    fresh_nodes: set[Node] = set()  # operators that write to a new tensor and return it
     for part in parts:
         for node in part.graph.nodes:
             if _only_reads(node) or _calls_graphs(node) or _reads_by_schema(node):
@@ -126,19 +124,19 @@ def _direct_writes(program: ExportedProgram, parts: Sequence[GraphModule]) -> di
                 if isinstance(operand, Node) and (operand in fresh_nodes or _makes_new(operand)):
                     fresh_nodes.add(node)
                 else:
-                    # what an earlier write gives is the very tensor that it wrote to
+                    # the result of an earlier write is the tensor that it wrote to
                     target = targets.get(operand, operand.name) if isinstance(operand, Node) else ""
-                    if target not in known or node in targets:
+                    if target not in placeholders or node in targets:
                         return None
                     targets[node] = target
-    if fresh_nodes & targets.keys():  # which of the two it gives back is not known
+    if fresh_nodes & targets.keys():  # it is unknown which of its two targets such an operator returns
         return None
     return None if _some_share_memory(program, {*targets.values()}) else targets
 
 
 def _some_share_memory(program: ExportedProgram, written: Set[str]) -> bool:
-    """Whether a weight that the program writes to, by its placeholder, lies in the memory of another.  Weights that are read alone
-    may: the embedding of a language model is often its last layer's weight too."""
+    """Whether a weight that the program writes to shares memory with another weight.  `written`: placeholder names.  Weights that
+    are only read may share memory: a language model's embedding is often also the weight of its last layer."""
     if not written:
         return False
     dense = {name: tensor for name, tensor in weight_tensors(program).items() if tensor.layout is torch.strided}
@@ -149,15 +147,15 @@ def _some_share_memory(program: ExportedProgram, written: Set[str]) -> bool:
 
 
 def _makes_new(node: Node) -> bool:
-    """Whether a node surely gives a tensor that is in no other's memory.
+    """Whether a node certainly returns a tensor that shares memory with no other.
 
-    Schemas say what gives a view, but for composite operators: `dropout` gives its own input where it has nothing to do.
+    Schemas declare views, except for composite operators: `dropout` returns its input itself if it is inactive.
     """
     operator = node.target
     if not isinstance(operator, torch._ops.OpOverload) or operator.namespace != "aten" or not _only_reads(node):
         return False
-    whole = operator in NEW or not _is_composite(operator)
-    return whole and all(result.alias_info is None for result in operator._schema.returns)
+    declared = operator in NEW or not _is_composite(operator)
+    return declared and all(result.alias_info is None for result in operator._schema.returns)
 
 
 NEW = frozenset(
@@ -166,11 +164,11 @@ NEW = frozenset(
         torch.ops.aten.conv3d.default, torch.ops.aten.batch_norm.default,
     }
 )  # fmt: skip
-"""Composite operators that always give a new tensor, as models write to it: `relu(inplace=True)` behind a convolution."""
+"""Composite operators that always return a new tensor.  Models write to it, as in `relu(inplace=True)` after a convolution."""
 
 
 def _with_writes(signature: ExportGraphSignature, writes: Mapping[Node, str]) -> ExportGraphSignature:
-    """The signature with an output for everything that is written to, as the functional form has it: the last write's."""
+    """Returns the signature with an output for each written buffer or input, as in the functional form: its last writing node."""
     mutations = []
     for placeholder, node in {placeholder: node for node, placeholder in writes.items()}.items():
         buffer = signature.inputs_to_buffers.get(placeholder)
@@ -180,12 +178,12 @@ def _with_writes(signature: ExportGraphSignature, writes: Mapping[Node, str]) ->
 
 
 def _calls_graphs(node: Node) -> bool:
-    """Whether a node is a branch or a loop, whose bodies are graphs that can be looked at."""
+    """Whether a node is a branch or a loop, whose bodies are graphs of the program."""
     return isinstance(node.target, torch._ops.HigherOrderOperator) and node.target.name() in ("cond", "while_loop")
 
 
 def _reads_by_schema(node: Node) -> bool:
-    """Whether a node is an operator of others that a trace calls as a whole, so that it would see no more than its schema says."""
+    """Whether a node is a custom operator whose schema has no writes.  A trace does not look inside it, so the schema is enough."""
     operator = node.target
     if not isinstance(operator, torch._ops.OpOverload) or operator.namespace in ("aten", "prims"):
         return False
@@ -193,12 +191,12 @@ def _reads_by_schema(node: Node) -> bool:
 
 
 def _is_composite(operator: torch._ops.OpOverload) -> bool:
-    """Whether torch has it as other operators, which are what a trace sees."""
+    """Whether torch implements an operator with other operators, so that a trace sees those."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), "CompositeImplicitAutograd")
 
 
 def _writes_in_place(node: Node) -> bool:
-    """Whether a node is an operator of aten that writes where its schema says, and changes no shape of what it writes to."""
+    """Whether a node is an aten operator that writes only to arguments that its schema marks, and does not change their shapes."""
     operator = node.target
     if not isinstance(operator, torch._ops.OpOverload) or operator.namespace != "aten" or not operator._schema.is_mutable:
         return False
@@ -207,7 +205,7 @@ def _writes_in_place(node: Node) -> bool:
 
 
 def _sized_by_data(node: Node) -> bool:
-    """Whether a size of what an operator gives may follow from data: that of indexing does where an index is a mask."""
+    """Whether an output size of an operator may depend on data, as in indexing with a mask."""
     assert isinstance(node.target, torch._ops.OpOverload)
     if node.target is torch.ops.aten.index.Tensor:
         indices = [leaf.meta.get("val") for leaf in tree_leaves(node.args[1]) if isinstance(leaf, Node)]
@@ -218,7 +216,7 @@ def _sized_by_data(node: Node) -> bool:
 DATA_DEPENDENT = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
 
 UNANNOUNCED = ("running_mean", "running_var", "noise")
-"""Arguments that operators of aten write to though their schemas do not say so (2.11, 2.13), unless they are told not to train."""
+"""Arguments that aten operators write to, although their schemas do not say so (2.11, 2.13), except outside training mode."""
 
 
 def keeps_rng_state(node: Node) -> bool:
@@ -227,18 +225,18 @@ def keeps_rng_state(node: Node) -> bool:
 
 
 def written_inputs(signature: ExportGraphSignature) -> tuple[int, ...]:
-    """The positions of the inputs that the program writes to, ascending; `signature` is that of its functional form."""
+    """Returns the positions of the inputs that the program writes to, ascending.  `signature`: of its functional form."""
     user = list(signature.user_inputs)
     return tuple(sorted({user.index(name) for name in signature.user_inputs_to_mutate.values()}))
 
 
 def state_buffers(signature: ExportGraphSignature) -> tuple[str, ...]:
-    """The names of the buffers that the program writes to, sorted; `signature` is that of its functional form."""
+    """Returns the names of the buffers that the program writes to, sorted.  `signature`: of its functional form."""
     return tuple(sorted(set(signature.buffers_to_mutate.values())))
 
 
 def size_from_a_float(program: ExportedProgram) -> str:
-    """Where a tensor is made whose size follows from a float that was read out of another, or ""."""
+    """Returns the user's file:line that makes a tensor whose size is computed from a float read out of a tensor, or ""."""
     for node in program.graph.nodes:
         value = node.meta.get("val")
         sizes = value.shape if isinstance(value, torch.Tensor) else ()
@@ -248,7 +246,7 @@ def size_from_a_float(program: ExportedProgram) -> str:
 
 
 def size_in(program: ExportedProgram, error: Exception) -> str:
-    """That the operation that torch (2.11, 2.13) names in `error` has a size that depends on data, with its line; or ""."""
+    """Returns a message if the operation that torch (2.11, 2.13) names in `error` has a size that depends on data, or ""."""
     name = re.search(r"While executing %(\w+) ", str(error))
     node = next((node for node in program.graph.nodes if name is not None and node.name == name[1]), None)
     if node is None:
@@ -261,15 +259,15 @@ def size_in(program: ExportedProgram, error: Exception) -> str:
 
 
 FLOATS = re.compile(r"\bzuf\d")
-"""How torch calls the symbols of such floats (2.11, 2.13)."""
+"""Matches torch's names for symbols of floats that were read out of tensors (2.11, 2.13)."""
 
 
 @contextmanager
 def _other_operators_left_alone(parts: Sequence[GraphModule]) -> Iterator[None]:
-    """Meanwhile `run_decompositions` keeps composite operators whole that stand in these graphs, and no others.
+    """Makes `run_decompositions` preserve only the composite operators in these graphs while the context is active.
 
-    It prepares each of torch's five hundred composite operators for the trace and undoes that afterwards, a fifth of a second for
-    every program (measured with 2.13).  What is written to is the same whether an operator inside another stays whole.
+    By default it prepares and restores all of torch's five hundred composite operators, which takes a fifth of a second for every
+    program (measured with 2.13).  The set of written tensors does not depend on which inner operators are preserved.
     """
     name = "_split_decomp_table_to_cia_and_python_decomp"
     split: Any = getattr(exported_program, name, None)
@@ -279,8 +277,8 @@ def _other_operators_left_alone(parts: Sequence[GraphModule]) -> Iterator[None]:
         yield
         return
     operators = {node.target for part in parts for node in part.graph.nodes if isinstance(node.target, torch._ops.OpOverload)}
-    kept = {operator: keep for operator in operators if preservable(operator)}
-    setattr(exported_program, name, lambda table: (kept, table))
+    preserved = {operator: keep for operator in operators if preservable(operator)}
+    setattr(exported_program, name, lambda table: (preserved, table))
     try:
         yield
     finally:
@@ -288,7 +286,7 @@ def _other_operators_left_alone(parts: Sequence[GraphModule]) -> Iterator[None]:
 
 
 def _written_constant(program: ExportedProgram) -> str:
-    """The user's file:line where the program writes to a tensor that is neither a parameter, a buffer nor an input, or ""."""
+    """Returns the user's file:line where the program writes to a tensor that is neither a parameter, buffer nor input, or ""."""
     constants = set(program.graph_signature.inputs_to_lifted_tensor_constants)
     for node in program.graph.nodes:
         if isinstance(node.target, torch._ops.OpOverload):
@@ -306,7 +304,7 @@ def _writes(operator: torch._ops.OpOverload, name: str) -> bool:
 
 
 def _shared_buffers(program: ExportedProgram) -> tuple[str, str] | None:
-    """Two buffers that share memory, by the user's names."""
+    """Returns the user's names of two buffers that share memory, or None."""
     tensors = weight_tensors(program)
     owners: dict[int, str] = {}
     for name in program.graph_signature.inputs_to_buffers.values():

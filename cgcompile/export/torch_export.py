@@ -1,4 +1,4 @@
-"""Calls of torch.export over flat tensors: with the declared dimensions dynamic, or with every size a constant.
+"""Calls torch.export over flat tensors, with the declared dimensions dynamic or with constant sizes.
 
 Tested with torch 2.11 and 2.13.
 """
@@ -47,8 +47,8 @@ from .torch_program import move_graph
 def export_dynamic(
     source: Source, flat: FlatModule, shapes: Sequence[tuple[Size, ...]], sizes: Mapping[str, tuple[int, ...]]
 ) -> ExportedProgram:
-    """One program for all sizes.  Raises size-excluded, export-failed, data-dependent-branch, data-dependent-shape."""
-    # export takes a dimension with a single value above 1 for a constant: the range always goes beyond the sizes
+    """Exports one program for all sizes.  Raises size-excluded, export-failed, data-dependent-branch, data-dependent-shape."""
+    # torch.export makes a dimension with one possible value a constant, so the range is larger than the declared sizes
     roots = {name: Dim(name, min=values[0], max=max(values[0] + 3, values[-1])) for name, values in sizes.items()}
     tensors = flat.like.tensors
     try:
@@ -68,7 +68,7 @@ def export_dynamic(
 
 
 def export_static(source: Source, flat: FlatModule, tensors: Sequence[torch.Tensor]) -> ExportedProgram:
-    """The program for the sizes of `tensors`.  Raises export-failed, data-dependent-branch, data-dependent-shape."""
+    """Exports the program for the sizes of `tensors`.  Raises export-failed, data-dependent-branch, data-dependent-shape."""
     try:
         return _export(flat, tensors, None)
     except ModelError:
@@ -80,49 +80,49 @@ def export_static(source: Source, flat: FlatModule, tensors: Sequence[torch.Tens
 def past_branches(
     flat: FlatModule, calls: Sequence[SideEffects], tensors: Sequence[torch.Tensor], attempt: Callable[[], ExportedProgram]
 ) -> tuple[ExportedProgram, tuple[Obstacle, ...]]:
-    """A branch on a number that Python read out of a tensor stops the export.  It is made again with the number that eager PyTorch
-    had, so that the checks see what comes after.  Where the model fails with any other number, and on the other side of a branch,
-    there is one way to go: the program asserts it.  `calls`: grows by what each call of `flat` does.  `flat.earlier` is what one
-    did with `tensors`."""
+    """Exports a program by `attempt`, also past branches on numbers that Python read out of tensors, which stop torch.export.  It
+    exports again with the number that eager PyTorch read, so that the checks see the rest of the model.  If the model fails with
+    any other number, or on the other side of a branch, the program asserts the number or side.  Otherwise an obstacle records the
+    branch.  `calls`: each call of `flat` appends its side effects.  `flat.earlier`: the eager call with `tensors`."""
     passed: list[Obstacle] = []
-    asked: set[int] = set()
+    tested: set[int] = set()
     while True:
         try:
             program = attempt()
         except ModelError as error:
             stop = error.__cause__
-            more = calls[-1].reads_of(_free_symbols(stop)) - flat.known
-            if error.code != "data-dependent-branch" or not more or stop is None:
+            numbers = calls[-1].reads_of(_free_symbols(stop)) - flat.known
+            if error.code != "data-dependent-branch" or not numbers or stop is None:
                 raise
-            flat.known = flat.known | more
-            if more <= calls[-1].whole and all(_fail(flat, tensors, other) for other in _other_numbers(flat.earlier, more)):
-                flat.asserted = replace(flat.asserted, reads=flat.asserted.reads | more)
+            flat.known = flat.known | numbers
+            if numbers <= calls[-1].whole and all(_fail(flat, tensors, other) for other in _other_numbers(flat.earlier, numbers)):
+                flat.asserted = replace(flat.asserted, reads=flat.asserted.reads | numbers)
                 continue
             where, line = user_place(stop)
             passed.append(Obstacle(rule="data-dependent-branch", message=BRANCH, where=where, source=line))
         else:
-            open_questions = sorted(calls[-1].guessed - asked)[:QUESTIONS]
-            asked.update(calls[-1].guessed)
-            only = [at for at in open_questions if _fail(flat, tensors, _other_answer(flat.earlier, at))]
-            if only:
-                flat.asserted = replace(flat.asserted, answers=flat.asserted.answers | {*only})
+            open_questions = sorted(calls[-1].guessed - tested)[:QUESTIONS]
+            tested.update(calls[-1].guessed)
+            failing = [at for at in open_questions if _fail(flat, tensors, _other_answer(flat.earlier, at))]
+            if failing:
+                flat.asserted = replace(flat.asserted, answers=flat.asserted.answers | {*failing})
                 continue
             return program, tuple(dict.fromkeys([*passed, *calls[-1].obstacles]))
 
 
 QUESTIONS = 8
-"""Branches of which both sides are tried: each is a trace."""
+"""Most branches whose other side is traced after an export: each costs a trace."""
 
 
 def _other_numbers(earlier: SideEffects, reads: Set[int]) -> Iterator[SideEffects]:
-    """What a call would have read: a number beside each of `reads`, wherever it read the same number."""
+    """Yields the call with other numbers read: each number in `reads` minus 1, then plus 1, wherever the call read it."""
     values = {number for at in reads if at < len(earlier.reads) for number in tree_leaves(earlier.reads[at])}
     for step in (-1, 1):
         yield _changed(earlier, earlier.answers, [_beside(read, step, values) for read in earlier.reads])
 
 
 def _beside(value: Any, step: int, values: Collection[Any]) -> Any:
-    """`value`, or for what tolist() gave, its numbers."""
+    """Returns `value` plus `step` if it is in `values`; booleans are negated, and lists (from tolist()) are changed by element."""
     if isinstance(value, list):
         return [_beside(element, step, values) for element in value]
     if type(value) not in (int, bool) or value not in values:
@@ -131,7 +131,7 @@ def _beside(value: Any, step: int, values: Collection[Any]) -> Any:
 
 
 def _other_answer(earlier: SideEffects, at: int) -> SideEffects:
-    """What a call would have been told at a branch."""
+    """Returns the call with the opposite answer at branch number `at`."""
     return _changed(earlier, [answer != (place == at) for place, answer in enumerate(earlier.answers)], earlier.reads)
 
 
@@ -142,8 +142,8 @@ def _changed(earlier: SideEffects, answers: Sequence[bool], reads: Sequence[Any]
 
 
 def _fail(flat: FlatModule, tensors: Sequence[torch.Tensor], earlier: SideEffects) -> bool:
-    """Whether the model fails by itself where it goes on as `earlier` says, which no data decides: shapes that do not fit, an error
-    that it raises.  It is traced, not run: a wrong number would end the use of a GPU."""
+    """Whether the model's code raises for the answers and numbers of `earlier`, for example because shapes do not match.  It traces
+    the model instead of running it: with a wrong number, a kernel could fault and make the GPU unusable."""
     before = flat.earlier, flat.known, flat.asserted, flat.watch
     flat.earlier, flat.known, flat.asserted, flat.watch = earlier, frozenset(range(len(earlier.reads))), NOTHING, unwatched
     try:
@@ -161,16 +161,16 @@ def _fail(flat: FlatModule, tensors: Sequence[torch.Tensor], earlier: SideEffect
 
 
 def _free_symbols(error: BaseException | None) -> frozenset[Any]:
-    """The symbols of the condition that stopped an export."""
+    """Returns the symbols of the condition that stopped an export."""
     return frozenset(getattr(getattr(error, "cond", None), "free_symbols", ()))
 
 
 def _export(flat: FlatModule, tensors: Sequence[torch.Tensor], dynamic: Any) -> ExportedProgram:
-    said = io.StringIO()
-    # Dynamo traces the functions of torch.cond and its like first: so the lines that it noted last, and not those that call them
-    with torch.no_grad(), redirect_stderr(said), _quiet(LOGGERS[0]), preserve_node_meta(), unregistered_attributes_kept(flat.model):
+    text = io.StringIO()
+    # preserve_node_meta: nodes in bodies of torch.cond and others keep the lines that Dynamo recorded, not those of the caller
+    with torch.no_grad(), redirect_stderr(text), _quiet(LOGGERS[0]), preserve_node_meta(), unregistered_attributes_kept(flat.model):
         program = body_constants.lifted(untraced.export(flat, _separate(tensors), dynamic))
-    sys.stderr.write(said.getvalue())
+    sys.stderr.write(text.getvalue())
     _move_constants(program, flat.device)
     _make_dense(program)
     settle_assertions(program)
@@ -180,19 +180,19 @@ def _export(flat: FlatModule, tensors: Sequence[torch.Tensor], dynamic: Any) -> 
 
 
 def _move_constants(program: ExportedProgram, device: torch.device) -> None:
-    """What forward() makes by torch.FloatTensor([...]) or torch.Tensor([...]) is on the CPU in the trace too, until it is moved: no
-    mode is asked about these.  The program has it on `device`, where the model is, as all other constants."""
+    """Moves constants to `device`, where the model is.  forward() makes some on the CPU, with torch.FloatTensor([...]) or
+    torch.Tensor([...]): no dispatch mode sees these constructors."""
     tensors = {name: value for name, value in program.constants.items() if isinstance(value, torch.Tensor)}
-    elsewhere = {name: value.to(device) for name, value in tensors.items() if value.device != device}
-    if elsewhere:
-        program.constants.update(elsewhere)
+    moved = {name: value.to(device) for name, value in tensors.items() if value.device != device}
+    if moved:
+        program.constants.update(moved)
         for module in [module for module in program.graph_module.modules() if isinstance(module, torch.fx.GraphModule)]:
             move_graph(module, device)
 
 
 def _make_dense(program: ExportedProgram) -> None:
-    """Constants with gaps or overlaps, as an expanded tensor that the model keeps in an attribute, become row-major copies: a
-    bundle stores dense tensors only."""
+    """Replaces constants with gaps or overlaps, such as an expanded tensor in an attribute, by row-major copies: a bundle stores
+    only dense tensors."""
     names = {spec.target: spec.arg.name for spec in program.graph_signature.input_specs if spec.target in program.constants}
     places = {node.name: node for node in program.graph.find_nodes(op="placeholder")}
     for target, name in names.items():
@@ -209,9 +209,9 @@ def _make_dense(program: ExportedProgram) -> None:
 
 
 def _separate(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """The tensors, each in a storage of its own where it shared one: in a bundle no input is a view of another.
+    """Copies tensors that share a storage, so that each has its own: in a bundle no input is a view of another.
 
-    torch cannot make a program functional that writes to such.  A tensor whose elements share memory stays as it is.
+    torch cannot make a program functional that writes to inputs that share a storage.  Expanded tensors are not copied.
     """
     seen: set[int] = set()
     separate_tensors = []
@@ -225,12 +225,12 @@ def _separate(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
 
 
 LOGGERS = tuple([logging.getLogger(f"torch.{name}") for name in ("fx.experimental.symbolic_shapes", "_subclasses.fake_tensor")])
-"""Those of what could not be guarded on, and of operators that fail while they are traced."""
+"""Loggers of conditions that torch cannot guard on, and of operators that fail in a trace."""
 
 
 @contextmanager
 def _quiet(*loggers: logging.Logger) -> Iterator[None]:
-    """A failing export logs what it could not guard on, and prints its graph: what they mean is in the exception."""
+    """Disables these loggers in the context.  A failing export logs details, but the exception has the cause."""
     before = [logger.disabled for logger in loggers]
     for logger in loggers:
         logger.disabled = True
@@ -243,7 +243,7 @@ def _quiet(*loggers: logging.Logger) -> Iterator[None]:
 
 def _dynamic(shapes: Sequence[tuple[Size, ...]], roots: Mapping[str, Any]) -> Any:
     if not shapes:
-        return None  # a call without inputs: `*tensors` is no argument that torch.export knows then
+        return None  # without inputs torch.export knows no argument `*tensors`
     return (tuple([{axis: _dim(size, roots) for axis, size in enumerate(shape) if not isinstance(size, int)} for shape in shapes]),)
 
 
@@ -256,10 +256,10 @@ def _dim(size: Size, roots: Mapping[str, Any]) -> Any:
 
 
 def _narrower(text: str, roots: Mapping[str, Any]) -> dict[str, Any] | None:
-    """torch.export names the constraint that it found as suggested fixes: "batch = Dim('batch', min=2)", "seq = 8*_seq".
+    """Reads new dimensions from the fixes that torch.export suggests: "batch = Dim('batch', min=2)", "seq = 8*_seq".
 
-    A range or a multiple is taken up, because every declared size is checked against the exported program afterwards; None for
-    anything else, a constant above all.
+    Accepts ranges and multiples, because every declared size is checked against the program afterwards.  Returns None for anything
+    else, such as a constant.
     """
     _, heading, fixes = text.partition("Suggested fixes:")
     if not heading:
@@ -274,26 +274,26 @@ def _narrower(text: str, roots: Mapping[str, Any]) -> dict[str, Any] | None:
     return dims if dims != dict(roots) and dims.keys() >= roots.keys() and not _constants(fixes) else None
 
 
-# --- what torch.export says when it stops, in our words ------------------------------------------------------------
+# --- error messages for failures of torch.export -------------------------------------------------------------------
 
 _INPUT_SIZE = r"L\['tensors'\]\[\d+\]\.size\(\)\[\d+\]"
-"""How export spells the size of an input's axis."""
+"""Matches torch.export's name for the size of an input's axis."""
 
 
 def _constants(fixes: str) -> dict[str, str]:
-    """Dimensions that export found to be constant, with the value."""
+    """Returns the dimensions that torch.export found to be constant, with their values."""
     return dict(re.findall(r"^\s*(\w+) = (\d+)\s*$", fixes, re.MULTILINE))
 
 
 NUMPY = ".numpy() is not supported for tensor subclasses"
-"""What torch (2.11, 2.13) says where NumPy asks a traced tensor for its values."""
+"""torch's error (2.11, 2.13) if NumPy reads the values of a traced tensor."""
 
 SUBCLASS = re.compile(r"Creating a new Tensor subclass (\w+) but the raw Tensor object is already associated")
-"""What torch (2.11, 2.13) says where the model's code makes a tensor of a class of its own out of a traced one."""
+"""torch's error (2.11, 2.13) if the model converts a traced tensor to a tensor subclass."""
 
 
 def _explain(source: Source, error: Exception, sizes: Mapping[str, tuple[int, ...]]) -> ModelError:
-    """The error for what torch.export raised; `sizes` are those of the dimensions that were dynamic."""
+    """Returns the ModelError for an error of torch.export.  `sizes`: of the dimensions that were dynamic."""
     text = text_of(error)
     fixed = _constants(text)
     for name in sizes:
@@ -307,7 +307,7 @@ def _explain(source: Source, error: Exception, sizes: Mapping[str, tuple[int, ..
             lines = [line.strip(" -*") for line in text.splitlines() if re.search(rf"\b{name}\b", line)]
             line = next((line for line in lines if line.startswith("Not all values")), lines[0])
             return ModelError("size-excluded", f"{source.label}: dimension {name!r}: {re.sub(_INPUT_SIZE, name, line)}")
-    if isinstance(error, GuardOnDataDependentSymNode | DataDependentOutputException):  # the latter: an operator asks, as torch.cov
+    if isinstance(error, GuardOnDataDependentSymNode | DataDependentOutputException):  # the latter: from operators like torch.cov
         place, line = user_place(error)
         return branch(place or source.label, line, BRANCH + called_by(error))
     place = found_place = user_line(error, source.label)
@@ -315,8 +315,8 @@ def _explain(source: Source, error: Exception, sizes: Mapping[str, tuple[int, ..
         match = re.search(r'File "([^"]+)", line (\d+), in forward', text)
         place = f"{match[1]}:{match[2]}" if match else source.label
     if isinstance(error, DynamicOutputShapeException) or (isinstance(error, TypeError) and "but got FakeTensor" in text):
-        what = f" ({error.func})" if isinstance(error, DynamicOutputShapeException) else ""
-        return ModelError("data-dependent-shape", f"{place}: the size of a tensor depends on data{what}{called_by(error)}")
+        name = f" ({error.func})" if isinstance(error, DynamicOutputShapeException) else ""
+        return ModelError("data-dependent-shape", f"{place}: the size of a tensor depends on data{name}{called_by(error)}")
     if NUMPY in text:
         return ModelError("numpy-untraceable", f"{place}: NumPy cannot be traced: torch.export has no values for it")
     if match := SUBCLASS.search(text):
@@ -332,14 +332,14 @@ def _explain(source: Source, error: Exception, sizes: Mapping[str, tuple[int, ..
             "compute the derivative by torch.autograd.grad(output, inputs)",
         )
     if not sizes and found_place and type(error).__module__ == "builtins" and "torch.export" not in text:
-        # raised by the model's own code, which eager PyTorch could run
-        said = f"{type(error).__name__}: {first_line(error)}"
-        return ModelError("export-differs", f"{place}: while torch.export traces it, the model fails here: {said}")
+        # raised by the model's code, which ran in eager PyTorch
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        return ModelError("export-differs", f"{place}: while torch.export traces it, the model fails here: {reason}")
     refused, hint = refused_body(error)
-    said = refused or f"{type(error).__name__}: {first_line(error)}"
-    return ModelError("export-failed", f"{place}: torch.export cannot export the model: {said}", hint)
+    reason = refused or f"{type(error).__name__}: {first_line(error)}"
+    return ModelError("export-failed", f"{place}: torch.export cannot export the model: {reason}", hint)
 
 
 def branch(where: str, line: str, message: str = BRANCH) -> ModelError:
-    """Python branched on the value of a tensor at `where`."""
+    """Returns the error for a Python branch on the value of a tensor in source line `line` at `where`."""
     return ModelError("data-dependent-branch", f"{where}: data-dependent-branch: {message}: {line}", branch_fix(line, message))

@@ -1,4 +1,4 @@
-"""An exported program with another graph, which torch has no public way to make; the arguments of its operators.
+"""Makes exported programs with other graphs, weights or devices, for which torch has no public interface.
 
 Private interfaces (torch 2.11, 2.13): the constructor of `ExportedProgram`, its attributes `_guards_code` where it exists and
 `_example_inputs`, `FakeTensor`, and the name of the logger of `torch._export.serde.serialize`.
@@ -27,7 +27,7 @@ SERIALIZER = logging.getLogger("torch._export.serde.serialize")
 
 
 def copied_graph(program: ExportedProgram) -> GraphModule:
-    """A copy of a program's graph whose nodes keep their names: a plain copy renames those called as Python's own functions are."""
+    """Copies a program's graph with the names of its nodes.  deepcopy alone renames nodes named like Python builtins."""
     module_copy = copy.deepcopy(program.graph_module)
     for old, new in zip(program.graph.nodes, module_copy.graph.nodes, strict=True):
         new.name = old.name
@@ -45,10 +45,10 @@ def with_graph(
     output_specs: Sequence[OutputSpec] | None = None,
     other_results: bool = False,
 ) -> ExportedProgram:
-    """`program` with the graph of `root`, whose outputs have new names where `renamed` says so.  Weights are shared, not copied.
+    """Returns `program` with the graph of `root`.  `renamed`: old -> new names of outputs.  Weights are shared, not copied.
 
-    `dialect`: a program whose dialect the new one has, `program` by default.  That of `torch.export` allows operators that write.
-    `other_results`: `output_specs` has other results than the program had, and calls give a tuple of these.
+    `dialect`: a program whose verifiers the new one gets (default: `program`).  Those of `torch.export` allow in-place operators.
+    `other_results`: `output_specs` has results that the program did not have, and calls return a tuple of them.
     """
     signature = program.graph_signature
     result_specs = signature.output_specs if output_specs is None else output_specs
@@ -76,7 +76,7 @@ def with_graph(
 
 
 def device_of(program: ExportedProgram) -> torch.device:
-    """The device that a program was exported on: that of its first tensor; the CPU without any."""
+    """Returns the device that a program was exported on, which is that of its first tensor; the CPU if it has none."""
     for node in program.graph.nodes:
         for value in tree_leaves(node.meta.get("val")):
             if isinstance(value, torch.Tensor):
@@ -85,29 +85,29 @@ def device_of(program: ExportedProgram) -> torch.device:
 
 
 def on_device(program: ExportedProgram, device: torch.device, tensors: Mapping[str, torch.Tensor]) -> ExportedProgram:
-    """`program` as if it had been exported on `device`, whatever it was exported on.  `tensors` stand for weights, by name; the
-    others are those of `program`, wherever they are.
+    """Returns `program` as if it had been exported on `device`.  `tensors` replace weights by name; all other weights stay those of
+    `program`, on their devices.
 
-    torch's own `move_to_device_pass` moves every weight, and leaves regions of autocast.
+    torch's `move_to_device_pass` would move every weight, and would not change autocast regions.
     """
     root = copied_graph(program)
     for module in root.modules():
         if isinstance(module, GraphModule):
             move_graph(module, device)
-    stand = {name: _like(value, tensors[name]) if name in tensors else value for name, value in program.state_dict.items()}
+    weights = {name: _like(value, tensors[name]) if name in tensors else value for name, value in program.state_dict.items()}
     constants = {name: tensors.get(name, value) for name, value in program.constants.items()}
-    return with_graph(program, root, {}, state_dict=stand, constants=constants)
+    return with_graph(program, root, {}, state_dict=weights, constants=constants)
 
 
 def serializable(program: ExportedProgram) -> ExportedProgram:
-    """`program`, in its functional form where it has no outputs: what it writes are outputs of that, and `torch.export.save` fails
-    for a program without any (seen with 2.11 and 2.13)."""
+    """Returns `program`, or its functional form if it has no outputs: `torch.export.save` fails then (2.11 and 2.13).  In the
+    functional form mutated tensors are outputs."""
     return program if program.graph_signature.output_specs else program.run_decompositions({})
 
 
 def without_weights(program: ExportedProgram) -> ExportedProgram:
-    """`program` for the CPU, without example inputs.  Every weight keeps its shape and dtype and is a single zero, seen through
-    strides of 0.  Ranges are those of symbols alone: a program that was loaded with one of `2*s0` cannot be decomposed."""
+    """Returns `program` on the CPU without weight values and example inputs.  Every weight is one zero, expanded to its shape.
+    Drops range constraints of expressions such as `2*s0`: a program loaded with one cannot be decomposed."""
     program = serializable(program)
     named = {**program.state_dict, **program.constants}
     hollow = {name: _hollow(value) for name, value in named.items() if isinstance(value, torch.Tensor)}
@@ -119,8 +119,8 @@ def without_weights(program: ExportedProgram) -> ExportedProgram:
 
 
 def save_program(program: ExportedProgram, target: Path | BinaryIO) -> None:
-    """`torch.export.save` without its warnings: of an operator's empty list (`torch.while_loop` without further operands) torch
-    says that it does not know the type, which it does not need."""
+    """Calls `torch.export.save` without its warnings.  torch warns about the unknown type of an operator's empty list
+    (`torch.while_loop` without further operands), which does no harm."""
     before, SERIALIZER.disabled = SERIALIZER.disabled, True
     try:
         torch.export.save(program, target)
@@ -129,7 +129,7 @@ def save_program(program: ExportedProgram, target: Path | BinaryIO) -> None:
 
 
 def with_weights(program: ExportedProgram, tensors: Mapping[str, torch.Tensor]) -> ExportedProgram:
-    """A program that `without_weights` gave, with its parameters, buffers and constants, by their names in it."""
+    """Returns a program from `without_weights` with its parameters, buffers and constants, by their names in the program."""
     state = {name: _like(value, tensors[name]) for name, value in program.state_dict.items()}
     return with_graph(
         program, program.graph_module, {}, state_dict=state,
@@ -138,12 +138,12 @@ def with_weights(program: ExportedProgram, tensors: Mapping[str, torch.Tensor]) 
 
 
 def _hollow(value: torch.Tensor) -> torch.Tensor:
-    one = torch.zeros((), dtype=value.dtype)
-    return one.expand(value.shape) if value.numel() else torch.empty(value.shape, dtype=value.dtype)
+    zero = torch.zeros((), dtype=value.dtype)
+    return zero.expand(value.shape) if value.numel() else torch.empty(value.shape, dtype=value.dtype)
 
 
 def move_graph(module: GraphModule, device: torch.device) -> None:
-    """The devices that the operators of a graph name, its regions of autocast, and what its nodes know of their values."""
+    """Changes the device in a graph's operator arguments, autocast regions, and fake tensors of node metadata."""
     for node in module.graph.nodes:
         if node.op == "call_function":
             node.args, node.kwargs = moved_arguments(node, device)
@@ -153,7 +153,7 @@ def move_graph(module: GraphModule, device: torch.device) -> None:
 
 
 def moved_arguments(node: Node, device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a node with `device` in place of each that they name.  Tensors without memory keep theirs."""
+    """Returns the arguments of a node with every device replaced by `device`, except the meta device."""
 
     def there(value: Any) -> Any:
         return device if isinstance(value, torch.device) and value.type != "meta" else value
@@ -165,11 +165,11 @@ def moved_arguments(node: Node, device: torch.device) -> tuple[tuple[Any, ...], 
 
 
 AUTOCAST = ("wrap_with_autocast", "_enter_autocast")
-"""What begins a region of autocast: (kind of device, dtype, ...)."""
+"""Operators that begin an autocast region; their arguments are (device type, dtype, ...)."""
 
 
 def _fake_at(value: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A fake tensor like `value` on `device`."""
+    """Returns a fake tensor like `value` on `device`; values on the meta device stay."""
     if not isinstance(value, FakeTensor) or value.device in (device, torch.device("meta")):
         return value
     with value.fake_mode:
@@ -177,7 +177,7 @@ def _fake_at(value: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def _like(value: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor`, a plain parameter where `value` is one: a class of its own may not keep itself."""
+    """Returns `tensor`, as a plain torch.nn.Parameter if `value` is a Parameter: subclasses may not survive `detach`."""
     return torch.nn.Parameter(tensor.detach(), value.requires_grad) if isinstance(value, torch.nn.Parameter) else tensor
 
 
@@ -189,7 +189,7 @@ def _entry(entry: ModuleCallEntry, renamed: Mapping[str, str]) -> ModuleCallEntr
 
 
 def _with_results(entry: ModuleCallEntry, specs: Sequence[OutputSpec]) -> ModuleCallEntry:
-    """The entry of the whole program with other results: calls give a tuple of all."""
+    """Returns the entry of the top-level module for new results: calls return a tuple of them."""
     results = [spec.arg for spec in specs if spec.kind is OutputKind.USER_OUTPUT]
     if entry.signature is None:
         return entry
@@ -203,7 +203,7 @@ def _renamed(argument: Any, renamed: Mapping[str, str]) -> Any:
 
 
 def arguments(node: Node) -> dict[str, Any]:
-    """The arguments of an operator's call by name, defaults included."""
+    """Returns the arguments of an operator's call by name, including defaults."""
     assert isinstance(node.target, torch._ops.OpOverload), node.target
     schema = node.target._schema.arguments
     values = {argument.name: argument.default_value for argument in schema}
@@ -212,7 +212,7 @@ def arguments(node: Node) -> dict[str, Any]:
 
 
 def spell_counts(graph: Graph) -> None:
-    """Numbers of elements as products of sizes: torch.compile of 2.11 takes no operator that gives a number but `sym_size`."""
+    """Replaces `sym_numel` by products of sizes: torch.compile of 2.11 accepts no operator that returns a number but `sym_size`."""
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.sym_numel.default):
         (tensor,) = node.args
         value = tensor.meta["val"]

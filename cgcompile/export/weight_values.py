@@ -1,4 +1,4 @@
-"""What an export says of parameters and buffers: their layout, values that Python read, and those that nothing reads."""
+"""Parameters and buffers of an export: makes them dense, and finds values that Python read and attributes that nothing reads."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from .weights import reaches_a_result
 
 
 def make_dense(source: Source) -> None:
-    """Weights with gaps or overlaps (an expanded buffer, a slice) become row-major copies: a bundle stores dense tensors only.
+    """Replaces weights with gaps or overlaps (an expanded buffer, a slice) by row-major copies: a bundle stores only dense tensors.
 
-    A sparse buffer becomes a plain attribute: a model may hold one that no call reads.  Raises dtype-unsupported for a parameter
-    that is sparse, and for any weight that is nested or quantized."""
+    A sparse buffer becomes a plain attribute, since calls may never read it.  Raises dtype-unsupported for a sparse parameter, and
+    for nested or quantized weights."""
     for name, buffer in list(source.model.named_buffers()):
         if not_dense(buffer) == SPARSE:
             make_attribute(source.model, name, buffer)
@@ -41,7 +41,7 @@ def make_dense(source: Source) -> None:
 
 
 def _refuse_shell(source: Source, name: str, weight: torch.Tensor) -> None:
-    """Raises dtype-unsupported for a weight whose class keeps its elements somewhere else."""
+    """Raises dtype-unsupported for a tensor subclass that only wraps another tensor and has no strides."""
     try:
         with plain_errors():
             memory_order(weight)
@@ -52,9 +52,9 @@ def _refuse_shell(source: Source, name: str, weight: torch.Tensor) -> None:
 
 
 def baked_weights(programs: Programs, baked: Mapping[str, tuple[str, str]]) -> Iterator[Obstacle]:
-    """A note for every line that read weights of the state dict: others are constants of a bundle anyway."""
-    updated = {name.removeprefix(PREFIX) for _, program in programs.distinct for name in program.state_dict}
-    names = {asked: [name for name in baked if baked[name] == asked and name in updated] for asked in baked.values()}
+    """Yields an obstacle for every line that read values of weights in the state dict.  Other weights are always constants."""
+    state_names = {name.removeprefix(PREFIX) for _, program in programs.distinct for name in program.state_dict}
+    names = {place: [name for name in baked if baked[name] == place and name in state_names] for place in baked.values()}
     for (where, line), read in names.items():
         if read:
             message = f"Python reads the value of {', '.join(map(repr, read))}"
@@ -62,11 +62,11 @@ def baked_weights(programs: Programs, baked: Mapping[str, tuple[str, str]]) -> I
 
 
 def baked_values(calls: Sequence[SideEffects]) -> dict[str, tuple[str, str]]:
-    """The parameters and buffers whose values Python got in some call, by name, with the line that asked first."""
-    return {name: asked for call in reversed(calls) for name, asked in call.baked.items()}
+    """Returns the parameters and buffers whose values Python read in some call, by name, with the first line that read them."""
+    return {name: place for call in reversed(calls) for name, place in call.baked.items()}
 
 
 def unread_attributes(programs: Programs, holding: Mapping[str, Sequence[str]]) -> list[str]:
-    """The attributes that no result depends on: a call may be padded.  `holding`: the buffers that hold what is in an attribute."""
+    """Returns the attributes that no result depends on, so that calls may be padded.  `holding`: attribute -> its buffers."""
     unique = [program for _, program in programs.distinct]
     return [name for name, held in holding.items() if not any(reaches_a_result(one, PREFIX + it) for one in unique for it in held)]

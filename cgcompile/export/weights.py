@@ -8,7 +8,7 @@ from torch.export.graph_signature import InputKind
 
 
 def weight_tensors(program: ExportedProgram) -> dict[str, torch.Tensor]:
-    """By their names in the program.  Constants are non-persistent buffers and literals in forward()."""
+    """Returns the weights by their names in the program.  Constants are non-persistent buffers and literals in forward()."""
     named = {**program.state_dict, **program.constants}
     return {name: value for name, value in named.items() if isinstance(value, torch.Tensor)}
 
@@ -17,7 +17,7 @@ WEIGHT_KINDS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR
 
 
 def weight_placeholders(program: ExportedProgram) -> dict[str, str]:
-    """Name of a placeholder -> name of its parameter, buffer or constant in the program."""
+    """Returns name of a placeholder -> name of its parameter, buffer or constant in the program."""
     return {spec.arg.name: str(spec.target) for spec in program.graph_signature.input_specs if spec.kind in WEIGHT_KINDS}
 
 
@@ -25,11 +25,11 @@ SHAPE_ALONE = frozenset({
     "aten::zeros_like", "aten::ones_like", "aten::full_like", "aten::empty_like", "aten::new_zeros", "aten::new_ones",
     "aten::new_full", "aten::new_empty", "aten::sym_size.int", "aten::_assert_tensor_metadata",
 })  # fmt: skip
-"""Operators that read no value of their first argument."""
+"""Operators that read only the shape and dtype of their first argument, not its values."""
 
 
 def reaches_a_result(program: ExportedProgram, name: str) -> bool:
-    """Whether anything but the buffer of this name itself may depend on what it holds."""
+    """Whether an output, an assertion, or a write to another tensor may depend on the contents of the buffer `name`."""
     names = {target: placeholder for placeholder, target in weight_placeholders(program).items()}
     waiting = [node for node in program.graph.nodes if node.name == names.get(name)]
     aliases, seen = set(waiting), set(waiting)

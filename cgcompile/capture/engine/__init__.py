@@ -1,1 +1,1 @@
-"""Graphs that another program captured, saved: what two processes of it recorded becomes a bundle for `cgbundle.attach`."""
+"""Saves graphs that another program captured: recordings of two of its processes become a bundle for `cgbundle.attach`."""

@@ -1,8 +1,8 @@
-"""Two processes' recordings of one engine -> its graphs, in which every address is an offset in a known memory.  Pure.
+"""Combines two recordings of an engine into graphs in which every address is an offset in a memory of the bundle.  Pure.
 
-The rules are those of `capture/assemble.py`, with one exception: memory that is neither a named tensor nor the graphs' own.  An
-engine may write there between replays, so it is refused.  Only memory that module variables point to becomes a table.  All pools
-together become one arena, which keeps its contents from graph to graph, as in the engine.
+The rules are those of `capture/assemble.py`, with two exceptions.  Graphs may use only named tensors and their private pools.
+Other memory is refused: an engine may write to it between replays.  Only memory that module variables point to becomes a table.
+All pools together become one arena, which keeps its contents from graph to graph, as in the engine.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from .engine_take import EngineTake
 from .layout import alignment
 
 OUTSIDE = {"torch": "torch's memory", "device": "an allocation that torch did not make"}
-"""Kinds of ranges that are neither named nor the graphs' own, in words."""
+"""Kinds of ranges that are neither named tensors nor private pools -> their names in messages."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AssembledEngine:
-    """`recordings` by graph; `tensors` and `spans` are those that a graph uses.  `tables` lie in memory weights, which has
-    `weights_end` bytes; `arena` are the bytes of the arena."""
+    """The contents of an engine's bundle.  `recordings`: one per graph.  `tensors`, `spans`: only those that a graph uses.
+    `tables`: in memory `weights`, which ends at `weights_end`.  `arena`: its size in bytes."""
 
     recordings: tuple[Recording, ...]
     tensors: tuple[EngineTensor, ...]
@@ -43,8 +43,8 @@ class AssembledEngine:
 
 
 def assemble_engine(one: EngineTake, other: EngineTake, *, own_memory: bool) -> AssembledEngine:
-    """What two processes recorded.  `own_memory`: also refuse addresses in the graphs' own memory, where no replay in a fresh
-    process will show whether the graphs write them first.
+    """Compares and combines the recordings of two processes.  `own_memory`: also refuse pointers stored in the private pools.  Set
+    it if no fresh process will replay the graphs, which would show that they write those words before they read them.
 
     Raises engine-differs, addresses-equal, memory-unnamed, pointer-in-tensor, and what `classify_takes` does.
     """
@@ -54,7 +54,7 @@ def assemble_engine(one: EngineTake, other: EngineTake, *, own_memory: bool) -> 
     pointed = {target.range for _, _, block in takes.states for _, target in block.relocations}
     for number in sorted(pointed):
         if a.ranges[number].kind == "torch":
-            raise ModelError("memory-unnamed", f"a variable of a kernel's image points at {_told(a, number)}")
+            raise ModelError("memory-unnamed", f"a variable of a kernel's image points at {_describe(a, number)}")
     tables, offsets, end = place_tables(a, b, takes.paired.pairing, sorted(pointed), 0)
     for reason in _unnamed(a, takes, set(offsets)):
         raise ModelError("memory-unnamed", reason)
@@ -79,10 +79,10 @@ def assemble_engine(one: EngineTake, other: EngineTake, *, own_memory: bool) -> 
 
 
 def check_alike(one: EngineTake, other: EngineTake) -> None:
-    """Raises engine-differs unless both processes saved the same keys over tensors that are laid out alike."""
+    """Raises engine-differs unless both processes have equal versions, GPUs, drivers, keys, and layouts of tensors."""
     if one.process == other.process:
         raise BuildError("engine-differs", "both recordings are of this process: the second has to be another one's")
-    for what, mine, theirs in (
+    for property_name, mine, theirs in (
         ("versions", one.versions, other.versions),
         ("architecture", one.take.arch, other.take.arch),
         ("driver", one.take.driver, other.take.driver),
@@ -90,7 +90,7 @@ def check_alike(one: EngineTake, other: EngineTake) -> None:
         ("tensors in the graphs' own memory", sorted(one.pooled), sorted(other.pooled)),
     ):
         if mine != theirs:
-            raise BuildError("engine-differs", f"the first recording has other {what}: {_first(mine, theirs)}")
+            raise BuildError("engine-differs", f"the first recording has other {property_name}: {_first(mine, theirs)}")
     for was, now in zip(one.tensors, other.tensors, strict=False):
         if was != now:
             raise BuildError("engine-differs", f"tensor {was.name!r} was {was}, and is {now}")
@@ -108,7 +108,7 @@ def _first(mine: object, theirs: object) -> str:
 
 
 def _unnamed(take: Take, takes: ClassifiedTakes, tables: set[int]) -> Iterator[str]:
-    """Where graphs refer to memory that is neither a named tensor nor their own."""
+    """Yields a text for every address in a graph that is neither in a named tensor nor in a private pool."""
     for graph, classified in zip(take.graphs, takes.graphs, strict=True):
         for i, node in enumerate(graph.nodes):
             name = node_name(graph, i)
@@ -118,16 +118,16 @@ def _unnamed(take: Take, takes: ClassifiedTakes, tables: set[int]) -> Iterator[s
                 places = [(name, target) for target in classified.places.get(i, ())]
             for where, target in places:
                 if take.ranges[target.range].kind in OUTSIDE and target.range not in tables:
-                    yield f"{where} points at {_told(take, target.range)}, {target.offset} bytes into it"
+                    yield f"{where} points at {_describe(take, target.range)}, {target.offset} bytes into it"
 
 
-def _told(take: Take, number: int) -> str:
+def _describe(take: Take, number: int) -> str:
     piece = take.ranges[number]
     return f"{piece.size:,} bytes of {OUTSIDE.get(piece.kind, piece.kind)} that no tensor names"
 
 
 def _check_apart(a: Take, b: Take, paired: PairedRanges, used: Sequence[int]) -> None:
-    """Processes with the same addresses prove nothing about what is one."""
+    """Raises addresses-equal if a used range starts at the same address in both processes: then equal bytes may be addresses."""
     for number in used:
         if number in paired.pairing and a.ranges[number].start == b.ranges[paired.pairing[number]].start:
             piece = a.ranges[number]
@@ -135,7 +135,8 @@ def _check_apart(a: Take, b: Take, paired: PairedRanges, used: Sequence[int]) ->
 
 
 def _check_pointers(one: EngineTake, other: EngineTake, paired: PairedRanges, used: Sequence[int], *, own_memory: bool) -> None:
-    """A word of memory that is an address in both processes is no accident: a kernel may follow it, and nothing would move it."""
+    """Raises pointer-in-tensor for a word in used memory that is an address in both processes: a kernel may dereference it, but
+    a replay in another process does not update it."""
     theirs = {(pointer.range, pointer.word.at): pointer.word for pointer in other.pointers}
     for pointer in one.pointers:
         word = theirs.get((paired.pairing.get(pointer.range, -1), pointer.word.at))
@@ -143,10 +144,10 @@ def _check_pointers(one: EngineTake, other: EngineTake, paired: PairedRanges, us
         if word is None or pointer.range not in used or (piece.kind == "pool" and not own_memory):
             continue
         names = [row.name for row in one.tensors if row.span == pointer.range] if piece.kind == "inputs" else []
-        what = f"tensor {names[0]!r}" if names else "the graphs' own memory"
+        place = f"tensor {names[0]!r}" if names else "the graphs' own memory"
         target = meaning(pointer.word, word, paired)
         to = f", of {_target(one, target)}" if target is not None else ""
-        raise ModelError("pointer-in-tensor", f"{what} holds an address at byte {pointer.word.at}{to}: it would not be moved")
+        raise ModelError("pointer-in-tensor", f"{place} holds an address at byte {pointer.word.at}{to}: it would not be moved")
 
 
 def _target(take: EngineTake, target: Reading) -> str:
@@ -166,7 +167,7 @@ def _named(take: EngineTake, spans: Sequence[int]) -> list[EngineTensor]:
 
 
 def _pooled(take: EngineTake, takes: ClassifiedTakes, placement: Placement) -> list[EngineTensor]:
-    """Tensors in the graphs' own memory, as far as any graph uses that piece of it."""
+    """Returns the rows of the tensors in private pools, with offsets in the arena.  Raises memory-unnamed."""
     first: RawGraph = take.take.graphs[0]
     rows = []
     for name, value, target in zip(take.pooled, first.outputs, takes.graphs[0].values, strict=True):

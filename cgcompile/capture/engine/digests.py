@@ -1,4 +1,4 @@
-"""64 bits of every chunk of the GPU's memory, computed there: what changed is known without reading it back."""
+"""64-bit digests of chunks of GPU memory, computed on the GPU, so that changes are found without a copy to the host."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from ...targets.cuda.tensors import device_bytes
 from ..worker.weights import mixed
 
 CHUNK = 2 << 20
-"""Bytes that are compared and put back together."""
+"""Bytes of a chunk, the unit in which memory is compared and restored."""
 
 AT_ONCE = 64
-"""Chunks that are mixed at once: what that needs beside them is a few times their size."""
+"""Chunks that are digested at once: temporaries take a few times their size."""
 
 
 def digests(address: int, size: int) -> torch.Tensor:
-    """The digest of every chunk of memory, the last of which may be shorter: (chunks,) int64, 0 for zeros.  Address and size are
-    multiples of 8."""
+    """Returns the digest of every chunk of memory, (chunks,) int64; the digest of zeros is 0.  The last chunk may be shorter.
+    `address` and `size` (bytes) are multiples of 8."""
     words = device_bytes(address, size).view(torch.int64)
     odd = torch.arange(CHUNK // 8, device=words.device) * 2 + 1
-    whole = size // CHUNK * CHUNK // 8
-    parts = [(mixed(some.view(-1, CHUNK // 8)) * odd).sum(1) for some in words[:whole].split(AT_ONCE * CHUNK // 8) if whole]
+    full = size // CHUNK * CHUNK // 8
+    parts = [(mixed(some.view(-1, CHUNK // 8)) * odd).sum(1) for some in words[:full].split(AT_ONCE * CHUNK // 8) if full]
     if size % CHUNK:
-        parts.append((mixed(words[whole:]) * odd[: len(words) - whole]).sum().reshape(1))
+        parts.append((mixed(words[full:]) * odd[: len(words) - full]).sum().reshape(1))
     return torch.cat(parts)
 
 
 def digests_of(parts: Sequence[torch.Tensor]) -> list[int]:
-    """The digests of pieces of memory, uint8 and multiples of 8 bytes long, which are few in all: in a handful of kernels."""
+    """Returns the digests of small uint8 tensors, each a multiple of 8 bytes long.  It concatenates them to launch few kernels."""
     if not parts:
         return []
     words = torch.cat(list(parts)).view(torch.int64)

@@ -1,6 +1,6 @@
-"""What one process records of an engine's graphs, and the file that keeps it for the second process.
+"""The recording of an engine's graphs by one process, and the file that keeps it for the second process.
 
-The file is a pickle that is not trusted: reading it can only create the records of this package and plain containers.
+The file is an untrusted pickle: its reader creates only the dataclasses of MODULES and plain containers.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from ..take import Take, Word
 MAGIC = b"cgcompile engine recording 1\n"
 
 MODULES = ("cgcompile.capture.take", "cgcompile.capture.engine.engine_take")
-"""Where the classes are from that a recording may hold."""
+"""Modules whose classes a recording may hold."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NamedTensor:
-    """A tensor that the caller named, outside of the graphs' own memory: `offset` bytes into range `span` of the take; `strides` in
-    elements."""
+    """A tensor that the caller named, outside the private pools.  It starts `offset` bytes into range number `span` of the take.
+    `strides` are in elements."""
 
     name: str
     dtype: str
@@ -39,7 +39,7 @@ class NamedTensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PointerWord:
-    """A word of memory, in range `range`, that is an address of this process."""
+    """A word in the memory of range number `range` whose value looks like an address of this process."""
 
     range: int
     word: Word
@@ -47,9 +47,10 @@ class PointerWord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineTake:
-    """`take` has a graph for each of `keys`.  Its first ranges are the spans of `tensors`; the outputs of its first graph are the
-    tensors in the graphs' own memory, called `pooled`.  `pointers`: words of both that look like addresses.  `process` is no other
-    process's, `versions` are those that must be equal in two of them."""
+    """One process's recording of an engine.  `take` has one graph per key, and begins with the ranges that hold `tensors`.
+
+    `pooled`: names of the tensors in private pools; the take stores them as outputs of its first graph.  `pointers`: words in the
+    memory of both kinds that look like addresses.  `versions`: must be equal in both processes.  `process`: unique name."""
 
     take: Take
     keys: tuple[Key, ...]
@@ -61,7 +62,7 @@ class EngineTake:
 
 
 def write_recording(path: Path, take: EngineTake) -> None:
-    """Writes the file so that it is whole or absent.  Raises OSError."""
+    """Writes the file atomically.  Raises OSError."""
     part = path.with_name(f".{path.name}.{uuid4().hex}.part")
     try:
         with open(part, "wb") as file:
@@ -75,7 +76,7 @@ def write_recording(path: Path, take: EngineTake) -> None:
 
 
 def read_recording(path: Path) -> EngineTake:
-    """The take in the file.  Raises engine-recording-invalid."""
+    """Reads the take in the file.  Raises engine-recording-invalid."""
     data = path.read_bytes()
     try:
         if not data.startswith(MAGIC):
@@ -98,7 +99,7 @@ class _Records(pickle.Unpickler):
 
 
 def process_name() -> str:
-    """A name that no other process on any machine has: its boot, number and start."""
+    """Returns a unique name of this process: boot id, pid, and start time in clock ticks."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     started = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
     return f"{boot}/{os.getpid()}/{started}"

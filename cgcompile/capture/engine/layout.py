@@ -1,4 +1,4 @@
-"""Where an engine's tensors lie in memory inputs, which stands for them in a bundle.  Pure."""
+"""Lays out an engine's named tensors in memory `inputs` of a bundle.  Pure."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 
 def lay_out_tensors(places: Mapping[str, TensorPlace]) -> tuple[list[Range], tuple[NamedTensor, ...]]:
-    """Tensors that overlap share a span.  Spans are ordered by the names of their first tensors, so that two processes agree, and
-    lie apart in memory inputs."""
+    """Returns the spans of memory that hold the tensors, and the tensors' rows.  Tensors that overlap share a span.  Spans have
+    gaps between them.  They are ordered by their alphabetically first tensor, so that two processes get the same order."""
     ends = {name: place.address + span_of(place.dtype, place.shape, place.strides) for name, place in places.items()}
     groups: list[list[str]] = []
     furthest = 0
@@ -46,17 +46,17 @@ def lay_out_tensors(places: Mapping[str, TensorPlace]) -> tuple[list[Range], tup
 
 
 def inputs_bytes(spans: Sequence[Range]) -> int:
-    """Bytes of memory inputs, in which `spans` lie."""
+    """Returns the size in bytes of memory `inputs`, which holds `spans`."""
     return max([align(piece.offset + piece.size + 1) for piece in spans], default=0) + PAD
 
 
 def alignment(*addresses: int) -> int:
-    """The power of two that all are multiples of, at most ALIGN."""
+    """Returns the largest power of two, at most ALIGN, that divides all addresses."""
     return min([ALIGN, *[address & -address for address in addresses]])
 
 
 def without(begin: int, end: int, taken: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """The parts of [begin, end) that none of `taken`, which ascend and lie apart, has."""
+    """Yields the parts of [begin, end) outside the intervals `taken`, which are sorted and disjoint."""
     for first, last in taken:
         if last <= begin:
             continue

@@ -1,5 +1,5 @@
-"""The memory of an engine's graphs in this process: the tensors that the caller named, the private pools of the captures, and what
-torch holds beside.  Private of torch: the keys of `torch.cuda.memory_snapshot` (2.11, 2.13).
+"""The memory that an engine's graphs can use in this process: named tensors, private pools of the captures, and torch's other
+blocks.  Private torch interface: the keys of `torch.cuda.memory_snapshot` (2.11, 2.13).
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from .engine_take import NamedTensor, PointerWord
 from .layout import lay_out_tensors, without
 
 WORDS = 1 << 26
-"""Words of 8 bytes that are looked at together for addresses."""
+"""8-byte words that are searched for addresses at once."""
 
 MOST_POINTERS = 1 << 16
-"""Words of one piece of memory that are kept: a table of so many addresses is one."""
+"""Most address words kept of one range: so many are enough to detect a table of addresses."""
 
 Pool = tuple[int, int]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineMemory:
-    """`ranges`: the spans of `tensors`, then the segments of the graphs' pools, then live blocks of torch's.  `owned`: all segments
-    of torch's, as (address, bytes).  `pooled`: by name, the tensors in those pools."""
+    """`ranges`: the spans of `tensors`, then segments of the graphs' private pools, then torch's other live blocks.  `owned`: all
+    segments of torch's allocator, as (address, bytes).  `pooled`: by name, the tensors in private pools."""
 
     ranges: tuple[Range, ...]
     owned: tuple[tuple[int, int], ...]
@@ -41,10 +41,12 @@ class EngineMemory:
 
 
 def engine_memory(tensors: Mapping[str, torch.Tensor], pools: Iterable[Pool]) -> EngineMemory:
-    """What there is, on the current device.  Raises tensor-refused, dtype-unsupported."""
-    wanted = {tuple(pool) for pool in pools}
+    """Finds the memory on the current device.  Raises tensor-refused, dtype-unsupported."""
+    graph_pools = {tuple(pool) for pool in pools}
     segments = [row for row in torch.cuda.memory_snapshot() if row["device"] == torch.cuda.current_device()]
-    private, others = [[row for row in segments if (tuple(row["segment_pool_id"]) in wanted) is member] for member in (True, False)]
+    private, others = [
+        [row for row in segments if (tuple(row["segment_pool_id"]) in graph_pools) is member] for member in (True, False)
+    ]
     places = {name: _place(name, tensors[name]) for name in sorted(tensors)}
     places = {name: place for name, place in places.items() if 0 not in place.shape}
     pooled = {name: place for name, place in places.items() if _inside(place.address, private)}
@@ -83,8 +85,8 @@ def _inside(address: int, segments: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def _others(segments: Sequence[Mapping[str, Any]], spans: Sequence[Range]) -> Iterator[Range]:
-    """The live blocks of torch's without the parts that were named.  A block is as long as it was asked for: what is behind that is
-    nobody's."""
+    """Yields torch's live blocks without the parts that named tensors cover.  A block ends at its requested size: the padding
+    behind it is unused."""
     taken = sorted((piece.start, piece.start + piece.size) for piece in spans)
     for segment in segments:
         start = segment["address"]
@@ -96,9 +98,9 @@ def _others(segments: Sequence[Mapping[str, Any]], spans: Sequence[Range]) -> It
 
 
 def pointer_words(addresses: AddressMap, ranges: Iterable[int], owned: Sequence[tuple[int, int]]) -> tuple[PointerWord, ...]:
-    """Every aligned word of these ranges that is an address of this process: of torch's, or of a known range."""
-    known = [*owned, *[(piece.start, piece.size) for piece in addresses.ranges]]
-    low, high = min(start for start, _ in known), max(start + size for start, size in known)
+    """Returns every aligned word in the memory of these ranges that is an address in a known range or in torch's segments."""
+    areas = [*owned, *[(piece.start, piece.size) for piece in addresses.ranges]]
+    low, high = min(start for start, _ in areas), max(start + size for start, size in areas)
     pointers: list[PointerWord] = []
     for number in list(ranges):
         piece = addresses.ranges[number]
@@ -110,8 +112,7 @@ def pointer_words(addresses: AddressMap, ranges: Iterable[int], owned: Sequence[
 
 
 def _words_between(start: int, size: int, low: int, high: int) -> list[tuple[int, int]]:
-    """(offset, value) of the aligned words of memory that are at least `low` and less than `high`, some of them where they are too
-    many."""
+    """Returns (offset, value) of the aligned words of memory with low <= value < high; at most MOST_POINTERS of them."""
     first = start + -start % 8
     count = (start + size - first) // 8
     pairs: list[tuple[int, int]] = []

@@ -1,4 +1,4 @@
-"""`observe`: the kernel images that this process loads, from before CUDA starts; and which line of Python made a graph's node."""
+"""`observe`: records the kernel images that this process loads, and the line of Python that added each node to a graph."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ..worker import cupti
 
 LIBRARIES = ("torch", "triton", "cgcompile", "cgbundle")
-"""Packages whose own lines are not the engine's."""
+"""Packages whose lines are skipped in the search for the engine's line."""
 
 
 def observe() -> None:
@@ -28,7 +28,7 @@ def observe() -> None:
 
 
 def observed() -> cupti.ImageLog:
-    """What was noted.  Raises not-observed."""
+    """Returns the log that `observe` started.  Raises not-observed."""
     if not image_log.cache_info().currsize:
         raise BuildError("not-observed", "save_graphs: cgcompile.observe() was not called in this process")
     return image_log()
@@ -36,7 +36,7 @@ def observed() -> cupti.ImageLog:
 
 @cache  # CUPTI has one subscriber in a process
 def image_log() -> cupti.ImageLog:
-    """The log of this process, begun at the first call."""
+    """Returns the log of this process.  The first call subscribes to CUPTI.  Raises extra-missing, observe-late."""
     try:
         from ..worker.cupti import ImageLog
     except ImportError as error:
@@ -44,12 +44,12 @@ def image_log() -> cupti.ImageLog:
     if _has_begun():
         raise BuildError("observe-late", "observe: this process uses CUDA already, and images that it loaded are not known")
     log = ImageLog(line)
-    atexit.register(log.close)  # libraries unload kernels in destructors, when no callback of Python may run
+    atexit.register(log.close)  # libraries unload kernels in destructors, when Python callbacks must not run
     return log
 
 
 def _has_begun() -> bool:
-    """Whether a context of any GPU is active."""
+    """Whether the primary context of any GPU is active."""
     from ..worker.driver import check, driver, succeeded
 
     counted = driver.cuDeviceGetCount()
@@ -60,7 +60,7 @@ def _has_begun() -> bool:
 
 
 def line() -> str:
-    """file:line of the innermost Python that is running outside of LIBRARIES; "" where there is none."""
+    """Returns file:line of the innermost running Python frame outside LIBRARIES, or ""."""
     folders = tuple([os.path.dirname(path) + os.sep for path in map(_file, LIBRARIES) if path])
     frame = sys._getframe(1)
     while frame is not None:

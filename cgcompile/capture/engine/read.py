@@ -1,6 +1,6 @@
-"""Reads the captured graphs of an engine in this process: an EngineTake.  It runs no graph and changes no tensor.
+"""Reads the captured graphs of an engine in this process into an EngineTake.  It runs no graph and changes no tensor.
 
-Public of torch since 2.9: `CUDAGraph(keep_graph=True)`, `raw_cuda_graph`, `pool`.
+It uses public torch interfaces, available since 2.9: `CUDAGraph(keep_graph=True)`, `raw_cuda_graph`, `pool`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def read_engine(log: ImageLog, graphs: Mapping[Key, torch.cuda.CUDAGraph], tensors: Mapping[str, torch.Tensor]) -> EngineTake:
-    """The graphs and tensors of this process.  Raises graph-refused, tensor-refused, dtype-unsupported, and what `walk`,
+    """Reads the graphs and tensors of this process.  Raises graph-refused, tensor-refused, dtype-unsupported, and what `walk`,
     `ImageLog.modules` and `kept_variables` do."""
     from ..worker.driver import check, driver, inspect_pointer, read_device
     from ..worker.graph_nodes import walk
@@ -56,8 +56,8 @@ def read_engine(log: ImageLog, graphs: Mapping[Key, torch.cuda.CUDAGraph], tenso
     ]  # fmt: skip
     for position, (key, handle) in enumerate(raw.items()):
         name = f"graph {key!r}"
-        nodes, edges, theirs = walk(handle, (), addresses, modules, lambda image: cubin(image).functions, name, log.lines)
-        used |= theirs
+        nodes, edges, graph_images = walk(handle, (), addresses, modules, lambda image: cubin(image).functions, name, log.lines)
+        used |= graph_images
         outputs = () if position else tuple(pooled)
         read.append(RawGraph(key=(position,), nodes=nodes, edges=edges, inputs=(), outputs=outputs, name=name))
     states = kept_variables(used, {image: cubin(image) for image in used}, addresses)
@@ -84,21 +84,21 @@ def read_engine(log: ImageLog, graphs: Mapping[Key, torch.cuda.CUDAGraph], tenso
     )
 
 
-def _checked(graphs: Mapping[Key, Any]) -> Mapping[Key, torch.cuda.CUDAGraph]:
-    if not graphs:
+def _checked(graphs_by_key: Mapping[Key, Any]) -> Mapping[Key, torch.cuda.CUDAGraph]:
+    if not graphs_by_key:
         raise BuildError("graph-refused", "save_graphs: no graph was given")
-    for key, graph in graphs.items():
+    for key, graph in graphs_by_key.items():
         if not is_key(key):
             raise BuildError("graph-refused", f"graph {key!r}: a key is a whole number, a text, or a tuple of these")
         if len(repr(key)) > limits.NAME:
             raise BuildError("graph-refused", f"graph {repr(key)[:40]}...: the key is longer than {limits.NAME} characters")
         if not isinstance(graph, torch.cuda.CUDAGraph):
             raise BuildError("graph-refused", f"graph {key!r}: expected a torch.cuda.CUDAGraph, got {type(graph).__name__}")
-    return graphs
+    return graphs_by_key
 
 
 def _raw_graph(key: Key, graph: torch.cuda.CUDAGraph) -> int:
-    """The CUgraph.  Raises graph-refused where torch did not keep it."""
+    """Returns the CUgraph handle.  Raises graph-refused if torch did not keep the graph."""
     try:
         return int(graph.raw_cuda_graph())
     except RuntimeError as error:
@@ -107,7 +107,7 @@ def _raw_graph(key: Key, graph: torch.cuda.CUDAGraph) -> int:
 
 
 def _with_tables(addresses: AddressMap, states: Sequence[RawModuleState], read: Any) -> tuple[Range, ...]:
-    """The ranges, with the contents of what module variables point to: only a library makes these."""
+    """Returns the ranges, with the contents of memory that module variables point to: libraries allocate such tables."""
     used = {target.range for state in states for word in state.block.words for target in word.readings}
     ranges = addresses.fill(used, read, LARGEST_TABLE)
     return tuple([replace(piece, words=addresses.known_words(piece.contents)) if piece.contents else piece for piece in ranges])

@@ -1,4 +1,4 @@
-"""`save_graphs`: the first process of an engine leaves a recording beside the bundle's place, the second makes the bundle."""
+"""`save_graphs`: the first process of an engine writes a recording beside the bundle's path, the second writes the bundle."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ if TYPE_CHECKING:
     from .verify import Here
 
 SUFFIX = ".recording"
-"""What the name of the first process's recording ends with, behind that of the bundle."""
+"""Appended to the bundle's name for the first process's recording."""
 
 DIFFER = ("engine-differs", "recordings-differ")
-"""Codes of errors that two later processes may not have."""
+"""After these errors this process's recording replaces the first one.  The first process may have compiled kernels that later
+processes load from a cache, so two later processes may agree."""
 
 STATES_FILE = "graphs/modules.bin"
 
@@ -90,7 +91,7 @@ def save_graphs(
             saved = _complete(first, mine, graphs, tensors, destination, verify=verify, prepare=prepare)
         except BuildError as error:
             if error.code in DIFFER and first.process != mine.process:
-                write_recording(recording, mine)  # a process that compiles may differ from those that load what it compiled
+                write_recording(recording, mine)  # a process that compiles may differ from those that load its compile cache
                 text = f"{error}; the recording is now of this process, and the next one is compared with it"
                 raise type(error)(error.code, text, error.hint) from error
             raise
@@ -135,7 +136,7 @@ def _complete(
 
 
 def _write(stage: Path, first: EngineTake, mine: EngineTake, assembled: AssembledEngine, name: str) -> Manifest:
-    """Writes everything but the manifest, which it returns."""
+    """Writes all files except the manifest, and returns the manifest."""
     from cgbundle.format import file_names, safetensors_writer
     from cgbundle.format.schema import KERNEL_CODE, VERSION, Manifest, Target
 
@@ -186,7 +187,7 @@ def _engine(keys: Sequence[Key], assembled: AssembledEngine) -> Engine:
 
 
 def _here(mine: EngineTake, engine: Engine, tensors: Mapping[str, torch.Tensor]) -> Here:
-    """Where what the bundle names lies in this process."""
+    """Returns the addresses in this process of the bundle's spans and arena tensors."""
     from .verify import Here
 
     starts = {piece.offset: piece for piece in mine.take.ranges if piece.kind == "inputs"}

@@ -3,7 +3,7 @@
 This process replays the engine's own graphs.  Then a fresh process replays the graphs of the bundle over the same memory, which it
 opens at other addresses.  The memory must hold the same bits afterwards.  The contents of the engine's tensors are restored.
 
-Only the graphs' own memory exists twice meanwhile, so an engine may fill its GPU.
+Meanwhile only the graphs' private pools take their memory twice, so the engine's other tensors may fill the GPU.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from ...util.scratch import scratch_folder
 from .digests import CHUNK, digests, digests_of
 
 SPARE = 1 << 30
-"""Bytes that a fresh process takes on the GPU beside the graphs' own memory: its context and the kernels."""
+"""Bytes of GPU memory that a fresh process takes for its context and kernels, without the arena."""
 
 Steps = Sequence[tuple[Callable[[], None], Callable[[], None]]]
 """For every graph, the function that writes its inputs, and its replay."""
 
-Noted = tuple[list[tuple[Place, int]], list[tuple[Place, str]]]
-"""For a graph: places that are written before its replay, each with the offset of its bytes in the file; and places that
-the replay changes, each with the SHA-256 of its bytes afterwards."""
+Changes = tuple[list[tuple[Place, int]], list[tuple[Place, str]]]
+"""For one graph, two lists.  (chunk that `prepare` writes before the replay, offset of its bytes in the file).  (chunk that the
+replay changes, SHA-256 of its bytes afterwards)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Here:
-    """Addresses in this process: of the engine's spans, and by name of its tensors in the graphs' own memory."""
+    """Addresses in this process: of the engine's spans, and, by name, of its tensors in private pools."""
 
     spans: tuple[int, ...]
     pooled: Mapping[str, int]
@@ -49,8 +49,8 @@ class Here:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Region:
-    """Memory that is compared: `size` bytes at `address`, which is `at` bytes behind the start of tensor `name`.  `begin` is their
-    offset in the file of contents.  Address and size are multiples of 8.  `span`: the engine allocated it, not the captures."""
+    """Memory to compare: `size` bytes at `address`, which is `at` bytes after the start of tensor `name`.  Both are multiples of 8.
+    `begin`: offset of these bytes in the file of contents.  `span`: a span of the engine, not part of a private pool."""
 
     name: str
     at: int
@@ -61,20 +61,20 @@ class Region:
 
     @property
     def chunks(self) -> int:
-        """How many there are."""
+        """The number of chunks."""
         return -(-self.size // CHUNK)
 
     def chunk(self, number: int) -> tuple[int, int]:
-        """Where a chunk begins in the region, and its bytes."""
+        """Returns (offset in the region, bytes) of a chunk."""
         return CHUNK * number, min(CHUNK, self.size - CHUNK * number)
 
     def place(self, number: int) -> Place:
-        """A chunk as the fresh process finds it."""
+        """Returns a chunk as (tensor name, offset from the tensor's start, bytes), by which the fresh process finds it."""
         begin, size = self.chunk(number)
         return self.name, self.at + begin, size
 
     def memory(self, number: int) -> torch.Tensor:
-        """A chunk's bytes."""
+        """Returns a chunk's memory as a uint8 tensor."""
         begin, size = self.chunk(number)
         return device_bytes(self.address + begin, size)
 
@@ -87,11 +87,10 @@ def verify(
     here: Here,
     prepare: Callable[[Key], None],
 ) -> None:
-    """`prepare` writes a graph's inputs.
+    """Compares replays of the engine's graphs with a replay of the bundle in a fresh process.  `prepare` writes a graph's inputs.
 
-    Raises proof-failed where the fresh process gets other bits; replays-differ where the engine's own graphs do when they are
-    replayed again; not-verifiable where no other process can open the engine's memory, or the GPU has no room for the graphs'
-    own.
+    Raises proof-failed if the fresh process gets different bits, and replays-differ if two replays of the engine's own graphs do.
+    Raises not-verifiable if no other process can open the engine's memory, or the GPU has no room for a second arena.
     """
     torch.cuda.empty_cache()
     free = torch.cuda.mem_get_info()[0]
@@ -107,24 +106,24 @@ def verify(
         _save(regions, before, contents)
         try:
             after, poisoned = _replayed(steps, regions, before, contents)
-            rows = _noted(steps, regions, _changed(before, after), contents)
-            other = _changed(after, _digests(regions))
-            if other:
-                names = ", ".join(repr(regions[position].name) for position in list(other)[:4])
+            rows = _graph_changes(steps, regions, _changed(before, after), contents)
+            unsteady = _changed(after, _digests(regions))
+            if unsteady:
+                names = ", ".join(repr(regions[position].name) for position in list(unsteady)[:4])
                 text = f"two replays of the engine's own graphs from the same contents leave other bits in {names}"
                 raise BuildError("replays-differ", text)
             _put_back(regions, before, contents)
-            asked = Plan(
+            replay_plan = Plan(
                 device=torch.cuda.current_device(),
                 spans=spans,
                 file=str(contents),
                 contents=[] if poisoned else list(_pool_contents(regions)),
                 graphs=rows,
             )
-            plan.write_text(json.dumps(asked._asdict()))
+            plan.write_text(json.dumps(replay_plan._asdict()))
             torch.cuda.empty_cache()
             answer = run_fresh("cgbundle.gpu.engine_replay", [str(stage), str(plan)], str(stage))
-            differs = _answered(answer) or _differs_here(regions, after)
+            differs = _fresh_difference(answer) or _differs_here(regions, after)
         except torch.OutOfMemoryError:
             raise BuildError("not-verifiable", "the GPU has too little free memory to compare what the graphs change") from None
         finally:
@@ -133,8 +132,8 @@ def verify(
         raise BuildError("proof-failed", f"the fresh process that replays the graphs: {differs}", "please report the kernels")
 
 
-def _answered(answer: Mapping[str, str]) -> str:
-    """What the fresh process says."""
+def _fresh_difference(answer: Mapping[str, str]) -> str:
+    """Returns the difference that the fresh process found, or "".  Raises proof-failed if it failed."""
     if "error" in answer:
         raise BuildError("proof-failed", f"the fresh process that replays the graphs: {answer['error']}", answer["hint"])
     if answer["torch_imported"]:
@@ -143,7 +142,7 @@ def _answered(answer: Mapping[str, str]) -> str:
 
 
 def _differs_here(regions: Sequence[Region], after: Sequence[Sequence[int]]) -> str:
-    """Whether the fresh process left the engine's tensors as the engine's own graphs did."""
+    """Returns a text if the fresh process left other bits in the engine's spans than the engine's own graphs did, else ""."""
     for region, expected, now in zip(regions, after, _digests(regions), strict=True):
         if region.span and now != expected:
             return f"tensor {region.name!r} holds other bits than the engine's own graphs leave in it"
@@ -151,10 +150,10 @@ def _differs_here(regions: Sequence[Region], after: Sequence[Sequence[int]]) -> 
 
 
 def _regions(engine: Engine, here: Here) -> list[Region]:
-    """The engine's spans, then its tensors in the graphs' own memory, those that overlap together."""
-    first = {span_of_tensor(engine, row): row for row in reversed(engine.tensors) if row.memory == "inputs"}
+    """Returns the engine's spans as regions, then its tensors in private pools; those that overlap form one region."""
+    first_tensors = {span_of_tensor(engine, row): row for row in reversed(engine.tensors) if row.memory == "inputs"}
     rows = [
-        (first[number].name, span.offset - first[number].offset, address, span.bytes, True)
+        (first_tensors[number].name, span.offset - first_tensors[number].offset, address, span.bytes, True)
         for number, (span, address) in enumerate(zip(engine.spans, here.spans, strict=True))
     ]
     arena_rows = [row for row in engine.tensors if row.memory == "arena"]
@@ -169,15 +168,15 @@ def _regions(engine: Engine, here: Here) -> list[Region]:
     regions: list[Region] = []
     total = 0
     for name, at, address, size, span in rows:
-        less = address % 8  # bytes before it and behind it are of the same allocation
-        size = -(-(size + less) // 8) * 8
-        regions.append(Region(name=name, at=at - less, address=address - less, size=size, begin=total, span=span))
+        misalignment = address % 8  # the bytes around it belong to the same allocation
+        size = -(-(size + misalignment) // 8) * 8
+        regions.append(Region(name=name, at=at - misalignment, address=address - misalignment, size=size, begin=total, span=span))
         total += size
     return regions
 
 
 def _handle(address: int, number: int, engine: Engine) -> tuple[str, int, int]:
-    """How another process opens a span's allocation.  Raises not-verifiable."""
+    """Returns (IPC handle of the span's allocation as hex, offset in it, address).  Raises not-verifiable."""
     from ..worker.driver import allocation, driver, succeeded
 
     block = allocation(address)
@@ -192,7 +191,7 @@ def _handle(address: int, number: int, engine: Engine) -> tuple[str, int, int]:
 
 
 def _save(regions: Sequence[Region], before: Sequence[Sequence[int]], contents: Path) -> None:
-    """Writes the contents of the regions.  Chunks of zeros, whose digest is 0, become holes in the file."""
+    """Writes the regions' contents to a file.  Chunks of zeros (digest 0) become holes in the file."""
     with open(contents, "wb") as file:
         for region, row in zip(regions, before, strict=True):
             for number, digest in enumerate(row):
@@ -203,13 +202,13 @@ def _save(regions: Sequence[Region], before: Sequence[Sequence[int]], contents: 
 
 
 def _digests(regions: Sequence[Region]) -> list[list[int]]:
-    """Of every chunk of every region."""
+    """Returns the digests of every chunk, by region."""
     torch.cuda.synchronize()
     return [digests(region.address, region.size).tolist() for region in regions]
 
 
 def _changed(before: Sequence[Sequence[int]], after: Sequence[Sequence[int]]) -> dict[int, list[int]]:
-    """The chunks that differ, of regions with any."""
+    """Returns {region index: indices of chunks whose digests differ}, without regions that are equal."""
     rows = {position: _differing(one, two) for position, (one, two) in enumerate(zip(before, after, strict=True))}
     return {position: numbers for position, numbers in rows.items() if numbers}
 
@@ -217,8 +216,8 @@ def _changed(before: Sequence[Sequence[int]], after: Sequence[Sequence[int]]) ->
 def _replayed(
     steps: Steps, regions: Sequence[Region], before: Sequence[Sequence[int]], contents: Path
 ) -> tuple[list[list[int]], bool]:
-    """The digests after all graphs; and whether the tensors in the graphs' own memory may hold POISON before them, which is so if
-    the digests are the same then.  Afterwards the regions hold what they may hold before the graphs."""
+    """Replays all graphs from the original contents, then with POISON in the tensors of private pools.  Returns the digests, and
+    whether both replays gave the same.  If so, these tensors hold POISON on return; everything else has its original contents."""
     _run(steps)
     after = _digests(regions)
     _put_back(regions, before, contents)
@@ -243,9 +242,9 @@ def _poison(regions: Sequence[Region]) -> None:
             device_bytes(region.address, region.size).fill_(POISON)
 
 
-def _noted(steps: Steps, regions: Sequence[Region], changed: Mapping[int, Sequence[int]], contents: Path) -> list[Noted]:
-    """For every graph, what is written before it and what it changes.  It watches the graphs' own memory, the chunks `changed` of
-    larger tensors, and all chunks of smaller ones, because a later graph may undo a change."""
+def _graph_changes(steps: Steps, regions: Sequence[Region], changed: Mapping[int, Sequence[int]], contents: Path) -> list[Changes]:
+    """Replays every graph, and returns which chunks `prepare` writes before it and which chunks it changes.  It watches the chunks
+    `changed` of spans larger than a chunk, and all chunks of other regions, because a later graph may undo a change."""
     watched = [
         (position, number)
         for position, region in enumerate(regions)
@@ -253,19 +252,19 @@ def _noted(steps: Steps, regions: Sequence[Region], changed: Mapping[int, Sequen
     ]
     views = [regions[position].memory(number) for position, number in watched]
     places = [regions[position].place(number) for position, number in watched]
-    known = digests_of(views)
-    rows: list[Noted] = []
+    digests_now = digests_of(views)
+    rows: list[Changes] = []
     with open(contents, "ab") as file:
         for prepare, replay in steps:
             prepare()
             ready = digests_of(views)
             inputs: list[tuple[Place, int]] = []
-            for at in _differing(known, ready):
+            for at in _differing(digests_now, ready):
                 inputs.append((places[at], file.tell()))
                 file.write(memoryview(views[at].cpu().numpy()))
             replay()
-            known = digests_of(views)
-            results = [(places[at], _hash(views[at])) for at in _differing(ready, known)]
+            digests_now = digests_of(views)
+            results = [(places[at], _hash(views[at])) for at in _differing(ready, digests_now)]
             rows.append((inputs, results))
     return rows
 

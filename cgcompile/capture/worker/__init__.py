@@ -1,1 +1,1 @@
-"""Inside a recorder process: load the program, capture every int_key, read the graphs with the driver, send plain rows back."""
+"""Runs in a recorder process: loads the program, captures every int_key, reads the graphs with the driver, and returns rows."""

@@ -1,4 +1,4 @@
-"""What an address means in this process: places in known memory.  Pure but for `probe`, which asks the driver about any other."""
+"""Maps an address of this process to places in known memory.  Pure, except that `probe` asks the driver about other addresses."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from cgbundle.format.schema import IntKey
 from ..take import Block, Pointee, Range, Reading, Word
 
 LOWEST, HIGHEST = 1 << 20, 1 << 57
-"""Numbers outside are taken for data without asking the driver: no device address is that low, none has more than 57 bits."""
+"""Numbers outside these limits are data: no device address is below LOWEST, and none has more than 57 bits."""
 
 Probe = Callable[[int], Pointee | None]
 
 
 class AddressMap:
-    """The known ranges of one process, and those found on the way.  `owned` are torch's segments, whose live parts are ranges.  A
-    number elsewhere in them refers to something freed, which no kernel of a captured graph may use: it is data."""
+    """The known ranges of one process; `readings` adds ranges that the driver reports.  `owned`: torch's segments, (start, bytes).
+    Their live blocks are ranges.  Another number in a segment is data, because no captured kernel may use freed memory."""
 
     def __init__(self, ranges: Iterable[Range], owned: Iterable[tuple[int, int]], probe: Probe) -> None:
         self.ranges = list(ranges)
@@ -32,21 +32,21 @@ class AddressMap:
             self._ends.setdefault(piece.start + piece.size, []).append(i)
 
     def readings(self, address: int, key: IntKey | None) -> tuple[Reading, ...]:
-        """Every place that `address` can mean in a graph of `key`, the likeliest first; () when it is no live address.  Private
-        pools of other keys do not count: nothing there is alive while the graph of this key runs."""
+        """Returns every place that `address` can mean in a graph of `key`, the most likely first; () if it is no live address.
+        Ignores private pools of other keys: their memory is not live while a graph of this key runs."""
         if not LOWEST <= address < HIGHEST:
             return ()
         inside = [Reading(range=i, offset=address - self.ranges[i].start) for i in self._inside(address)]
         ends = [Reading(range=i, offset=self.ranges[i].size) for i in self._ends.get(address, ())]
         mine = tuple(t for t in [*inside, *ends] if self.ranges[t.range].key in (None, key))
-        if mine or inside or self._is_owned(address):  # what another key's pool ends with may be where a library's memory begins
+        if mine or inside or self._is_owned(address):  # not `ends`: a library's memory may begin where another key's pool ends
             return mine
         if address not in self._probed:
-            self._probed[address] = self._ask(address)
+            self._probed[address] = self._probe_driver(address)
         return self._probed[address]
 
     def block(self, data: bytes, key: IntKey | None) -> Block:
-        """`data` with the readings of each of its 8-byte aligned words."""
+        """Returns `data` with the readings of its 8-byte aligned words that are addresses."""
         words = []
         for at in range(0, len(data) - 7, 8):
             targets = self.readings(int.from_bytes(data[at : at + 8], "little"), key)
@@ -55,7 +55,7 @@ class AddressMap:
         return Block(data=data, words=tuple(words))
 
     def known_words(self, data: bytes) -> tuple[Word, ...]:
-        """The words of a large block that lie in a known range; the driver is not asked about the others."""
+        """Returns the 8-byte aligned words of a large block that point inside a known range, without asking the driver."""
         aligned = memoryview(data)[: len(data) // 8 * 8].cast("Q")
         low, high = self._starts[0], max(self._ends)
         words = []
@@ -65,9 +65,9 @@ class AddressMap:
         return tuple(words)
 
     def fill(self, used: Iterable[int], read: Callable[[int, int], bytes], limit: int) -> tuple[Range, ...]:
-        """The ranges, with the contents of those in `used` that a bundle would carry and that are at most `limit` bytes."""
-        wanted = {i for i in used if self.ranges[i].kind in ("torch", "device") and self.ranges[i].size <= limit}
-        return tuple(replace(r, contents=read(r.start, r.size)) if i in wanted else r for i, r in enumerate(self.ranges))
+        """Returns the ranges.  Those in `used` of kind "torch" or "device" with at most `limit` bytes have their contents."""
+        tables = {i for i in used if self.ranges[i].kind in ("torch", "device") and self.ranges[i].size <= limit}
+        return tuple(replace(r, contents=read(r.start, r.size)) if i in tables else r for i, r in enumerate(self.ranges))
 
     def _inside(self, address: int) -> list[int]:
         at = bisect_right(self._starts, address) - 1
@@ -80,7 +80,7 @@ class AddressMap:
         at = bisect_right(self._owned, (address, 1 << 62)) - 1
         return at >= 0 and address < self._owned[at][0] + self._owned[at][1]
 
-    def _ask(self, address: int) -> tuple[Reading, ...]:
+    def _probe_driver(self, address: int) -> tuple[Reading, ...]:
         pointee = self._probe(address)
         if pointee is None:
             return ()

@@ -1,12 +1,12 @@
-"""Inside a recorder process: a program with branches and loops.  Every straight part is lowered and captured by itself, all into
-one private pool, in the order of the program: torch's allocator plans their common arena, and what holds a value holds its memory.
+"""Runs in a recorder process: captures a program with branches and loops.  Each straight part is lowered and captured separately,
+in program order, into one private pool, so that torch's allocator plans their common arena.  A live tensor keeps its memory.
 
-What must not move: a branch's results are the tensors of its first body, into which the others copy their own.  What a loop
-carries lies in tensors of its own, filled before it begins and written in place at the end of its body, whose turns follow one
-another over the same memory; the loop holds all that its body takes from outside until it is captured.
+Results need fixed addresses.  A branch's results are the tensors of its first body; the other bodies copy theirs into them.  A loop
+keeps its carried values in separate tensors, filled before the loop and written in place at the end of its body.  All iterations
+use the same memory, so the values that the body reads from outside stay alive until the loop is captured.
 
-A capture runs nothing, but kernels may use values as indices when a part is warmed up.  So after each part its results hold what
-eager PyTorch computes.  A body that the example does not take is warmed up with integers of 0: it may be a guarded lookup.
+A capture runs no kernel, but the warm-up of the next part does, and may use results as indices.  So after each part its results get
+the values that eager PyTorch computes.  Integer arguments are 0 for bodies that the example does not run: they may guard a lookup.
 """
 
 from __future__ import annotations
@@ -30,36 +30,36 @@ from ...targets.cuda.tensors import tensor_place
 from .steps import Conditional, SetCondition, Step, Steps
 
 Values = dict[str, Any]
-"""By name, tensors on the GPU, and numbers."""
+"""Tensors on the GPU, and numbers, by name."""
 
 Lower = Callable[[GraphModule], Callable[..., Any]]
-"""A module -> what launches its kernels, and gives its results in order."""
+"""Lowers a module to a function that launches its kernels and returns its results in order."""
 
 Warm = Callable[[Callable[[], Any], str, Callable[[], None]], None]
-"""Runs a call until it can be captured; what it is for, in messages; what comes after every run."""
+"""Warms up a call before its capture.  Arguments: the call, its name in messages, and a function to call after every run."""
 
 Keep = Callable[[Callable[[], Any], str], tuple[torch.cuda.CUDAGraph | None, Sequence[Tensor]]]
-"""Captures a call that ran before: the graph, and what the call gave.  None: it ran, and nothing is kept."""
+"""Captures a call that ran before, given its name in messages.  Returns the graph (None if it only ran) and the results."""
 
 
 def capture_blocks(
     module: GraphModule, leaves: Sequence[Any], lower: Lower, warm: Warm, keep: Keep, constant: Callable[[Tensor], bool], where: str
 ) -> tuple[Steps, list[Any]]:
-    """Captures `module`, which has branches or loops, for the flat arguments `leaves`, tensors at their places: the steps, and the
-    results.  `constant`: whether a tensor is a weight that nothing writes to.  What the module writes to holds afterwards what
-    eager PyTorch leaves there.  Raises what `warm` and `keep` do, and not-capturable."""
+    """Captures `module`, which has branches or loops, for flat arguments with placed tensors.  Returns the steps and the results.
+    `constant`: whether a tensor is a weight that no program writes to.  Afterwards mutated tensors hold the values that eager
+    PyTorch computes.  Raises what `warm` and `keep` do, and not-capturable."""
     block = blocks(module)
-    growing = _Growing(lower=lower, warm=warm, keep=keep, constant=constant, where=where)
+    capturer = _BlockCapture(lower=lower, warm=warm, keep=keep, constant=constant, where=where)
     steps: list[Step] = []
     with torch.no_grad():
-        results = growing.block(block, dict(zip(block.inputs, leaves, strict=True)), steps, _Last(), True)
+        results = capturer.block(block, dict(zip(block.inputs, leaves, strict=True)), steps, _BlockEnd(), True)
     return tuple(steps), results
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Last:
-    """How a block ends.  `copies`: by name, tensors that its values are copied to in the end.  `owned`: each result has memory of
-    its own.  `changing`: the storages that copies of this block or one around it write to."""
+class _BlockEnd:
+    """What a block does at its end.  `copies`: (name of a tensor, value to copy into it).  `owned`: no result shares memory with
+    another tensor.  `changing`: storages that copies of this block, or of a block around it, write to."""
 
     copies: tuple[tuple[str, Operand], ...] = ()
     owned: bool = False
@@ -67,8 +67,8 @@ class _Last:
 
 
 @dataclass(kw_only=True, slots=True)
-class _Growing:
-    """`conditionals` and `parts` count what was met."""
+class _BlockCapture:
+    """Captures blocks recursively.  `conditionals` and `parts` count the branches and loops, and the straight parts, so far."""
 
     lower: Lower
     warm: Warm
@@ -78,9 +78,9 @@ class _Growing:
     conditionals: int = 0
     parts: int = 0
 
-    def block(self, block: Block, values: Values, steps: list[Step], last: _Last, runs: bool) -> list[Any]:
-        """Captures a block behind `steps`; `runs`: whether the example gets there.  Returns its results.  `values` lose what no
-        later part needs, in the end all: a freed tensor's memory is the next part's."""
+    def block(self, block: Block, values: Values, steps: list[Step], last: _BlockEnd, runs: bool) -> list[Any]:
+        """Captures a block, appends its steps to `steps`, and returns its results.  `runs`: whether the example call runs it.
+        Deletes values that no later part needs from `values`, at the end all, so that later parts can use their memory."""
         values.update(held_tensors(block.module))
         needed = needed_after(block, [leaf for pair in last.copies for leaf in pair])
         for part, later in zip(block.parts, needed, strict=True):
@@ -94,14 +94,14 @@ class _Growing:
                     values.clear()
                     return results
                 case Straight(outputs=outputs) if outputs or any(map(writes_to, part.nodes)):
-                    inner = _Last(changing=last.changing)
+                    inner = _BlockEnd(changing=last.changing)
                     values.update(zip(outputs, self._straight(block, part, values, outputs, steps, inner), strict=True))
             for name in [name for name in values if name not in later]:
                 del values[name]
         raise AssertionError("a block ends with a straight part")
 
     def _straight(
-        self, block: Block, part: Straight, values: Values, outputs: Sequence[Operand], steps: list[Step], last: _Last
+        self, block: Block, part: Straight, values: Values, outputs: Sequence[Operand], steps: list[Step], last: _BlockEnd
     ) -> list[Any]:
         names = [name for name, _ in last.copies]
         module = straight_module(block, part, [*outputs, *[value for _, value in last.copies]], names)
@@ -133,22 +133,22 @@ class _Growing:
         _fill(written, after)
         return result_values
 
-    def _call(self, module: GraphModule, operands: Sequence[Any], last: _Last) -> Callable[[], list[Tensor]]:
+    def _call(self, module: GraphModule, operands: Sequence[Any], last: _BlockEnd) -> Callable[[], list[Tensor]]:
         lowered = self.lower(module)
-        held = {_storage(tensor) for tensor in [*operands, *held_tensors(module).values()] if isinstance(tensor, Tensor)}
+        arg_storages = {_storage(tensor) for tensor in [*operands, *held_tensors(module).values()] if isinstance(tensor, Tensor)}
 
         def call() -> list[Tensor]:
-            foreign = set(held) if last.owned else set(last.changing)
+            shared = set(arg_storages) if last.owned else set(last.changing)
             tensors = []
             for result in tree_leaves(lowered(*operands)):
-                one = _dense_copy(result) if _storage(result) in foreign or _overlaps(result) else result
-                foreign |= {_storage(one)} if last.owned else set()
-                tensors.append(one)
+                unshared = _dense_copy(result) if _storage(result) in shared or _overlaps(result) else result
+                shared |= {_storage(unshared)} if last.owned else set()
+                tensors.append(unshared)
             return tensors
 
         return call
 
-    def _branch(self, part: Branch | Switch, values: Values, steps: list[Step], last: _Last, runs: bool) -> None:
+    def _branch(self, part: Branch | Switch, values: Values, steps: list[Step], last: _BlockEnd, runs: bool) -> None:
         if isinstance(part, Switch):
             byte, bodies, operands = values[part.choice], part.bodies, part.operands
             chosen = int(byte)
@@ -157,54 +157,54 @@ class _Growing:
             chosen = 0 if bool(byte) else 1
         number = self._set_condition(byte, steps)
         results: list[Any] = []
-        kept: list[Any] = []
+        example_results: list[Any] = []
         inner: list[Steps] = []
         for place, (body, names) in enumerate(zip(bodies, operands, strict=True)):
-            taken_here, body_steps, arguments = runs and chosen == place, list[Step](), _operands(names, values)
+            body_runs, body_steps, arguments = runs and chosen == place, list[Step](), _operands(names, values)
             inputs = dict(zip(body.inputs, arguments, strict=True))
-            with self._harmless(arguments, taken_here):
+            with self._harmless(arguments, body_runs):
                 if not place:
-                    results = self.block(body, inputs, body_steps, _Last(owned=True, changing=last.changing), taken_here)
+                    results = self.block(body, inputs, body_steps, _BlockEnd(owned=True, changing=last.changing), body_runs)
                 else:
                     targets = {f"{part.name}.result.{number}": result for number, result in enumerate(results)}
-                    ending = _Last(copies=tuple(zip(targets, body.outputs, strict=True)), changing=last.changing)
-                    self.block(replace(body, outputs=()), {**targets, **inputs}, body_steps, ending, taken_here)
+                    ending = _BlockEnd(copies=tuple(zip(targets, body.outputs, strict=True)), changing=last.changing)
+                    self.block(replace(body, outputs=()), {**targets, **inputs}, body_steps, ending, body_runs)
             if chosen == place:
-                kept = _clones(results)
+                example_results = _clones(results)
             inner.append(tuple(body_steps))
-        _fill(results, kept)
+        _fill(results, example_results)
         kind = "switch" if isinstance(part, Switch) else "if"
         steps.append(Conditional(conditional=number, type=kind, bodies=tuple(inner)))
         values.update(zip(part.outputs, results, strict=True))
 
-    def _loop(self, part: Loop, values: Values, steps: list[Step], last: _Last, runs: bool) -> None:
-        first = _operands(part.carried, values)
+    def _loop(self, part: Loop, values: Values, steps: list[Step], last: _BlockEnd, runs: bool) -> None:
+        initial = _operands(part.carried, values)
 
         def begin() -> list[Tensor]:
-            return [_dense_copy(tensor) for tensor in first]
+            return [_dense_copy(tensor) for tensor in initial]
 
         where = f"{self.where}, what {part.name} carries"
         self.warm(begin, where, lambda: None)
         graph, carried = self.keep(begin, where)
         steps += [] if graph is None else [graph]
-        _fill(carried, first)
+        _fill(carried, initial)
         arguments = [*carried, *_operands(part.operands, values)]
         bindings = dict(zip(part.condition.inputs, arguments, strict=True))
-        (condition,) = self.block(part.condition, bindings, steps, _Last(changing=last.changing), runs)
+        (condition,) = self.block(part.condition, bindings, steps, _BlockEnd(changing=last.changing), runs)
         number = self._set_condition(condition, steps)
         runs = runs and bool(condition)
         *new, again = part.body.outputs
         pairs = [(place, value) for place, value in zip(part.body.inputs, new, strict=False) if place != value]
-        turn: list[Step] = []
+        iteration: list[Step] = []
         with self._harmless(arguments, runs, restored=carried):
             bindings = dict(zip(part.body.inputs, arguments, strict=True))
             changing = last.changing | {_storage(tensor) for tensor in carried}
             body = replace(part.body, outputs=(again,))
-            (condition,) = self.block(body, bindings, turn, _Last(copies=tuple(pairs), changing=changing), runs)
-            self._set_condition(condition, turn, number)
+            (condition,) = self.block(body, bindings, iteration, _BlockEnd(copies=tuple(pairs), changing=changing), runs)
+            self._set_condition(condition, iteration, number)
         if runs:
             _fill(carried, _turns(part, carried, arguments[len(carried) :]))
-        steps.append(Conditional(conditional=number, type="while", bodies=(tuple(turn),)))
+        steps.append(Conditional(conditional=number, type="while", bodies=(tuple(iteration),)))
         values.update(zip(part.outputs, carried, strict=True))
 
     def _set_condition(self, value: Any, steps: list[Step], number: int | None = None) -> int:
@@ -217,8 +217,8 @@ class _Growing:
 
     @contextmanager
     def _harmless(self, arguments: Sequence[Any], runs: bool, restored: Sequence[Tensor] = ()) -> Iterator[None]:
-        """Where the example does not get, integers among what a body is given are 0 while it is captured: they may be indices that
-        its condition guards.  In any case `restored` hold afterwards what they held before."""
+        """Sets integer arguments to 0 while a body that the example does not run is captured: its condition may guard them as
+        indices.  Afterwards restores them, and in any case the tensors `restored`."""
         zeroed = [arg for arg in arguments if not runs and isinstance(arg, Tensor) and _may_index(arg) and not self.constant(arg)]
         saved = [*zeroed, *restored]
         before = _clones(saved)
@@ -229,7 +229,7 @@ class _Growing:
 
 
 def _turns(part: Loop, carried: Sequence[Tensor], operands: Sequence[Any]) -> list[Tensor]:
-    """What the loop carries in the end, from what it carries now, in eager PyTorch."""
+    """Runs the rest of the loop in eager PyTorch from its current carried values, and returns the final ones."""
     now: Sequence[Any] = [tensor.clone() for tensor in carried]
     while bool(tree_leaves(part.condition.source(*now, *operands))[0]):
         now = tree_leaves(part.body.source(*now, *operands))
@@ -241,17 +241,16 @@ def _operands(names: Sequence[Operand], values: Mapping[str, Any]) -> list[Any]:
 
 
 def _storage(tensor: Any) -> int:
-    """The beginning of the tensor's storage; 0 of nothing, which shares memory with nothing."""
+    """Returns the address of the tensor's storage, or 0 for a number or an empty tensor, which share no memory."""
     return tensor.untyped_storage().data_ptr() if isinstance(tensor, Tensor) and tensor.numel() else 0
 
 
 def _overlaps(tensor: Tensor) -> bool:
-    """Whether elements share memory, as those of an expanded tensor do."""
+    """Whether some elements share memory, as in an expanded tensor."""
     return any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _dense_copy(tensor: Tensor) -> Tensor:
-    """A dense copy."""
     return tensor.clone(memory_format=torch.preserve_format)
 
 

@@ -1,11 +1,11 @@
-"""Every kernel image that a process loads, with the module that it became: what CUPTI tells while it happens.
+"""Records every kernel image that a process loads, and its CUmodule, by CUPTI callbacks.
 
-Two subscriptions work together (cupti_callbacks.h, CUDA 12 and 13).  The resource callback MODULE_LOADED hands over the image but
-no handle; it fires *inside* the driver call that loads.  The driver-API callbacks keep a stack of calls per thread.  When such a
-call returns, its arguments hold the handle: of the new module, or of the kernel, function or library whose first use loaded it.  A
-load in a call that is not in `HOLDERS` is an error: the name of a kernel does not identify it.
+Two kinds of callbacks work together (cupti_callbacks.h, CUDA 12 and 13).  The resource callback MODULE_LOADED receives the image
+without a handle, *inside* the driver call that loads it.  The driver API callbacks keep a stack of calls per thread.  When such a
+call returns, its arguments hold a handle of the new module, or of the kernel, function or library whose first use loaded it.
+A load in a call that is not in `HOLDERS` is an error, because kernel names do not identify an image.
 
-Subscribe before CUDA starts; the callbacks only copy bytes and read integers, and never call CUDA.
+Subscribe before CUDA starts.  The callbacks only copy bytes and read integers; they never call CUDA.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ HOLDERS = {
     "cuOccupancyMaxPotentialClusterSize": ("function", 8, False),
     "cuOccupancyMaxActiveClusters": ("function", 8, False),
 }
-"""Driver call -> (kind of handle, byte offset in its parameter struct, whether it is a pointer to the handle).  The
-structs are those of generated_cuda_meta.h, CUDA 13.0."""
+"""Driver call -> (kind of handle, byte offset in its parameter struct, whether the field is a pointer to the handle).  The structs
+are those of generated_cuda_meta.h, CUDA 13.0."""
 
 
 class _CallbackData(ctypes.Structure):
@@ -90,7 +90,8 @@ _CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Load:
-    """One loaded image: its driver call (`serial` tells calls apart), and the handle that this names (`kind` "" if unknown)."""
+    """A loaded image (SHA-256), its driver call, and the handle in the call's arguments.  `serial`: equal for images of one call.
+    `kind`: kind of handle, "" if the call is unknown."""
 
     serial: int
     call: str
@@ -100,9 +101,9 @@ class Load:
 
 
 class ImageLog:
-    """The images loaded since `ImageLog()` was made.  One per process; `close()` ends the subscription.
+    """The images loaded since the log was created.  CUPTI allows one per process; `close()` ends the subscription.
 
-    `line`: says which line of Python is running; then `lines` has it for every node that was added to a graph, by its handle."""
+    `line`: returns the running line of Python.  If given, `lines` maps the handle of every added graph node to its line."""
 
     def __init__(self, line: Callable[[], str] | None = None) -> None:
         self.lines: dict[int, str] = {}
@@ -111,7 +112,7 @@ class ImageLog:
         self._stacks = threading.local()
         self._loads: list[Load] = []
         self._images: dict[str, bytes] = {}
-        self._callback = _CALLBACK(self._on_event)  # referenced for as long as CUPTI may call it
+        self._callback = _CALLBACK(self._on_event)  # keep a reference: CUPTI calls it until `close`
         self._subscriber = ctypes.c_void_p()
         self._call("cuptiSubscribe", ctypes.byref(self._subscriber), self._callback, None)
         self._call("cuptiEnableDomain", 1, self._subscriber, DRIVER_API)
@@ -120,18 +121,17 @@ class ImageLog:
             self._call("cuptiEnableCallback", 1, self._subscriber, RESOURCE, GRAPHNODE_CREATED)
 
     def close(self) -> None:
-        """Stop listening.  The log stays readable."""
+        """Ends the CUPTI subscription.  The log stays readable."""
         self._call("cuptiUnsubscribe", self._subscriber)
 
     @property
     def images(self) -> dict[str, bytes]:
-        """sha256 -> bytes of every image seen."""
+        """SHA-256 -> bytes of every loaded image."""
         return dict(self._images)
 
     def modules(self) -> dict[int, tuple[str, ...]]:
-        """CUmodule handle -> sha256 of its image; several when one call loaded several.  A handle that was used again maps to its
-        latest image.  Call this with the module's context current, before kernels of the graph may be unloaded.  Raises
-        loader-unknown."""
+        """Returns CUmodule handle -> SHA-256 of its image, or of all images that one call loaded.  A reused handle maps to its
+        latest image.  Call it with the context current, before kernels may be unloaded.  Raises loader-unknown."""
         unknown = sorted({load.call for load in self._loads if not load.kind})
         if unknown:
             raise BuildError(
@@ -141,7 +141,7 @@ class ImageLog:
         previous = -1
         for load in list(self._loads):
             module = _module_of(load)
-            if module is None:  # a kernel or library that no longer exists: no node of a live graph can hold it
+            if module is None:  # a kernel or library that was unloaded: no node of a live graph can use it
                 continue
             together = load.serial == previous
             images[module] = (*images[module], load.image) if together else (load.image,)
@@ -189,7 +189,7 @@ class ImageLog:
 
 
 def _handle(name: str, params: int) -> tuple[str, int]:
-    """(kind, handle) that a driver call's parameters name; ("", 0) for a call that is not known."""
+    """Returns (kind, handle) from a driver call's parameters, or ("", 0) for a call that is not in `HOLDERS`."""
     base = name.removesuffix("_ptsz").removesuffix("_v2")
     if base not in HOLDERS:
         return "", 0
@@ -201,8 +201,8 @@ def _handle(name: str, params: int) -> tuple[str, int]:
 
 
 def _module_of(load: Load) -> int | None:
-    """The CUmodule behind a handle, or None if that is no longer valid.  cudart hands out CUkernel handles where a CUfunction is
-    expected (cuda.h allows the cast), so both readings are tried."""
+    """Returns the CUmodule of a handle, or None if the handle is no longer valid.  cudart passes CUkernel handles as CUfunction
+    (cuda.h allows the cast), so a function handle is tried as both."""
     if load.kind == "module":
         return load.handle
     if load.kind == "library":
@@ -217,7 +217,7 @@ def _module_of(load: Load) -> int | None:
 
 
 def _find_cupti() -> str:
-    """The libcupti that torch ships beside itself, else the toolkit's.  Raises cupti-unavailable."""
+    """Returns the path of libcupti from torch's `nvidia` packages, else from the CUDA toolkit.  Raises cupti-unavailable."""
     roots = [os.path.join(path, "**") for path in _package_paths("nvidia")]
     roots += [
         os.path.join(root, "extras", "CUPTI", "lib64") for root in filter(None, [os.environ.get("CUDA_HOME"), "/usr/local/cuda"])

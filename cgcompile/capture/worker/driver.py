@@ -1,4 +1,4 @@
-"""The CUDA driver as the recorder uses it: `check` for the tuples (error, value, ...) of cuda-bindings, and reads of memory."""
+"""Helpers for the CUDA driver: unpack the result tuples (error, value, ...) of cuda-bindings, and read and inspect memory."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ __all__ = ["allocation", "check", "driver", "inspect_pointer", "read_device", "s
 
 
 def succeeded(result: tuple[Any, ...]) -> bool:
-    """Whether a driver call succeeded."""
     return int(result[0]) == 0
 
 
 def check(result: tuple[Any, ...]) -> Any:
-    """The value of a driver call (None, one value, or a tuple of them).  Raises driver-call-failed."""
+    """Returns the value of a driver call: None, one value, or a tuple.  Raises driver-call-failed."""
     if int(result[0]):
         error, name = driver.cuGetErrorName(result[0])
         text = name.decode() if int(error) == 0 else str(result[0])
@@ -30,7 +29,7 @@ def check(result: tuple[Any, ...]) -> Any:
 
 
 def read_device(address: int, size: int) -> bytes:
-    """`size` bytes of device memory.  Raises driver-call-failed."""
+    """Copies `size` bytes of device memory to the host.  Raises driver-call-failed."""
     if not size:
         return b""
     data = bytearray(size)
@@ -40,13 +39,13 @@ def read_device(address: int, size: int) -> bytes:
 
 
 def allocation(address: int) -> tuple[int, int] | None:
-    """(start, bytes) of the device allocation that holds `address`, or None."""
+    """Returns (start, bytes) of the device allocation that contains `address`, or None."""
     result = driver.cuMemGetAddressRange(driver.CUdeviceptr(address))
     return (int(result[1]), int(result[2])) if succeeded(result) else None
 
 
 def inspect_pointer(address: int) -> Pointee | None:
-    """What the driver knows about an address: None when it is none, or not alive."""
+    """Returns the allocation that contains an address, or None if the driver knows no live one."""
     attribute = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE
     result = driver.cuPointerGetAttribute(attribute, driver.CUdeviceptr(address))
     if not succeeded(result):

@@ -1,6 +1,6 @@
-"""A captured graph, read node by node with the driver API: CUgraph -> raw rows.  What a bundle cannot hold is refused by name.
-Parameters come as an array of pointers or, for cuBLAS, as one packed buffer in the `extra` list.  Both become one packed
-block."""
+"""Reads a captured CUgraph node by node with the driver API, and refuses nodes and attributes that a bundle cannot hold.
+Kernel parameters are an array of pointers (`kernelParams`) or, for cuBLAS, one packed buffer in the `extra` list.  Both become one
+packed block."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ REFUSED = {
 """Kinds of node that a bundle cannot hold, with the reason."""
 
 FUNCTION_ATTRIBUTES = {8: 0, 9: -1, 14: 0, 15: 0}
-"""CUfunction_attribute -> default: dynamic shared memory, carve-out, non-portable cluster size, cluster scheduling policy."""
+"""CUfunction_attribute -> default, of: maximum dynamic shared memory, shared memory carve-out, non-portable cluster size allowed,
+cluster scheduling policy."""
 
 ATTRIBUTES: dict[int, Callable[[Any], tuple[int, int, int]]] = {
     2: lambda v: (v.cooperative, 0, 0),
@@ -60,10 +61,10 @@ ATTRIBUTES: dict[int, Callable[[Any], tuple[int, int, int]]] = {
     14: lambda v: (v.sharedMemCarveout, 0, 0),
     16: lambda v: (v.nvlinkUtilCentricScheduling, 0, 0),
 }
-"""CUlaunchAttributeID -> reader of its values.  Programmatic dependent launch is in the edges once a launch was captured.
+"""CUlaunchAttributeID -> function that reads its values.  In a captured graph, edges hold programmatic dependent launch.
 
-What a driver reports for an attribute that nobody set is not documented: the cluster scheduling policy reads 1 on driver 580.  So a
-value is recorded when it differs from that of a node just added with the same function."""
+CUDA does not document the value of an attribute that was not set: the cluster scheduling policy reads 1 on driver 580.  So a value
+is recorded only if it differs from that of a newly added node with the same parameters."""
 
 REFUSED_ATTRIBUTES: dict[int, tuple[str, Callable[[Any], int]]] = {
     1: ("an access policy window, which holds an address", lambda v: int(v.accessPolicyWindow.num_bytes)),
@@ -78,7 +79,7 @@ def walk_steps(
     modules: Mapping[int, tuple[str, ...]],
     functions: Callable[[str], frozenset[str]],
 ) -> tuple[tuple[RawRow, ...], tuple[RawEdge, ...], dict[str, int]]:
-    """The rows of a region, its edges, and the module handle of every image used; the rest as in `walk`."""
+    """Returns the rows of a region, its edges, and the CUmodule handle of every image used.  Parameters and errors: see `walk`."""
     used: dict[str, int] = {}
 
     def pieces(steps: Sequence[Step]) -> Iterator[Piece]:
@@ -93,8 +94,8 @@ def walk_steps(
                     yield from pieces(body)
                 yield (RawEnd(conditional=step.conditional),), ()
             else:
-                nodes, edges, theirs = walk(step.raw_cuda_graph(), key, addresses, modules, functions)
-                used.update(theirs)
+                nodes, edges, graph_images = walk(step.raw_cuda_graph(), key, addresses, modules, functions)
+                used.update(graph_images)
                 yield nodes, edges
 
     rows, edges = join(list(pieces(steps)))
@@ -110,9 +111,9 @@ def walk(
     name: str = "",
     lines: Mapping[int, str] = MappingProxyType({}),
 ) -> tuple[tuple[RawNode, ...], tuple[RawEdge, ...], dict[str, int]]:
-    """A CUgraph's nodes, edges (source, target, from_port, to_port, type), and the module handle of every image used.  `modules`
-    maps CUmodule handles to images (ImageLog.modules), `functions` an image to its kernels' names.  `name` is that of the graph in
-    messages, where it has no int_key; `lines` the file:line that made a node, by its handle.  Raises node-refused,
+    """Returns a CUgraph's nodes, its edges (source, target, from_port, to_port, type), and the CUmodule handle of every image used.
+    `modules`: CUmodule handle -> images (ImageLog.modules).  `functions`: image -> names of its kernels.  `name`: the graph's name
+    in messages, if it has no int_key.  `lines`: node handle -> the file:line that added it.  Raises node-refused,
     attribute-refused, copy-refused, image-unseen, parameters-unreadable."""
     handle = driver.CUgraph(graph)
     count = check(driver.cuGraphGetNodes(handle, 0))[1]
@@ -186,7 +187,7 @@ def _kernel(
 
 
 def _layout(function: Any) -> tuple[tuple[int, int], ...]:
-    """(offset, size) of every parameter: the driver answers until there is no further one."""
+    """Returns (offset, size) of every parameter.  cuFuncGetParamInfo fails after the last one."""
     layout: list[tuple[int, int]] = []
     while succeeded(info := driver.cuFuncGetParamInfo(function, len(layout))):
         layout.append((int(info[1]), int(info[2])))
@@ -224,12 +225,13 @@ def _function_attributes(function: Any) -> tuple[tuple[int, int], ...]:
 
 
 def _attributes(node: Any, params: Any, scratch: Any, where: str) -> tuple[tuple[int, tuple[int, int, int]], ...]:
-    """The attributes that differ from those of a node added to graph `scratch` with the same parameters."""
+    """Returns attributes that differ from those of a new node with the same parameters, which it adds to graph `scratch`.  Raises
+    attribute-refused."""
     plain = _values(check(driver.cuGraphAddKernelNode(scratch, [], 0, params)))
-    for number, (what, read) in REFUSED_ATTRIBUTES.items():
+    for number, (reason, read) in REFUSED_ATTRIBUTES.items():
         result = driver.cuGraphKernelNodeGetAttribute(node, driver.CUlaunchAttributeID(number))
         if succeeded(result) and read(result[1]):
-            raise ModelError("attribute-refused", f"{where} has launch attribute {number}: {what}")
+            raise ModelError("attribute-refused", f"{where} has launch attribute {number}: {reason}")
     return tuple((number, value) for number, value in _values(node).items() if value != plain.get(number))
 
 
@@ -262,8 +264,8 @@ def _memcpy(node: Any, where: str, key: IntKey, addresses: AddressMap) -> RawMem
         address = int(getattr(p, side + "Device")) + skipped
         word = Word(at=0, readings=addresses.readings(address, key))
         if not word.readings or addresses.ranges[word.readings[0].range].kind == "host":
-            what = "pinned host memory" if word.readings else "no live device memory of this graph"
-            raise ModelError("copy-refused", f"{where} copies {'from' if side == 'src' else 'to'} {address:#x}, which is {what}")
+            memory = "pinned host memory" if word.readings else "no live device memory of this graph"
+            raise ModelError("copy-refused", f"{where} copies {'from' if side == 'src' else 'to'} {address:#x}, which is {memory}")
         ends.append(word)
     shape = (p.WidthInBytes, p.Height, p.Depth, p.srcPitch, p.srcHeight, p.dstPitch, p.dstHeight)
     return RawMemcpy(source=ends[0], target=ends[1], shape=tuple(int(x) for x in shape))

@@ -1,6 +1,7 @@
-"""Inside a recorder process: load the program, place its memory, lower, warm up, capture every key.  Private torch interface:
-`torch._C._cuda_clearCublasWorkspaces` (2.11, 2.13).  cuBLAS workspaces live per handle and stream; without clearing them, a later
-key's graph would use a workspace in an earlier key's private pool."""
+"""Runs in a recorder process: loads the program, places its memory, lowers, warms up, and captures every key.
+
+Private torch interface: `torch._C._cuda_clearCublasWorkspaces` (2.11, 2.13).  torch keeps one cuBLAS workspace per handle and
+stream.  Without clearing them, a later key's graph would use a workspace in an earlier key's private pool."""
 
 from __future__ import annotations
 
@@ -42,18 +43,18 @@ from .steps import Steps
 from .weights import digests, on_host, upload
 
 Pool = tuple[int, int]
-"""torch's name of a private memory pool."""
+"""torch's id of a private memory pool."""
 
 WARMUPS = 3
 SHIFTS = (1 << 20, 34 << 20, 200 << 20)
-"""Allocations that a shifted process makes first, bytes: one for each size class of the driver's address space."""
+"""Sizes in bytes of allocations that shift this process's addresses: one for each size class of the driver's address space."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadedProgram:
-    """Loaded programs: `modules` by key compute with weights in the buffer `weights` and, those that they write to, in the buffer
-    `state`.  `first` are the values of state before anything ran, `digests` those of all weights.  `split` by key is the program on
-    the GPU where parts of it stay on the host, else it is empty."""
+    """The loaded programs.  `modules`: by key, using tensors in the buffers `weights` and `state` (weights that they write to).
+    `first`: initial values of state.  `digests`: digests of all weights.  `inputs`: the static inputs.  `split`: by key, programs
+    with host regions, on the GPU, instead of `modules`; empty without host regions.  `calls`: (example call, self-test call)."""
 
     request: Request
     split: Mapping[IntKey, torch.export.ExportedProgram]
@@ -67,25 +68,25 @@ class LoadedProgram:
 
     @property
     def buffers(self) -> dict[str, torch.Tensor]:
-        """The buffers of weights, by memory."""
+        """The buffers of weights, by name of their memory."""
         return {"weights": self.weights, "state": self.state}
 
     def tensor_of(self, row: Weight) -> torch.Tensor:
-        """Where a weight lies."""
+        """Returns a weight's tensor in its buffer."""
         buffer = self.state if row.memory == "state" else self.weights
         return tensor_at(buffer, row.offset, row.dtype, row.shape, row.strides)
 
     def restore(self) -> None:
-        """Puts back what all buffers that the program writes to held at first."""
+        """Resets state to its initial values."""
         for name, value in self.first.items():
             self.tensor_of(self.row(name)).copy_(value)
 
     def row(self, name: str) -> Weight:
-        """The row of a weight."""
+        """Returns the row of the weight called `name`."""
         return next(row for row in self.request.weights if row.name == name)
 
     def mutated(self) -> tuple[str, ...]:
-        """Names of the weights that no longer hold their first bytes; they are read again."""
+        """Returns names of weights whose bytes changed, and reads these weights from the file again."""
         now = digests(self.request.weights, self.buffers)
         changed = tuple([name for name, digest in now.items() if digest != self.digests[name]])
         upload(self.request.stored, [self.row(name) for name in changed], self.buffers)
@@ -94,9 +95,9 @@ class LoadedProgram:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Captured:
-    """A captured region, not yet run: number `region` of its key.  `steps` are one graph, or several with branches and loops among
-    them, all in the private pool `pool`.  `inputs` and `outputs` are the places of the tensors that it takes and makes; `kept` are
-    outputs of the program among them, whose memory nobody else gets."""
+    """A captured region, number `region` of its key, before any replay.  `steps`: one graph, or several with branches and loops
+    between them, all in the private pool `pool`.  `inputs`, `outputs`: places of its tensors.  `kept`: those outputs that are
+    outputs of the program; holding these tensors keeps their memory allocated."""
 
     key: IntKey
     region: int
@@ -108,14 +109,14 @@ class Captured:
 
 
 def settle() -> None:
-    """Collects garbage, and leaves all that is alive out of later collections: a program of 2000 nodes makes one last half a second
-    (two cores), and every part of a capture begins with one."""
+    """Collects garbage, and excludes all live objects from later collections.  Every part of a capture begins with a collection,
+    and with the objects of 2000 nodes each would take half a second (two cores)."""
     gc.collect()
     gc.freeze()
 
 
 def wake(processes: int) -> None:
-    """What takes time and needs no request: as many processes of the compiler's, and the GPU's context."""
+    """Starts `processes` compile processes of Inductor, and creates the CUDA context.  Neither needs a request."""
     start_compilers(processes)
     torch.cuda.init()
     torch.zeros(1, device="cuda")  # makes the context current for the driver calls below
@@ -123,7 +124,7 @@ def wake(processes: int) -> None:
 
 
 def load_program(request: Request) -> LoadedProgram:
-    """Place weights and static inputs, and load the programs of the keys to compute with them.  The host holds no weights."""
+    """Places weights and static inputs on the GPU, and loads the keys' programs with them.  No weight stays in host memory."""
     apply_settings(request.settings)
     if request.varying:
         choose_without_timing()
@@ -165,7 +166,7 @@ def load_program(request: Request) -> LoadedProgram:
 
 
 def fill_cache(loaded: LoadedProgram, key: IntKey, tell: Tell) -> None:
-    """Lower the program for a key and run it, so that the compile cache holds what it needs.  Raises lowering-failed."""
+    """Lowers and runs the program for a key, which fills the compile cache.  Raises lowering-failed."""
     if has_conditionals(loaded.modules[key]):
         tell(f"lowering {key}")
         leaves, _, _ = _placed(loaded, key)
@@ -176,7 +177,7 @@ def fill_cache(loaded: LoadedProgram, key: IntKey, tell: Tell) -> None:
 
 
 def _placed(loaded: LoadedProgram, key: IntKey) -> tuple[list[Any], TreeSpec, list[int]]:
-    """The example's flat arguments with tensors at their places, their structure, and the positions of the tensors."""
+    """Returns the example's flat arguments with tensors in the static inputs, their TreeSpec, and the tensors' positions."""
     leaves, spec = tree_flatten(loaded.calls[key][0])
     where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
     for i, tensor in zip(where, place_inputs([leaves[i] for i in where], loaded.inputs), strict=True):
@@ -185,8 +186,8 @@ def _placed(loaded: LoadedProgram, key: IntKey) -> tuple[list[Any], TreeSpec, li
 
 
 def warm_up(loaded: LoadedProgram, key: IntKey, tell: Tell) -> tuple[Callable[[], Any], tuple[torch.Tensor, ...]]:
-    """Lower the program for a key and run it on a side stream, each time on the example's values, although it may write to them.
-    Returns the call without arguments, and its static inputs, which hold these values again.  Raises lowering-failed."""
+    """Lowers the program for a key and runs it on a side stream.  Inputs and state that it writes to are reset after every run.
+    Returns a function that calls it without arguments, and its static inputs.  Raises lowering-failed."""
     tell(f"lowering {key}")
     leaves, spec, where = _placed(loaded, key)
     examples, static = tensors_of(loaded.calls[key][0]), [leaves[i] for i in where]
@@ -206,7 +207,7 @@ def warm_up(loaded: LoadedProgram, key: IntKey, tell: Tell) -> tuple[Callable[[]
 
 
 def run_warm(call: Callable[[], Any], where: str, level: str, restore: Callable[[], None] = lambda: None) -> None:
-    """Run a lowered program on a side stream, which compiles it; `restore` comes after every run.  Raises lowering-failed."""
+    """Runs a lowered program on a side stream, which compiles it.  Calls `restore` after every run.  Raises lowering-failed."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     try:
@@ -216,7 +217,7 @@ def run_warm(call: Callable[[], Any], where: str, level: str, restore: Callable[
                 restore()
     except BuildError as error:
         raise named(error.code, f"{where}: {error}", error.hint) from error
-    except Exception as error:  # a compiler may fail with any
+    except Exception as error:  # compilers raise many types
         failure = explain(error)
         raise ModelError("lowering-failed", f"{where}: {failure}", failure.hint(level)) from error
     torch.cuda.current_stream().wait_stream(stream)
@@ -224,7 +225,7 @@ def run_warm(call: Callable[[], Any], where: str, level: str, restore: Callable[
 
 
 def capture(loaded: LoadedProgram, key: IntKey, tell: Tell) -> Captured:
-    """Capture the program for a key into a private pool of its own.  Raises lowering-failed, not-capturable."""
+    """Captures the program for a key into a new private pool.  Raises lowering-failed, not-capturable."""
     result: Any
     if has_conditionals(loaded.modules[key]):
         tell(f"lowering and capturing {key}")
@@ -250,8 +251,8 @@ def capture(loaded: LoadedProgram, key: IntKey, tell: Tell) -> Captured:
 
 
 def capture_call(call: Callable[[], Any], where: str, pool: Any = None) -> tuple[torch.cuda.CUDAGraph, Any]:
-    """A captured graph of a call that ran before, and what the call returned.  `pool`: of an earlier graph, whose memory this one
-    may use as far as nothing holds it.  Raises not-capturable."""
+    """Captures a call that ran before.  Returns the graph and the call's result.  `pool`: the private pool of an earlier graph,
+    whose free blocks this one may use (default: a new pool).  Raises not-capturable."""
     gc.collect()
     torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()
@@ -268,8 +269,8 @@ def capture_call(call: Callable[[], Any], where: str, pool: Any = None) -> tuple
 def capture_conditionals(
     loaded: LoadedProgram, module: GraphModule, leaves: Sequence[Any], where: str, pool: Pool | None = None
 ) -> tuple[Steps, list[Any], Pool]:
-    """Captures a module that has branches or loops for its flat arguments; see `capture_blocks`.  `pool` as in `capture_call`, by
-    default one of its own, which is returned.  Raises lowering-failed, not-capturable."""
+    """Captures a module with branches or loops for its flat arguments; see `capture_blocks`.  `pool`: as in `capture_call`.
+    Returns the steps, the results, and the pool.  Raises lowering-failed, not-capturable."""
     pools = [pool]
 
     def keep(call: Callable[[], Any], part: str) -> tuple[torch.cuda.CUDAGraph, Any]:
@@ -289,8 +290,8 @@ def lower_conditionals(
     where: str,
     keep: Keep = lambda call, part: (None, call()),
 ) -> tuple[Steps, list[Any]]:
-    """Lowers and runs the straight parts of a module that has branches or loops, each for its own sizes; `keep` is as in
-    `capture_blocks`.  Raises lowering-failed."""
+    """Lowers and runs the straight parts of a module with branches or loops, each for its sizes.  `keep`: as in `capture_blocks`
+    (default: run the call without a capture).  Raises lowering-failed."""
     level, weights = loaded.request.level, loaded.weights
 
     def warm(call: Callable[[], Any], part: str, restore: Callable[[], None]) -> None:
@@ -303,11 +304,11 @@ def lower_conditionals(
 
 
 def _first_line(error: BaseException) -> str:
-    """The error's first line, and that of what caused it."""
-    said: list[str] = []
+    """Returns the first lines of the error and of its causes, at most three."""
+    texts: list[str] = []
     cause: BaseException | None = error
-    while cause is not None and len(said) < 3:
+    while cause is not None and len(texts) < 3:
         lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
-        said.append(f"{type(cause).__name__}: {lines[0] if lines else ''}")
+        texts.append(f"{type(cause).__name__}: {lines[0] if lines else ''}")
         cause = cause.__cause__
-    return "; caused by ".join(said)
+    return "; caused by ".join(texts)

@@ -1,6 +1,6 @@
-"""A recorder process, which a fork server starts (util/fork_server.py): its role is the argument.  The path of a pickled `Request`
-is a line of its requests, by which it loads the program; a second line lets it begin.  Progress and DONE are lines of its answers.
-CUPTI must subscribe before CUDA starts: the server has imported torch, and leaves CUDA alone."""
+"""The main function of a recorder process, which a fork server starts (util/fork_server.py).  It reads the path of a pickled
+`Request` as a line from `requests` and loads the program.  A second line starts the work.  It writes progress and DONE as lines to
+`answers`.  CUPTI must subscribe before CUDA starts; the fork server has imported torch without initializing CUDA."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ import_compiler()
 
 
 def main(argument: str, requests: IO[str], answers: IO[str]) -> None:
-    """Answers requests: writes (result, None), or (None, a refusal as (code, message, hint)), to the request's file.  A result is a
-    Take, or nothing for the role that fills the compile cache.  `argument`: the role, and how many processes Inductor may start."""
+    """Handles requests: writes (result, None), or (None, (code, message, hint)) for an error, to the request's file.  The result
+    is a Take for role RECORD, else None.  `argument`: the role, and how many compile processes Inductor may start."""
     role, processes = argument.split()
     log = ImageLog() if role == RECORD else None
 
@@ -28,7 +28,7 @@ def main(argument: str, requests: IO[str], answers: IO[str]) -> None:
         print(f"+ {text}", file=answers, flush=True)
 
     wake(int(processes))
-    if log is None:  # what records gives the GPU's memory back as soon as it can
+    if log is None:  # recorders collect as usual, so that they free GPU memory early
         collect_seldom()
     for line in requests:
         tell("loading the program")

@@ -1,6 +1,7 @@
-"""Module state: variables of the kernel images used that kernels can write, or that no longer hold their initial bytes; every data
-symbol is compared.  A library may set one before its first launch: cuFFT's `lut_sp` points to a table that cuFFT allocated.  A
-module loaded afresh would hold the initial bytes instead, and one that sessions share would let them write to the same variable."""
+"""Finds module state: variables of kernel images that kernels can write, or that differ from their initial bytes in the image.
+
+A library may set a variable before its first launch: cuFFT's `lut_sp` points to a table that cuFFT allocated.  A newly loaded
+module has the initial bytes instead.  Sessions that share a module would write to the same variable."""
 
 from __future__ import annotations
 
@@ -13,25 +14,25 @@ from .address_map import AddressMap
 from .driver import allocation, driver, read_device, succeeded
 
 SECTIONS = (".nv.global", ".nv.constant")
-"""Sections of module variables; symbols elsewhere (shared memory) hold nothing between launches."""
+"""Sections of module variables.  Symbols in other sections (shared memory) keep no contents between launches."""
 
 LIBRARIES = ("4cuda3std", "6thrust")
-"""Namespaces of libcu++ and Thrust, as names of symbols spell them.  PyTorch's own kernels carry dozens of their tags and function
-objects (`cuda::std::ranges::swap`), which are of empty classes: one byte that nobody reads or writes."""
+"""Mangled namespaces of libcu++ and Thrust.  PyTorch's kernels contain dozens of their tags and function objects
+(`cuda::std::ranges::swap`).  These are objects of empty classes: one byte that no kernel reads or writes."""
 
 
 def kept_variables(modules: Mapping[str, int], cubins: Mapping[str, Cubin], addresses: AddressMap) -> tuple[RawModuleState, ...]:
-    """The variables of the images in `modules` (image -> CUmodule handle) that were changed, or that kernels can write, sorted: one
-    that they bring back to zero, such as a counter of finished blocks, looks unchanged.
+    """Returns the changed or writable variables of the images in `modules` (image -> CUmodule handle), sorted.  A writable variable
+    may look unchanged: kernels reset some to zero, such as a counter of finished blocks.
 
-    A symbol without a handle is read at its distance from one of its section, if that lies in the same allocation: an address
-    outside could be host memory.  Raises module-state-unreadable when a section that kernels can write has no handle at all.
+    cuModuleGetGlobal finds no handle for some symbols.  Such a symbol is read at its offset from another one of its section, if it
+    lies in the same allocation.  Raises module-state-unreadable if it can be read nowhere and is writable, or if it was changed.
     """
     states: list[RawModuleState] = []
     for image, module in sorted(modules.items()):
         handles: dict[str, int] = {}
         starts: dict[str, tuple[int, int, int]] = {}
-        lost: list[str] = []
+        missing: list[str] = []
         variables = [s for s in cubins[image].data if s.section.startswith(SECTIONS) and not _is_empty_object(s)]
         for symbol in variables:
             result = driver.cuModuleGetGlobal(driver.CUmodule(module), symbol.name.encode())
@@ -47,21 +48,21 @@ def kept_variables(modules: Mapping[str, int], cubins: Mapping[str, Cubin], addr
                 if low <= start + symbol.value <= high - len(symbol.initial):
                     address = start + symbol.value
             if address is None:
-                lost += [symbol.name] if symbol.section == WRITABLE else []
+                missing += [symbol.name] if symbol.section == WRITABLE else []
                 continue
             contents = read_device(address, len(symbol.initial))
             if contents == symbol.initial and (symbol.section != WRITABLE or symbol.name not in handles):
-                continue  # without a handle: another one of its section has one, and is kept
+                continue  # unchanged; if writable, another variable of its section has a handle, and is kept
             if symbol.name not in handles:
                 raise BuildError(
                     "module-state-unreadable",
                     f"image {image[:12]}: variable {symbol.name} was changed, and has no handle to restore it by",
                 )
             states.append(RawModuleState(image=image, symbol=symbol.name, block=addresses.block(contents, None)))
-        if lost:
+        if missing:
             raise BuildError(
                 "module-state-unreadable",
-                f"image {image[:12]}: {len(lost)} variables that kernels can write have no handle: {', '.join(lost[:3])}",
+                f"image {image[:12]}: {len(missing)} variables that kernels can write have no handle: {', '.join(missing[:3])}",
             )
     return tuple(sorted(states, key=lambda s: (s.image, s.symbol)))
 

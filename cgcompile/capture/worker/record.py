@@ -1,5 +1,5 @@
-"""Inside a recorder process: everything that one process has to say about its captured graphs, as plain data.  Every graph, table
-and module variable is read before any graph runs: replays, for the self-test, change them."""
+"""Runs in a recorder process: captures every key and collects the graphs as a Take.  It reads every graph, table and module
+variable before any graph runs, because the self-test's replays change them."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ __all__ = ["fill_compile_cache", "load_program", "record", "wake"]
 
 
 def fill_compile_cache(request: Request, loaded: LoadedProgram, tell: Tell) -> None:
-    """Lower and run the keys once, so that the compile cache holds what the recorders need.  Raises lowering-failed."""
+    """Lowers and runs every key of the request, which fills the compile cache for the recorders.  Raises lowering-failed."""
     for key in request.keys:
         if request.placements:
             warm_up_regions(loaded, key, tell)
@@ -58,7 +58,8 @@ def fill_compile_cache(request: Request, loaded: LoadedProgram, tell: Tell) -> N
 
 
 def record(request: Request, loaded: LoadedProgram, log: ImageLog, tell: Tell) -> Take:
-    """Capture every key and say everything about it.  Raises what `capture`, `walk`, `kept_variables` and `_examine` do."""
+    """Captures every key, reads the graphs, and replays the self-test.  Raises what `capture`, `walk`, `kept_variables` and
+    `_examine` do."""
     captured_of = capture_regions if request.placements else lambda *arguments: (capture(*arguments),)
     captured: list[Captured] = []
     for key in request.keys:
@@ -80,8 +81,8 @@ def record(request: Request, loaded: LoadedProgram, log: ImageLog, tell: Tell) -
     graphs: list[RawGraph] = []
     used: dict[str, int] = {}
     for item in captured:
-        nodes, edges, theirs = walk_steps(item.steps, item.key, addresses, modules, functions_of)
-        used |= theirs
+        nodes, edges, graph_images = walk_steps(item.steps, item.key, addresses, modules, functions_of)
+        used |= graph_images
         sides = [tuple(_value(t, item, addresses) for t in tensors) for tensors in (item.inputs, item.outputs)]
         graphs.append(RawGraph(key=item.key, region=item.region, nodes=nodes, edges=edges, inputs=sides[0], outputs=sides[1]))
     states = kept_variables(used, {image: cubin(image) for image in used}, addresses)
@@ -103,14 +104,14 @@ def record(request: Request, loaded: LoadedProgram, log: ImageLog, tell: Tell) -
 
 
 def _memory(loaded: LoadedProgram, captured: Sequence[Captured]) -> tuple[list[Range], list[tuple[int, int]]]:
-    """The known ranges, weights and inputs first, and all segments that torch holds, as (start, bytes)."""
+    """Returns the ranges of this process, weights, inputs and state first, and all of torch's segments as (start, bytes)."""
     keys = {tuple(item.pool): item.key for item in captured}
     ranges = [
         Range(kind="weights", start=loaded.weights.data_ptr(), size=loaded.weights.numel()),
         Range(kind="inputs", start=loaded.inputs.data_ptr(), size=loaded.inputs.numel()),
         Range(kind="state", start=loaded.state.data_ptr(), size=loaded.state.numel()),
     ]
-    ours = {piece.start for piece in ranges}
+    buffer_starts = {piece.start for piece in ranges}
     segments = torch.cuda.memory_snapshot()
     for segment in segments:
         key = keys.get(tuple(segment["segment_pool_id"]))
@@ -119,7 +120,7 @@ def _memory(loaded: LoadedProgram, captured: Sequence[Captured]) -> tuple[list[R
             continue
         start = segment["address"]
         for block in segment["blocks"]:
-            if block["state"] == "active_allocated" and start not in ours:
+            if block["state"] == "active_allocated" and start not in buffer_starts:
                 ranges.append(Range(kind="torch", start=start, size=block["size"]))
             start += block["size"]
     return ranges, [(segment["address"], segment["total_size"]) for segment in segments]
@@ -131,7 +132,7 @@ def _value(spot: TensorPlace, item: Captured, addresses: AddressMap) -> RawValue
 
 
 def _filled(addresses: AddressMap, graphs: Sequence[RawGraph], states: Sequence[RawModuleState]) -> tuple[Range, ...]:
-    """The ranges, with contents and addresses where a graph or a variable refers to one outside the program's memory."""
+    """Returns the ranges.  Those outside the program's memory that a graph or variable refers to have `contents` and `words`."""
     words: list[Word] = [word for state in states for word in state.block.words]
     for graph in graphs:
         words += [value.place for value in (*graph.inputs, *graph.outputs)]
@@ -150,13 +151,12 @@ def _filled(addresses: AddressMap, graphs: Sequence[RawGraph], states: Sequence[
 
 
 AGAIN = 3
-"""More replays of the self-test: atomic additions of a few numbers often come in the same order twice (SchNet with 4 atoms)."""
+"""Further replays of the self-test: one is too few, since a few atomic additions often run in the same order (SchNet, 4 atoms)."""
 
 
 def _examine(loaded: LoadedProgram, key: IntKey, items: Sequence[Captured]) -> RawSelfTest:
-    """Replay the graphs of a key on the fresh call, from the original weights, and compare with eager PyTorch.  Raises
-    random-operation when torch's generator advanced, input-mutated when a static input changed that the program is not known to
-    write to."""
+    """Replays the graphs of a key on the self-test's call, from the initial state, and compares with eager PyTorch.  Raises
+    random-operation if torch's CUDA generator advanced, and input-mutated if an input not in `Request.written` changed."""
     fresh = loaded.calls[key][1]
     values = tensors_of(fresh)
     opened = open_regions(loaded, key) if loaded.split else None
@@ -182,25 +182,25 @@ def _examine(loaded: LoadedProgram, key: IntKey, items: Sequence[Captured]) -> R
     for i, (static, value) in enumerate(zip(inputs, values, strict=True)):
         if i not in loaded.request.written[key] and row_major(static) != row_major(value):
             raise ModelError("input-mutated", f"int_key {key}: the program changes tensor {i} of its inputs")
-    changed = [inputs[i] for i in loaded.request.written[key]]
-    outputs, written = tuple(row_major(t) for t in replay_outputs), tuple(row_major(t) for t in changed)
+    mutated_inputs = [inputs[i] for i in loaded.request.written[key]]
+    outputs, written = tuple(row_major(t) for t in replay_outputs), tuple(row_major(t) for t in mutated_inputs)
     rows = [row for row in loaded.request.weights if row.memory == "state"]
     state = tuple([(row.name, *_changed(loaded, row)) for row in rows])
-    kept = [t.clone() for t in (*replay_outputs, *changed, *map(loaded.tensor_of, rows))]  # an output may be state itself
+    results = [t.clone() for t in (*replay_outputs, *mutated_inputs, *map(loaded.tensor_of, rows))]  # outputs may alias state
     steady = True
     for _ in range(AGAIN):
         loaded.restore()
-        others = [replayed() for _ in calls][-1]
-        now = (*others, *changed, *map(loaded.tensor_of, rows))
-        steady = steady and all(same_bits(one, two) for one, two in zip(kept, now, strict=True))
+        outputs_again = [replayed() for _ in calls][-1]
+        repeated = (*outputs_again, *mutated_inputs, *map(loaded.tensor_of, rows))
+        steady = steady and all(same_bits(one, two) for one, two in zip(results, repeated, strict=True))
     run = partial(_eager, loaded, key, rows)
     eager = run().left
-    differences = tuple([compare(want.to(got.device), got) for got, want in zip(kept, eager, strict=True)])
+    differences = tuple([compare(expected.to(actual.device), actual) for actual, expected in zip(results, eager, strict=True)])
     bounds = loaded.request.bounds.get(key, ())
     indices: tuple[tuple[int, int], ...] = ()
     if any(difference.error > bound.bound for difference, bound in zip(differences, bounds, strict=False)):
         del eager
-        seen = Seen(calls=(*calls[:-1], tuple(kept[: len(replay_outputs)])), left=tuple(kept))
+        seen = Seen(calls=(*calls[:-1], tuple(results[: len(replay_outputs)])), left=tuple(results))
         verdict = judged(run, seen, bounds, loaded.request.floors[key])
         if verdict:
             differences, indices = verdict.differences, verdict.indices
@@ -211,7 +211,7 @@ def _examine(loaded: LoadedProgram, key: IntKey, items: Sequence[Captured]) -> R
 
 
 def _changed(loaded: LoadedProgram, row: Weight) -> tuple[bytes, bytes]:
-    """What calls changed in a row of state, as in ReplayedBytes: found on the GPU, since state may be most of its memory."""
+    """Returns the changes of a state buffer since the start, as in ReplayedBytes.  Compares on the GPU: state may be large."""
     first, now = [tensor.as_strided((tensor.numel(),), (1,)) for tensor in (loaded.first[row.name], loaded.tensor_of(row))]
     runs, elements = changes(first, now)
     return row_major(runs), row_major(elements)
@@ -224,8 +224,8 @@ def _replay(item: Captured) -> tuple[torch.Tensor, ...]:
 
 
 def _eager(loaded: LoadedProgram, key: IntKey, rows: Sequence[Weight]) -> Seen:
-    """What eager PyTorch gives for a key's fresh call, from the first state on: outputs, the inputs that it writes to, and the
-    `rows` of state, on the GPU; of programs of several regions, outputs of the host's are on the CPU."""
+    """Runs the self-test's call in eager PyTorch from the initial state.  Returns outputs, mutated inputs, and the state of `rows`,
+    on the GPU; outputs of host regions are on the CPU."""
     loaded.restore()
     opened = open_regions(loaded, key) if loaded.split else None
     calls = []
@@ -234,6 +234,6 @@ def _eager(loaded: LoadedProgram, key: IntKey, rows: Sequence[Weight]) -> Seen:
         tensors = tensors_of((args, kwargs))
         with torch.no_grad():
             outputs = list(eager_regions(opened, tensors)) if opened else tensors_of(loaded.modules[key](*args, **kwargs))
-        calls.append(tuple([t.clone() for t in outputs]))  # an output may be state itself
+        calls.append(tuple([t.clone() for t in outputs]))  # outputs may alias state
     written = [tensors[i] for i in loaded.request.written[key]]
     return Seen(calls=tuple(calls), left=(*calls[-1], *written, *[loaded.tensor_of(row).clone() for row in rows]))

@@ -1,6 +1,7 @@
-"""Inside a recorder process: a program of several regions, for one key.  Graph regions share one private pool, so that torch's
-allocator plans their arena; a value that a later region reads keeps its memory.  Between them host regions, compiled in the bundle,
-run in eager PyTorch on the CPU.  Inputs of a region hold what eager PyTorch computes, because kernels may use them as indices."""
+"""Runs in a recorder process: captures and replays a program of several regions, for one key.  Graph regions share one private
+pool, so that torch's allocator plans their arena; a value that a later region reads keeps its memory.  Host regions, which are
+compiled code in the bundle, run here in eager PyTorch on the CPU.  The inputs of a region hold the values that eager PyTorch
+computes, because kernels may use them as indices."""
 
 from __future__ import annotations
 
@@ -29,8 +30,8 @@ RunGraph = Callable[[RegionModule, list[torch.Tensor]], Sequence[torch.Tensor]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OpenedRegions:
-    """The regions of a key: graphs on the GPU, host regions on the CPU.  `static`: the call's inputs; `uploads`: where what the
-    host makes is put, by name; `state`: the buffers that regions write to, or that the host is given, by their placeholders."""
+    """The regions of a key: graphs on the GPU, host regions on the CPU.  `static`: the call's inputs.  `uploads`: by name, GPU
+    tensors for the results of host regions.  `state`: the buffers in memory `state`, by the names of their placeholders."""
 
     partition: Partition
     regions: tuple[RegionModule, ...]
@@ -39,13 +40,13 @@ class OpenedRegions:
     state: dict[str, torch.Tensor]
 
     def written(self, region: RegionModule) -> list[torch.Tensor]:
-        """What a region writes to and outlives the call."""
-        lasting = {**dict(zip(self.partition.inputs, self.static, strict=True)), **self.state}
-        return [lasting[name] for name in region.planned.written]
+        """Returns the call's inputs and state buffers that a region writes to."""
+        tensors = {**dict(zip(self.partition.inputs, self.static, strict=True)), **self.state}
+        return [tensors[name] for name in region.planned.written]
 
 
 def open_regions(loaded: LoadedProgram, key: IntKey) -> OpenedRegions:
-    """The regions of a key, with weights and inputs in their places."""
+    """Splits the program of a key into regions that use the placed weights and inputs."""
     program = loaded.split[key]
     planned = partition(program, loaded.request.placements[key])
     static = tuple(place_inputs(tensors_of(loaded.calls[key][0]), loaded.inputs))
@@ -63,8 +64,7 @@ def open_regions(loaded: LoadedProgram, key: IntKey) -> OpenedRegions:
 
 
 def warm_up_regions(loaded: LoadedProgram, key: IntKey, tell: Tell) -> None:
-    """Lower the graph regions of a key and run them, so that the compile cache holds what they need; state is put back.  Raises
-    lowering-failed."""
+    """Lowers and runs the graph regions of a key, which fills the compile cache, and resets state.  Raises lowering-failed."""
     opened = open_regions(loaded, key)
 
     def run(region: RegionModule, region_inputs: list[torch.Tensor]) -> Sequence[torch.Tensor]:
@@ -80,9 +80,9 @@ def warm_up_regions(loaded: LoadedProgram, key: IntKey, tell: Tell) -> None:
 
 
 def capture_regions(loaded: LoadedProgram, key: IntKey, tell: Tell) -> tuple[Captured, ...]:
-    """Capture the graph regions of a key, in order; state is put back.  Raises lowering-failed, not-capturable."""
+    """Captures the graph regions of a key, in order, and resets state.  Raises lowering-failed, not-capturable."""
     opened = open_regions(loaded, key)
-    last = {name: place for place, region in enumerate(opened.regions) for name in region.planned.inputs}
+    last_use = {name: place for place, region in enumerate(opened.regions) for name in region.planned.inputs}
     values: Values = {}
     captured: list[Captured] = []
 
@@ -107,7 +107,7 @@ def capture_regions(loaded: LoadedProgram, key: IntKey, tell: Tell) -> tuple[Cap
         return graph_outputs
 
     def forget(done: int) -> None:
-        for name in [name for name, place in last.items() if place == done and name not in opened.partition.outputs]:
+        for name in [name for name, place in last_use.items() if place == done and name not in opened.partition.outputs]:
             values.pop(name, None)
 
     _run_all(opened, capture, values, forget)
@@ -116,18 +116,19 @@ def capture_regions(loaded: LoadedProgram, key: IntKey, tell: Tell) -> tuple[Cap
 
 
 def replay_regions(opened: OpenedRegions, captured: Sequence[Captured]) -> tuple[torch.Tensor, ...]:
-    """Replay the graphs of a key, instantiated before, with the host regions between them; returns the outputs of the call."""
+    """Replays the instantiated graphs of a key, and runs the host regions between them.  Returns the outputs of the call."""
     graphs = iter(captured)
-    kept: Values = {}
+    call_outputs: Values = {}
 
     def replay(region: RegionModule, region_inputs: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         item = next(graphs)
         replay_steps(item.steps)
         torch.cuda.synchronize()
         names = [name for name in region.planned.outputs if name in opened.partition.outputs]
-        kept.update(zip(names, item.kept, strict=True))
+        call_outputs.update(zip(names, item.kept, strict=True))
         return [
-            kept[name] if name in kept else _here(spot) for name, spot in zip(region.planned.outputs, item.outputs, strict=True)
+            call_outputs[name] if name in call_outputs else _host_view(spot)
+            for name, spot in zip(region.planned.outputs, item.outputs, strict=True)
         ]
 
     values = _run_all(opened, replay)
@@ -135,7 +136,7 @@ def replay_regions(opened: OpenedRegions, captured: Sequence[Captured]) -> tuple
 
 
 def eager_regions(opened: OpenedRegions, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """What eager PyTorch gives for other inputs, on the GPU: graphs run there, and host regions on the CPU."""
+    """Runs all regions in eager PyTorch on `inputs`: graph regions on the GPU, host regions on the CPU.  Returns the outputs."""
 
     def run(region: RegionModule, region_inputs: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         with torch.no_grad():
@@ -146,8 +147,8 @@ def eager_regions(opened: OpenedRegions, inputs: Sequence[torch.Tensor]) -> tupl
     return tuple([values[name] for name in opened.partition.outputs])
 
 
-def _here(spot: TensorPlace) -> torch.Tensor:
-    """A tensor between two regions: only the host reads it through this, and what the host reads is dense."""
+def _host_view(spot: TensorPlace) -> torch.Tensor:
+    """Returns a graph's output for a host region.  Host regions read only dense tensors; other outputs become an empty tensor."""
     dense = spot.strides == dense_strides(spot.shape, spot.strides)
     return spot.tensor() if dense else torch.empty(0, device="cuda")
 
@@ -155,7 +156,7 @@ def _here(spot: TensorPlace) -> torch.Tensor:
 def _run_all(
     opened: OpenedRegions, run_graph: RunGraph, values: Values | None = None, forget: Callable[[int], None] = lambda done: None
 ) -> Values:
-    """Run all regions in order, graphs by `run_graph`; `forget` is told the position of each that is done.  Returns the values."""
+    """Runs all regions in order, graphs with `run_graph`; calls `forget` with each finished position.  Returns values by name."""
     values = {} if values is None else values
     values.update(zip(opened.partition.inputs, opened.static, strict=True))
     values.update({name: opened.state[name] for name in opened.partition.state})
@@ -186,7 +187,7 @@ def _lowered(
     written: Sequence[torch.Tensor],
     tell: Tell,
 ) -> Callable[[], Any]:
-    """The call of a region, lowered; `written`, what it writes to, holds what it held before."""
+    """Lowers and warms up a region, and returns a function that calls it.  The tensors `written` are reset after every run."""
     tell(f"lowering {key}, {region.planned.name}")
     lowered = lower(region.module, loaded.request.level, loaded.request.specialize)
 

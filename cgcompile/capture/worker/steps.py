@@ -1,5 +1,5 @@
-"""What was captured of a region: graphs, and between them the conditions, branches and loops that their nodes will be in one graph.
-A recorder process follows them as the host does, which is what the graph will be held to."""
+"""The captured steps of a region: graphs, and between them conditions, branches and loops.  The bundle joins them into one graph.
+A recorder process replays them with host control flow, as the reference for that graph."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ...targets.cuda.tensors import TensorPlace
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SetCondition:
-    """The byte there becomes the condition of branch or loop number `conditional`."""
+    """Sets the condition of branch or loop number `conditional` to a byte of a tensor."""
 
     conditional: int
     byte: TensorPlace
@@ -22,7 +22,7 @@ class SetCondition:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Conditional:
-    """A branch or a loop, `type` as in ConditionalNode, and what its bodies do."""
+    """A branch or a loop with the steps of its bodies.  `type`: as in ConditionalNode."""
 
     conditional: int
     type: str
@@ -34,7 +34,7 @@ Steps: TypeAlias = tuple[Step, ...]
 
 
 def graphs(steps: Sequence[Step]) -> Iterator[torch.cuda.CUDAGraph]:
-    """All graphs, those of bodies too."""
+    """Yields all graphs, also those in bodies."""
     for step in steps:
         if isinstance(step, Conditional):
             for body in step.bodies:
@@ -44,7 +44,7 @@ def graphs(steps: Sequence[Step]) -> Iterator[torch.cuda.CUDAGraph]:
 
 
 def replay(steps: Sequence[Step]) -> None:
-    """Runs instantiated graphs in order; where a condition is set, the host waits for it."""
+    """Replays instantiated graphs in order.  The host waits for every condition."""
     _replay(steps, {})
 
 
@@ -63,5 +63,5 @@ def _replay(steps: Sequence[Step], conditions: dict[int, int]) -> None:
 
 
 def condition(byte: TensorPlace) -> int:
-    """The byte, which is an element of a tensor of the GPU."""
+    """Reads the condition byte from the GPU."""
     return int(byte.tensor().item())

@@ -1,1 +1,1 @@
-"""Operations on tensors whose sizes depend on data, at sizes that hold any selection."""
+"""Computes tensors whose sizes depend on data at a fixed upper bound: padded tensors with a count of their valid elements."""

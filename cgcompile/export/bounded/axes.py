@@ -1,4 +1,4 @@
-"""Axes of a bounded size: which of a tensor's axes have one, and how many of their elements count.
+"""Axes whose size depends on data: finds them in a tensor, and stores how many elements along each axis are valid.
 
 Private interface (torch 2.11, 2.13): `torch.fx.experimental.symbolic_shapes.free_unbacked_symbols`, `SymInt.node.expr`, and
 `ShapeEnv.bound_sympy`.
@@ -17,23 +17,23 @@ from torch.utils._pytree import tree_leaves
 
 
 class Unsupported(Exception):
-    """An operation that is not known to keep the elements behind the true sizes apart from the others."""
+    """An operation that may mix padding into valid elements.  Padding are the elements after the true size of an axis."""
 
 
 def data_size(size: Any) -> Any:
-    """The expression of a size that depends on data, None for another."""
+    """Returns the expression of a size that depends on data, or None for another size."""
     return size.node.expr if isinstance(size, torch.SymInt) and free_unbacked_symbols(size) else None
 
 
 def axes_of(value: Any) -> dict[int, Any]:
-    """The axes of a tensor whose size depends on data: axis -> expression."""
+    """Returns the axes of a tensor whose sizes depend on data: axis -> expression."""
     if not isinstance(value, Tensor):
         return {}
     return {axis: expr for axis, size in enumerate(value.shape) if (expr := data_size(size)) is not None}
 
 
 def node_axes(node: Any) -> dict[int, Any]:
-    """`axes_of` the value that a node has in the exported program; of what is no node none."""
+    """Returns `axes_of` a node's value in the exported program; {} for anything but a node."""
     return axes_of(node.meta.get("val")) if isinstance(node, Node) else {}
 
 
@@ -44,7 +44,7 @@ def depends(node: Node) -> bool:
 
 
 class Counts:
-    """The true sizes of axes, as tensors: int64 of no axes, by the expressions that the exported program has for them."""
+    """The true sizes of axes (counts) as int64 scalar tensors, by their expressions in the exported program."""
 
     def __init__(self) -> None:
         self._known: dict[Any, Tensor] = {}
@@ -52,8 +52,8 @@ class Counts:
         self._wholes: dict[Any, Any] = {}
 
     def define(self, expr: Any, count: Tensor, bound: Any, whole: Any = None) -> None:
-        """A new size, `bound` at the most; `whole`: the size that it is a part of.  Raises Unsupported where another operation has
-        it already: that they agree is a promise of the data."""
+        """Adds a size of at most `bound`.  `whole`: a size that it cannot exceed.  Raises Unsupported if another operation defined
+        it: only the data could guarantee that both counts are equal."""
         if expr in self._known or not expr.is_Symbol:
             raise Unsupported(f"the size {expr} is that of two selections")
         self._known[expr], self._bounds[expr] = count, bound
@@ -61,16 +61,16 @@ class Counts:
             self._wholes[expr] = whole
 
     def same(self, expr: Any, other: Any) -> None:
-        """A new size that is another one, which is known.  Raises Unsupported as `define` does."""
+        """Adds a size that equals a defined one.  Raises Unsupported as `define` does."""
         self.define(expr, self.of(other), self._bounds.get(other), self._wholes.get(other))
 
     def lowest(self, low: Mapping[Any, int]) -> dict[Any, int]:
-        """The smallest values of sizes, where those of some are known: of all that have the same count."""
-        known = [(self._known[expr], value) for expr, value in low.items() if expr in self._known]
-        return {expr: max((value for other, value in known if other is count), default=0) for expr, count in self._known.items()}
+        """Returns the smallest value of every size.  `low`: smallest values of some sizes, valid for all with the same count."""
+        pairs = [(self._known[expr], value) for expr, value in low.items() if expr in self._known]
+        return {expr: max((value for other, value in pairs if other is count), default=0) for expr, count in self._known.items()}
 
     def part_of(self, part: Any, whole: Any) -> bool:
-        """Whether a size is surely no larger than another one: so many of these elements are selected."""
+        """Whether `part` cannot exceed `whole`, because it counts a selection from `whole` elements."""
         if type(part).__name__ == "Min":
             return any(self.part_of(least, whole) for least in part.args)
         while part != whole:
@@ -80,7 +80,7 @@ class Counts:
         return True
 
     def holds(self, condition: Any) -> bool:
-        """Whether a condition, an expression, is so of a size whatever is selected: it is no less than 0, and no more than fits."""
+        """Whether a condition (an expression) is true for every selection: a count is at least 0, and at most its bound."""
         kind = type(condition).__name__
         if kind == "Equality":
             try:
@@ -97,15 +97,15 @@ class Counts:
         return low in self._bounds and bool(high.is_Integer and _largest(self._bounds[low]) <= high)
 
     def knows(self, expr: Any) -> bool:
-        """Whether all that an expression is made of is known."""
+        """Whether all symbols of an expression are defined."""
         return bool(expr.free_symbols <= self._symbols())
 
     def is_count(self, expr: Any, count: Tensor) -> bool:
-        """Whether this is the count that an expression stands for."""
+        """Whether `count` is the tensor that is stored for an expression."""
         return self._known.get(expr) is count
 
     def of(self, expr: Any) -> Tensor:
-        """The count that an expression stands for.  Raises Unsupported for what is not made of known ones."""
+        """Returns the count of an expression, computed from defined sizes.  Raises Unsupported if that is not possible."""
         if expr not in self._known:
             self._known[expr] = self._computed(expr)
         return self._known[expr]
@@ -132,7 +132,7 @@ class Counts:
         return {expr for expr in self._known if expr.is_Symbol}
 
     def valid(self, value: Tensor, axes: dict[int, Any]) -> Tensor | None:
-        """Which elements of a padded tensor count: a mask of as many axes, to be broadcast; None where all do."""
+        """Returns the mask of a padded tensor's valid elements, with as many axes, for broadcasting; None if all are valid."""
         mask = None
         for axis, expr in axes.items():
             rows = torch.arange(value.shape[axis], device=value.device) < self.of(expr)
@@ -141,7 +141,7 @@ class Counts:
         return mask
 
     def masked(self, value: Tensor, axes: dict[int, Any], filling: float = 0) -> Tensor:
-        """A padded tensor with `filling` where no element counts."""
+        """Returns a padded tensor with `filling` in the padding."""
         valid = self.valid(value, axes)
         return (
             value if valid is None else torch.where(valid, value, torch.full((), filling, dtype=value.dtype, device=value.device))
@@ -149,12 +149,12 @@ class Counts:
 
 
 def _largest(size: Any) -> Any:
-    """The largest value of a size in the range that the export has for its dimensions."""
+    """Returns the largest value of a size for the export's ranges of its symbols."""
     return size.node.shape_env.bound_sympy(size.node.expr).upper if isinstance(size, torch.SymInt) else size
 
 
 def leading(shape: Sequence[Any], axis: int) -> Any:
-    """The product of the sizes before an axis."""
+    """Returns the product of the sizes before an axis."""
     product: Any = 1
     for size in shape[:axis]:
         product = product * size

@@ -1,8 +1,8 @@
-"""A functional program of one way, in which rows are selected, computed with, and put back, at fixed sizes: a branch can hold it.
+"""Rewrites the functional program of one path to fixed sizes, so that a branch can hold it.
 
-`if mask.any(): y[mask] = f(x[mask])` needs no size that depends on data: `f` runs on as many rows as a mask can select, and those
-that count go back.  A result of selected rows is filled up with zeros, and its true size is one more result.  Where something else
-follows from selected rows, the program stays as it is.
+`if mask.any(): y[mask] = f(x[mask])` needs no size that depends on data.  `f` runs on as many rows as the mask has, and only the
+selected rows are written back.  A result of selected rows is padded with zeros, and its true size becomes a further result.  A
+program with unsupported operations on selected rows stays unchanged.
 
 Private interfaces (torch 2.11, 2.13): `get_proxy_mode` and its `tracer`, `torch.fx.traceback.set_current_meta`.
 """
@@ -35,19 +35,18 @@ from .results import ResultInterpreter, takes_selected
 aten = torch.ops.aten
 
 SAID = frozenset([aten._assert_scalar.default, aten.sym_constrain_range_for_size.default, aten._assert_tensor_metadata.default])
-"""What asserts something of sizes and gives nothing."""
+"""Operators that assert properties of sizes and return nothing."""
 
 KEPT = ("stack_trace", "nn_module_stack")
-"""What a node's metadata says of the user's code."""
+"""Keys of node metadata that refer to the user's code."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FixedSizes:
-    """`program` has no size that depends on data, unless `unsupported` says what was not possible.
+    """`program` has no size that depends on data, unless `unsupported` names an unsupported operation.
 
-    `assumes`: it leaves out an assertion about sizes that the answers of its way make true.  `counts`: the number of a result of
-    the model and an axis that is filled up, for each of the results behind those of the model, which say how many elements along
-    that axis count: int64 without dimensions.
+    `assumes`: the program lacks an assertion about sizes that the answers of its path imply.  `counts`: the program returns, after
+    the model's results, one true size per entry (int64 without dimensions).  The entry is (number of a result, padded axis).
     """
 
     program: ExportedProgram
@@ -57,9 +56,8 @@ class FixedSizes:
 
 
 def with_fixed_sizes(program: ExportedProgram, answers: Sequence[bool], *, told_gpu: bool) -> FixedSizes:
-    """The program of a way with these answers at sizes that hold any selection; as it was where that is not possible.
-
-    `told_gpu` as for ResultInterpreter.  Weights are shared, not copied."""
+    """Returns the program at fixed sizes that hold any selection, or unchanged if that is not possible.  `answers`: of the path's
+    questions.  `told_gpu`: as for ResultInterpreter.  Weights are shared, not copied."""
     if not any(depends(node) for node in program.graph.nodes):
         return FixedSizes(program=program)
     root = copied_graph(program)
@@ -80,29 +78,31 @@ def with_fixed_sizes(program: ExportedProgram, answers: Sequence[bool], *, told_
 def _replace(
     root: GraphModule, specs: Sequence[OutputSpec], answers: Sequence[bool], told_gpu: bool
 ) -> tuple[dict[str, str], tuple[tuple[int, int], ...], bool]:
-    """Changes the graph in place.  Gives the new names of values that are taken out, the axes that have counts, and whether an
-    assertion was left out that the answers make true.  Raises Unsupported."""
+    """Rewrites the graph in place.  Returns old -> new names of the replaced values, the padded axes as (result, axis), and whether
+    it dropped an assertion that the answers imply.  Raises Unsupported."""
     graph = root.graph
     region = _dynamic_nodes(graph)
-    said = [node for node in region if node.target in SAID]
-    rest = [node for node in region if node.target not in SAID and (depends(node) or _gives_tensor(node))]
+    assertions = [node for node in region if node.target in SAID]
+    operations = [node for node in region if node.target not in SAID and (depends(node) or _gives_tensor(node))]
     outputs = [(value, spec.kind) for value, spec in zip(graph.output_node().args[0], specs, strict=True)]
     if any(kind is not OutputKind.USER_OUTPUT and isinstance(value, Node) and depends(value) for value, kind in outputs):
         raise Unsupported("what the model keeps has a size that depends on data")
     results = [value for value, kind in outputs if kind is OutputKind.USER_OUTPUT]
     axes = [(at, axis, expr) for at, value in enumerate(results) for axis, expr in node_axes(value).items()]
-    known, low = Counts(), lowest(graph, answers)
-    padded, filled, counts = _at_bounds(root, rest, list(dict.fromkeys([results[at] for at, _, _ in axes])), told_gpu, known, low)
-    assumes, low = False, known.lowest(low)
-    others = [node for node in region if getattr(node.target, "namespace", "aten") != "aten"]
-    foreign = {expr for node in others for expr in node_axes(node).values()}
-    for node in said:
+    true_sizes, low = Counts(), lowest(graph, answers)
+    padded, filled, counts = _at_bounds(
+        root, operations, list(dict.fromkeys([results[at] for at, _, _ in axes])), told_gpu, true_sizes, low
+    )
+    assumes, low = False, true_sizes.lowest(low)
+    custom_operators = [node for node in region if getattr(node.target, "namespace", "aten") != "aten"]
+    foreign = {expr for node in custom_operators for expr in node_axes(node).values()}
+    for node in assertions:
         with placed(node):
-            assumes |= _assumes(node, known, low, foreign)
+            assumes |= _assumes(node, true_sizes, low, foreign)
         graph.erase_node(node)
     for marker in graph.find_nodes(op="call_function", target=ASKED):
         marker.args = map_arg(marker.args, lambda node: padded.get(node, node))
-    for node in rest:
+    for node in operations:
         if not depends(node) and node in padded:
             node.replace_all_uses_with(padded[node])
     output = graph.output_node()
@@ -119,7 +119,7 @@ def _replace(
 
 
 def _dynamic_nodes(graph: Graph) -> list[Node]:
-    """The operations whose sizes depend on data, what takes one of these or its size, and conditions about sizes."""
+    """Returns the operations whose sizes depend on data, operations that use their results or sizes, and conditions about sizes."""
     region: dict[Node, None] = {}
     for node in graph.nodes:
         if node.op == "call_function" and node.target is not ASKED:
@@ -131,40 +131,40 @@ def _dynamic_nodes(graph: Graph) -> list[Node]:
 
 
 def _gives_tensor(node: Node) -> bool:
-    """Whether a node gives a tensor: what else takes a size is a condition about it."""
+    """Whether a node returns a tensor.  Other nodes that take a size are conditions about it."""
     return any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(node.meta.get("val")))
 
 
-def _assumes(node: Node, known: Counts, low: Mapping[Any, int], foreign: Set[Any]) -> bool:
-    """Whether what is asserted of sizes is so on this way alone, whose sizes are no less than `low`; False where it is so whatever
-    is selected.  `foreign`: sizes that operators of other libraries give, of which torch 2.11 asserts that they are 2 or more.
+def _assumes(node: Node, true_sizes: Counts, low: Mapping[Any, int], foreign: Set[Any]) -> bool:
+    """Whether an assertion about sizes is true only on this path, where sizes are at least `low`; False if it is true for every
+    selection.  `foreign`: sizes from custom operators, for which torch 2.11 asserts size >= 2; these assertions are ignored.
 
-    Raises Unsupported where it may not be so."""
+    Raises Unsupported if the assertion may be false."""
     if node.target is not aten._assert_scalar.default:
         return False
     value = node.args[0].meta.get("val") if isinstance(node.args[0], Node) else node.args[0]
     condition = value.node.expr if isinstance(value, torch.SymBool) else value
     if condition == True or any(condition == (size >= 2) for size in foreign):  # noqa: E712  sympy's own
         return False
-    if condition is False or not (known.holds(condition) or holds(condition, low)):
+    if condition is False or not (true_sizes.holds(condition) or holds(condition, low)):
         raise Unsupported(f"the assertion {condition} of sizes")
-    return not known.holds(condition)
+    return not true_sizes.holds(condition)
 
 
 def _at_bounds(
-    root: GraphModule, region: Sequence[Node], outputs: Sequence[Node], told_gpu: bool, known: Counts, low: Mapping[Any, int]
+    root: GraphModule, region: Sequence[Node], outputs: Sequence[Node], told_gpu: bool, true_sizes: Counts, low: Mapping[Any, int]
 ) -> tuple[dict[Node, Node], dict[Node, Node], dict[Any, Node]]:
-    """Adds the operations at fixed sizes, those of each of `region` in front of it; sizes are no less than `low`.
+    """Adds the operations at fixed sizes, in front of each node of `region`.  `low`: smallest values of sizes.
 
-    Gives the nodes that stand for these; those of `outputs` with zeros behind their true sizes; and the counts of these by size."""
+    Returns {node of `region`: its padded node}, {node of `outputs`: the same with zeros as padding}, {size: its count}."""
     taken = taken_by(region)
-    last: dict[str, Node] = {}  # which of `region` a traced node stands for, by its name
+    last: dict[str, Node] = {}  # name of a traced node -> the node of `region` that it belongs to
     results: list[Node] = []
     same = alike(root.graph)
     sizes = list(dict.fromkeys([expr for node in outputs for expr in node_axes(node).values()]))
 
     def padded(*values: Any) -> list[torch.Tensor]:
-        run = ResultInterpreter(dict(zip(taken, values, strict=True)), known, told_gpu=told_gpu, same=same, low=low)
+        run = ResultInterpreter(dict(zip(taken, values, strict=True)), true_sizes, told_gpu=told_gpu, same=same, low=low)
         tracer: Any = get_proxy_mode().tracer
         for node in region:
             with set_current_meta(node), placed(node):
@@ -175,7 +175,7 @@ def _at_bounds(
                 last[operation.name] = node
         results[:] = [node for node in region if isinstance(run.values[node], torch.Tensor)]
         filled = [run.masked(node).clone() for node in outputs]
-        return [*[run.values[node] for node in results], *filled, *[known.of(expr) for expr in sizes]]
+        return [*[run.values[node] for node in results], *filled, *[true_sizes.of(expr) for expr in sizes]]
 
     ends = _copied(root, traced(padded, taken), taken, region, last)
     count = len(results)
@@ -193,7 +193,7 @@ def _copied(
     region: Sequence[Node],
     last: Mapping[str, Node],
 ) -> list[Node]:
-    """Copies a traced graph, every operation in front of the node that it stands for; gives the nodes of its outputs."""
+    """Copies a traced graph, each operation in front of the `region` node that it belongs to.  Returns the nodes of its outputs."""
     copies: dict[Node, Node] = dict(zip(module.graph.find_nodes(op="placeholder"), taken, strict=True))
     ends = module.graph.output_node().args[0]
     place = region[0]
@@ -219,7 +219,7 @@ def _copied(
 
 @contextmanager
 def placed(node: Node) -> Iterator[None]:
-    """Names the user's line in what is raised about a node."""
+    """Adds the user's line of a node to an Unsupported error."""
     try:
         yield
     except Unsupported as error:
@@ -228,10 +228,10 @@ def placed(node: Node) -> Iterator[None]:
 
 
 def forget_symbols(program: ExportedProgram) -> None:
-    """Drops the ranges of sizes that no value has any more."""
-    left = set().union(*[_symbols(node.meta.get("val")) for node in program.graph.nodes])
+    """Removes range constraints of data-dependent sizes that no value of the program has."""
+    used = set().union(*[_symbols(node.meta.get("val")) for node in program.graph.nodes])
     ranges: Mapping[Any, Any] = program.range_constraints
-    for symbol in [symbol for symbol in ranges if str(symbol).startswith("u") and symbol not in left]:
+    for symbol in [symbol for symbol in ranges if str(symbol).startswith("u") and symbol not in used]:
         del program.range_constraints[symbol]
 
 

@@ -76,11 +76,11 @@ class Interpreter:
         }  # fmt: skip
 
     def run(self, node: Node) -> None:
-        """Raises Unsupported."""
+        """Runs a node.  Raises Unsupported."""
         self.values[node] = self._result(node)
 
     def masked(self, node: Node) -> Tensor:
-        """A result, with zeros after its true sizes."""
+        """Returns a result with zeros after its true sizes."""
         outcome: Tensor = self.counts.masked(self.values[node], node_axes(node))
         return outcome
 
@@ -110,12 +110,12 @@ class Interpreter:
         return node.target(*args, **kwargs)
 
     def _rows(self, node: Node) -> Any:
-        """An operator that computes each row by itself.  Indices after the true sizes are 0, divisors are 1."""
+        """Runs an operator that computes rows independently.  In the padding, indices are 0 and divisors are 1."""
         check_rows(node)
         name = name_of(node)
         inputs = arguments(node)
         if any(isinstance(value, Node) and depends(value) for value in [inputs.get("fill_value"), inputs.get("start")]):
-            raise Unsupported(f"{node.target} of a size")  # a number, and no size
+            raise Unsupported(f"{node.target} of a size")  # here the size is used as a number
         positions = inputs.get(INDEXED.get(name, ""))
         divisor = node.args[1] if name in DIVISIONS else None
 
@@ -138,7 +138,7 @@ class Interpreter:
         return node.target(*args, **kwargs)
 
     def _reduced(self, node: Node, inputs: Mapping[str, Any]) -> Any:
-        """A reduction over a bounded axis of a tensor with another bounded axis."""
+        """Runs a reduction along an axis.  The padding of bounded axes gets the operator's neutral element."""
         source, name = inputs["self"], name_of(node)
         axes, rank = node_axes(source), source.meta["val"].dim()
         named = inputs["dim"]
@@ -152,7 +152,7 @@ class Interpreter:
         return node.target(*args, **kwargs)
 
     def _product(self, node: Node) -> Any:
-        """A matrix product: elements after the true sizes are 0."""
+        """Runs a matrix product with zeros in the padding of the summed axes."""
         factors = []
         for place, argument in enumerate(node.args):
             rank, axes = argument.meta["val"].dim(), node_axes(argument)
@@ -161,13 +161,13 @@ class Interpreter:
         return node.target(*factors)
 
     def _einsum(self, node: Node, inputs: Mapping[str, Any]) -> Any:
-        """An einsum: elements after the true sizes are 0."""
-        letters, _, kept = inputs["equation"].replace(" ", "").partition("->")
+        """Runs an einsum with zeros in the padding of the summed axes."""
+        letters, _, output_letters = inputs["equation"].replace(" ", "").partition("->")
         if "." in letters or "->" not in inputs["equation"]:
             raise Unsupported(str(node.target))
         factors = []
         for names, tensor in zip(letters.split(","), inputs["tensors"], strict=True):
-            summed = {axis: expr for axis, expr in node_axes(tensor).items() if names[axis] not in kept}
+            summed = {axis: expr for axis, expr in node_axes(tensor).items() if names[axis] not in output_letters}
             if any(names.count(names[axis]) > 1 for axis in node_axes(tensor)):
                 raise Unsupported(str(node.target))
             factors.append(self.counts.masked(self.values[tensor], summed))
@@ -176,11 +176,11 @@ class Interpreter:
     # --- selections -------------------------------------------------------------------------------------------
 
     def first(self, node: Any) -> Any:
-        """The first node with the same computation, or the node itself."""
+        """Returns the first node with the same computation, or the node itself."""
         return self._same.get(node, node)
 
     def _select(self, mask: Node, result: Any) -> Selected:
-        """The indices at which a mask is true; `result` has them along an axis of a new size."""
+        """Returns the positions at which a mask is true.  `result`: a value with an axis of this new size."""
         if not mask.meta["val"].dim():
             raise Unsupported("a mask without axes")
         mask = self.first(mask)
@@ -197,7 +197,7 @@ class Interpreter:
         return self._selected[mask]
 
     def _new(self, result: Any) -> Any:
-        """The expression of the size of a selection: the new symbol."""
+        """Returns the new symbol in a result's shape, which is the size of a selection.  Raises Unsupported unless there is one."""
         fresh = [expr for expr in _sizes(result) if not self.counts.knows(expr)]
         if len(fresh) != 1:
             raise Unsupported("the size of a selection")
@@ -222,7 +222,7 @@ class Interpreter:
         return aten.index.Tensor(self.values[inputs["self"]], indices)
 
     def _positions_in(self, node: Node, source: Node, axis: int, *, negative: bool = False) -> Tensor:
-        """Indices along an axis of a tensor, 0 after the true size; `negative`: -1 is the last valid row."""
+        """Returns indices along an axis of a tensor, with 0 in the padding.  `negative`: -1 means the last valid row."""
         positions = self.counts.masked(self.values[node], node_axes(node))
         size = node_axes(source).get(axis)
         if size is None:
@@ -275,7 +275,7 @@ class Interpreter:
     # --- along a bounded axis ---------------------------------------------------------------------------------
 
     def _slice(self, node: Node, inputs: Mapping[str, Any]) -> Any:
-        """`x[:k]`: at most k elements."""
+        """Runs `x[:k]`, which has at most k elements."""
         source, dim, end = inputs["self"], inputs["dim"], inputs["end"]
         axis = dim % source.meta["val"].dim()
         if axis not in node_axes(source):
@@ -295,7 +295,7 @@ class Interpreter:
             return x
         if not (end is None or (type(end) is int and end >= 0)):
             raise Unsupported("a part of a bounded axis")
-        if expr is not None and not self.counts.knows(expr):  # torch may give a part's size a symbol of its own
+        if expr is not None and not self.counts.knows(expr):  # torch may use a new symbol for the size of a slice
             count = self.counts.of(whole)
             self.counts.define(expr, count if end is None else count.clamp(max=end), size, whole)
         shorter = end is not None and type(size) is int and end < size
@@ -342,7 +342,7 @@ class Interpreter:
 
 
 def taken_by(region: Sequence[Node]) -> list[Node]:
-    """The inputs of nodes from the rest of their program.  Raises Unsupported if an input depends on data, or is a graph."""
+    """Returns the inputs of `region` from the rest of the program.  Raises Unsupported if one depends on data, or is a graph."""
     members = set(region)
     taken = list(dict.fromkeys([source for node in region for source in node.all_input_nodes if source not in members]))
     if any("val" not in node.meta for node in taken) or any(map(depends, taken)):
@@ -351,7 +351,7 @@ def taken_by(region: Sequence[Node]) -> list[Node]:
 
 
 def traced(padded: Callable[..., Any], taken: Sequence[Node]) -> GraphModule:
-    """The graph of a function of these nodes' values.  Raises Unsupported if PyTorch cannot compute it."""
+    """Traces a function of these nodes' values to a graph.  Raises Unsupported if PyTorch cannot compute it."""
     values = [node.meta["val"] for node in taken]
     mode = next(leaf.fake_mode for leaf in tree_leaves(values) if hasattr(leaf, "fake_mode"))
     with mode, enable_python_dispatcher(), torch.no_grad(), preserve_node_meta():
@@ -365,13 +365,13 @@ def traced(padded: Callable[..., Any], taken: Sequence[Node]) -> GraphModule:
 
 
 def _sizes(result: Any) -> list[Any]:
-    """The sizes in a result that depend on data."""
+    """Returns the sizes in a result that depend on data."""
     return list(dict.fromkeys([expr for leaf in tree_leaves(result) for expr in axes_of(leaf).values()]))
 
 
 def chain(nodes: Sequence[Node], outputs: Sequence[Node]) -> list[Node]:
-    """The nodes, in order, that compute outputs of sizes that depend on data, back to values of fixed sizes; and the other results
-    of these nodes."""
+    """Returns the nodes, in order, that compute outputs with data-dependent sizes from values of fixed sizes, including all
+    results of nodes with several."""
     waiting, region = [node for node in outputs if depends(node)], set()
     while waiting:
         node = waiting.pop()

@@ -1,4 +1,4 @@
-"""What a straight program says of sizes that depend on data: which values are the same, and what the answers of its way tell."""
+"""Facts about data-dependent sizes in a straight-line program: equal values, and lower bounds from the answers of its path."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ COMPARISONS: Mapping[str, Any] = {"eq": sympy.Eq, "ne": sympy.Ne, "lt": sympy.Lt
 
 
 def alike(graph: Graph) -> dict[Node, Node]:
-    """The first node that surely computes the same as a node, of a graph that writes to nothing in place."""
+    """Maps each pure node to the first node with the same computation.  The graph must have no in-place writes."""
     first: dict[Hashable, Node] = {}
     same: dict[Node, Node] = {}
     for node in graph.nodes:
@@ -35,7 +35,7 @@ def alike(graph: Graph) -> dict[Node, Node]:
 
 
 def lowest(graph: Graph, answers: Sequence[bool]) -> dict[Any, int]:
-    """The smallest values of sizes that depend on data on a way with these answers, by symbol; of others it is 0."""
+    """Returns lower bounds of data-dependent sizes on a path with these answers, by symbol.  Missing symbols have the bound 0."""
     low: dict[Any, int] = {}
     markers = graph.find_nodes(op="call_function", target=ASKED)
     for marker, answer in zip(markers, answers, strict=True):
@@ -50,29 +50,29 @@ def lowest(graph: Graph, answers: Sequence[bool]) -> dict[Any, int]:
 
 
 MOST = 64
-"""Values that are tried."""
+"""Largest lower bound of a size that `lowest` finds."""
 
 
 def holds(condition: Any, low: Mapping[Any, int]) -> bool:
-    """Whether a condition about sizes is so of all that are no less than these."""
+    """Whether a condition is true for all sizes of at least `low`."""
     values = {symbol: low.get(symbol, 0) + sympy.Dummy(integer=True, nonnegative=True) for symbol in condition.free_symbols}
     return bool(condition.subs(values) == True)  # noqa: E712  sympy's own
 
 
 def _size_comparison(node: Node) -> Any:
-    """The comparison of one size that depends on data with a number that a node computes; None for anything else."""
+    """Returns the expression of a node that compares one data-dependent size with a number; None for any other node."""
     name = node.target.overloadpacket.__name__ if isinstance(node.target, torch._ops.OpOverload) else ""
     if name not in COMPARISONS:
         return None
     left, right = [_number(argument) for argument in node.args]
     if left is None or right is None:
         return None
-    fact = COMPARISONS[name](left, right)
-    return fact if len(fact.free_symbols) == 1 else None
+    comparison = COMPARISONS[name](left, right)
+    return comparison if len(comparison.free_symbols) == 1 else None
 
 
 def _number(argument: Any) -> Any:
-    """A number, or a size as a tensor, as an expression; None for another value."""
+    """Returns a whole number, or a size converted to a tensor, as an expression; None for another value."""
     if isinstance(argument, int | float):
         return sympy.Integer(argument) if argument == int(argument) else None
     while isinstance(argument, Node) and argument.target in (aten._to_copy.default, aten.to.dtype):

@@ -1,4 +1,4 @@
-"""Results of fixed size that follow from selected rows: rows that go back through the mask that selected them, and reductions."""
+"""Runs operators on selected rows whose results have a fixed size: writes back through the same mask, and reductions."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ EMPTY = "that something is selected, of which a smallest or largest element is t
 
 
 class ResultInterpreter(Interpreter):
-    """An Interpreter that also runs what takes selected rows and gives a tensor of fixed size.
+    """An Interpreter that also runs operators that take selected rows and return a tensor of fixed size.
 
-    An operation that fails for an empty selection asserts that it is none, on the host where the model is `told_gpu`.  `low`: the
-    smallest values of sizes on this way, by symbol; of others it is 0.
+    For an operation that fails on an empty selection, it adds an assertion, which runs on the host with `told_gpu`.  `low`: lower
+    bounds of sizes on this path, by symbol (default 0).
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class ResultInterpreter(Interpreter):
         }  # fmt: skip
 
     def run(self, node: Node) -> None:
-        """Raises Unsupported."""
+        """Runs a node.  Raises Unsupported."""
         if depends(node):
             super().run(node)
             return
@@ -56,7 +56,7 @@ class ResultInterpreter(Interpreter):
         if handler is not None:
             result: Any = handler(node, arguments(node))
         elif is_pointwise(node) and not any(map(node_axes, node.all_input_nodes)):
-            result = self._rows(node)  # a size takes part as a number
+            result = self._rows(node)  # it uses a size as a number
         elif name_of(node) in ("all.dim", "any.dim", "sum.dim_IntList"):
             result = self._reduced(node, arguments(node))
         else:
@@ -68,14 +68,14 @@ class ResultInterpreter(Interpreter):
         self.values[node] = result
 
     def _put(self, node: Node, inputs: Mapping[str, Any]) -> Tensor:
-        """`x[mask] = values`, where the same mask selected the rows that the values follow from; `x[positions] = values`."""
+        """Runs `x[mask] = values`, where the same mask selected the rows that give the values; or `x[positions] = values`."""
         target, indices, rows = inputs["self"], inputs["indices"], inputs["values"]
         if indices and all(index is None or index.meta["val"].dtype not in MASKS for index in indices):
             return self._put_at(node, target, indices, rows, inputs["accumulate"])
         mask: Any = self.first(indices[0]) if indices else None
-        alone = mask is not None and all(other is None for other in indices[1:])
+        only_mask = mask is not None and all(other is None for other in indices[1:])
         if (
-            not alone
+            not only_mask
             or mask.meta["val"].dtype not in MASKS
             or mask not in self._selected
             or inputs["accumulate"]
@@ -83,20 +83,20 @@ class ResultInterpreter(Interpreter):
         ):
             raise Unsupported(str(node.target))
         x, into = self.values[rows], self.values[target]
-        axes, kept = node_axes(rows), mask.meta["val"].dim()
+        axes, mask_rank = node_axes(rows), mask.meta["val"].dim()
         if list(axes) != [0] or not self.counts.is_count(axes[0], self._selected[mask].count):
             raise Unsupported("rows of another selection")
-        if x.dim() != 1 + into.dim() - kept or any(
-            str(one) != str(two) for one, two in zip(x.shape[1:], into.shape[kept:], strict=True)
+        if x.dim() != 1 + into.dim() - mask_rank or any(
+            str(one) != str(two) for one, two in zip(x.shape[1:], into.shape[mask_rank:], strict=True)
         ):
             raise Unsupported("rows of another shape")
         true = self.values[mask] if mask.meta["val"].dtype is torch.bool else self.values[mask] != 0
         slots = (true.reshape(-1).to(torch.int64).cumsum(0) - 1).clamp(min=0)
-        spread = x.index_select(0, slots).reshape([*true.shape, *into.shape[kept:]])
-        return torch.where(true.reshape([*true.shape, *[1] * (into.dim() - kept)]), spread, into)
+        spread = x.index_select(0, slots).reshape([*true.shape, *into.shape[mask_rank:]])
+        return torch.where(true.reshape([*true.shape, *[1] * (into.dim() - mask_rank)]), spread, into)
 
     def _put_at(self, node: Node, target: Node, indices: Sequence[Any], rows: Node, accumulate: bool) -> Tensor:
-        """`x[positions] = values`: what does not count goes into a row of its separate behind the others."""
+        """Runs `x[positions] = values`.  Padding is written to an extra last row, which is removed."""
         first = indices[0]
         if first is None or depends(target) or any(index is None for index in indices):
             raise Unsupported(str(node.target))
@@ -113,14 +113,15 @@ class ResultInterpreter(Interpreter):
         return aten.index_put.default(wide, places, x, accumulate)[: into.shape[0]]
 
     def _behind(self, positions: Tensor, index: Node, size: Any) -> Tensor:
-        """Positions from 0 to below `size` along the first axis, with `size` where they do not count."""
+        """Returns positions, with `size` (the extra row) for padding.  Positions out of bounds become `size` with `told_gpu`,
+        otherwise `size + 1`, which raises."""
         valid = self.counts.valid(positions, node_axes(index))
-        outside = size if self._told_gpu else size + 1
-        positions = torch.where((positions < 0) | (positions >= size), outside, positions)
+        out_of_bounds = size if self._told_gpu else size + 1
+        positions = torch.where((positions < 0) | (positions >= size), out_of_bounds, positions)
         return positions if valid is None else torch.where(valid, positions, size)
 
     def _rows_at(self, node: Node, inputs: Mapping[str, Any], operator: Any, **more: Any) -> Tensor:
-        """`x.index_add(0, positions, values)` and its like."""
+        """Runs `x.index_add(0, positions, values)` and `index_copy`.  Padding is written to an extra last row."""
         target, index, rows = inputs["self"], inputs["index"], inputs["source"]
         into, x, axes = self.values[target], self.values[rows], node_axes(index)
         if inputs["dim"] % max(1, into.dim()) or depends(target) or list(axes) != [0] or node_axes(rows) != axes or not into.dim():
@@ -137,14 +138,14 @@ class ResultInterpreter(Interpreter):
         return self._rows_at(node, inputs, aten.index_copy.default)
 
     def _number(self, node: Node, inputs: Mapping[str, Any]) -> Tensor:
-        """How many rows there are, as a tensor."""
+        """Returns a data-dependent size as a tensor."""
         size = data_size(inputs["s"].meta["val"])
         if size is None or not self.counts.knows(size):
             raise Unsupported(str(node.target))
         return self.counts.of(size).to(node.meta["val"].dtype)
 
     def _whole(self, inputs: Mapping[str, Any], filling: float) -> Tensor:
-        """The tensor that is reduced, with `filling` where nothing counts."""
+        """Returns the tensor to reduce, with `filling` in its padding."""
         source = inputs["self"]
         return self.counts.masked(self.values[source], node_axes(source), filling)
 
@@ -168,7 +169,7 @@ class ResultInterpreter(Interpreter):
         return (aten.sum.default(self._whole(inputs, 0), dtype=wide) / count).to(expected)
 
     def _mean_along(self, node: Node, inputs: Mapping[str, Any]) -> Tensor:
-        """The mean along all axes of which not all elements count, and maybe others."""
+        """Computes the mean along all bounded axes, and maybe further axes."""
         source, expected = inputs["self"], node.meta["val"].dtype
         value, axes = self.values[source], node_axes(source)
         named = inputs["dim"] if isinstance(inputs["dim"], list | tuple) else [inputs["dim"]]
@@ -186,14 +187,14 @@ class ResultInterpreter(Interpreter):
         return (total / count.to(wide)).to(expected)
 
     def _extreme(self, node: Node, inputs: Mapping[str, Any]) -> Tensor:
-        """The smallest or the largest of all elements: PyTorch raises where there is none."""
+        """Computes the smallest or largest element.  Asserts that there is one, since PyTorch raises for an empty tensor."""
         dtype = node.meta["val"].dtype
         if dtype is torch.bool:
             raise Unsupported(f"{node.target} of selected rows")
         where, line = place(node)
-        some = self._count(inputs["self"]) > 0
-        some = TO_HOST(some) if self._told_gpu else some
-        aten._assert_async.msg(some, f"{where}: {ASSERTS}: {EMPTY}: {line}")
+        not_empty = self._count(inputs["self"]) > 0
+        not_empty = TO_HOST(not_empty) if self._told_gpu else not_empty
+        aten._assert_async.msg(not_empty, f"{where}: {ASSERTS}: {EMPTY}: {line}")
         smallest = name_of(node) == "min"
         if dtype.is_floating_point:
             filling: float = float("inf") if smallest else float("-inf")
@@ -203,7 +204,7 @@ class ResultInterpreter(Interpreter):
         return result
 
     def _kth(self, node: Node, inputs: Mapping[str, Any]) -> Any:
-        """The k-th smallest element along a bounded axis, of which there are k at least: NaN comes last, as in PyTorch."""
+        """Computes the k-th smallest element along a bounded axis of at least k elements.  Padding is NaN, which sorts last."""
         source, k = inputs["self"], inputs["k"]
         axes, axis = node_axes(source), inputs["dim"] % source.meta["val"].dim()
         if list(axes) != [axis] or type(k) is not int or self._low.get(axes[axis], 0) < k:
@@ -213,7 +214,7 @@ class ResultInterpreter(Interpreter):
         return aten.kthvalue.default(self._whole(inputs, nan), k, axis, inputs["keepdim"])
 
     def _count(self, source: Node) -> Tensor:
-        """How many elements count."""
+        """Returns the number of valid elements."""
         value, axes = self.values[source], node_axes(source)
         fixed = 1
         for axis, size in enumerate(value.shape):
@@ -225,5 +226,5 @@ class ResultInterpreter(Interpreter):
 
 
 def takes_selected(node: Node) -> bool:
-    """Whether an argument of a node depends on data, or its size does."""
+    """Whether an argument of a node is, or has, a size that depends on data."""
     return any(isinstance(leaf, Node) and depends(leaf) for leaf in tree_leaves((node.args, node.kwargs)))

@@ -1,4 +1,4 @@
-"""Operators that keep the elements in front of a bounded axis apart from those behind: which axes they mix."""
+"""Lists operators that do not mix padding into valid elements, by the axes along which they combine elements."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SAME = frozenset({
     "to.dtype_layout", "to.other", "transpose.int", "type_as", "unsqueeze", "where.Scalar", "where.ScalarOther",
     "where.ScalarSelf", "zeros", "zeros_like",
 })  # fmt: skip
-"""Every element of the result follows from the elements at its own place."""
+"""Operators that compute each element of the result from the elements at the same position."""
 
 ALONG = frozenset({
     "all.dim", "all.dims", "amax", "amin", "any.dim", "any.dims", "argmax", "argmin", "argsort", "argsort.stable", "cat",
@@ -30,23 +30,23 @@ ALONG = frozenset({
     "squeeze.dims", "std.correction",
     "sum.dim_IntList", "topk", "unbind.int", "var.correction",
 })  # fmt: skip
-"""They mix elements along the axes that `dim` or `dims` name."""
+"""Operators that combine elements along the axes in `dim` or `dims`."""
 
 RUNNING = frozenset(["cumsum", "cumprod", "logcumsumexp"])
-"""An element follows from those before it."""
+"""Operators whose result at a position depends only on elements up to it."""
 
 CONTRACTED = ("linear", "addmm")
-"""They sum along the last axis of a matrix."""
+"""Operators that sum along the last axis of the first matrix."""
 
 BATCHED = frozenset({
     "adaptive_avg_pool2d", "avg_pool2d", "batch_norm", "conv1d", "conv1d.padding", "conv2d", "conv2d.padding", "conv3d",
     "group_norm", "max_pool2d", "pixel_shuffle", "upsample_bilinear2d.vec", "upsample_nearest2d.vec",
 })  # fmt: skip
-"""Their first argument has rows along axis 0 that do not depend on each other."""
+"""Operators that compute the rows along axis 0 of their first argument independently."""
 
 
 def name_of(node: Node) -> str:
-    """`sum.dim_IntList`, without the overload where it is the default one; "" for what is no operator of aten."""
+    """Returns an aten operator's name with its overload, `sum.dim_IntList`, or without ".default"; "" for other operators."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
         return ""
@@ -55,12 +55,12 @@ def name_of(node: Node) -> str:
 
 
 def is_pointwise(node: Node) -> bool:
-    """Whether every element of the result follows from the elements at its own place."""
+    """Whether an operator computes each element of the result from the elements at the same position."""
     return torch.Tag.pointwise in getattr(node.target, "tags", ()) or name_of(node) in SAME
 
 
 def check_rows(node: Node) -> None:
-    """Raises Unsupported unless no element that counts follows from one that does not, for a node whose indices are masked."""
+    """Raises Unsupported if valid elements of the result may depend on padding.  Indices must be masked by the caller."""
     name = name_of(node)
     inputs = arguments(node)
     if is_pointwise(node):
@@ -119,13 +119,13 @@ def _check_contracted(node: Node, name: str, inputs: Mapping[str, Any]) -> None:
 
 
 def _check_view(node: Node, inputs: Mapping[str, Any]) -> None:
-    """Elements that count stay in front: what comes before a bounded axis is as it was."""
+    """Raises Unsupported unless valid elements stay in front: the product of the sizes before a bounded axis must not change."""
     source = next(operand for operand in node.all_input_nodes if isinstance(operand.meta.get("val"), torch.Tensor))
     before, after = node_axes(source), node_axes(node)
     _require(len(before) == len(after), node)
     for (axis, expr), (place, other) in zip(before.items(), after.items(), strict=True):
-        outer, now = leading(source.meta["val"].shape, axis), leading(node.meta["val"].shape, place)
-        _require(_same(outer, now) and (expr == other or len(before) == 1), node)
+        outer, new_outer = leading(source.meta["val"].shape, axis), leading(node.meta["val"].shape, place)
+        _require(_same(outer, new_outer) and (expr == other or len(before) == 1), node)
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -1,5 +1,5 @@
-"""Operators that select by data, with results of the size that holds any selection.  What is selected comes first, in PyTorch's
-order; what is behind it is 0 where it is an index."""
+"""Operators that select elements by data, with padded results that hold any selection.  Selected elements come first, in PyTorch's
+order.  Indices in the padding are 0."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import Tensor
 
 
 class Selected(NamedTuple):
-    """Positions of a selection, int64 of `size` elements for each axis of what was selected from, and how many count."""
+    """The padded positions of a selection (int64, one tensor per axis of the source), and the number of valid ones."""
 
     positions: tuple[Tensor, ...]
     count: Tensor
 
 
 def selected(mask: Tensor) -> Selected:
-    """Where a mask is true, as `torch.nonzero(mask, as_tuple=True)` has it: row by row."""
+    """Returns the positions where a mask is true, in row-major order as `torch.nonzero(mask, as_tuple=True)`."""
     flat = mask.reshape(-1)
     size = flat.shape[0]
     running = flat.to(torch.int64).cumsum(0)
@@ -32,7 +32,7 @@ def selected(mask: Tensor) -> Selected:
 
 
 class Unique(NamedTuple):
-    """What `torch.unique` gives: values, where every element is among them, and how often each stands there."""
+    """The padded results of `torch.unique`: values, index of every element among them, counts; and the number of values."""
 
     values: Tensor
     inverse: Tensor
@@ -41,8 +41,8 @@ class Unique(NamedTuple):
 
 
 def unique(x: Tensor, valid: Tensor | None, *, ordered: bool) -> Unique:
-    """The different elements of a tensor, ascending if `ordered`, else (unique_consecutive) in the order of their runs.  `valid`:
-    which elements count, of the shape of `x`; without `ordered` they come first."""
+    """Returns the distinct elements of a tensor, ascending if `ordered`, else of runs in order (unique_consecutive).  `valid`: mask
+    of valid elements, of the shape of `x`; without `ordered` they must come first."""
     flat = x.reshape(-1)
     size = flat.shape[0]
     counts = torch.ones(size, dtype=torch.bool, device=x.device) if valid is None else valid.reshape(-1)
@@ -58,8 +58,8 @@ def unique(x: Tensor, valid: Tensor | None, *, ordered: bool) -> Unique:
     (places,), count = selected(begins)
     group = begins.to(torch.int64).cumsum(0) - 1
     total = counts.to(torch.int64).sum()
-    behind = torch.cat([places[1:], places[:1]])
-    ends = torch.where(torch.arange(size, device=x.device) + 1 < count, behind, total)
+    next_places = torch.cat([places[1:], places[:1]])
+    ends = torch.where(torch.arange(size, device=x.device) + 1 < count, next_places, total)
     return Unique(
         values=flat.index_select(0, places).to(x.dtype),
         inverse=torch.zeros_like(group).index_put((order,), group).reshape(x.shape),
@@ -69,7 +69,7 @@ def unique(x: Tensor, valid: Tensor | None, *, ordered: bool) -> Unique:
 
 
 def sort(x: Tensor, valid: Tensor | None, axis: int, descending: bool) -> tuple[Tensor, Tensor]:
-    """Values and positions, stable; those that do not count come last."""
+    """Returns values and positions of a stable sort.  Padding comes last."""
     values, order = torch.sort(x, stable=True, dim=axis, descending=descending)
     if valid is None:
         return values, order
@@ -79,10 +79,10 @@ def sort(x: Tensor, valid: Tensor | None, axis: int, descending: bool) -> tuple[
 
 
 def kept_boxes(boxes: Tensor, scores: Tensor, threshold: float, valid: Tensor | None) -> Selected:
-    """Non-maximum suppression as torchvision has it: boxes [n, 4] (x1, y1, x2, y2), scores [n]; positions by descending score.
+    """Non-maximum suppression as in torchvision: boxes [n, 4] (x1, y1, x2, y2), scores [n].  Returns positions by descending score.
 
-    A box stays unless one with a higher score that stays overlaps it.  That is the one solution of an equation over all boxes at
-    once: the loop goes on until nothing changes, at most n turns.
+    A box stays unless it overlaps a staying box with a higher score.  This condition over all boxes has one solution.  The loop
+    evaluates it until nothing changes, at most n times.
     """
     _, order = sort(scores, valid, 0, True)
     x1, y1, x2, y2 = boxes.index_select(0, order).unbind(1)

@@ -1,1 +1,1 @@
-"""Operators that are no more than their operations, taken out of an exported program: higher-order ones (`expand`), composites."""
+"""Replaces higher-order operators (`expand`) and composite operators of an exported program by their operations."""

@@ -1,8 +1,8 @@
-"""Tensors that a body of `torch.cond` or `torch.while_loop` makes of Python's numbers: `torch.tensor(1.0)` in it.
+"""Lifts constant tensors out of bodies of `torch.cond` and `torch.while_loop`, such as `torch.tensor(1.0)` in a body.
 
-torch.export lifts such tensors out of the program, but not out of bodies, where they stay attributes.  Then torch makes no
-functional form of the program: "Attempting to use FunctionalTensor on its own" (2.11, 2.13).  Here they become operands of the
-branch or loop, and constants of the program, as torch.export writes them elsewhere.
+torch.export lifts such tensors out of the top-level graph, but not out of bodies, where they stay attributes.  Then torch cannot
+make the program functional: "Attempting to use FunctionalTensor on its own" (2.11, 2.13).  Here they become operands of the branch
+or loop, and constants of the program, as torch.export does at the top level.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .inline import add_attribute, fake_mode
 
 
 def lifted(program: ExportedProgram) -> ExportedProgram:
-    """The program whose bodies hold no tensors; `program` itself where none does.  Its graph is changed in place."""
+    """Returns the program without tensors in bodies, or `program` itself if it has none.  Changes its graph in place."""
     root = program.graph_module
     if not _lift(root):
         return program
@@ -44,14 +44,14 @@ def lifted(program: ExportedProgram) -> ExportedProgram:
 
 
 def _lift(module: GraphModule) -> bool:
-    """Gives the tensors that bodies in `module` hold to `module`, which hands them in; whether there were any."""
+    """Moves the tensors of bodies in `module` to `module`, which passes them as operands.  Returns whether there were any."""
     changed = False
     for node in [node for node in module.graph.nodes if is_conditional(node)]:
         for body in bodies(node, module):
             _lift(body)
-            held = _tensors(body)
-            changed |= bool(held)
-            for inner in held:
+            tensor_nodes = _tensors(body)
+            changed |= bool(tensor_nodes)
+            for inner in tensor_nodes:
                 _hand_in(module, node, body, inner)
     if changed:
         module.recompile()
@@ -59,7 +59,7 @@ def _lift(module: GraphModule) -> bool:
 
 
 def _hand_in(module: GraphModule, node: Node, body: GraphModule, inner: Node) -> None:
-    """Makes the tensor that `inner` reads in `body` one more operand of `node`."""
+    """Makes the tensor that node `inner` of `body` reads a further operand of `node`."""
     value = getattr(body, str(inner.target))
     with module.graph.inserting_before(node):
         outer = module.graph.get_attr(add_attribute(module, "body_constant", value))
@@ -80,16 +80,16 @@ def _hand_in(module: GraphModule, node: Node, body: GraphModule, inner: Node) ->
 
 
 def _placeholder(graph: Graph, name: str, before: Node, like: Node) -> Node:
-    """A new input of a graph, in front of the node `before`, with the value of `like`."""
+    """Adds an input to a graph, in front of the node `before`, with the metadata of `like`."""
     with graph.inserting_before(before):
         placeholder = graph.placeholder(name)
-    placeholder.target = placeholder.name  # where the name is taken, the code would read the other's value
+    placeholder.target = placeholder.name  # the generated code uses the target as argument name, which must be unique
     placeholder.meta = dict(like.meta)
     return placeholder
 
 
 def _tensors(module: GraphModule) -> list[Node]:
-    """The nodes of a graph that read a tensor of its module, one for each tensor."""
+    """Returns one node for each tensor of its module that a graph reads, and merges duplicate nodes."""
     first: dict[str, Node] = {}
     for node in list(module.graph.nodes):
         name = str(node.target)

@@ -1,5 +1,4 @@
-"""Operators that are written with others of PyTorch's: those of other libraries, products of groups of rows, and tensors that are
-made empty and get their size afterwards."""
+"""Replaces operators by others of PyTorch: composite operators of other libraries, grouped matrix products, and resized tensors."""
 
 from __future__ import annotations
 
@@ -17,12 +16,13 @@ PYTORCH = frozenset({"aten", "prim", "prims", "cgcompile"})
 """Namespaces of operators that compilers know."""
 
 GROUPED = "transformers::grouped_mm_fallback"
-"""What transformers (5.17, 5.23) calls where PyTorch has no grouped product: it reads the groups' ends on the host."""
+"""Operator of transformers (5.17, 5.23) for devices without a grouped product.  It reads the groups' ends on the host."""
 
 
 def without_composites(program: ExportedProgram) -> ExportedProgram:
-    """The program with such operators spelled out.  torch.export keeps their calls (torchao's quantization of an activation, say),
-    which no process could run without the library."""
+    """Returns the program with composite operators of other libraries, and grouped products, replaced by PyTorch operators.
+
+    torch.export keeps calls of such operators (for example torchao's quantization), which need the library to run."""
     calls = {node.target for node in program.graph.nodes if isinstance(node.target, torch._ops.OpOverload)}
     others = [op for op in calls if op.namespace not in PYTORCH]
     table = torch.export.default_decompositions() if others else {}
@@ -32,36 +32,36 @@ def without_composites(program: ExportedProgram) -> ExportedProgram:
 
 
 def give_sizes_at_once(program: ExportedProgram) -> None:
-    """Tensors that the program makes empty and then resizes (`input.new().resize_as_(x)`, torch.nn.CrossMapLRN2d) are made in that
-    size: torch (2.11, 2.13) cannot follow views of a resized tensor.  Its size
-    is a number: torch.export fixes what a tensor is resized to."""
+    """Creates tensors with their final size that the program creates empty and then resizes (`input.new().resize_as_(x)`,
+    torch.nn.CrossMapLRN2d): torch (2.11, 2.13) cannot functionalize views of a resized tensor.  The size is a constant, since
+    torch.export specializes sizes of resized tensors."""
     for node in list(program.graph.nodes):
         operand = node.args[0] if node.target in (aten.resize_as_.default, aten.resize_.default) else None
         if not isinstance(operand, Node) or operand.target is not aten.empty.memory_format or list(operand.args[0]) != [0]:
             continue
-        if next(user for user in program.graph.nodes if user in operand.users) is not node:  # something looks at the empty one
+        if next(user for user in program.graph.nodes if user in operand.users) is not node:  # another node reads the empty tensor
             continue
         size = node.args[1].meta["val"].shape if isinstance(node.args[1], Node) else node.args[1]
         with program.graph.inserting_before(node):
-            whole = program.graph.call_function(operand.target, (list(size),), dict(operand.kwargs))
-        whole.meta = dict(node.meta)
+            sized = program.graph.call_function(operand.target, (list(size),), dict(operand.kwargs))
+        sized.meta = dict(node.meta)
         for old_node in (node, operand):
-            old_node.replace_all_uses_with(whole)
+            old_node.replace_all_uses_with(sized)
             program.graph.erase_node(old_node)
 
 
 FEW = 16
-"""So many groups are multiplied one by one: each reads its matrix once, and needs no memory of its own."""
+"""Up to this many groups are multiplied one after the other, which needs less memory than one batched product."""
 
 
 def grouped_product(
     rows: Tensor, matrices: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Rows (s, k) by the matrix of their group (g, k, n): (s, n).  `offs` (g) are the ends of the groups; what is behind the last
-    one is 0.
+    """Multiplies rows (s, k) by the matrix of their group (g, k, n); the result is (s, n).  `offs` (g): ends of the groups.  Rows
+    after the last end give 0.
 
-    PyTorch's own reads `offs` on the host unless the operands are bfloat16 on a GPU of compute capability 9 or more.  All rows are
-    multiplied with every matrix: the work grows with the groups, and no size depends on data.
+    PyTorch's operator reads `offs` on the host unless the operands are bfloat16 on a GPU of compute capability 9 or more; then this
+    returns NotImplemented.  All rows are multiplied by every matrix: the work grows with the groups, but no size depends on data.
     """
     capable = rows.dtype == torch.bfloat16 and rows.is_cuda and torch.cuda.get_device_capability(rows.device) >= (9, 0)
     if rows.dim() != 2 or matrices.dim() != 3 or offs is None or bias is not None or capable:

@@ -1,4 +1,4 @@
-"""Branches and loops that decide while they run: which of them a CUDA graph can hold, as conditional nodes.
+"""Branches and loops that depend on data: which of them can be conditional nodes of a CUDA graph.
 
 Private interface (torch 2.11, 2.13): `torch.fx.experimental.symbolic_shapes.free_unbacked_symbols`.
 """
@@ -19,8 +19,7 @@ from ...model.user_code import place
 COND, WHILE = "cond", "while_loop"
 
 CONTROL_FLOW = frozenset({COND, WHILE, "map", "map_impl", "scan"})
-"""Higher-order operators whose branch or number of turns something else than the program's order decides.  `associative_scan` is
-not one: Inductor makes a kernel of it."""
+"""Higher-order operators with control flow.  `associative_scan` is not one, because Inductor compiles it to a kernel."""
 
 
 def is_conditional(node: Node) -> bool:
@@ -29,12 +28,12 @@ def is_conditional(node: Node) -> bool:
 
 
 def higher_order(node: Node) -> str:
-    """The name of a higher-order operator, "" of everything else."""
+    """Returns the name of a node's higher-order operator, or ""."""
     return str(node.target.name()) if isinstance(node.target, torch._ops.HigherOrderOperator) else ""
 
 
 def bodies(node: Node, module: GraphModule) -> Iterator[GraphModule]:
-    """The modules that a higher-order operator calls, not those inside of them."""
+    """Yields the graphs that a higher-order operator calls, without those nested in them."""
     for source in node.all_input_nodes:
         body = getattr(module, str(source.target)) if source.op == "get_attr" else None
         if isinstance(body, GraphModule):
@@ -42,8 +41,8 @@ def bodies(node: Node, module: GraphModule) -> Iterator[GraphModule]:
 
 
 def obstacle(node: Node, module: GraphModule) -> str:
-    """Why a branch or a loop cannot be a conditional node of a CUDA graph, whose bodies hold what a graph does, with the operation
-    and the user's line; "" where it can."""
+    """Returns the reason why a branch or loop cannot be a conditional node of a CUDA graph, with the operation and the user's line,
+    or "".  Bodies of conditional nodes have the same limits as CUDA graphs."""
     if not is_conditional(node):
         return "control flow" if higher_order(node) in CONTROL_FLOW else ""
     predicate, *rest = node.args
@@ -75,7 +74,7 @@ def _inner_obstacle(inner: Node, body: GraphModule) -> str:
 
 
 def _at(node: Node) -> str:
-    """ " (nonzero, model.py:12)": the operation, and the user's line."""
+    """Returns the operation and the user's line as text: " (nonzero, model.py:12)"."""
     packet = getattr(node.target, "overloadpacket", None)
     name = packet.__name__ if packet is not None and not marker(node) else higher_order(node)
     details = ", ".join(filter(None, [name.removesuffix("_impl"), place(node)[0]]))

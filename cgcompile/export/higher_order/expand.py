@@ -1,6 +1,6 @@
-"""Higher-order operators that are no more than their operations, taken out of an exported program: what calls a graph once (under
-another gradient mode, under autocast, as a checkpoint), loops with a fixed number of turns, and flex_attention.  Those that decide
-while they run (cond, while_loop) stay.  So do scans along an axis whose size is declared.
+"""Replaces higher-order operators of an exported program by their operations: operators that call a graph once (gradient mode,
+autocast, checkpoint), loops with a fixed number of iterations, and flex_attention.  Operators that depend on data (cond,
+while_loop) stay.  So do scans along an axis of a declared dimension.
 
 Private interfaces (torch 2.11, 2.13): the order of these operators' arguments, and their names.
 """
@@ -25,12 +25,12 @@ from .retrace import traced_again
 AUTOCAST = "wrap_with_autocast"
 
 VMAP = "torch._functorch.predispatch"
-"""The module of the functions that export leaves of torch.vmap."""
+"""The module of the functions that torch.export leaves in the graph for torch.vmap."""
 
 
 def expanded(program: ExportedProgram) -> ExportedProgram:
-    """`program` without the operators above; the same one where it has none.  Operators of torch that were traced apart have the
-    user's line of what takes their results."""
+    """Returns `program` without these operators, or the same program if it has none.  An operator without a user's line in its
+    stack trace gets that of the nearest user of its result."""
     if any(_higher_order(node) for node in program.graph.nodes):
         program = _without_loops(program)
     nodes = [node for module in _graphs(program.graph_module) for node in module.graph.nodes]
@@ -68,15 +68,15 @@ def _expand(module: GraphModule) -> None:
             _expand(child)
     for node in [node for node in module.graph.nodes if _higher_order(node)]:
         node.meta["stack_trace"] = _trace(node)
-        how = EXPANSIONS.get(_name(node))
-        several = isinstance(node.meta.get("val"), tuple | list)
-        if how is None or (several and any(user.target is not operator.getitem for user in node.users)):
+        expand_operator = EXPANSIONS.get(_name(node))
+        has_tuple = isinstance(node.meta.get("val"), tuple | list)
+        if expand_operator is None or (has_tuple and any(user.target is not operator.getitem for user in node.users)):
             continue
         with module.graph.inserting_before(node):
-            results = how(module, node)
+            results = expand_operator(module, node)
         if results is None:
             continue
-        if several:
+        if has_tuple:
             for user in list(node.users):
                 user.replace_all_uses_with(results[user.args[1]])
                 module.graph.erase_node(user)
@@ -89,12 +89,12 @@ def _expand(module: GraphModule) -> None:
     used = {str(node.target).partition(".")[0] for node in module.graph.find_nodes(op="get_attr")}
     for name, child in list(module.named_children()):
         if isinstance(child, GraphModule) and name not in used:
-            delattr(module, name)  # delete_all_unused_submodules takes those that a module below uses, too
+            delattr(module, name)  # delete_all_unused_submodules would also remove submodules that nested modules use
     module.recompile()
 
 
 def _trace(node: Node) -> str:
-    """The stack trace of a node; where that is all torch's, of the nearest node that uses it."""
+    """Returns the stack trace of a node; if it has no line of the user's, that of the nearest node that uses its result."""
     reached = [node]
     for candidate in reached:
         if place(candidate)[0] or len(reached) > 64:
@@ -113,4 +113,4 @@ EXPANSIONS: Mapping[str, Callable[[GraphModule, Node], Results | None]] = {
     "map_impl": map_rows,
     "flex_attention": flex_attention,
 }
-"""By the operator's name: what takes it out, at the graph's insertion point."""
+"""Operator's name -> function that adds its operations at the graph's insertion point, and returns its results."""

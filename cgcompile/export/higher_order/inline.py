@@ -1,4 +1,4 @@
-"""The operations of a graph that an operator calls, copied into the graph around it."""
+"""Copies the operations of a graph that a higher-order operator calls into the calling graph."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from torch.utils._pytree import tree_leaves
 from ...model.user_code import place
 
 Results = Sequence[Any]
-"""The nodes, or values, that an operator's results became."""
+"""The nodes, or constants, that replace an operator's results."""
 
 
 def body_of(module: GraphModule, node: Any) -> GraphModule | None:
-    """The graph that a node hands to an operator, None where it is none."""
+    """Returns the graph that a get_attr node refers to, or None."""
     body = getattr(module, str(node.target), None) if isinstance(node, Node) and node.op == "get_attr" else None
     return body if isinstance(body, GraphModule) else None
 
 
 def inlined(first: int, operands: int) -> Callable[[GraphModule, Node], Results | None]:
-    """How to expand an operator whose argument number `first` is a graph, and whose arguments from `operands` on are what it
-    takes."""
+    """Returns a function that expands an operator.  Argument number `first` is its graph, and arguments from number `operands` on
+    are the graph's inputs."""
 
     def expand(module: GraphModule, node: Node) -> Results | None:
         body = body_of(module, node.args[first])
@@ -34,7 +34,8 @@ def inlined(first: int, operands: int) -> Callable[[GraphModule, Node], Results 
 
 
 def inline(module: GraphModule, body: GraphModule, operands: Sequence[Any], caller: Node) -> Results | None:
-    """Copies of the body's nodes, for these operands, at the graph's insertion point; its results.  None where they do not fit."""
+    """Copies the body's nodes with these operands to the graph's insertion point.  Returns the results, or None if the number of
+    operands is wrong."""
     placeholders = [node for node in body.graph.nodes if node.op == "placeholder"]
     if len(placeholders) != len(operands):
         return None
@@ -54,7 +55,7 @@ def inline(module: GraphModule, body: GraphModule, operands: Sequence[Any], call
 
 
 def add_attribute(module: GraphModule, name: str, value: Any) -> str:
-    """The name that `value` gets as an attribute of the module."""
+    """Adds `value` as an attribute of the module, and returns its name: `name`, or with a number if that is in use."""
     number, free = 0, name
     while hasattr(module, free):
         number, free = number + 1, f"{name}_{number}"
@@ -63,7 +64,7 @@ def add_attribute(module: GraphModule, name: str, value: Any) -> str:
 
 
 def add_call(module: GraphModule, caller: Node, target: Any, *args: Any) -> Node:
-    """A node at the graph's insertion point that calls an operator, with its value and the line of `caller`."""
+    """Adds a call of an operator at the graph's insertion point, with its fake value and the source line of `caller`."""
     node = module.graph.call_function(target, args)
     values = map_aggregate(args, lambda arg: arg.meta["val"] if isinstance(arg, Node) else arg)
     with fake_mode(caller):
@@ -74,7 +75,7 @@ def add_call(module: GraphModule, caller: Node, target: Any, *args: Any) -> Node
 
 
 def fake_mode(node: Node) -> Any:
-    """The mode of the fake tensors that a node takes, None where it takes none."""
+    """Returns the FakeTensorMode of a node's arguments, or None if it takes no tensor."""
     values = [leaf.meta.get("val") for leaf in tree_leaves((node.args, node.kwargs)) if isinstance(leaf, Node)]
     modes = [value.fake_mode for value in tree_leaves(values) if hasattr(value, "fake_mode")]
     return modes[0] if modes else None

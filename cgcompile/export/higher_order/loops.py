@@ -1,4 +1,4 @@
-"""Loops with a fixed number of turns, unrolled.
+"""Unrolls scan and map loops with a fixed number of iterations.
 
 Private interface (torch 2.11, 2.13): the order of the arguments of scan and map.
 """
@@ -14,11 +14,11 @@ from torch.fx import GraphModule, Node
 from .inline import Results, add_call, body_of, fake_mode, inline
 
 LONGEST = 4096
-"""Operations that a loop may become."""
+"""Most nodes that an unrolled loop may have."""
 
 
 def scan(module: GraphModule, node: Node) -> Results | None:
-    """scan(body, init, xs, additional): the carries, then what every turn gave, stacked."""
+    """Unrolls scan(body, init, xs, more): returns the final carries, then the stacked outputs of all iterations."""
     body, init, xs, more = body_of(module, node.args[0]), list(node.args[1]), list(node.args[2]), list(node.args[3])
     turns = _turns(body, xs)
     if body is None or not turns or fake_mode(node) is None:
@@ -34,7 +34,7 @@ def scan(module: GraphModule, node: Node) -> Results | None:
 
 
 def map_rows(module: GraphModule, node: Node) -> Results | None:
-    """map_impl(body, xs, more): what every turn gave, stacked."""
+    """Unrolls map_impl(body, xs, more): returns the stacked outputs of all iterations."""
     body, xs, more = body_of(module, node.args[0]), list(node.args[1]), list(node.args[2])
     turns = _turns(body, xs)
     if body is None or not turns or fake_mode(node) is None:
@@ -59,7 +59,7 @@ def _stacked(module: GraphModule, node: Node, rows: Sequence[Sequence[Any]]) -> 
 
 
 def _turns(body: GraphModule | None, xs: Sequence[Any]) -> int:
-    """How often a loop over the first axis of `xs` turns; 0 where that is not fixed, or too often."""
+    """Returns the iterations of a loop over the first axis of `xs`, or 0 if they are no constant, or too many."""
     if body is None or not xs:
         return 0
     size = xs[0].meta["val"].shape[0]

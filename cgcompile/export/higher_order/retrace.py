@@ -1,5 +1,4 @@
-"""A program traced once more by torch, which writes down the casts of autocast, which the dispatcher makes, and takes out the batch
-axes of vmap; composite operators stay whole."""
+"""Traces a program again, which makes the casts of autocast explicit and removes vmap.  Composite operators are not decomposed."""
 
 from __future__ import annotations
 
@@ -11,12 +10,12 @@ from ..torch_program import with_graph
 
 
 def traced_again(program: ExportedProgram) -> ExportedProgram:
-    """`program` without autocast and vmap, its writes still operations of its graph."""
+    """Returns `program` without autocast and vmap.  Writes stay in-place operations of the graph."""
     return in_place(_without_dead(program.run_decompositions({})), program)
 
 
 def _without_dead(program: ExportedProgram) -> ExportedProgram:
-    """`program`, changed in place, without what nothing needs but torch's own assertions about it: how a block mask came to be."""
+    """Removes, in place, operations that only torch's metadata assertions use, such as those that computed a block mask."""
     check = torch.ops.aten._assert_tensor_metadata.default
     for node in reversed(list(program.graph.nodes)):
         if node.op == "call_function" and all(user.target is check for user in node.users) and not node.is_impure():
@@ -28,15 +27,15 @@ def _without_dead(program: ExportedProgram) -> ExportedProgram:
 
 
 def in_place(functional: ExportedProgram, program: ExportedProgram) -> ExportedProgram:
-    """The functional form of `program` with its writes as operations again, as torch.export leaves them and what follows wants."""
+    """Returns the functional form of `program` with its writes as `copy_` operations instead of outputs, as later steps expect."""
     root, signature = functional.graph_module, functional.graph_signature
     output = root.graph.output_node()
     inputs = {spec.target: spec.arg.name for spec in signature.input_specs if spec.kind is InputKind.BUFFER}
     places = {node.name: node for node in root.graph.find_nodes(op="placeholder")}
-    kept, specs = [], []
+    results, specs = [], []
     for value, spec in zip(output.args[0], signature.output_specs, strict=True):
         if spec.kind is OutputKind.USER_OUTPUT:
-            kept.append(value)
+            results.append(value)
             specs.append(spec)
             continue
         assert spec.kind in (OutputKind.BUFFER_MUTATION, OutputKind.USER_INPUT_MUTATION), spec
@@ -45,7 +44,7 @@ def in_place(functional: ExportedProgram, program: ExportedProgram) -> ExportedP
             copied = root.graph.call_function(torch.ops.aten.copy_.default, (written, value))
         copied.meta = {name: value.meta[name] for name in ("stack_trace", "nn_module_stack") if name in value.meta}
         copied.meta["val"] = written.meta["val"]
-    output.args = (tuple(kept),)
+    output.args = (tuple(results),)
     root.graph.lint()
     root.recompile()
     return with_graph(functional, root, {}, dialect=program, output_specs=specs)

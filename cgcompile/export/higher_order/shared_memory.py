@@ -1,8 +1,8 @@
-"""Branches and loops whose bodies give an operand itself, or one tensor twice, and such that are given one tensor twice, or a view
-beside its base.  Eager PyTorch takes them (`lambda y: y`, `(i, zeros, zeros)`); the functional form of a program wants that every
-operand and every result has memory of its own.
+"""Copies operands and results of branches and loops that share memory.  A body may return an operand itself, or one tensor twice.
+Two operands may be one tensor, or a view and its base.  Eager PyTorch accepts them (`lambda y: y`, `(i, zeros, zeros)`), but the
+functional form of a program needs separate memory for each.
 
-Private interfaces (torch 2.11, 2.13): `_cdata`, which fake tensors that share memory have in common, and
+Private interfaces (torch 2.11, 2.13): the storage's `_cdata`, which is equal for fake tensors that share memory, and
 `torch._C._dispatch_has_kernel_for_dispatch_key`.
 """
 
@@ -19,10 +19,10 @@ from .conditionals import WHILE, bodies, higher_order, is_conditional
 
 
 def copy_shared(module: GraphModule) -> None:
-    """Changes `torch.cond` and `torch.while_loop` in a graph, at any depth.
+    """Adds copies to every `torch.cond` and `torch.while_loop` of a graph, at any depth, in place.
 
-    An operand that shares memory with one before it becomes a copy, and so does a result of a body that shares memory with an
-    operand, or with another result.
+    Copies an operand that shares memory with an earlier one.  Copies a result of a body that shares memory with an operand or an
+    earlier result.
     """
     for part in [submodule for submodule in module.modules() if isinstance(submodule, GraphModule)]:
         for node in [node for node in part.graph.nodes if is_conditional(node)]:
@@ -36,7 +36,7 @@ def _copy_operands(part: GraphModule, node: Node) -> None:
     taken: set[int | None] = set()
     new_operands = []
     for number, operand in enumerate(operands):
-        # the predicate of `torch.cond`, its first argument, is read before anything runs
+        # `torch.cond` reads its first argument, the predicate, before a body runs
         memory = _memory(operand) if number or higher_order(node) == WHILE else None
         new_operands.append(_copied(part, node, operand, node) if memory in taken else operand)
         taken |= {memory} - {None}
@@ -61,20 +61,20 @@ def _copy_results(body: GraphModule, caller: Node) -> None:
 
 def _memory(value: Any) -> int | None:
     while isinstance(value, Node) and (source := _viewed(value)) is not None:
-        value = source  # what a node knows of its value may have memory of its own
+        value = source  # the fake tensor of a view may have another storage
     tensor = value.meta.get("val") if isinstance(value, Node) else None
     return tensor.untyped_storage()._cdata if isinstance(tensor, torch.Tensor) else None
 
 
 def _viewed(node: Node) -> Node | None:
-    """What a node surely gives a view of; None where that is not known."""
+    """Returns the node of which a node is certainly a view, or None."""
     call = node.args[0] if node.target is operator.getitem else node
     target = call.target if isinstance(call, Node) else None
     if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable or not target._schema.returns:
         return None
     composite = torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), "CompositeImplicitAutograd")
     if composite or target._schema.returns[0].alias_info is None:
-        return None  # composite ones may give a copy
+        return None  # composite operators may return a copy
     return call.args[0] if call.args and isinstance(call.args[0], Node) else None
 
 

@@ -1,10 +1,10 @@
-"""Exports of models that compute what torch.export does not trace: derivatives by autograd, products under nested vmap, hashes.
+"""Exports models that torch.export alone cannot trace: derivatives by autograd, products under nested vmap, and module hashes.
 
-torch.export traces above autograd.  What torch.autograd.grad() computes below it is not traced: export finds values without
-a history and stops (forces of an energy, residuals of an equation, densities).  An export below autograd traces each operator
+torch.export traces above autograd.  It does not trace the operators that torch.autograd.grad() runs below, finds values without
+a history, and stops (forces of an energy, residuals of an equation, densities).  An export below autograd traces each operator
 of the derivative.  A product under two torch.vmap() leaves a value of the inner one among the program's constants, where
-only operators without users read it.  While torch.export traces, it looks a module's stand-in up by the module's hash, whenever
-an attribute is read: a hash that is computed from attributes would ask for itself without end.
+only operators without users read it.  While torch.export traces, each read of an attribute looks a module up by its hash.  A hash
+that is computed from attributes would recurse without end.
 
 Private interfaces of torch: `torch.export._trace._export(pre_dispatch=False)` and `is_functorch_wrapped_tensor`.  Run with
 torch 2.13; those of 2.11 have the same parameters.
@@ -23,14 +23,14 @@ from torch.export._trace import _export
 from torch.utils._pytree import tree_map_only
 
 UNTRACED = "We found a fake tensor in the exported program constant's list"
-"""What torch.export says (2.11, 2.13) about a value that it has not traced."""
+"""torch.export's error (2.11, 2.13) for a value that it has not traced."""
 
 BACKWARD = "Cannot backprop through mirrored meta"
-"""What torch says (2.11, 2.13) where backward() meets a value that has only a shape."""
+"""torch's error (2.11, 2.13) if backward() reaches a fake tensor."""
 
 
 def export(module: torch.nn.Module, tensors: Sequence[torch.Tensor], dynamic: Any) -> ExportedProgram:
-    """The program of `module`.  A model that asks autograd for derivatives is traced once more, below autograd."""
+    """Exports `module`.  A model that computes derivatives by autograd is traced once more, below autograd."""
     try:
         with _hashes_computed_before(module):
             return _without_leaks(torch.export.export(module, tuple(tensors), dynamic_shapes=dynamic, strict=False))
@@ -44,13 +44,13 @@ def export(module: torch.nn.Module, tensors: Sequence[torch.Tensor], dynamic: An
 
 
 def _without_leaks(program: ExportedProgram) -> ExportedProgram:
-    """The program, changed in place: no operator without users reads a value of torch.vmap, and zeros are in its place."""
+    """Removes, in place, unused operators that read a leaked value of torch.vmap, and replaces the value by zeros."""
     leaks = [name for name, value in program.constants.items() if torch.is_tensor(value) and is_functorch_wrapped_tensor(value)]
     graph, signature = program.graph, program.graph_signature
     for name in leaks:
         leak = next(node for node in graph.nodes if signature.inputs_to_lifted_tensor_constants.get(node.name) == name)
         readers = _readers(leak)
-        for node in reversed(list(graph.nodes)):  # what reads a node stands behind it
+        for node in reversed(list(graph.nodes)):  # users come after the nodes that they read
             if node in readers and not node.users and not node.is_impure():
                 graph.erase_node(node)
         if not leak.users:
@@ -60,7 +60,7 @@ def _without_leaks(program: ExportedProgram) -> ExportedProgram:
 
 
 def _readers(node: torch.fx.Node) -> frozenset[torch.fx.Node]:
-    """Every node that depends on `node`."""
+    """Returns every node that depends on `node`."""
     pending, readers = list(node.users), set(node.users)
     while pending:
         new = [user for user in pending.pop().users if user not in readers]
@@ -83,7 +83,8 @@ def _outputs_without_history(module: torch.nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _hashes_computed_before(model: torch.nn.Module) -> Iterator[None]:
-    """Meanwhile modules whose class defines a hash have the one that they have now; their stand-ins share their `__dict__`."""
+    """Caches the hashes of modules whose class defines `__hash__`, while the context is active.  The cache is by `__dict__`, which
+    torch.export's copies of a module share."""
     hashed_modules = [module for module in model.modules() if type(module).__hash__ is not object.__hash__]
     hashes = {id(vars(module)): hash(module) for module in hashed_modules}
     kinds = {kind for module in hashed_modules for kind in type(module).__mro__ if "__hash__" in vars(kind) and kind is not object}

@@ -1,4 +1,4 @@
-"""Programs of models whose Python asks tensors for their truth: every way is exported, and the ways are joined as branches."""
+"""Exports models whose Python branches on the truth value of tensors: exports every path, and joins the paths with `torch.cond`."""
 
 MAX_PATHS = 64
-"""Ways through a model's Python that are exported at most, unless the caller says otherwise: each costs an export."""
+"""Default of the most paths through a model's Python code that are exported; each costs an export."""

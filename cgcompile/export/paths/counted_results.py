@@ -1,5 +1,5 @@
-"""Results whose sizes depend on data, of several ways: every way fills them up to one size and says how many elements count, and
-behind the last branch those are selected.  So branches give tensors of one shape, and the program gives what the model gives."""
+"""Results of several paths whose sizes depend on data.  Each path pads them to one size and returns how many elements are valid.
+So all branches return tensors of one shape.  After the last branch the program selects the valid elements."""
 
 from __future__ import annotations
 
@@ -16,39 +16,39 @@ from .lines import Line, Slot
 aten = torch.ops.aten
 
 Axis = tuple[int, int]
-"""The number of a result, and an axis of it."""
+"""(number of a result, axis)."""
 
 
 class Body(Protocol):
-    """A graph that is made, as of `merge`."""
+    """A graph under construction (see `merge._Body`)."""
 
     root: Line
 
     def value(self, line: Line, node: Node) -> Node:
-        """The node here of a line's node."""
+        """Returns the node of this graph for a line's node."""
         raise NotImplementedError
 
     def add(self, target: Any, args: tuple[Any, ...], like: Node, **more: Any) -> Node:
-        """A new operation at the line of `like`."""
+        """Adds an operation with the source line of `like`."""
         raise NotImplementedError
 
 
 class CountedResults:
-    """The axes of results that have a size that depends on data on some of these lines."""
+    """The axes of results whose sizes depend on data on some of these lines."""
 
     def __init__(self, lines: Sequence[Line]) -> None:
         axes: list[Axis] = sorted({slot[1] for line in lines for slot in line.outputs if slot[0] == "count"})
         self._targets = {axis: _largest([_size(line, axis) for line in lines]) for axis in axes}
-        alike: dict[tuple[Any, ...], Axis] = {}
-        self._counts = {axis: alike.setdefault(tuple([_counted(line, axis) for line in lines]), axis) for axis in axes}
+        first_axes: dict[tuple[Any, ...], Axis] = {}
+        self._counts = {axis: first_axes.setdefault(tuple([_counted(line, axis) for line in lines]), axis) for axis in axes}
 
     @property
     def slots(self) -> list[Slot]:
-        """The outputs of branches that say how many elements count, one for all axes that always have the same."""
+        """The outputs of branches for counts of valid elements; axes that always have the same count share one."""
         return [("count", axis) for axis in dict.fromkeys(self._counts.values())]
 
     def count(self, body: Body, line: Line, axis: Axis) -> Node:
-        """How many elements of a result count on one way."""
+        """Returns the number of valid elements along an axis of a result on one line."""
         if ("count", axis) in line.outputs:
             return body.value(line, line.outputs["count", axis])
         result = body.value(line, line.outputs["result", axis[0]])
@@ -56,7 +56,7 @@ class CountedResults:
         return body.add(aten.full.default, ([], _sized(body, result, axis[1])), result, dtype=torch.int64, device=device)
 
     def filled(self, body: Body, line: Line, number: int) -> Any:
-        """Result `number` of one way, with zeros up to the size that it has on all of them."""
+        """Returns result `number` of one line, padded with zeros to the common size of all lines."""
         value = line.outputs["result", number]
         if not isinstance(value, Node):
             return value
@@ -65,21 +65,21 @@ class CountedResults:
             size = value.meta["val"].shape[axis]
             missing = None if target is None else _number(body, target - _expression(size), value)
             if missing is not None and missing != 0:
-                behind = [*[0, 0] * (value.meta["val"].dim() - 1 - axis), 0, missing]  # from the last axis to the first
-                value = body.add(aten.constant_pad_nd.default, (value, behind), value)
+                padding = [*[0, 0] * (value.meta["val"].dim() - 1 - axis), 0, missing]  # from the last axis to the first
+                value = body.add(aten.constant_pad_nd.default, (value, padding), value)
         return value
 
     def selected(self, body: Body, number: int, value: Any, counts: Mapping[Axis, Node]) -> Any:
-        """Result `number` of the program: the elements of a filled one that count."""
+        """Returns result `number` of the program: the valid elements of the padded `value`."""
         for axis in self._of(number):
             size = _sized(body, value, axis)
             order = body.add(aten.arange.default, (size,), value, dtype=torch.int64, device=value.meta["val"].device)
-            counting = body.add(aten.lt.Tensor, (order, counts[self._counts[number, axis]]), value)
-            value = body.add(aten.index.Tensor, (value, [*[None] * axis, counting]), value)
+            valid = body.add(aten.lt.Tensor, (order, counts[self._counts[number, axis]]), value)
+            value = body.add(aten.index.Tensor, (value, [*[None] * axis, valid]), value)
         return value
 
     def _of(self, number: int) -> dict[int, Any]:
-        """The axes of a result, and the sizes that they are filled up to; None for one that is not known."""
+        """Returns {axis: padded size} of a result; a size is None if it is unknown."""
         return {axis: target for (result, axis), target in self._targets.items() if result == number}
 
 
@@ -89,7 +89,7 @@ def _size(line: Line, axis: Axis) -> Any:
 
 
 def _counted(line: Line, axis: Axis) -> Any:
-    """What is the same for two axes of one line that have the same number of elements."""
+    """Returns a value that is equal for two axes of one line if they have the same number of valid elements."""
     return line.outputs.get(("count", axis), str(_size(line, axis)))
 
 
@@ -98,7 +98,7 @@ def _expression(size: Any) -> Any:
 
 
 def _largest(sizes: Sequence[Any]) -> Any:
-    """The one size that is no less than the others; None where that is not known."""
+    """Returns the size that is certainly at least as large as all others, or None."""
     for size in sizes:
         if size is not None and all(other is not None and (size - other).is_nonnegative for other in sizes):
             return size
@@ -106,13 +106,13 @@ def _largest(sizes: Sequence[Any]) -> Any:
 
 
 def _sized(body: Body, value: Node, axis: int) -> Any:
-    """The size of a tensor's axis as an argument."""
+    """Returns the size of a tensor's axis as an operator argument."""
     size = value.meta["val"].shape[axis]
     return body.add(aten.sym_size.int, (value, axis), value) if isinstance(size, torch.SymInt) else size
 
 
 def _number(body: Body, expression: Any, like: Node) -> Any:
-    """An expression of the sizes of inputs as an argument; None where it is none of these."""
+    """Returns an expression of input sizes as an operator argument, or None for other expressions."""
     if expression.is_Integer:
         return int(expression)
     if expression.is_Symbol:

@@ -1,4 +1,4 @@
-"""All ways through a model's Python: a line for each that is not the rest of another."""
+"""Finds all paths through a model's Python code, and traces a line for each path that does not join another one."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ ENDLESS = f"{WHILE_FIX}; --max-paths says how many turns are tried"
 TOO_MANY = "let --max-paths be larger, or choose with torch.where"
 
 TURNS = 4
-"""How often a place asks before a trace that stays in its loop shows whether anything bounds the turns."""
+"""After this many equal answers at one position, an extra trace tests whether the loop ends."""
 
 RESTARTS = 3
-"""How often the lines are traced anew because another one shows more tensors apart."""
+"""How often all lines are traced again with other preferred answers (see `Ways._restart`)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Branch:
-    """What happens with the other answer to a question: another line until it joins, or an error of the model."""
+    """The other answer to a question: a line until it joins, or an error that the model raises."""
 
     other: Line | Raised
     join: Join | None
 
 
 class PathsRefused(Exception):
-    """The ways through a model cannot become one program; `obstacle` says why, with the line that asks.  It causes a ModelError."""
+    """The paths of a model cannot become one program.  `obstacle`: the reason, and the question's line.  Causes a ModelError."""
 
     def __init__(self, code: str, question: Question | TooManyTurns, reason: str, hint: str = "") -> None:
         super().__init__(reason)
@@ -43,13 +43,13 @@ class PathsRefused(Exception):
 
 
 class _Restart(Exception):
-    """Other answers are preferred from now on."""
+    """Preferred answers changed: all lines must be traced again."""
 
 
 class Ways:
-    """The lines of a model, traced when they are asked for.
+    """The lines of a model, traced on demand.
 
-    `attempt` exports the model, whose answers `flat` has; more than `most` lines are refused.
+    `attempt` exports the model, with the answers in `flat.way`.  `most`: the largest number of lines.
     """
 
     def __init__(self, flat: FlatModule, attempt: Callable[[], ExportedProgram], most: int) -> None:
@@ -63,7 +63,7 @@ class Ways:
         self._last = False
 
     def root(self) -> Line | Raised:
-        """The first line, all of whose branches are known.  Raises data-dependent-branch, structure-unsupported."""
+        """Returns the first line after all its branches were traced.  Raises PathsRefused."""
         for restarts in range(RESTARTS + 1):
             try:
                 return self._explored(last=restarts == RESTARTS)
@@ -87,23 +87,24 @@ class Ways:
         return line
 
     def _restart(self, better: Mapping[Spot, bool]) -> None:
-        """Traces all lines anew where other answers show more tensors apart, as `y` and `x` after `y = x` without a change."""
+        """Traces all lines again with `better` preferred answers, unless it is the last attempt.  A join needs a first line whose
+        variables are different tensors; after `y = x` two variables are one tensor."""
         if better and not self._last:
             self._preferred |= better
             raise _Restart
 
     @property
     def lines(self) -> list[Line]:
-        """All lines that were traced."""
+        """All traced lines."""
         return [line for line in self._lines.values() if isinstance(line, Line)]
 
     def forbid(self, line: Line, number: int, position: int) -> None:
-        """The branch of a question may not join at this position: what follows needs a value of one way alone."""
+        """Forbids the branch of a question to join at this position, because later operations need a value of only one path."""
         self._forbidden.add((line, number, position))
         self._branches = {}
 
     def branch(self, line: Line, number: int) -> Branch:
-        """What happens with the other answer to question `number` of a line."""
+        """Returns the branch for the other answer to question `number` of a line."""
         if (line, number) not in self._branches:
             self._branches[line, number] = self._branch(line, number)
         return self._branches[line, number]
@@ -132,21 +133,21 @@ class Ways:
         raise AssertionError("two lines meet at their end")
 
     def _check_bounded(self, line: Line, number: int, forced: tuple[bool, ...]) -> None:
-        """Raises data-dependent-branch where a place that got one answer TURNS times asks without end: one trace tells, before
-        every number of turns has become a line."""
+        """Raises PathsRefused (data-dependent-branch) for a loop without end.  After TURNS equal answers at one position it traces
+        with always that answer, before every number of iterations becomes a line."""
         spot, stays = line.questions[number].spot, forced[number]
         turns = [question.answer for question in line.questions[:number] if question.spot == spot]
         if turns == [stays] * TURNS:
             self._trace(forced, {**self._preferred, spot: stays})
 
     def _closed(self, line: Line, number: int, position: int) -> bool:
-        """Whether all branches behind question `number` and before `position` have joined the line there."""
+        """Whether all branches between question `number` and `position` of a line join it at or before `position`."""
         inner = [at for at in range(number + 1, len(line.markers)) if line.markers[at] < position]
-        met = [self.branch(line, at).join for at in reversed(inner)]
-        return all(join is None or join.main <= position for join in met)
+        inner_joins = [self.branch(line, at).join for at in reversed(inner)]
+        return all(join is None or join.main <= position for join in inner_joins)
 
     def _line(self, forced: tuple[bool, ...]) -> Line | Raised:
-        """The line that begins with these answers, on which the model does not raise if any does not."""
+        """Returns the line that begins with these answers.  Prefers later answers with which the model does not raise."""
         if forced in self._raising:
             return self._raising[forced]
         if forced not in self._lines:
@@ -156,7 +157,7 @@ class Ways:
         return self._lines[forced]
 
     def _check_shapes(self, line: Line) -> None:
-        """Raises structure-unsupported for results of other constant sizes than those of the first line: no branch gives both."""
+        """Raises PathsRefused (structure-unsupported) if constant sizes of results differ from those of the first line."""
         first = self.lines[0]
         for slot in [slot for slot in line.outputs if slot[0] == "result"]:
             pair = [way.outputs.get(slot) for way in (first, line)]

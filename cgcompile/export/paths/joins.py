@@ -1,4 +1,4 @@
-"""Where two ways that part at a question meet again: what follows is the same function of the tensors that Python keeps there."""
+"""Finds where two lines that split at a question join again: there, the rest is the same function of the tensors in variables."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from ...model.user_code import place
 from .lines import Line, Slot, nodes_of
 
 Pair = tuple[Any, Any]
-"""A value of the main line, and what stands for it on the other one: the same, or another."""
+"""A value of the main line, and the corresponding value of the other line."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Join:
-    """The other line goes on at position `other` as the main line does at `main`, with `pairs` of values for what follows.
+    """From position `other`, the other line does the same as the main line from position `main`.  `pairs`: the values used there.
 
-    `question`: the number of the main line's question there, None behind the last one.  `ends`: they meet in their outputs alone.
+    `question`: number of the main line's question at `main`, or None after the last one.  `ends`: only the outputs are common.
     """
 
     main: int
@@ -32,8 +32,8 @@ class Join:
 
 
 def joins(main: Line, other: Line, parted: int) -> Iterator[Join | None]:
-    """The possible joins of two lines that part at question `parted`, the nearest first; the last one, at the end, is always
-    possible where both give the same structure.  None: they would meet if `other` were the main line."""
+    """Yields the possible joins of two lines that split at question `parted`, the nearest first.  The last one joins only outputs,
+    which works for all results of equal structure.  Yields None for a join that needs `other` as the main line."""
     for at in range(parted + 1, len(other.questions)):
         for to in range(parted + 1, len(main.questions)):
             if _same_rest(main, to, other, at):
@@ -48,7 +48,7 @@ def joins(main: Line, other: Line, parted: int) -> Iterator[Join | None]:
 
 
 def output(line: Line, slot: Slot) -> Any:
-    """An output of a line: what a buffer or an input held before, where the line does not write it."""
+    """Returns an output of a line; for a buffer or input that the line does not write, its placeholder."""
     if slot in line.outputs:
         return line.outputs[slot]
     signature = line.program.graph_signature
@@ -58,7 +58,7 @@ def output(line: Line, slot: Slot) -> Any:
 
 
 def _same_rest(main: Line, to: int, other: Line, at: int) -> bool:
-    """Whether Python keeps the same at two questions, and asked the same afterwards on these two ways."""
+    """Whether Python's state is the same at two questions, and both lines have the same questions and answers from there on."""
     left, right = main.questions[to], other.questions[at]
     if left.spot != right.spot or left.state != right.state or left.names != right.names:
         return False
@@ -69,23 +69,23 @@ def _same_rest(main: Line, to: int, other: Line, at: int) -> bool:
 
 
 def _distinct(main: Line, other: Line, pairs: Sequence[Pair]) -> tuple[Pair, ...] | None:
-    """The pairs, each value of the main line once; None where one of these stands for several of the other line."""
-    known: dict[Hashable, Hashable] = {}
+    """Removes duplicate pairs.  Returns None if one value of the main line corresponds to several values of the other line."""
+    partners: dict[Hashable, Hashable] = {}
     distinct: dict[Hashable, Pair] = {}
     for left, right in pairs:
         one, two = main.keys[left], other.keys[right]
-        if known.setdefault(one, two) != two:
+        if partners.setdefault(one, two) != two:
             return None
         distinct[one] = left, right
     return tuple(distinct.values())
 
 
 def _tail(main: Line, other: Line, parted: int) -> Join | None:
-    """The longest common end of the operations behind the last questions: the same lines of the model, with other values."""
+    """Returns a join at the longest common tail after the last questions: equal operations at the same lines of the model."""
     if main.outputs.keys() != other.outputs.keys() or main.result != other.result:
         return None
-    behind = [line.markers[-1] if line.markers else -1 for line in (main, other)]
-    longest = min(main.end - behind[0], other.end - behind[1]) - 1
+    last_questions = [line.markers[-1] if line.markers else -1 for line in (main, other)]
+    longest = min(main.end - last_questions[0], other.end - last_questions[1]) - 1
     count = 0
     while count < longest and _alike(main.nodes[-1 - count], other.nodes[-1 - count]):
         count += 1
@@ -103,7 +103,7 @@ def _alike(left: Node, right: Node) -> bool:
 
 
 def _boundary(main: Line, other: Line, length: int) -> tuple[Pair, ...] | None:
-    """The values that the last operations of both lines take from before; None where the ends do not correspond."""
+    """Returns the pairs of values that the last `length` operations of both lines take as inputs, or None if they do not match."""
     first = main.end - length, other.end - length
     pairs: list[Pair] = []
     ends = [
@@ -121,9 +121,9 @@ def _boundary(main: Line, other: Line, length: int) -> tuple[Pair, ...] | None:
         if isinstance(left, Node):
             uses.append((left, right))
     for left, right in uses:
-        inside = main.at.get(left, -1) - first[0], other.at.get(right, -1) - first[1]
-        if max(inside) >= 0:
-            if inside[0] != inside[1]:
+        offsets = main.at.get(left, -1) - first[0], other.at.get(right, -1) - first[1]
+        if max(offsets) >= 0:
+            if offsets[0] != offsets[1]:
                 return None
         elif main.keys[left] != other.keys[right] and ("get_attr" in (left.op, right.op) or _meta(left) != _meta(right)):
             return None
@@ -133,12 +133,12 @@ def _boundary(main: Line, other: Line, length: int) -> tuple[Pair, ...] | None:
     if distinct is None:
         return None
     tensors = [(left, right) for left, right in distinct if hasattr(left.meta.get("val"), "stride")]
-    same = all(main.keys[left] == other.keys[right] for left, right in distinct if not hasattr(left.meta.get("val"), "stride"))
-    return tuple(tensors) if same else None
+    equal = all(main.keys[left] == other.keys[right] for left, right in distinct if not hasattr(left.meta.get("val"), "stride"))
+    return tuple(tensors) if equal else None
 
 
 def _meta(node: Node) -> Hashable:
-    """What has to be the same for two values that one stands for the other."""
+    """Returns dtypes, shapes and strides of a node's values, which must be equal for corresponding values."""
     values = tree_leaves(node.meta.get("val"))
     return tuple(
         [

@@ -1,4 +1,5 @@
-"""A line: the straight program of one way through a model's Python, in its functional form, with a marker at every question."""
+"""A line is the straight-line functional program of one path through a model's Python code.  It has a marker (ASKED) at every
+question, which is where Python reads the truth value of a tensor that depends on data."""
 
 from __future__ import annotations
 
@@ -34,16 +35,16 @@ TORCH_STOPS = (
     DataDependentOutputException,
     UnsupportedOperatorException,
 )
-"""What torch raises inside of the model's code where it cannot trace that."""
+"""Errors of torch, raised in the model's code, for operations that it cannot trace."""
 
 Slot = tuple[str, Any]
-"""An output of a line: a buffer or an input that it writes, a result by its number, or ("count", (result, axis)): how many elements
-of a result count along an axis."""
+"""An output of a line: (kind of mutation, name) for a buffer or input that it writes, or ("result", number).  ("count", (result,
+axis)) is the number of valid elements along an axis of a result."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Raised:
-    """A way on which the model raises: what, and the user's line."""
+    """A path on which the model raises: the error's text, and the user's line."""
 
     message: str
     where: str
@@ -52,13 +53,11 @@ class Raised:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Line:
-    """The program of one way.
-
-    `markers` are the positions among `nodes` of the questions, `live` the tensors that Python keeps at each, by name, with
-    what it asks as "asked".  `keys` are equal for nodes of all lines that surely have the same value.  `exported` is the
-    program before it became functional; `writes`: the model's code writes to tensors in place.  `changed` are
-    attributes that it left changed.  `assumes` and `unsupported` as of FixedSizes.
-    """
+    """The program of one path.  `answers`, `questions`: on this path, in order.  `asks`, `reads`, `sizes`: as in TracedWay.
+    `exported`: the program before it became functional.  `writes`: the model's code writes to tensors in place.  `changed`: changed
+    attributes.  `assumes`, `unsupported`: as in FixedSizes.  `markers`: positions of the questions in `nodes`.  `live`: for each
+    question, the tensors in Python variables, by name, and the condition as "asked".  `keys`: equal for nodes of all lines that
+    have the same value.  `at`: position of each node."""
 
     answers: tuple[bool, ...]
     asks: tuple[bool, ...]
@@ -81,7 +80,7 @@ class Line:
 
     @property
     def end(self) -> int:
-        """The position behind the last operation."""
+        """The position after the last operation."""
         return len(self.nodes)
 
 
@@ -92,7 +91,8 @@ def trace_line(
     preferred: Mapping[Spot, bool],
     limit: int,
 ) -> tuple[Line | Raised, tuple[Question, ...]]:
-    """The line of the way that begins with the answers `forced`, or what the model raises on it, and the questions so far."""
+    """Traces the path that begins with the answers `forced`.  Returns its line, or the error that the model raises, and the
+    questions.  `preferred`: later answers by position (default True).  `limit`: most questions at one position."""
     way = TracedWay(forced, preferred, limit)
     before, flat.way = flat.way, way
     try:
@@ -116,7 +116,7 @@ def _of_torch(error: BaseException) -> bool:
 
 
 def _line(exported: ExportedProgram, way: TracedWay, *, told_gpu: bool) -> Line:
-    """`told_gpu`: the model is told that it runs on a GPU."""
+    """Makes a line of an exported path.  `told_gpu`: the bundle is for a GPU."""
     try:
         program = functional_form(exported)
     except Exception as error:
@@ -127,9 +127,9 @@ def _line(exported: ExportedProgram, way: TracedWay, *, told_gpu: bool) -> Line:
     nodes = tuple([node for node in program.graph.nodes if node.op not in ("placeholder", "output")])
     markers = tuple([index for index, node in enumerate(nodes) if node.target is ASKED])
     assert len(markers) == len(way.questions), (len(markers), len(way.questions))
-    kept = [tuple(nodes[index].args[0]) for index in markers]
+    marked = [tuple(nodes[index].args[0]) for index in markers]
     live = tuple(
-        [dict(zip(("asked", *question.names), values, strict=True)) for question, values in zip(way.questions, kept, strict=True)]
+        [dict(zip(("asked", *question.names), values, strict=True)) for question, values in zip(way.questions, marked, strict=True)]
     )
     return Line(
         answers=tuple([question.answer for question in way.questions]), asks=tuple(way.asks), reads=tuple(way.reads),
@@ -150,7 +150,7 @@ def _writes(node: Node) -> bool:
 
 
 def _outputs(program: ExportedProgram, counts: Sequence[tuple[int, int]]) -> dict[Slot, Any]:
-    """The outputs of a program whose last results are `counts`."""
+    """Returns the outputs of a program by slot.  Its last results are the `counts`, given as (result, axis)."""
     slots: dict[Slot, Any] = {}
     values = program.graph.output_node().args[0]
     results = [spec for spec in program.graph_signature.output_specs if spec.kind is OutputKind.USER_OUTPUT]
@@ -166,7 +166,7 @@ def _outputs(program: ExportedProgram, counts: Sequence[tuple[int, int]]) -> dic
 
 
 def placeholders(program: ExportedProgram) -> dict[Node, Hashable]:
-    """The inputs of a program with what is the same in the programs of all ways."""
+    """Returns the inputs of a program with keys that are equal for the same input in the programs of all paths."""
     inputs: dict[Node, Hashable] = {}
     nodes = program.graph.find_nodes(op="placeholder")
     for number, (node, spec) in enumerate(zip(nodes, program.graph_signature.input_specs, strict=True)):
@@ -182,7 +182,7 @@ def placeholders(program: ExportedProgram) -> dict[Node, Hashable]:
 
 
 def is_pure(node: Node) -> bool:
-    """Whether a node may be computed anywhere, any number of times, and gives the same."""
+    """Whether a node has the same result wherever and however often it is computed."""
     if node.op == "get_attr":
         return True
     target = node.target
@@ -196,8 +196,8 @@ def is_pure(node: Node) -> bool:
 
 
 def _keys(program: ExportedProgram, way: TracedWay) -> dict[Node, Hashable]:
-    """Hashes of what each node computes; operations that are not pure are told apart by the answers before them and their number
-    since the last one."""
+    """Returns a hash of each node's computation.  The hash of an impure operation includes the answers before it, and its number
+    since the last question."""
     keys: dict[Node, Hashable] = dict(placeholders(program))
     answers: tuple[bool, ...] = ()
     count = 0
@@ -232,7 +232,7 @@ def _digest(value: Any) -> str:
 
 
 def _text(module: Any) -> str:
-    """What a graph that an operator calls computes."""
+    """Returns a text of a graph that an operator calls, including inner graphs."""
     if not isinstance(module, GraphModule):
         return str(id(module))
     inner = [_text(getattr(module, str(node.target))) for node in module.graph.find_nodes(op="get_attr")]
@@ -240,5 +240,5 @@ def _text(module: Any) -> str:
 
 
 def nodes_of(value: Any) -> list[Node]:
-    """The nodes among the arguments of a node."""
+    """Returns the nodes in an argument structure."""
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Node)]

@@ -1,5 +1,5 @@
-"""One program of all lines: common operations once, and a `torch.cond` at every question, whose bodies are the lines until they
-join.
+"""Merges all lines into one program: common operations occur once, and each question becomes a `torch.cond`, whose bodies are the
+lines until they join.
 
 Private interfaces (torch 2.11, 2.13): the order of the arguments of `torch.cond` as an operator, `FakeTensor.fake_mode`,
 `torch._dispatch.python.enable_python_dispatcher`, `ShapeEnv.ignore_fresh_unbacked_symbols`.
@@ -38,7 +38,7 @@ aten = torch.ops.aten
 
 
 class Unjoinable(Exception):
-    """What follows a join needs a value that only one of the ways computes."""
+    """Operations after a join need a value that only one of the lines computes."""
 
     def __init__(self, line: Line, number: int, position: int) -> None:
         super().__init__(number)
@@ -47,7 +47,7 @@ class Unjoinable(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Closed:
-    """The operations of `line` behind question `number` until the join are inside of a branch; `common` are those of both ways."""
+    """The operations of `line` from question `number` to the join, which are inside a branch.  `common`: keys of the other line."""
 
     line: Line
     number: int
@@ -55,7 +55,7 @@ class _Closed:
     common: frozenset[Hashable]
 
     def hides(self, line: Line, position: int) -> bool:
-        """Whether an operation of a line that begins as this one does is inside."""
+        """Whether the operation at `position` of `line`, or of another line with the same beginning, is inside the branch."""
         if line is self.line:
             return line.markers[self.number] < position < self.join.main
         question = self.join.question
@@ -65,7 +65,8 @@ class _Closed:
 
 
 class _Body:
-    """A graph that is made: the program, or a branch of it."""
+    """A graph under construction: the program (`parent` is None), or a branch.  `values`: node by key.  `joined`: keys of values
+    that a branch returned.  `taken`: node of `parent` -> placeholder here.  `closed`: finished branches."""
 
     def __init__(self, parent: _Body | None, mode: Any, root: Line) -> None:
         self.graph = Graph()
@@ -79,17 +80,17 @@ class _Body:
         self.closed: list[_Closed] = list(parent.closed) if parent else []
 
     def known(self, key: Hashable) -> Node | None:
-        """The node here of a value, which a branch takes from the graph around it."""
+        """Returns the node of this graph for a value, or None.  A branch takes tensors of the outer graph as operands."""
         if key in self.values or self.parent is None:
             return self.values.get(key)
         outer = self.parent.known(key)
         if outer is None or not isinstance(outer.meta.get("val"), torch.Tensor):
-            return None  # numbers are read or measured again: a branch takes tensors
+            return None  # numbers are computed again: operands of a branch are tensors
         self.values[key] = self.taking(outer)
         return self.values[key]
 
     def taking(self, outer: Node) -> Node:
-        """The input of this branch that is `outer` in the graph around it."""
+        """Returns the placeholder of this branch for node `outer` of the outer graph."""
         if outer not in self.taken:
             first = next(iter(self.graph.nodes), None)
             with self.graph.inserting_before(first) if first is not None else self.graph.inserting_after():
@@ -99,10 +100,10 @@ class _Body:
         return self.taken[outer]
 
     def value(self, line: Line, node: Node) -> Node:
-        """The node here of a line's node, which is copied where it is not known."""
+        """Returns the node of this graph for a line's node, and copies it if it is missing.  Raises Unjoinable."""
         key = line.keys[node]
-        if (here := self.known(key)) is not None:
-            return here
+        if (existing := self.known(key)) is not None:
+            return existing
         assert node.op != "placeholder", node
         if not isinstance(node.meta.get("val"), torch.SymInt):
             for closed in self.closed:
@@ -113,19 +114,19 @@ class _Body:
         return self.copied(line, node)
 
     def copied(self, line: Line, node: Node) -> Node:
-        """A copy of an operation, with what it takes."""
+        """Copies an operation and its operands."""
         if node.op == "get_attr":
             copy = self.attribute(operator.attrgetter(str(node.target))(line.program.graph_module))
         else:
             copy = self.graph.node_copy(node, lambda argument: self.value(line, argument))
             copy.meta = dict(node.meta)
-            if "val" in node.meta and line is not self.root:  # the symbols of sizes are those of the root's export
+            if "val" in node.meta and line is not self.root:  # sizes use the symbols of the root line's export
                 copy.meta["val"] = self._computed(copy, node.meta["val"])
         self.values[line.keys[node]] = copy
         return copy
 
     def attribute(self, module: Any) -> Node:
-        """A node that names a graph of this module."""
+        """Adds a graph as a submodule, and returns the get_attr node for it."""
         name = f"branch_{len(self.module._modules)}"
         self.module.add_module(name, module)
         node = self.graph.get_attr(name)
@@ -133,7 +134,7 @@ class _Body:
         return node
 
     def add(self, target: Any, args: tuple[Any, ...], like: Node, value: Any = None, **more: Any) -> Node:
-        """A new operation at the line of `like`, with `more` arguments by name; `value`: what it gives, if that is known."""
+        """Adds an operation with the source line of `like`.  `more`: keyword arguments.  `value`: its fake result, if known."""
         node = self.graph.call_function(target, args, more)
         node.meta = {name: like.meta[name] for name in ("stack_trace", "nn_module_stack") if name in like.meta}
         node.meta["val"] = self._computed(node, None) if value is None else value
@@ -151,8 +152,8 @@ class _Body:
 
 
 def merged(ways: Ways, root: Line, told_gpu: bool) -> tuple[ExportedProgram, GraphModule]:
-    """The program of all lines, and the graph that it was made of, whose branches have the answers before their question as
-    `meta["question"]`.  Raises Unjoinable."""
+    """Returns the program of all lines, and the graph before it became functional.  The branches of that graph have the answers
+    before their question as `meta["question"]`.  Raises Unjoinable, PathsRefused."""
     program = root.program
     inputs = placeholders(program)
     mode = next(value.fake_mode for node in inputs for value in [node.meta.get("val")] if hasattr(value, "fake_mode"))
@@ -177,7 +178,7 @@ def merged(ways: Ways, root: Line, told_gpu: bool) -> tuple[ExportedProgram, Gra
             )
         body.values[key] = place
     placed = {node.name for node in body.graph.nodes}
-    specs = [spec for spec in specs if spec.arg.name in placed]  # constants that hold the same are one
+    specs = [spec for spec in specs if spec.arg.name in placed]  # equal constants became one
     _order_inputs(body.graph, specs)
     counted = CountedResults(ways.lines)
     slots = _emit(ways, counted, body, root, 0, root.end, told_gpu)
@@ -187,16 +188,16 @@ def merged(ways: Ways, root: Line, told_gpu: bool) -> tuple[ExportedProgram, Gra
     _without_dead(module)
     copy_shared(module)
     module.graph.lint()
-    whole = with_graph(
+    full_program = with_graph(
         program, module, {}, input_specs=specs, constants=constants, output_specs=output_specs, other_results=bool(counted.slots)
     )
-    result = in_place(functional_form(whole), root.exported)
+    result = in_place(functional_form(full_program), root.exported)
     spell_conditions(result.graph_module)
     return result, module
 
 
 def _without_dead(module: GraphModule) -> None:
-    """Takes out what nothing uses, in the branches too."""
+    """Removes unused operations, also in branches."""
     for part in [inner for inner in module.modules() if isinstance(inner, GraphModule)]:
         part.graph.eliminate_dead_code()
         part.recompile()
@@ -207,12 +208,12 @@ def _spec(line: Line, node: Node) -> InputSpec:
 
 
 def _constants_end(specs: Sequence[InputSpec]) -> int:
-    """Where the inputs of the user begin: constants come before them."""
+    """Returns the position of the first user input; constants come before it."""
     return next((number for number, spec in enumerate(specs) if spec.kind is InputKind.USER_INPUT), len(specs))
 
 
 def _order_inputs(graph: Graph, specs: Sequence[InputSpec]) -> None:
-    """Puts the inputs of a graph, which has nothing else yet, into the order of `specs`."""
+    """Orders the inputs of a graph without other nodes as in `specs`."""
     nodes = {node.name: node for node in graph.nodes}
     for spec in reversed(specs):
         first = next(iter(graph.nodes))
@@ -221,7 +222,7 @@ def _order_inputs(graph: Graph, specs: Sequence[InputSpec]) -> None:
 
 
 def _outputs(body: _Body, root: Line, counted: CountedResults, slots: dict[Slot, Any]) -> tuple[list[OutputSpec], list[Any]]:
-    """The outputs of the program: what it writes, then its results."""
+    """Returns the specs and values of the program's outputs: mutated buffers and inputs, then results."""
     results = [spec for spec in root.exported.graph_signature.output_specs if spec.kind is OutputKind.USER_OUTPUT]
     counts = {slot[1]: value for slot, value in slots.items() if slot[0] == "count"}
     specs, values = [], []
@@ -237,7 +238,7 @@ def _outputs(body: _Body, root: Line, counted: CountedResults, slots: dict[Slot,
 
 
 def _emit(ways: Ways, counted: CountedResults, body: _Body, line: Line, start: int, stop: int, told_gpu: bool) -> dict[Slot, Any]:
-    """Adds the operations of a line between two positions, and the branches there.  Gives the outputs where that is the end."""
+    """Adds the operations and branches of a line between two positions.  Returns the outputs by slot if that reaches the end."""
     numbers = {position: number for number, position in enumerate(line.markers)}
     position = start
     while position < stop:
@@ -263,7 +264,7 @@ def _emit(ways: Ways, counted: CountedResults, body: _Body, line: Line, start: i
 
 
 def _ended(counted: CountedResults, body: _Body, line: Line, slot: Slot) -> Any:
-    """An output of a line here."""
+    """Returns the node of this graph for an output of a line."""
     if slot[0] == "count":
         return counted.count(body, line, slot[1])
     if slot[0] == "result":
@@ -272,7 +273,7 @@ def _ended(counted: CountedResults, body: _Body, line: Line, slot: Slot) -> Any:
 
 
 def _slots(ways: Ways, counted: CountedResults, line: Line) -> list[Slot]:
-    """The outputs of every way: all buffers and inputs that any way writes, then the results, and how many of these count."""
+    """Returns the outputs that every line must have: all buffers and inputs that any line writes, results, and counts."""
     written = [slot for way in ways.lines for slot in way.outputs if slot[0] not in ("result", "count")]
     results = [slot for slot in line.outputs if slot[0] == "result"]
     return list(dict.fromkeys([*sorted(written), *results, *counted.slots]))
@@ -286,15 +287,15 @@ def _copy(body: _Body, line: Line, node: Node) -> None:
 
 
 def _assert(body: _Body, line: Line, number: int, raised: Raised, told_gpu: bool) -> None:
-    """The call fails where the question has the answer on which the model raises."""
+    """Adds an assertion that fails if the question has the answer on which the model raises."""
     marker = line.nodes[line.markers[number]]
-    asked = body.value(line, line.live[number]["asked"])
-    if told_gpu:  # on a GPU a failed assertion would end the process's use of it
-        asked = body.add(TO_HOST, (asked,), marker)
+    predicate = body.value(line, line.live[number]["asked"])
+    if told_gpu:  # a failed assertion on the GPU would make the process's CUDA context unusable
+        predicate = body.add(TO_HOST, (predicate,), marker)
     if not line.answers[number]:
-        asked = body.add(aten.logical_not.default, (asked,), marker)
-    said = f"{raised.where or line.questions[number].where}: {ASSERTS}: the model raises {raised.message}"
-    assertion = body.graph.call_function(aten._assert_async.msg, (asked, spelled(said)))
+        predicate = body.add(aten.logical_not.default, (predicate,), marker)
+    message = f"{raised.where or line.questions[number].where}: {ASSERTS}: the model raises {raised.message}"
+    assertion = body.graph.call_function(aten._assert_async.msg, (predicate, spelled(message)))
     assertion.meta = {name: marker.meta[name] for name in ("stack_trace", "nn_module_stack") if name in marker.meta}
     assertion.meta["val"] = None
 
@@ -302,9 +303,9 @@ def _assert(body: _Body, line: Line, number: int, raised: Raised, told_gpu: bool
 def _branch(
     ways: Ways, counted: CountedResults, body: _Body, line: Line, number: int, other: Line, join: Join, told_gpu: bool
 ) -> dict[Slot, Any]:
-    """Adds the branch at a question.  Gives the outputs where the ways join at their end."""
+    """Adds the branch for a question.  Returns the outputs by slot if the lines join only at the end, else {}."""
     marker = line.nodes[line.markers[number]]
-    asked = body.value(line, line.live[number]["asked"])
+    predicate = body.value(line, line.live[number]["asked"])
     inners, ends = [], []
     for side, stop in ((line, join.main), (other, join.other)):
         inners.append(_Body(body, body.mode, body.root))
@@ -314,12 +315,12 @@ def _branch(
         ends = [[inners[0].value(line, left) for left, _ in pairs], [inners[1].value(other, right) for _, right in pairs]]
     sides = list(zip(inners, ends, strict=True))
     constants = _constants(sides[0][1], sides[1][1])
-    kept = [place for place in range(len(sides[0][1])) if place not in constants]
-    results = [[_new(inner, values[place], marker) for place in kept] for inner, values in sides]
+    kept_places = [place for place in range(len(sides[0][1])) if place not in constants]
+    results = [[_new(inner, values[place], marker) for place in kept_places] for inner, values in sides]
     _check_alike(line, number, results)
     _same_strides(sides, results, marker)
-    if not kept:  # what is left are assertions: a branch gives something
-        results = [[inner.add(aten.clone.default, (inner.taking(asked),), marker)] for inner, _ in sides]
+    if not kept_places:  # only assertions are left: a cond must return a tensor
+        results = [[inner.add(aten.clone.default, (inner.taking(predicate),), marker)] for inner, _ in sides]
     taken = list(dict.fromkeys([outer for inner, _ in sides for outer in inner.taken]))
     modules = []
     for (inner, _), values in zip(sides, results, strict=True):
@@ -335,10 +336,10 @@ def _branch(
     functions = [body.attribute(module) for module in modules]
     with body.mode:
         likes = tuple([_like(result.meta["val"]) for result in results[0]])
-    conditional = body.add(torch.ops.higher_order.cond, (asked, *functions, tuple(taken)), marker, likes)
+    conditional = body.add(torch.ops.higher_order.cond, (predicate, *functions, tuple(taken)), marker, likes)
     conditional.meta["question"] = line.answers[:number]
     parts = [body.add(operator.getitem, (conditional, at), marker, value) for at, value in enumerate(likes)]
-    by_place = dict(zip(kept, parts, strict=False)) | constants
+    by_place = dict(zip(kept_places, parts, strict=False)) | constants
     if join.ends:
         return {slot: by_place[place] for place, slot in enumerate(_slots(ways, counted, line))}
     for place, (left, _) in enumerate(pairs):
@@ -350,7 +351,7 @@ def _branch(
 
 
 def _changes(inners: Sequence[_Body], left: Hashable, right: Hashable) -> bool:
-    """Whether a value is not the same behind a branch: the ways differ, or one of them has branches of its own that do."""
+    """Whether a value differs between the two sides of a branch, or is a result of an inner branch of one side."""
     return left != right or any(left in inner.joined for inner in inners)
 
 
@@ -359,26 +360,26 @@ def _like(value: torch.Tensor) -> torch.Tensor:
 
 
 def _constants(left: Sequence[Any], right: Sequence[Any]) -> dict[int, Any]:
-    """The places of results that are no tensors, which are the same on both sides: the result's structure has them."""
+    """Returns {place: value} of results that are no tensors.  As part of the result's structure they are equal on both sides."""
     return {place: one for place, (one, _) in enumerate(zip(left, right, strict=True)) if not isinstance(one, Node)}
 
 
 def _new(body: _Body, value: Node, marker: Node) -> Node:
-    """A result of a branch, in memory of its own."""
+    """Returns a result of a branch that shares no memory: the value itself, if it is a new tensor, else a clone."""
     schema = getattr(value.target, "_schema", None)
-    whole = value.op == "call_function" and schema is not None and all(returned.alias_info is None for returned in schema.returns)
-    if whole and value not in body.results:
+    fresh = value.op == "call_function" and schema is not None and all(returned.alias_info is None for returned in schema.returns)
+    if fresh and value not in body.results:
         body.results.add(value)
         return value
     return body.add(aten.clone.default, (value,), marker)
 
 
 def _check_alike(line: Line, number: int, results: Sequence[Sequence[Node]]) -> None:
-    """Raises structure-unsupported for results of different dtypes or shapes."""
+    """Raises PathsRefused (structure-unsupported) for results of different dtypes or shapes."""
     for left, right in zip(*results, strict=True):
         forms = [f"{node.meta['val'].dtype} {list(node.meta['val'].shape)}".removeprefix("torch.") for node in (left, right)]
         if forms[0] != forms[1]:
-            one, other = [re.sub(r"\bu\d+\b", "?", form) for form in forms]  # a size that is read out of a tensor
+            one, other = [re.sub(r"\bu\d+\b", "?", form) for form in forms]  # u0, u1: sizes that depend on data
             raise PathsRefused(
                 "structure-unsupported", line.questions[number], f"one way gives {one}, the other one {other}",
                 "return tensors of the same dtype and shape on every way",

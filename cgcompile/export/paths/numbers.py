@@ -1,6 +1,6 @@
-"""Numbers that Python read out of tensors and computed with, as tensors without dimensions: a branch can hold these.
+"""Replaces numbers that Python read out of tensors and computed with by scalar tensors, which a branch can hold.
 
-Python computes with numbers of 64 bits; an operation casts a number to the type that it computes in, and so does the tensor's form.
+Python computes with 64-bit numbers.  An operator casts a number to the dtype in which it computes, and so does the replacement.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ PYTHON: Mapping[Any, Any] = {
     operator.add: aten.add.Tensor, operator.sub: aten.sub.Tensor, operator.mul: aten.mul.Tensor,
     operator.truediv: aten.div.Tensor, operator.neg: aten.neg.default, operator.abs: aten.abs.default,
 }  # fmt: skip
-"""What Python computes, as operations on tensors."""
+"""Python operator on numbers -> the same operator on tensors."""
 
 CASTS: Mapping[Any, torch.dtype] = {math.trunc: torch.int64, torch.sym_float: torch.float64}
-"""What `int()` and `float()` are in a trace, and the type that they give."""
+"""Traced function for `int()` or `float()` -> dtype of the result."""
 
 BINARY: Mapping[Any, Any] = {
     aten.add.Tensor: aten.add.Tensor, aten.add.Scalar: aten.add.Tensor, aten.sub.Tensor: aten.sub.Tensor,
@@ -35,17 +35,17 @@ BINARY: Mapping[Any, Any] = {
     aten.ge.Scalar: aten.ge.Tensor, aten.lt.Scalar: aten.lt.Tensor, aten.le.Scalar: aten.le.Tensor, aten.eq.Scalar: aten.eq.Tensor,
     aten.ne.Scalar: aten.ne.Tensor,
 }  # fmt: skip
-"""Operations of a tensor and a number, which are the same with a tensor of no dimensions in the type that they compute in."""
+"""Operators on a tensor and a number -> the same with a scalar tensor in the dtype in which they compute."""
 
 FILLED = frozenset({aten.full.default, aten.scalar_tensor.default})
-"""Operations that make a tensor of one number."""
+"""Operators that fill a new tensor with one number."""
 
 ROUNDED = frozenset({torch.float16, torch.bfloat16})
-"""Types whose operations compute in 32 bits."""
+"""Dtypes whose operators compute in float32."""
 
 
 def with_tensors(graph: Graph) -> None:
-    """Changes a graph in place: reads that only operations above take become tensors."""
+    """Replaces, in place, reads of numbers that only supported operators use."""
     for node in list(graph.nodes):
         if node.target in READS:
             _Number(graph, node).settle()
@@ -53,21 +53,21 @@ def with_tensors(graph: Graph) -> None:
 
 
 def _takes_tensor(user: Node, number: Node) -> bool:
-    """Whether an operation on a number has a form with a tensor."""
+    """Whether an operation on a number has an equivalent with a tensor."""
     if user.target in FILLED:
         return user.args[-1] is number and number not in tree_leaves(user.args[:-1])
     return user.target in BINARY and not user.kwargs and user.args[1] is number and isinstance(user.args[0], Node)
 
 
 class _Number:
-    """A number of a graph, and everything that Python computes from it."""
+    """A number that a graph reads, and all numbers that Python computes from it."""
 
     def __init__(self, graph: Graph, read: Node) -> None:
         self._graph, self._read = graph, read
         self._tensors: dict[Node, Node] = {}
 
     def settle(self) -> None:
-        """Replaces the number, if all that takes it can take a tensor."""
+        """Replaces the number, if all its users can take a tensor instead."""
         numbers, users = [self._read], []
         self._drop_range()
         for number in numbers:
@@ -101,17 +101,17 @@ class _Number:
             self._graph.erase_node(number)
 
     def _computed(self, number: Node, args: tuple[Any, ...]) -> Node:
-        """What Python computes from numbers, which are tensors by now."""
+        """Adds the tensor operation for a Python operation on replaced numbers."""
         if number.target in CASTS:
             return self._call(number, aten._to_copy.default, args, {"dtype": CASTS[number.target]})
-        if number.target is operator.truediv:  # of whole numbers, too, in 64 bits
-            whole = {value for value in args if isinstance(value, Node) and value.meta["val"].dtype != torch.float64}
-            wide = {value: self._call(number, aten._to_copy.default, (value,), {"dtype": torch.float64}) for value in whole}
+        if number.target is operator.truediv:  # Python divides integers in float64, too
+            integers = {value for value in args if isinstance(value, Node) and value.meta["val"].dtype != torch.float64}
+            wide = {value: self._call(number, aten._to_copy.default, (value,), {"dtype": torch.float64}) for value in integers}
             args = tuple([wide.get(value, value) if isinstance(value, Node) else value for value in args])
         return self._call(number, PYTHON[number.target], args)
 
     def _drop_range(self) -> None:
-        """Takes out torch's own assertion that a truth value is 0 or 1."""
+        """Removes torch's assertion that a boolean is 0 or 1."""
         if self._read.all_input_nodes[0].meta["val"].dtype is not torch.bool:
             return
         for choice in [user for user in self._read.users if user.target is torch.sym_ite]:
@@ -124,7 +124,7 @@ class _Number:
                     self._graph.erase_node(node)
 
     def _replace(self, user: Node) -> None:
-        """An operation with the tensor in place of the number."""
+        """Replaces an operation by one with the tensor instead of the number."""
         if user.target in FILLED:
             self._fill(user)
             return
@@ -144,7 +144,7 @@ class _Number:
         self._graph.erase_node(user)
 
     def _fill(self, user: Node) -> None:
-        """A tensor of one number."""
+        """Replaces an operator that fills a new tensor with the number."""
         wanted_value = user.meta["val"]
         sizes = user.args[0] if user.target is aten.full.default else []
         with self._graph.inserting_before(user):

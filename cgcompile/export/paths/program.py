@@ -1,4 +1,4 @@
-"""The program of a model whose Python asks tensors for their truth, and what a build says of it."""
+"""Exports all paths of a model whose Python branches on tensors, as one verified program, with notes for the build's findings."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from .verify import reached, verify
 
 
 class WayStopped(Exception):
-    """Why torch stops in the middle of a way that the model's Python can take: the cause of a ModelError.
+    """torch cannot trace an operation on a path that the model's Python can take.  It is the cause of a ModelError.
 
-    `obstacle` says where; its own cause is what torch raised.
+    `obstacle`: has the user's line.  `__cause__`: torch's error.
     """
 
     def __init__(self, obstacle: Obstacle, cause: BaseException) -> None:
@@ -44,11 +44,11 @@ def with_paths(
     max_paths: int,
     tell: Tell,
 ) -> tuple[ExportedProgram, tuple[Obstacle, ...]] | None:
-    """The program of all ways, compared with eager PyTorch on `samples`, and notes about its questions.
+    """Returns the program of all paths, verified against eager PyTorch on `samples`, and notes about its questions.
 
-    None where the ways give no such program: what stopped the first export says why.  `calls` grows by what each call of `flat`
-    does.  Raises data-dependent-branch for too many ways, structure-unsupported, export-differs; what torch stops at comes
-    from WayStopped.
+    Returns None if there is no such program; the error of the first export has the reason.  `calls`: each call of `flat` appends
+    its side effects.  Raises data-dependent-branch for too many paths, structure-unsupported, export-differs.  An error of torch
+    on a path becomes a ModelError whose cause is WayStopped.
     """
     before, result, assigned = len(calls), flat.result, flat.assigned
     flat.known, flat.asserted = frozenset(), NOTHING
@@ -79,8 +79,8 @@ def with_paths(
 
 
 def _stopped(error: ModelError, cause: BaseException) -> tuple[ModelError, Obstacle]:
-    """The error for a line of a way that torch cannot trace, and where it is: what asks for a whole number there makes a size
-    of it, unless that is how often a loop turns."""
+    """Returns the error and obstacle for a line that torch cannot trace on a path.  If torch needs an integer's value there, it is
+    used as a size, except in `range()`."""
     where, line = user_place(cause)
     if error.code == "data-dependent-shape" or "extract specialized integer" not in text_of(cause) or "range(" in line:
         plain = ModelError(error.code, str(error), error.hint)
@@ -91,7 +91,7 @@ def _stopped(error: ModelError, cause: BaseException) -> tuple[ModelError, Obsta
 
 
 def _changes(flat: FlatModule, names: Sequence[str], early: Set[str]) -> Iterator[Obstacle]:
-    """Attributes that a way changes which the first calls did not take; `early`: a way reads them first."""
+    """Yields obstacles for attributes that only paths outside the first calls change.  `early`: names that a path reads first."""
     for name in names:
         where, line = assignment_place(flat.model, name)
         rule = "mutated-attribute" if name in early else ASSIGNED
@@ -99,8 +99,8 @@ def _changes(flat: FlatModule, names: Sequence[str], early: Set[str]) -> Iterato
 
 
 def _notes(joined: Tree, samples: Sequence[Sequence[torch.Tensor]], not_compared: int) -> Iterator[Obstacle]:
-    """A note for every question: where both ways lead to, or that the model raises on one of them.  One more where paths were not
-    compared."""
+    """Yields a note for every question, with the graphs of both answers or the error that one raises.  Yields a further note if
+    some paths could not be compared."""
     if not_compared and joined.root.questions:
         first = joined.root.questions[0]
         message = f"{not_compared} of the paths could not be compared with eager PyTorch: the model raises on example inputs there"

@@ -1,4 +1,4 @@
-"""A tree as text, as PyTorch's CUDA graph trees are shown: `Graph[0] -> Graph[1] if (y.sum() > 0)`."""
+"""Formats a tree of paths as text, like PyTorch's CUDA graph trees: `Graph[0] -> Graph[1] if (y.sum() > 0)`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from .lines import Line, Raised
 from .tree import Tree
 
 Asked = tuple[bool, ...]
-"""A question of a tree, by the answers before it."""
+"""The answers before a question of a tree, which identify it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fork:
-    """What a question leads to, and where the model asks it.  `raised`: the model raises on one of the answers."""
+    """A question, and the text of the graphs that its answers lead to.  `raised`: the error that the model raises on one answer."""
 
     question: Question
     text: str
@@ -25,14 +25,14 @@ class Fork:
 
 
 def forks(tree: Tree, reached: Mapping[Asked, Set[bool]]) -> list[Fork]:
-    """A line of text for every question.  `reached`: the answers that it got with the example inputs."""
+    """Returns a fork with a line of text for every question.  `reached`: answers of each question with the example inputs."""
     shown = _Shown(tree.ways, reached)
     shown.along(tree.root, 0, tree.root.end, shown.new())
     return sorted(shown.forks, key=lambda fork: int(re.findall(r"\d+", fork.text)[0]))
 
 
 def condition(line: str) -> str:
-    """What a line of source asks: `y.sum() > 0` of `if y.sum() > 0:`."""
+    """Returns the condition in a source line: `y.sum() > 0` for `if y.sum() > 0:`."""
     match = re.match(r"(?:if|elif|while|assert)\b\s*(.*?)(?::(?:\s.*)?)?$", line)
     return match[1] if match else line
 
@@ -44,19 +44,19 @@ class _Shown:
         self.forks: list[Fork] = []
 
     def new(self) -> str:
-        """The next graph."""
+        """Returns the name of the next graph."""
         self._graphs += 1
         return f"Graph[{self._graphs - 1}]"
 
     def along(self, line: Line, start: int, stop: int, graph: str) -> None:
-        """The questions of a line from number `start` to position `stop`; the first is asked behind `graph`."""
+        """Adds forks for the questions of a line from number `start` to position `stop`.  The first follows after `graph`."""
         number = start
         while number < len(line.questions) and line.markers[number] < stop:
             question, branch = line.questions[number], self._ways.branch(line, number)
-            asked = condition(question.line)
+            condition_text = condition(question.line)
             number += 1
             if isinstance(branch.other, Raised):
-                wrong = f"not ({asked})" if question.answer else f"({asked})"
+                wrong = f"not ({condition_text})" if question.answer else f"({condition_text})"
                 self.forks.append(
                     Fork(question=question, text=f"{graph} -> {branch.other.message} if {wrong}", raised=branch.other)
                 )
@@ -65,20 +65,20 @@ class _Shown:
             other, join = branch.other, branch.join
             sides = {question.answer: (line, join.main), not question.answer: (other, join.other)}
             empty = {side: way.markers[number - 1] + 1 >= end for side, (way, end) in sides.items()}
-            inside = {side: "" if empty[side] else self.new() for side in (True, False)}
-            behind = "" if join.ends else self.new()
-            said = [
-                f"{inside[True] or behind or 'the end'} if ({asked})",
-                f"{inside[False] or behind or 'the end'} if not",
-                *([f"then {behind}"] if behind else []),
+            body_graphs = {side: "" if empty[side] else self.new() for side in (True, False)}
+            joined_graph = "" if join.ends else self.new()
+            targets = [
+                f"{body_graphs[True] or joined_graph or 'the end'} if ({condition_text})",
+                f"{body_graphs[False] or joined_graph or 'the end'} if not",
+                *([f"then {joined_graph}"] if joined_graph else []),
             ]
             answers = self._reached.get(line.answers[: number - 1], set())
             took = "both" if len(answers) == 2 else "no" if not answers else "the first" if True in answers else "the second"
-            text = f"{graph} -> {', '.join(said)}; example inputs took {took} way{'s' if took == 'both' else ''}"
+            text = f"{graph} -> {', '.join(targets)}; example inputs took {took} way{'s' if took == 'both' else ''}"
             self.forks.append(Fork(question=question, text=text, raised=None))
             for side in (True, False):
                 way, end = sides[side]
-                self.along(way, number, end, inside[side] or graph)
+                self.along(way, number, end, body_graphs[side] or graph)
             if join.question is None:
                 return
-            number, graph = join.question, behind
+            number, graph = join.question, joined_graph

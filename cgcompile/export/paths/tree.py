@@ -1,4 +1,4 @@
-"""The program of a model whose Python asks tensors for their truth."""
+"""Builds the tree of all paths of a model, and its merged program."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .merge import Unjoinable, merged
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Tree:
-    """A program with a branch at every question, and the ways that it was made of; `whole` is the graph of `merged`."""
+    """A program with a branch at every question, and the paths that it was made of.  `whole`: the graph that `merged` returns."""
 
     program: ExportedProgram
     whole: GraphModule
@@ -28,7 +28,7 @@ class Tree:
     root: Line
 
     def branches(self) -> Iterator[tuple[Line, int, Branch]]:
-        """Every question once: its line, its number there, and what the other answer leads to."""
+        """Yields every question once: its line, its number in the line, and the branch for the other answer."""
         yield from self._branches(self.root, 0, len(self.root.questions))
 
     def _branches(self, line: Line, start: int, stop: int) -> Iterator[tuple[Line, int, Branch]]:
@@ -36,15 +36,15 @@ class Tree:
             branch = self.ways.branch(line, number)
             yield line, number, branch
             if isinstance(branch.other, Line) and branch.join is not None:
-                behind = [at for at, marker in enumerate(branch.other.markers) if marker < branch.join.other]
-                yield from self._branches(branch.other, number + 1, len(behind))
+                inner_questions = [at for at, marker in enumerate(branch.other.markers) if marker < branch.join.other]
+                yield from self._branches(branch.other, number + 1, len(inner_questions))
 
 
 def tree(flat: FlatModule, attempt: Callable[[], ExportedProgram], most: int, told_gpu: bool, tell: Tell) -> Tree | None:
-    """Exports every way by `attempt`, at most so many, and joins them; None for a model that asks nothing and reads no number,
-    nor a size that depends on data.
+    """Exports every path with `attempt`, at most `most`, and merges them.  Returns None for a model that asks no question and reads
+    no number or size that depends on data.
 
-    Raises data-dependent-branch, structure-unsupported, and what `attempt` raises."""
+    Raises PathsRefused, export-failed, and what `attempt` raises."""
     numbers = itertools.count(1)
 
     def export_way() -> ExportedProgram:
@@ -68,7 +68,7 @@ def tree(flat: FlatModule, attempt: Callable[[], ExportedProgram], most: int, to
             raise _unbounded(ways, root) or error from error
         except ModelError:
             raise
-        except Exception as error:  # whatever torch raises for what it cannot trace inside of a branch
+        except Exception as error:  # torch raises many types for operations that it cannot trace in a branch
             if not root.questions:
                 return None
             question = root.questions[0]
@@ -82,18 +82,18 @@ def tree(flat: FlatModule, attempt: Callable[[], ExportedProgram], most: int, to
 
 
 def _check_assumed(ways: Ways, root: Line) -> None:
-    """Raises PathsRefused where one way relies on its answers about sizes and another one, which may join it, has none of a fixed
-    size."""
+    """Raises PathsRefused if one line relies on its answers about sizes, and another, which may join it, could not be rewritten to
+    fixed sizes."""
     if any(line.assumes for line in ways.lines) and (refused := _unbounded(ways, root)):
         raise refused
 
 
 def _unbounded(ways: Ways, root: Line) -> PathsRefused | None:
-    """The refusal for what keeps a way from sizes that hold any selection."""
+    """Returns the error for a line that could not be rewritten to fixed sizes, or None."""
     reasons = [line.unsupported for line in ways.lines if line.unsupported]
     if not reasons or not root.questions:
         return None
-    reason = re.sub(r"\b[su]\d+\b", "?", reasons[0])  # torch's names of sizes
+    reason = re.sub(r"\b[su]\d+\b", "?", reasons[0])  # torch's symbols of sizes
     return PathsRefused(
         "data-dependent-branch",
         root.questions[0],

@@ -1,4 +1,4 @@
-"""Every path is compared with eager PyTorch, whose questions get the same answers, whatever the inputs hold."""
+"""Compares every path with eager PyTorch.  Both get the same forced answers to their questions, for any input values."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from .lines import Line
 from .tree import Tree
 
 MOST = 64
-"""Paths of a tree that are compared: all, or so many by chance, each answer and each pair of answers among them."""
+"""Most paths of a tree that are compared.  Paths of a larger tree are sampled at random."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Path:
-    """One way through a tree: the answers at its questions, by the answers before each in its line, and all that Python asks and
-    reads, with the expressions of sizes that depend on data."""
+    """One path through a tree.  `answers`: (answers before a question in its line, its answer).  `asks`, `reads`, `sizes`: as in
+    TracedWay."""
 
     answers: tuple[tuple[tuple[bool, ...], bool], ...]
     asks: tuple[bool, ...]
@@ -36,7 +36,7 @@ class Path:
 
 
 class _Walk:
-    """Goes down a tree, with `choose` at every question."""
+    """Follows one path of a tree.  `choose(number)` decides whether to take the other answer of a question with two lines."""
 
     def __init__(self, ways: Ways, choose: Callable[[int], bool]) -> None:
         self._ways, self._choose = ways, choose
@@ -47,8 +47,8 @@ class _Walk:
         self.choices: list[bool] = []
 
     def along(self, line: Line, start: int, stop: int, begin: _Counts) -> bool:
-        """Follows a line from question `start` to question `stop`, or to its end, from `begin` on.  False where the path ends
-        inside."""
+        """Follows a line from question `start`, at `begin`, to question `stop` or its end.  Returns False if the path ends before
+        `stop`."""
         number = start
         while number < min(stop, len(line.questions)):
             question = line.questions[number]
@@ -61,14 +61,14 @@ class _Walk:
                 self.choices.append(turned)
             self.answers.append((line.answers[:number], question.answer != turned))
             self.asks.append(question.answer != turned)
-            behind = replace(begin, asks=begin.asks + 1)
+            after = replace(begin, asks=begin.asks + 1)
             if not turned:
-                number, begin = number + 1, behind
+                number, begin = number + 1, after
                 continue
             assert isinstance(branch.other, Line) and branch.join is not None
             other, join = branch.other, branch.join
             meets = other.markers.index(join.other) if join.question is not None else len(other.questions)
-            if not self.along(other, number + 1, meets, behind) or join.question is None:
+            if not self.along(other, number + 1, meets, after) or join.question is None:
                 return False
             number, begin = join.question, _counts(line.questions[join.question])
         last = _counts(line.questions[stop]) if stop < len(line.questions) else None
@@ -83,7 +83,7 @@ class _Walk:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Counts:
-    """How much Python got of a line until some point of it."""
+    """How many answers, numbers and sizes of a line Python got before some point."""
 
     asks: int = 0
     reads: int = 0
@@ -95,12 +95,12 @@ def _counts(question: Question) -> _Counts:
 
 
 def paths(tree: Tree, most: int = MOST) -> Iterator[Path]:
-    """The paths of a tree on which the model does not raise, all of them where there are at most so many."""
+    """Yields the paths of a tree on which the model does not raise, at most `most`."""
     seen: set[tuple[bool, ...]] = set()
     pending: list[tuple[bool, ...]] = [()]
-    chance = random.Random(0)
+    rng = random.Random(0)
     while pending and len(seen) < most:
-        prefix = pending.pop(chance.randrange(len(pending)))
+        prefix = pending.pop(rng.randrange(len(pending)))
         walk = _Walk(tree.ways, lambda at, prefix=prefix: prefix[at] if at < len(prefix) else False)  # type: ignore[misc]
         walk.along(tree.root, 0, len(tree.root.questions), _Counts())
         choices = tuple(walk.choices)
@@ -112,7 +112,7 @@ def paths(tree: Tree, most: int = MOST) -> Iterator[Path]:
 
 
 class _ForcedModule(torch.nn.Module):
-    """The program with forced answers: `taken` by the answers before the question, in the line where it is asked."""
+    """The program with forced answers.  `taken`: answers before a question in its line -> its answer."""
 
     def __init__(self, module: ProgramModule, tree: Tree, taken: Mapping[tuple[bool, ...], bool]) -> None:
         super().__init__()
@@ -149,7 +149,7 @@ class _Forced(Interpreter):
 
 
 class _Noting(Interpreter):
-    """Runs a program, and notes the answers of its branches."""
+    """Runs a program, and records the answers of its branches."""
 
     def __init__(self, module: Any, questions: Mapping[Node, Any], answers: dict[Any, set[bool]]) -> None:
         super().__init__(module, garbage_collect_values=False)
@@ -158,13 +158,13 @@ class _Noting(Interpreter):
     def run_node(self, node: Node) -> Any:
         if self._questions.get(node) is None:
             return super().run_node(node)
-        asked, true, false, operands = [torch.fx.node.map_arg(argument, lambda inner: self.env[inner]) for argument in node.args]
-        self._answers.setdefault(self._questions[node], set()).add(bool(asked))
-        return _Noting(true if asked else false, self._questions, self._answers).run(*operands)
+        value, true, false, operands = [torch.fx.node.map_arg(argument, lambda inner: self.env[inner]) for argument in node.args]
+        self._answers.setdefault(self._questions[node], set()).add(bool(value))
+        return _Noting(true if value else false, self._questions, self._answers).run(*operands)
 
 
 def reached(tree: Tree, samples: Sequence[Sequence[torch.Tensor]]) -> dict[tuple[bool, ...], set[bool]]:
-    """The answers that the questions of a tree get with these inputs."""
+    """Returns the answers of the questions of a tree with these inputs, by the answers before each question."""
     answers: dict[tuple[bool, ...], set[bool]] = {}
     module = ProgramModule([tree.program])
     program: Any = module.programs[0]
@@ -178,7 +178,7 @@ def reached(tree: Tree, samples: Sequence[Sequence[torch.Tensor]]) -> dict[tuple
 
 
 def conditionals(module: GraphModule) -> Iterator[Node]:
-    """The branches of a program, the outer ones before those inside of them."""
+    """Yields the branches of a program, each before the branches in its bodies."""
     for node in module.graph.nodes:
         if higher_order(node) == COND:
             yield node
@@ -187,8 +187,8 @@ def conditionals(module: GraphModule) -> Iterator[Node]:
 
 
 def verify(flat: FlatModule, tree: Tree, samples: Sequence[Sequence[torch.Tensor]], bound: float) -> int:
-    """Compares every path with eager PyTorch.  Gives the number of those that were not, as the model raises on them with each of
-    the samples.  Raises export-differs and data-dependent-branch, with the questions of the path."""
+    """Compares every path with eager PyTorch.  Returns the number of paths on which the model raises with all samples, so that they
+    could not be compared.  Raises export-differs and data-dependent-branch, with the answers of the path."""
     exported = ProgramModule([tree.program])
     not_compared = 0
     for path in paths(tree):
@@ -201,7 +201,7 @@ def verify(flat: FlatModule, tree: Tree, samples: Sequence[Sequence[torch.Tensor
                 expected = _seeded(flat, tensors)
             except ModelError:
                 raise
-            except Exception:  # noqa: BLE001  the model does not accept what these inputs hold on this path
+            except Exception:  # noqa: BLE001  the model raises for these input values on this path
                 continue
             finally:
                 flat.way = before
@@ -224,7 +224,7 @@ def _path_text(tree: Tree, path: Path) -> str:
 
 
 def _seeded(reference: Reference, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The outputs, what a call writes to its inputs, and the buffers."""
+    """Runs a call with a fixed seed.  Returns the outputs, the inputs after the call, and the buffers."""
     with torch.random.fork_rng(devices=sorted({tensor.device.index or 0 for tensor in tensors if tensor.is_cuda})):
         torch.manual_seed(SEED)
         run = run_eager(reference, tensors)

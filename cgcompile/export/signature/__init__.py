@@ -1,2 +1,2 @@
-"""The signature of an exported model (`signature`), sizes of outputs where export has no name for them (`output_sizes`), and inputs
+"""The signature of an exported model (`signature`), output sizes found from eager PyTorch (`output_sizes`), and ranges of inputs
 that are indices (`index_ranges`)."""

@@ -1,4 +1,4 @@
-"""The model in eager PyTorch: whether it runs, the shapes that it gives, and whether its program computes the same."""
+"""Runs the model in eager PyTorch: checks that it runs, finds its output shapes, and compares its exported program with it."""
 
 from __future__ import annotations
 
@@ -21,15 +21,13 @@ from ..programs import Programs, coarsest
 from .signature import symbols_of
 
 FAR = tolerance(torch.bfloat16)
-"""Beyond what rounding does to any dtype: the self-test finds what is nearer."""
-
+"""A difference above rounding errors of any dtype.  The self-test finds smaller errors."""
 
 ASSERTED = "Runtime assertion failed"
-"""What torch (2.11, 2.13) says where a program does not hold what its export found out."""
-
+"""torch's error (2.11, 2.13) if a call does not satisfy a condition that the export assumed."""
 
 NO_HISTORY = "does not require grad and does not have a grad_fn"
-"""What torch (2.11, 2.13) says where autograd is asked for a derivative while gradients are off."""
+"""torch's error (2.11, 2.13) for a derivative while gradients are off."""
 
 NO_HISTORY_FIX = "models are called without gradients: compute what is differentiated under `with torch.enable_grad():`"
 
@@ -37,14 +35,14 @@ NO_HISTORY_FIX = "models are called without gradients: compute what is different
 def try_eager(
     source: Source, flat: FlatModule, sizes: Mapping[str, tuple[int, ...]], seed: int = SEED, *, keep: bool = False
 ) -> list[EagerShapes]:
-    """Runs the model at its smallest and largest sizes; `keep`: what these calls leave in buffers.
+    """Runs the model at its smallest and largest sizes, and returns the output shapes.  `keep`: do not restore buffers afterwards.
 
     Raises size-excluded, eager-failed, structure-unsupported."""
     results, shapes, failed = [], [], []
     for pick in (0, -1):
-        chosen = {name: values[pick] for name, values in sizes.items()}
+        call_sizes = {name: values[pick] for name, values in sizes.items()}
         try:
-            shapes.append((chosen, eager_shapes(source, flat, chosen, sample(source, chosen, seed).tensors, keep=keep)))
+            shapes.append((call_sizes, eager_shapes(source, flat, call_sizes, sample(source, call_sizes, seed).tensors, keep=keep)))
         except ModelError as error:
             if error.code != "size-excluded":
                 raise
@@ -64,7 +62,7 @@ def try_eager(
 def eager_shapes(
     source: Source, flat: FlatModule, chosen: Mapping[str, int], tensors: Sequence[torch.Tensor], *, keep: bool = False
 ) -> list[tuple[int, ...]]:
-    """The shapes of the outputs.  Raises size-excluded, structure-unsupported."""
+    """Runs the model at the sizes `chosen`, and returns the shapes of the outputs.  Raises size-excluded, structure-unsupported."""
     try:
         return [tuple(output.shape) for output in run_eager(flat, tensors, keep=keep).outputs]
     except Exception as error:
@@ -79,7 +77,7 @@ def eager_shapes(
 
 
 def _error_text(error: Exception) -> str:
-    """What the model raised; PyTorch's own RuntimeError says by its text alone what it is."""
+    """Returns an error's type and first line; a plain RuntimeError, as from PyTorch, without its type."""
     refused, _ = refused_body(error)
     if refused:
         return refused
@@ -88,7 +86,7 @@ def _error_text(error: Exception) -> str:
 
 
 def _nested(flat: FlatModule) -> str:
-    """A remark on arguments that are tuples, where the model may want a tensor."""
+    """Returns a remark on arguments that are tuples, in case the model expects a tensor; else ""."""
     names = [name for name, _ in flat.like.call["call"]]
     arguments = dict(zip(names, flat.like.args, strict=False)) | flat.like.kwargs
     tuples = [f"{name} is a {type(value).__name__}" for name, value in arguments.items() if isinstance(value, tuple | list)]
@@ -100,7 +98,7 @@ def _nested(flat: FlatModule) -> str:
 
 
 def check_result(source: Source, one: Tree | None, other: Tree | None) -> None:
-    """Raises structure-unsupported where a model gives results of different nesting at two sizes."""
+    """Raises structure-unsupported if the results at two sizes have different nesting or constants."""
     if one != other:
         raise ModelError(
             "structure-unsupported",
@@ -118,10 +116,10 @@ def check_dynamic(
     sizes: Mapping[str, tuple[int, ...]],
     branched: bool,
 ) -> None:
-    """Raises size-excluded for a declared size that does not satisfy what export found, or where program and model differ.
+    """Raises size-excluded for a declared size that violates the export's constraints, or if program and model differ.
 
-    Export takes a dynamic size for larger than 1: `if x.shape[0] == 1` is False in its program.  So the two are compared at
-    int_keys where a size is 1, and at the smallest; not if the program is `branched` on data.
+    torch.export assumes that a dynamic size is larger than 1: `if x.shape[0] == 1` is False in the program.  So it compares both at
+    int_keys with a size of 1, and at the smallest.  A program that is `branched` on data is not compared.
     """
     symbols_of(source, program, shapes, sizes)
     if branched:
@@ -144,9 +142,9 @@ def check_dynamic(
 def check_static(
     source: Source, flat: FlatModule, program: ExportedProgram, chosen: Mapping[str, int], tensors: Sequence[torch.Tensor]
 ) -> None:
-    """Raises export-differs where the program of one int_key differs from the model, both run in eager PyTorch.
+    """Raises export-differs if the program of one int_key and the model differ, both run in eager PyTorch.
 
-    A model that does not repeat itself either keeps something that is no buffer: the checks name it.
+    If the model also differs from itself, it keeps state outside buffers, which other checks report.
     """
     if _differ(flat, ProgramModule([program]), tensors, FAR):
         where = definition(written_method(source.model, source.entry)) or source.label
@@ -159,24 +157,24 @@ def _at(chosen: Mapping[str, int]) -> str:
 
 
 def _differ(flat: FlatModule, exported: Reference, tensors: Sequence[torch.Tensor], bound: float) -> bool:
-    """Raises export-differs where the program fails alone."""
-    wanted = _seeded(flat, tensors)
+    """Whether program and model differ, while two calls of the model agree.  Raises export-differs if only the program fails."""
+    expected = _seeded(flat, tensors)
     try:
         actual = _seeded(exported, tensors)
     except RuntimeError as error:
         if ASSERTED in str(error):
-            return True  # of a number that is the same as a size: never 1
+            return True  # for example, export assumed that a number equal to a size is not 1
         reason = str(error).partition("\n")[0]
         raise ModelError("export-differs", f"the exported program fails where the model runs: {reason}") from error
-    return _apart(wanted, actual, bound) and not _apart(wanted, _seeded(flat, tensors), bound)
+    return _apart(expected, actual, bound) and not _apart(expected, _seeded(flat, tensors), bound)
 
 
-def _apart(wanted: Sequence[torch.Tensor], actual: Sequence[torch.Tensor], bound: float) -> bool:
-    return any(compare(want, got).error > bound for want, got in zip(wanted, actual, strict=True))
+def _apart(expected: Sequence[torch.Tensor], actual: Sequence[torch.Tensor], bound: float) -> bool:
+    return any(compare(want, got).error > bound for want, got in zip(expected, actual, strict=True))
 
 
 def _seeded(reference: Reference, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """The outputs, with the same random numbers every time."""
+    """Runs a call with a fixed random seed, and returns its outputs."""
     with torch.random.fork_rng(devices=sorted({tensor.device.index or 0 for tensor in tensors if tensor.is_cuda})):
         torch.manual_seed(SEED)
         return run_eager(reference, tensors).outputs

@@ -1,7 +1,7 @@
-"""The range of an integer input whose every element is an index: known from the tensors that are indexed.
+"""Finds the valid range of integer inputs that are used as indices, from the sizes of the indexed tensors.
 
-Followed are operations that keep all elements, as they are or plus a constant.  Whatever else an input goes to says nothing about
-it: a slice, say, may leave out what is out of range.
+It follows operations that keep all elements, unchanged or plus a constant.  Other operations give no information: a slice, for
+example, may drop elements that are out of range.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ KEEPING = frozenset({
     aten.transpose.int, aten.unflatten.int, aten.unsqueeze.default, aten.view.default,
     aten.to.dtype, aten.to.dtype_layout, aten._to_copy.default,
 })  # fmt: skip
-"""Operations whose result has exactly the elements of their first argument; casts where the new dtype holds the old one's."""
+"""Operators whose result has all elements of their first argument.  Casts count if the new dtype can represent the old one."""
 
 SHIFTING = {aten.add.Tensor: 1, aten.add.Scalar: 1, aten.sub.Tensor: -1, aten.sub.Scalar: -1}
-"""By the sign of what a constant second argument adds."""
+"""Operator that adds or subtracts a constant second argument -> sign."""
 
 WIDTH = {torch.uint8: 1, torch.int8: 1, torch.int16: 2, torch.int32: 4, torch.int64: 8}
 
@@ -35,13 +35,13 @@ Range = tuple[int, int]
 
 
 def index_ranges(program: ExportedProgram, varying: Collection[str] = ()) -> list[tuple[int, int] | None]:
-    """(low, high) with low <= element < high of every input of the user's, in order, or None where nothing is known.  Outside of it
-    eager PyTorch raises.  `varying`: state whose rows are counted when the bundle is loaded, by name."""
+    """Returns (low, high) with low <= element < high for each user input, in order, or None if unknown.  Eager PyTorch raises for
+    other values.  `varying`: names of state whose number of rows is chosen when the bundle is loaded."""
     names = weight_placeholders(program)
     unknown = set[Node]()
     for node in program.graph.nodes if varying else ():
         if names.get(node.name) in varying or (node.op == "call_function" and node.args and node.args[0] in unknown):
-            unknown.add(node)  # with views of them
+            unknown.add(node)  # also views of these tensors
     placeholders = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
     bounds: list[tuple[int, int] | None] = []
     for name in program.graph_signature.user_inputs:
@@ -55,7 +55,7 @@ def index_ranges(program: ExportedProgram, varying: Collection[str] = ()) -> lis
 
 
 def _uses(node: Node, added: int, unknown: Set[Node]) -> Iterator[Range]:
-    """The ranges that the users of a value set to an input of which it is all elements plus `added`."""
+    """Yields the ranges that the users of `node` require of an input; `node` has the input's elements plus `added`."""
     for user in node.users:
         if user.op != "call_function":
             continue
@@ -70,25 +70,25 @@ def _uses(node: Node, added: int, unknown: Set[Node]) -> Iterator[Range]:
 
 
 def _indexed(user: Node, node: Node) -> Iterator[Range]:
-    """What `user` demands of `node` as an index."""
+    """Yields the ranges that `user` requires of `node` as an index."""
     args = user.args
     if user.target in (aten.embedding.default, aten.embedding_bag.padding_idx, aten.embedding_bag.default):
         if args[1] is node:
             yield from _axis(args[0], 0, negative=False)
     elif user.target is aten.one_hot.default:
-        if isinstance(args[1], int) and args[1] > 0:  # -1: as many as the largest value says
+        if isinstance(args[1], int) and args[1] > 0:  # -1: the number of classes follows from the largest value
             yield 0, args[1]
     elif user.target in (aten.index_select.default, aten.gather.default):
         if args[2] is node:
             yield from _axis(args[0], args[1], negative=False)
     elif user.target in (aten.index.Tensor, aten.index_put.default, aten.index_put_.default):
         for axis, index in enumerate(args[1]):
-            if index is node and _dtype(node) is not torch.uint8:  # which is a mask
+            if index is node and _dtype(node) is not torch.uint8:  # uint8 is a mask
                 yield from _axis(args[0], axis, negative=True)
 
 
 def _axis(table: Any, axis: Any, *, negative: bool) -> Iterator[Range]:
-    """The range of indices of an axis whose size is known."""
+    """Yields the range of indices of an axis, if its size is a constant."""
     value = table.meta.get("val") if isinstance(table, Node) else None
     if isinstance(value, torch.Tensor) and isinstance(axis, int) and value.dim():
         size = value.shape[axis]
@@ -97,7 +97,7 @@ def _axis(table: Any, axis: Any, *, negative: bool) -> Iterator[Range]:
 
 
 def _is_constant(user: Node) -> bool:
-    """Whether an addition's second argument is a whole number, taken once, and the sum an integer that cannot wrap around."""
+    """Whether an addition's second argument is an integer constant without `alpha`, and the int64 sum cannot overflow."""
     number = user.args[1]
     return type(number) is int and abs(number) < 1 << 31 and not user.kwargs.get("alpha") and _dtype(user) is torch.int64
 

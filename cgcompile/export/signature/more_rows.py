@@ -1,4 +1,4 @@
-"""Whether a model's programs are the same with more rows of state: traced once more, and compared."""
+"""Checks that a model's programs do not depend on the number of rows of state, by a second trace with more rows."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from ..exported import Exported
 from ..torch_export import export_dynamic, export_static
 
 MORE = 3
-"""Rows that the second trace has more of."""
+"""Additional rows of state in the second trace."""
 
 
 def same_with_more_rows(entries: Sequence[Exported], max_paths: int, tell: Tell) -> None:
-    """Raises state-refused, with the line, where Python took the number of rows, or a program's values follow it.  What the
-    operations do with the state itself is not looked at here."""
-    for entry, alike in zip(entries, _traced(entries, tell), strict=True):
-        if alike:
+    """Raises state-refused, with the line, if Python reads the number of rows, or a program depends on it.  Does not check what
+    operations do with the state itself."""
+    for entry, unchanged in zip(entries, _traced(entries, tell), strict=True):
+        if unchanged:
             continue
         source, rows = entry.source, entry.source.rows
         tell(f"{source.entry}, exported with another number of rows of state")
@@ -43,29 +43,29 @@ def same_with_more_rows(entries: Sequence[Exported], max_paths: int, tell: Tell)
         if differing is None and len(entry.programs.distinct) != len(other.programs.distinct):
             differing = None, "the model is exported otherwise"
         if differing is not None:
-            node, what = differing
+            node, change = differing
             counted = " and ".join([f"{row.number + MORE} {row.name}" for row in rows])
             where = place(node)[0] or source.label
             raise ModelError(
                 "state-refused",
-                f"{where}: {source.entry}() exports another program with {counted}: {what}",
+                f"{where}: {source.entry}() exports another program with {counted}: {change}",
                 "do not read the number of rows in the model; index the rows",
             )
 
 
 def _traced(entries: Sequence[Exported], tell: Tell) -> list[bool]:
-    """`_traced_alike` of every entry, in forked processes side by side where that can be."""
+    """Runs `_traced_alike` for every entry, in parallel in forked processes if possible."""
     works = {number: partial(_traced_alike, entry) for number, entry in enumerate(entries)}
     if len(entries) == 1 or processors() == 1 or torch.cuda.is_initialized():
         return [work(tell) for work in works.values()]
     with scratch_folder() as logs:
-        alike = side_by_side(works, dict.fromkeys(works, tell), logs, "worker-died")
-    return [alike[number] for number in works]
+        unchanged = side_by_side(works, dict.fromkeys(works, tell), logs, "worker-died")
+    return [unchanged[number] for number in works]
 
 
 def _traced_alike(entry: Exported, tell: Tell) -> bool:
-    """Whether a trace alone gives the same programs.  It says nothing of a model that asks for values, or that keeps something in
-    no buffer: only an export, which calls it first, shows what such a model does."""
+    """Whether a trace without calls in eager PyTorch gives the same programs.  Returns False for a model that reads values of
+    tensors or has other side effects: only a complete `export` can compare it."""
     source, first = entry.source, entry.flat
     if entry.obstacles or first.bounded or first.known or first.as_eager or first.asserted != NOTHING:
         return False
@@ -83,26 +83,26 @@ def _traced_alike(entry: Exported, tell: Tell) -> bool:
                     other = export_static(source, flat, sample(source, dict(zip(entry.sizes, key, strict=True))).tensors)
             except ModelError:
                 return False
-            asked = any(call.answers or call.reads or call.baked or call.obstacles for call in effects)
-            if asked or _difference(program, other) is not None:
+            side_effects = any(call.answers or call.reads or call.baked or call.obstacles for call in effects)
+            if side_effects or _difference(program, other) is not None:
                 return False
     return True
 
 
 @contextmanager
 def with_more_rows(model: torch.nn.Module, rows: Sequence[StateRows], more: int) -> Iterator[None]:
-    """Inside, the buffers have `more` rows than the model made, all zeros."""
-    changed = [(name, group.number + more) for group in rows for name in group.buffers]
-    before = [_owner(model, name) for name, _ in changed]
-    kept = [owner._buffers[leaf] for owner, leaf in before]
+    """Replaces the buffers of `rows` by zeros with `more` rows while the context is active."""
+    sizes = [(name, group.number + more) for group in rows for name in group.buffers]
+    owners = [_owner(model, name) for name, _ in sizes]
+    buffers = [owner._buffers[leaf] for owner, leaf in owners]
     try:
-        for (owner, leaf), (_, number) in zip(before, changed, strict=True):
+        for (owner, leaf), (_, number) in zip(owners, sizes, strict=True):
             value = owner._buffers[leaf]
             assert value is not None
             owner._buffers[leaf] = value.new_zeros((number, *value.shape[1:]))
         yield
     finally:
-        for (owner, leaf), value in zip(before, kept, strict=True):
+        for (owner, leaf), value in zip(owners, buffers, strict=True):
             owner._buffers[leaf] = value
 
 
@@ -123,7 +123,7 @@ def _difference(one: ExportedProgram, two: ExportedProgram) -> tuple[Node | None
 
 
 def _alike(value: torch.Tensor, other: torch.Tensor) -> bool:
-    """Buffers that are not persistent are constants here, and those of state have more rows; they hold zeros."""
+    """Whether two constants are equal.  Non-persistent buffers are constants, too; those of state have more rows, all zeros."""
     if value.dtype != other.dtype or value.shape[1:] != other.shape[1:]:
         return False
     return value is other or (torch.equal(value, other) if value.shape == other.shape else not other.any())
@@ -135,9 +135,9 @@ def _graph_differences(one: GraphModule, two: GraphModule) -> Iterator[tuple[Nod
         if mine.op != theirs.op or (mine.op == "call_function" and mine.target is not theirs.target):
             yield mine, f"{mine.target} becomes {theirs.target}"
             return
-        said = [_spelled(node.args, node.kwargs, known) for node, known in zip((mine, theirs), numbers, strict=True)]
-        if said[0] != said[1]:
-            changed = next((f"{a} becomes {b}" for a, b in zip(*said, strict=False) if a != b), "other arguments")
+        texts = [_spelled(node.args, node.kwargs, numbering) for node, numbering in zip((mine, theirs), numbers, strict=True)]
+        if texts[0] != texts[1]:
+            changed = next((f"{a} becomes {b}" for a, b in zip(*texts, strict=False) if a != b), "other arguments")
             yield mine, f"in {mine.target}, {changed}"
         if mine.op == "get_attr":
             inner = [getattr(module, str(node.target), None) for module, node in ((one, mine), (two, theirs))]
@@ -148,5 +148,5 @@ def _graph_differences(one: GraphModule, two: GraphModule) -> Iterator[tuple[Nod
 
 
 def _spelled(args: Any, kwargs: Any, numbers: dict[Node, int]) -> list[str]:
-    """The arguments of a node, other nodes by their numbers."""
+    """Returns the arguments of a node as texts, with other nodes as numbers."""
     return [f"%{numbers[leaf]}" if isinstance(leaf, Node) else str(leaf) for leaf in tree_leaves((args, kwargs))]

@@ -1,4 +1,4 @@
-"""The size of an output's axis in terms of the declared dimensions, from the sizes that eager PyTorch gave.  Pure."""
+"""Finds an expression in the declared dimensions for the size of an output's axis, from sizes in eager PyTorch.  Pure."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from cgbundle.format.schema import Size
 from cgbundle.format.size_expressions import evaluate, operands
 
 Points = Sequence[tuple[Mapping[str, int], int]]
-"""Sizes of the declared dimensions, and the size of the axis at them."""
+"""(sizes of the declared dimensions, size of the axis at these sizes)."""
 
 DIVISORS, SHIFTS = (2, 3, 4, 5, 6, 7, 8, 16, 32, 64), range(-64, 65)
-"""Of quotients: what strides, pools and patches divide by."""
+"""Divisors and added constants of quotients that `fitted` tries, as from strides, pooling and patches."""
 
 
 def fitted(points: Points) -> Size | None:
-    """The simplest expression that holds at all points, or None: a number; a sum of multiples of dimensions, then also of their
-    products; a dimension divided and rounded down."""
+    """Returns the simplest expression that is right at all points, or None.  Tries a number; then sums of multiples of dimensions,
+    and of their products; then a dimension plus a constant, divided and rounded down."""
     for size in _candidates(points):
         if size is not None and all(evaluate(size, sizes) == value for sizes, value in points):
             return size
@@ -27,7 +27,7 @@ def fitted(points: Points) -> Size | None:
 
 
 def tabled(points: Points) -> Size | None:
-    """An expression with the right value at each of the points and nowhere else, or None where there are too many.
+    """Returns an expression that lists the value at each point and is 0 elsewhere, or None for too many points.
 
     1 // (1 + (d - k) * (d - k)) is 1 for d = k and 0 for any other d.
     """
@@ -51,7 +51,7 @@ def _candidates(points: Points) -> Iterator[Size | None]:
     for product in products:
         yield _sum(points, [product])
     yield _sum(points, [*[(name,) for name in names], *products])
-    for exact in (True, False):  # where nothing was rounded at any point, a divisor that rounds is no better
+    for exact in (True, False):  # prefer divisions without remainder at all points
         for name in names:
             for divisor in DIVISORS:
                 for shift in sorted(SHIFTS, key=abs):
@@ -65,7 +65,7 @@ def _plus(size: Size, number: int) -> Size:
 
 
 def _sum(points: Points, terms: Sequence[tuple[str, ...]]) -> Size | None:
-    """A whole number plus whole multiples of the terms, each a product of dimensions; None where there is none, or several."""
+    """Returns an integer plus integer multiples of the terms (products of dimensions), or None unless there is one solution."""
     rows = [[Fraction(1), *[_product(sizes, term) for term in terms], Fraction(value)] for sizes, value in points]
     factors = _solved(rows, 1 + len(terms))
     if factors is None or any(factor.denominator != 1 for factor in factors):
@@ -90,7 +90,7 @@ def _product(sizes: Mapping[str, int], term: Sequence[str]) -> Fraction:
 
 
 def _solved(rows: list[list[Fraction]], unknown: int) -> list[Fraction] | None:
-    """The solution of linear equations (Gauss), None where they have none or several."""
+    """Solves linear equations by Gaussian elimination; None unless there is exactly one solution."""
     for column in range(unknown):
         pivot = next((row for row in rows[column:] if row[column]), None)
         if pivot is None:

@@ -1,4 +1,4 @@
-"""The signature of an exported model: its inputs and outputs in terms of the declared dimensions."""
+"""The signature of an exported model: inputs and outputs in terms of the declared dimensions."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from .output_sizes import fitted, tabled
 
 
 def describe_signature(exported: Exported) -> Signature:
-    """Raises size-excluded, export-failed, structure-unsupported, data-dependent-output."""
+    """Returns the signature.  Raises size-excluded, export-failed, structure-unsupported, data-dependent-output."""
     source, programs, flat = exported.source, exported.programs, exported.flat
-    assert flat.result is not None  # it was called
+    assert flat.result is not None  # its first call set it
     varying = [PREFIX + name for row in source.rows for name in row.buffers]
     ranges = list(map(_widest, zip(*[index_ranges(program, varying) for _, program in programs.distinct], strict=True)))
     inputs = [
@@ -56,7 +56,8 @@ def describe_signature(exported: Exported) -> Signature:
 def symbols_of(
     source: Source, program: ExportedProgram, shapes: Sequence[tuple[Size, ...]], sizes: Mapping[str, tuple[int, ...]]
 ) -> dict[Any, Size]:
-    """Export's symbols in terms of the declared dimensions; checks that every declared size satisfies what export found."""
+    """Returns export's symbols in terms of the declared dimensions.  Raises size-excluded for a declared size that violates the
+    export's constraints."""
     user = set(program.graph_signature.user_inputs)
     values = [node.meta["val"] for node in program.graph.nodes if node.op == "placeholder" and node.name in user]
     by_symbol: dict[Any, Size] = {}
@@ -75,13 +76,13 @@ def symbols_of(
             step, shift = int(expr.subs(symbol, 1) - expr.subs(symbol, 0)), int(expr.subs(symbol, 0))
             bounds = program.range_constraints.get(symbol)
             for value_of in sizes[name]:
-                whole, rest = divmod(scale * value_of + offset - shift, step)
-                if rest:
+                quotient, remainder = divmod(scale * value_of + offset - shift, step)
+                if remainder:
                     raise ModelError(
                         "size-excluded",
                         f"{source.label}: one program holds for {name} in multiples of {step // scale}, not for {value_of}",
                     )
-                if bounds is not None and not bounds.lower <= whole <= bounds.upper:
+                if bounds is not None and not bounds.lower <= quotient <= bounds.upper:
                     low, high = [(step * end + shift - offset) // scale for end in (int(bounds.lower), int(bounds.upper))]
                     raise ModelError(
                         "size-excluded",
@@ -92,20 +93,20 @@ def symbols_of(
 
 
 def _invert(name: str, scale: int, offset: int, inner: int, shift: int) -> Size:
-    """symbol from inner*symbol + shift = scale*name + offset."""
+    """Solves inner*symbol + shift = scale*name + offset for the symbol."""
     size = axes.expression(name, scale, offset - shift)
     return size if inner == 1 else ("//", size, inner)
 
 
 def _widest(ranges: Sequence[tuple[int, int] | None]) -> tuple[int, int] | None:
-    """What every program allows of an index: a call outside of it fails at all sizes."""
-    known = [limits for limits in ranges if limits is not None]
-    return (min(low for low, _ in known), max(high for _, high in known)) if len(known) == len(ranges) else None
+    """Returns the range that contains the index ranges of all programs: an index outside it fails at all sizes."""
+    bounds = [limits for limits in ranges if limits is not None]
+    return (min(low for low, _ in bounds), max(high for _, high in bounds)) if len(bounds) == len(ranges) else None
 
 
 def _inferred(exported: Exported, name: str, index: int) -> TensorSpec:
-    """An output of programs with constant sizes: its shape follows from what eager PyTorch gave.  Raises structure-unsupported
-    where its dtype or number of axes changes with the sizes, shape-irregular where its sizes follow no rule."""
+    """Returns the spec of an output of programs with constant sizes, with a shape found from eager PyTorch.  Raises
+    structure-unsupported if its dtype or number of axes changes with the sizes, shape-irregular if its sizes follow no rule."""
     label, nodes = exported.source.label, []
     for _, program in exported.programs.distinct:
         (last,) = [node for node in program.graph.nodes if node.op == "output"]
@@ -122,10 +123,10 @@ def _inferred(exported: Exported, name: str, index: int) -> TensorSpec:
         declared = [(dict(zip(exported.sizes, key, strict=True)), at[key]) for key in exported.programs.by_key]
         size = fitted(points) or fitted(declared)
         if size is None and (size := tabled(declared)) is None:
-            seen = ", ".join(f"{shape[axis]} at {'x'.join(map(str, sizes.values()))}" for sizes, shape in shapes[:4])
+            examples = ", ".join(f"{shape[axis]} at {'x'.join(map(str, sizes.values()))}" for sizes, shape in shapes[:4])
             raise ModelError(
                 "shape-irregular",
-                f"{label}: output {name!r}, axis {axis}: its sizes follow no rule, and are too many to list: {seen}, ...",
+                f"{label}: output {name!r}, axis {axis}: its sizes follow no rule, and are too many to list: {examples}, ...",
             )
         axis_sizes.append(size)
     return TensorSpec(name=name, dtype=dtype_name(nodes[0].dtype), shape=tuple(axis_sizes), order=tuple(range(len(axis_sizes))))
@@ -143,8 +144,8 @@ def _outputs(source: Source, program: ExportedProgram, names: Sequence[str], sym
 
 
 def _as_eager(source: Source, spec: TensorSpec, index: int, eager: Sequence[EagerShapes]) -> TensorSpec:
-    """`spec` with the shape that eager PyTorch gave.  Export can be wrong about axes of size 1: torch before 2.13 gives an LSTM's
-    states one too many (pytorch issue 151200).  Raises export-failed for any other difference."""
+    """Returns `spec` with the shape from eager PyTorch.  An export may have an extra axis of size 1: torch before 2.13 does for an
+    LSTM's states (pytorch issue 151200).  Raises export-failed for any other difference."""
     shapes = [spec.shape, *[spec.shape[:axis] + spec.shape[axis + 1 :] for axis, size in enumerate(spec.shape) if size == 1]]
     for shape in shapes:
         if all(tuple([evaluate(size, sizes) for size in shape]) == output_shapes[index] for sizes, output_shapes in eager):
@@ -157,7 +158,7 @@ def _as_eager(source: Source, spec: TensorSpec, index: int, eager: Sequence[Eage
 
 
 def size_of(source: Source, name: str, axis: int, size: Any, symbols: Mapping[Any, Size]) -> Size:
-    """The size of an axis of output `name` in terms of the declared dimensions.  Raises data-dependent-output,
+    """Returns the size of an axis of output `name` in terms of the declared dimensions.  Raises data-dependent-output,
     structure-unsupported."""
     if not isinstance(size, torch.SymInt):
         return int(size)
@@ -176,7 +177,7 @@ def size_of(source: Source, name: str, axis: int, size: Any, symbols: Mapping[An
 
 
 def _convert(expr: Any, symbols: Mapping[Any, Size]) -> Size:
-    """A sympy expression as a Size.  Raises KeyError for what the format has no operator for."""
+    """Converts a sympy expression to a Size.  Raises KeyError for an operator that the format does not have."""
     if expr.is_Integer:
         return int(expr)
     if expr.is_Symbol:
