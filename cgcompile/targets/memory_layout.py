@@ -24,6 +24,7 @@ PAD = 256
 RECORDED_STATES = 5
 """How many copies of memory state a recording process holds at most: the state, its initial values, and in the self-test the
 results of a replay and of two runs of eager PyTorch."""
+
 MORE = 1
 """Extra rows of state with a variable number of rows, in a second recording and in the proof.  Nothing else may differ there."""
 

@@ -57,7 +57,7 @@ OPTIONS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ObjectFile:
-    """What is kept."""
+    """The cached record."""
 
     code: bytes
 
