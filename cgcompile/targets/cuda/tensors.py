@@ -89,11 +89,11 @@ def point_weights(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) 
         owner: Any = module
         for name in owner_name.split(".") if owner_name else ():
             owner = getattr(owner, name, None)
-        held = getattr(owner, leaf, None)
-        if held is None:  # a tensor that the graph does not use
+        current = getattr(owner, leaf, None)
+        if current is None:  # a tensor that the graph does not use
             continue
-        if isinstance(held, torch.nn.Parameter):
-            held.data = tensor
+        if isinstance(current, torch.nn.Parameter):
+            current.data = tensor
         else:
             setattr(owner, leaf, tensor)
 
