@@ -65,8 +65,8 @@ should be built in a wider dtype."""
 
 
 def _spread_out(bound: ErrorBound, spread: float) -> ErrorBound:
-    wanted = min(SPREADS * spread, MOST)
-    return bound if bound.exact or wanted <= bound.bound else replace(bound, bound=wanted, widened=bound.bound)
+    minimum = min(SPREADS * spread, MOST)
+    return bound if bound.exact or minimum <= bound.bound else replace(bound, bound=minimum, widened=bound.bound)
 
 
 def _on_gpu(bounds: Sequence[ErrorBound], programs: Programs) -> tuple[ErrorBound, ...]:

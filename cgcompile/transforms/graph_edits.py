@@ -46,13 +46,13 @@ def insert(
     with values[0].fake_mode, enable_python_dispatcher(), torch.no_grad():
         traced = make_fx(function, decomposition_table=dict(table))(*values)
     traced.graph.eliminate_dead_code()
-    known = dict(zip(traced.graph.find_nodes(op="placeholder"), inputs, strict=True))
+    node_map = dict(zip(traced.graph.find_nodes(op="placeholder"), inputs, strict=True))
     with graph.inserting_before(place):
         for node in traced.graph.nodes:
             if node.op == "call_function":
-                known[node] = graph.node_copy(node, known.__getitem__)
-                known[node].meta = {"val": node.meta.get("val"), **origin}
+                node_map[node] = graph.node_copy(node, node_map.__getitem__)
+                node_map[node].meta = {"val": node.meta.get("val"), **origin}
             else:
                 assert node.op in ("placeholder", "output"), f"{node.format_node()}: a constant among inserted operations"
     (output,) = traced.graph.find_nodes(op="output")
-    return map_arg(output.args[0], known.__getitem__)
+    return map_arg(output.args[0], node_map.__getitem__)
