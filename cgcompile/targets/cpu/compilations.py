@@ -192,7 +192,7 @@ def _start(command: list[str], folder: Path, stack: ExitStack) -> Running:
     )
     stack.callback(process.wait)
     stack.callback(end_group, process)
-    return Running(command=command, process=process, said=output)
+    return Running(command=command, process=process, output=output)
 
 
 @contextmanager
