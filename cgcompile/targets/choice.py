@@ -87,7 +87,7 @@ def _chosen(target: str, lower: str, specialize: str, record: str, prove: str, a
         return _cpu(target, lower, specialize, record, autotune)
     here = _here()
     if target not in ("auto", "cuda", here):
-        arch(target)  # raises where there is no such architecture
+        arch(target)  # raises if there is no such architecture
     if target == "auto" and not here and record != "cross-compile":
         return _cpu("cpu", lower, specialize, record, autotune)
     architecture = here if target in ("auto", "cuda") else target
@@ -121,8 +121,8 @@ def is_cpu(target: str) -> bool:
 
 
 def asks_gpu(target: str) -> bool:
-    """Whether `target` is no CPU and this machine has a CUDA driver, so that CUDA must be initialized to resolve `target`.  Raises
-    target-unavailable for an unknown target."""
+    """Whether resolving `target` needs CUDA: it is no CPU, and there is a CUDA driver.  Raises target-unavailable for an unknown
+    one."""
     if is_cpu(target):
         return False
     if target not in ("auto", "cuda") and not re.fullmatch(r"sm_\d+", target):

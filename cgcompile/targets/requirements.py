@@ -45,7 +45,7 @@ def described(*command: str) -> str:
 
 
 def check_compiler() -> None:
-    """Raises compiler-failed where there is no C++ compiler."""
+    """Raises compiler-failed if there is no C++ compiler."""
     if shutil.which(compiler()) is None:
         raise BuildError("compiler-failed", f"no C++ compiler: {compiler()!r} is not on the PATH", "install g++, or set CXX")
 

@@ -14,7 +14,7 @@ from ..model.source import CPU
 from ..util.tolerance import compare
 
 WIDE = (torch.float64, torch.complex128)
-"""Dtypes that are finer than the rounding step of the inputs, so that it does not measure their arithmetic."""
+"""Dtypes that are finer than the rounding step of float32 inputs.  The step does not measure their arithmetic."""
 
 
 def eager_spread(reference: Reference, tensors: Sequence[torch.Tensor]) -> tuple[float, ...]:
@@ -46,10 +46,10 @@ def eager_spread(reference: Reference, tensors: Sequence[torch.Tensor]) -> tuple
 
 @contextmanager
 def _parameters_stepped(reference: Reference | None) -> Iterator[None]:
-    """Inside the context, every 1-d float32 parameter differs by a rounding step.  None has no parameters."""
+    """Changes every 1-d float32 parameter by a rounding step inside the context.  None has no parameters."""
     parameters = reference.parameters() if isinstance(reference, torch.nn.Module) else ()
     plain = [value.detach() for value in parameters if type(value) is torch.nn.Parameter and value.layout is torch.strided]
-    vectors = {value.data_ptr(): value for value in plain if value.dtype == torch.float32 and value.dim() == 1}  # tied ones once
+    vectors = {value.data_ptr(): value for value in plain if value.dtype == torch.float32 and value.dim() == 1}  # tied once
     before = {address: value.clone() for address, value in vectors.items()}
     try:
         for value in vectors.values():
@@ -61,8 +61,8 @@ def _parameters_stepped(reference: Reference | None) -> Iterator[None]:
 
 
 def _stepped(tensor: torch.Tensor) -> torch.Tensor:
-    """Changes every float32 by a rounding step, alternately up and down.  Coarser dtypes stay, because the arithmetic that follows
-    is exact for them.  Whole numbers stay, because they may be masks or indices."""
+    """Changes every float32 by a rounding step, alternately up and down.  Other dtypes stay: coarser numbers are exact in the
+    arithmetic that follows.  Whole numbers stay, because they may be masks or indices."""
     if tensor.dtype != torch.float32 or not tensor.numel():
         return tensor
     step = torch.finfo(tensor.dtype).eps

@@ -40,8 +40,8 @@ def insert(
     table: Mapping[Any, Callable[..., Any]] = MappingProxyType({}),
     origin: Mapping[str, Any] = MappingProxyType({}),
 ) -> Any:
-    """Inserts the operations of `function`, decomposed by `table`, on the values of `inputs`, before `place`.  Returns the nodes of
-    its result."""
+    """Inserts the operations of `function` on the values of `inputs`, decomposed by `table`, before `place`.  Returns the result's
+    nodes."""
     graph, values = place.graph, [node.meta["val"] for node in inputs]
     with values[0].fake_mode, enable_python_dispatcher(), torch.no_grad():
         traced = make_fx(function, decomposition_table=dict(table))(*values)

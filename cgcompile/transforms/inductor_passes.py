@@ -73,7 +73,7 @@ def passes(*, ahead: bool = False) -> dict[str, CustomGraphPass]:
 
 @contextmanager
 def unchecked_puts(module: GraphModule) -> Iterator[None]:
-    """Inside the context, Inductor does not decompose `aten._unsafe_index_put` if the module contains it."""
+    """Keeps Inductor from decomposing `aten._unsafe_index_put` inside the context, if the module contains it."""
     parts = [part for part in module.modules() if isinstance(part, GraphModule)]
     table = select_decomp_table()
     with mock.patch.dict(table):
@@ -84,7 +84,7 @@ def unchecked_puts(module: GraphModule) -> Iterator[None]:
 
 @contextmanager
 def mended() -> Iterator[None]:
-    """Inside the context, `Identity` of a number is the number, and rules of dtypes are made once."""
+    """Makes `Identity` of a number the number, and makes rules of dtypes only once, inside the context."""
     make, rule_counts = DtypePropagationOpsHandler.__init__, set[int]()
 
     def once(self: DtypePropagationOpsHandler) -> None:
@@ -199,8 +199,8 @@ def separate_outputs(graph: Graph) -> None:
 
 
 def read_old_values(graph: Graph) -> None:
-    """Changes the graph in place.  A value that is copied to an input, and may be another input that was written before, is
-    computed first.  That applies to every written attribute, because Inductor does not keep the order of such copies."""
+    """Changes the graph in place.  A value that is copied to an input is computed first if it may be another input that was written
+    before.  That applies to every written attribute, because Inductor does not keep the order of such copies."""
     copies = [node for node in graph.find_nodes(op="call_function", target=COPY) if node.args[0].op in INPUTS]
     written = {str(copy.args[0].target) for copy in copies if copy.args[0].op == "get_attr"}
     for copy in copies:

@@ -32,7 +32,7 @@ OURS = frozenset({"language_model::int8_linear", "language_model::paged_attentio
 
 
 def inlined(program: ExportedProgram, only: Collection[Any] | None = None) -> ExportedProgram:
-    """Returns the program without operators that need Python at run time; if `only` is given, it replaces no others.  Raises
+    """Returns the program without operators that need Python at run time, or of these without `only`.  Raises
     operator-without-code, torch-unsupported."""
     if any(node.target in SPELLED for node in program.graph.nodes):
         program = program.run_decompositions(dict(SPELLED))

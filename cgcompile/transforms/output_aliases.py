@@ -29,8 +29,8 @@ from ..model.source import all_keys, sample
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class View:
-    """A tensor as a view of another: bytes from the other's first element, and strides in elements.  `base`: the other's
-    strides."""
+    """A tensor as a view of another.  `offset`: bytes from the other's first element.  `base`: its strides; all strides in
+    elements."""
 
     offset: int
     strides: tuple[int, ...]
@@ -257,8 +257,7 @@ def _inside(tensor: torch.Tensor, base: torch.Tensor) -> bool:
 
 
 def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors of one storage have a common element.  Marks the elements: chunks of a tensor interleave, but share
-    none."""
+    """Whether two tensors of one storage have a common element.  Marks elements: chunks of a tensor interleave, but share none."""
     begin = min(one.storage_offset(), other.storage_offset())
     end = max(tensor.storage_offset() + _span(tensor) for tensor in (one, other))
     marks = torch.zeros(end - begin, dtype=torch.bool)

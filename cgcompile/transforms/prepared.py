@@ -32,8 +32,8 @@ class Prepared:
     the programs.  `state`: the buffers that any entry of the model writes to, and those with numbers of rows.  `varying`: buffers
     of the state whose number of rows is chosen at load.  `weights`: the tensors of all entries.  `generator`: the program's name of
     the random number generator's buffer, or "".  `reference`: computes the expected results.  `self_test_calls`: how often the
-    self-test calls each int_key.  `spread`: of `eager_spread`, at the smallest and the largest int_key.  `on_gpu`: eager PyTorch
-    ran on a GPU.  `baked`: as in `Exported`.
+    self-test calls each int_key.  `spread`: the result of `eager_spread`, the larger of those at the smallest and the largest
+    int_key.  `on_gpu`: eager PyTorch ran on a GPU.  `baked`: as in `Exported`.
     """
 
     programs: Programs
@@ -55,8 +55,8 @@ class Prepared:
 def prepare(
     exported: Exported, signature: Signature, functionalized: Mapping[IntKey, ExportGraphSignature], markers: bool
 ) -> Prepared:
-    """Applies the transforms: removes markers unless `markers`, and rewrites random operators.  Then finds what a call writes,
-    shares and draws.
+    """Applies the transforms: removes markers unless `markers`, and rewrites random operators.  Then finds writes, aliases and
+    draws.
 
     `functionalized`: the result of `functional` for the exported program of a key.  Raises outputs-shared, state-refused,
     structure-unsupported.

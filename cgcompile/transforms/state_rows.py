@@ -218,8 +218,7 @@ class _Rewriting:
         return base, tuple(axes_of_view)
 
     def _put(self, node: Node, state: Node, rows: StateRows, count: Node) -> None:
-        """Turns a write in place into a new value of the whole buffer that is copied to it.  Lowering makes it a write in place
-        again."""
+        """Turns a write in place into a new value of the whole buffer, which is copied to it.  Lowering makes it in place again."""
         base, axes = self._axes[state]
         places = self._indices(node, node.args[1], count)
         graph, indices = node.graph, []

@@ -128,8 +128,8 @@ def _compile_all(
     begun: Begun | None,
     standalone: bool | None,
 ) -> None:
-    """Compiles the programs that are not yet compiled for `standalone`, several of them in parallel.  `changing`: some entry may
-    change weights."""
+    """Compiles programs that are not yet compiled for `standalone`, several in parallel.  `changing`: some entry changes
+    weights."""
     works: dict[tuple[int, IntKey], Callable[[Tell], Compiled]] = {}
     for number, unit in enumerate(entries):
         contents = program_contents([program for _, program in unit.programs.distinct])
@@ -162,7 +162,7 @@ def _compile_all(
 def _parts_of_all(
     entries: Sequence[_CompiledEntry], self_tests: Mapping[str, Sequence[KeySelfTest]], weights: tuple[Weight, ...], stage: Path
 ) -> tuple[list[EntryParts], list[Region], set[str]]:
-    """Returns the parts and regions of all entries, and the weights whose values the code holds.  Runs the code per int_key."""
+    """Returns parts and regions of all entries, and the weights whose values the code holds.  Runs the code once per int_key."""
     regions: list[Region] = []
     folded: set[str] = set()
     parts = [_entry_parts(unit, self_tests[unit.entry.name], weights, regions, folded, stage) for unit in entries]

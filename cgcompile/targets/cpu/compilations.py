@@ -79,8 +79,8 @@ class Source:
 def side_by_side(
     interface: Interface | None, functions: OwnFunctions | None = None, called: Future[Path | None] | None = None
 ) -> Iterator[None]:
-    """While active, Inductor's compilations of the sources of a program run in the background, and `interface` replaces the
-    interface in them.  The linker waits for all of them.  `functions`: linked in place of libtorch if the code calls nothing else.
+    """Runs Inductor's compilations of a program's sources in the background while active, and replaces the interface in them by
+    `interface`.  The linker waits for all of them.  `functions`: linked in place of libtorch if the code calls nothing else.
     LIBTORCH, the same code linked to libtorch, is then written beside the result, unless the functions are `required`.  `called`:
     the object file of `kernels.operators`, which is linked to both.  Raises torch-unsupported, compiler-failed, and not-standalone
     if required functions are missing."""
@@ -197,8 +197,8 @@ def _start(command: list[str], folder: Path, stack: ExitStack) -> Running:
 
 @contextmanager
 def unnamed_machine() -> Iterator[None]:
-    """While active, Inductor does not compute its hash of the machine's state.  Caches need it, but the cache here belongs to one
-    build.  The hash covers all of Triton, and takes a third of a second even for the CPU."""
+    """Keeps Inductor from computing its hash of the machine's state while active.  Caches need it, but the cache here belongs to
+    one build.  The hash covers all of Triton, and takes a third of a second even for the CPU."""
     with ExitStack() as stack:
         if hasattr(codecache.CacheBase, "get_system"):
             stack.enter_context(patch.object(codecache.CacheBase, "get_system", staticmethod(lambda: {"hash": "this"})))
@@ -207,8 +207,8 @@ def unnamed_machine() -> Iterator[None]:
 
 @contextmanager
 def unprobed(compilers: Compilers) -> Iterator[None]:
-    """While active, Inductor considers an instruction set usable if the processor has it, which Inductor checks itself, and if the
-    compiler enables it with its options.  Raises torch-unsupported."""
+    """Makes Inductor consider an instruction set usable, while active, if the processor has it and the compiler enables it with its
+    options.  Inductor itself checks the processor.  Raises torch-unsupported."""
     if not hasattr(cpu_vec_isa.VecISA, "check_build"):
         raise _unsupported("torch._inductor.cpu_vec_isa.VecISA.check_build")
 

@@ -25,7 +25,7 @@ Number = bool | int | float | complex
 
 @contextmanager
 def complex_decompositions() -> Iterator[None]:
-    """While active, Inductor also retraces programs with these decompositions.  Raises torch-unsupported."""
+    """Makes Inductor also retrace programs with these decompositions while active.  Raises torch-unsupported."""
     plain = getattr(compile_fx, "select_decomp_table", None)
     if plain is None:
         raise BuildError(

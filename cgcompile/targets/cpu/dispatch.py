@@ -44,7 +44,7 @@ METHODS = ((CppWrapperCpu, "generate_fallback_kernel_with_runtime_lookup_aot"), 
 
 @contextmanager
 def dispatched() -> Iterator[None]:
-    """While active, the code that Inductor generates calls such operators through the dispatcher.
+    """Makes the code that Inductor generates while active call such operators through the dispatcher.
 
     Raises torch-unsupported if this torch lacks a patched method.  While generating code, raises operator-without-code for an
     operator that cannot be called this way.
@@ -163,8 +163,7 @@ def _call(wrapper: Any, op: torch._ops.OpOverload, args: Sequence[Any], names: S
 
 
 def _boxed(wrapper: Any, value: Any, kind: Any, before: list[str]) -> str:
-    """Returns a C++ expression of type `StableIValue`, which the call takes over.  Adds the statements that it needs to
-    `before`."""
+    """Returns a C++ expression of type `StableIValue`, which the call will own.  Adds the statements for it to `before`."""
     if isinstance(kind, torch.OptionalType):
         if value is None:
             return f"{BOXED}(std::nullopt)"

@@ -44,7 +44,7 @@ DECIDING = ("CppKernel", "OuterLoopFusedKernel")
 
 @contextmanager
 def any_number_of_threads() -> Iterator[None]:
-    """While active, the code that Inductor generates runs on any number of threads.  Raises torch-unsupported."""
+    """Makes the code that Inductor generates while active run on any number of threads.  Raises torch-unsupported."""
     with ExitStack() as stack:
         for name in DECIDING:
             owner = getattr(cpp, name, None)
@@ -96,7 +96,7 @@ struct CgcompileFailure {
 
 @contextmanager
 def failures_leave_loops() -> Iterator[None]:
-    """While active, the code that Inductor generates for the CPU throws only outside its loops.  Raises torch-unsupported."""
+    """Makes the code that Inductor generates for the CPU while active throw only outside its loops.  Raises torch-unsupported."""
     for name, method in FAILING:
         if method not in vars(getattr(cpp, name, object)) or not hasattr(cpp, "BracesBuffer"):
             raise BuildError(
@@ -150,7 +150,7 @@ def passing_on(text: str) -> str:
 
 @contextmanager
 def stored_before_reshapes() -> Iterator[None]:
-    """While active, Inductor stores the operand of a reshape across axes.  Raises torch-unsupported."""
+    """Makes Inductor store the operand of a reshape across axes while active.  Raises torch-unsupported."""
     view = getattr(ir, "View", None)
     if not {"create", "resolve_negative_size"} <= set(dir(view)) or not hasattr(ir, "StorageBox") or not hasattr(ir, "Pointwise"):
         raise BuildError(
@@ -171,8 +171,8 @@ def _storing(create: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def across(old: Sequence[Any], new: Sequence[Any]) -> bool:
-    """Whether a reshape from `old` to `new` sizes, numbers or symbols, goes across axes, so that it neither merges nor splits some
-    of them.  That is so if both shapes have further axis boundaries between two common ones."""
+    """Whether a reshape from `old` to `new` sizes, numbers or symbols, goes across axes: some axes are neither merged nor split.
+    Then both shapes have axis boundaries between two common boundaries."""
     ends, others = _ends(old), _ends(new)
     common = set(ends) & set(others)
     return any(one and other for one, other in zip(_between(ends, common), _between(others, common), strict=True))

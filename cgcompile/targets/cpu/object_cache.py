@@ -1,7 +1,7 @@
 """Caches shared objects of builds.  The key has all that they depend on: program, weights, options, compilers, processor.
 
 A cached object is used without importing Inductor's compiler.  Its self-test verifies it like a newly compiled one.  Private in
-2.13): `torch._inductor.config.save_config_portable`, and the same function of `torch._functorch.config`."""
+torch (2.11, 2.13): `torch._inductor.config.save_config_portable`, and the same function of `torch._functorch.config`."""
 
 from __future__ import annotations
 

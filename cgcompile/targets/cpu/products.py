@@ -39,9 +39,8 @@ SUITED = (torch.float32, torch.bool)
 
 
 def suits(program: ExportedProgram, level: Level | None) -> bool:
-    """Whether to link these functions first: on processors where they were measured to be as fast as torch's.  Other functions that
-    they lack are only detected when the code is linked, or when it runs; both are rare here.  `level`: None for processors like
-    this one."""
+    """Whether to link these functions first: on processors where they were measured to be as fast as torch's.  Other missing
+    functions are only detected when the code is linked, or when it runs; both are rare.  `level`: None for this processor."""
     patches = all(_is_patches(node) for node in _products(program) if _name(node) in CONVOLUTIONS)
     return fast(level) and patches and not lacking(program)
 

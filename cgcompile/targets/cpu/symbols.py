@@ -44,8 +44,8 @@ METHODS = ((ShapeEnv, "_check_frozen"), (ShapeEnv, "_maybe_guard_rel"), (torch._
 
 @contextmanager
 def decided_alike(program: ExportedProgram) -> Iterator[None]:
-    """Inside this context, code is generated for all sizes of `program`.  Raises size-decides at its end if a decision of torch
-    differs between the example's sizes and the smallest or largest ones, and torch-unsupported."""
+    """Makes Inductor generate code for all sizes of `program` inside the context.  Raises size-decides at its end if a decision of
+    torch differs between the example's sizes and the smallest or largest ones.  Raises torch-unsupported."""
     for owner, name in METHODS:
         if not hasattr(owner, name):
             raise BuildError(
@@ -78,7 +78,7 @@ def decided_alike(program: ExportedProgram) -> Iterator[None]:
 
 
 def _limits(program: ExportedProgram) -> dict[Any, tuple[int, int]]:
-    """The smallest and the largest value of each symbol of the input shapes."""
+    """Returns the smallest and the largest value of each symbol of the input shapes."""
     values = [node.meta.get("val") for node in program.graph.find_nodes(op="placeholder")]
     sizes = [size for value in values if isinstance(value, torch.Tensor) for size in value.shape if isinstance(size, torch.SymInt)]
     symbols = {symbol for size in sizes for symbol in size.node.expr.free_symbols} & program.range_constraints.keys()
@@ -92,7 +92,7 @@ def _has_limits(expr: Any, limits: Mapping[Any, tuple[int, int]]) -> bool:
 
 
 def _otherwise(expr: Any, value: Any, limits: Mapping[Any, tuple[int, int]]) -> str | None:
-    """The extreme sizes at which `expr` is not `value`, as text."""
+    """Returns the extreme sizes at which `expr` is not `value`, as text."""
     symbols = sorted(expr.free_symbols, key=str)
     for corner in product(*[limits[symbol] for symbol in symbols]):
         if sympy.sympify(expr.subs(dict(zip(symbols, corner, strict=True)))) != value:
@@ -101,7 +101,7 @@ def _otherwise(expr: Any, value: Any, limits: Mapping[Any, tuple[int, int]]) -> 
 
 
 def _of_example(select: Callable[..., Any]) -> Callable[..., Any]:
-    """`select`, called with the sizes of the example instead of symbols."""
+    """Wraps `select`, to call it with the sizes of the example instead of symbols."""
 
     def selected(*args: Any, **kwargs: Any) -> Any:
         return select(*[_plain(argument) for argument in args], **{name: _plain(argument) for name, argument in kwargs.items()})
@@ -122,7 +122,7 @@ def _number(size: Any) -> int:
 
 @contextmanager
 def named_assertions(program: ExportedProgram) -> Iterator[None]:
-    """Inside this context, assertions about a number name their line of the model.  Raises torch-unsupported."""
+    """Makes assertions about a number name their line of the model inside the context.  Raises torch-unsupported."""
     if not hasattr(ir, "AssertScalar") or not hasattr(GraphLowering, MAKING):
         raise BuildError("torch-unsupported", f"torch {torch.__version__}: Inductor has no AssertScalar; tested were 2.11 and 2.13")
     lines = _assertions(program)
@@ -141,8 +141,8 @@ def named_assertions(program: ExportedProgram) -> Iterator[None]:
 
 
 def _assertions(program: ExportedProgram) -> dict[str, str]:
-    """The message of every assertion of the model about a number, by its condition.  Lines with the same condition are all
-    named."""
+    """Returns the message of every assertion of the model about a number, by its condition.  Names all lines with that
+    condition."""
     nodes_by_form: dict[str, list[Node]] = {}
     for module in program.graph_module.modules():
         nodes = module.graph.nodes if isinstance(module, GraphModule) else ()
@@ -154,8 +154,7 @@ def _assertions(program: ExportedProgram) -> dict[str, str]:
 
 
 def _bound(reading: Sequence[Node], message: str) -> str:
-    """The message for a bound that Inductor derived from several assertions about one number, with the line that reads the
-    number."""
+    """Returns the message for a bound that Inductor derived from several assertions, with the line that reads the number."""
     named = [node for node in reading if place(node)[0]]
     return asserted(named, f"{re.sub(NAME, 'a number', message)} in {place(named[0])[1]}") if named else message
 
@@ -165,5 +164,5 @@ NAME = r"\bu\d+\b"
 
 
 def _form(condition: Any) -> str:
-    """A condition without the names of its numbers, because Inductor's names differ from those of export."""
+    """Returns a condition without the names of its numbers, because Inductor's names differ from those of export."""
     return re.sub(r"[a-z]+\d+", "_", str(canonicalize_bool_expr(condition)))

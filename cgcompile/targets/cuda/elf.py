@@ -10,7 +10,7 @@ from ...errors import BuildError
 
 MAGIC = b"\x7fELF"
 FATBIN_MAGIC = (b"\x50\xed\x55\xba", b"\x51\x46\x62\x46", b"\xb1\x43\x62\x46")
-"""First bytes of a fatbin (0xBA55ED50) and of its wrapper (0x466243b1, 0x46624651), as they lie in memory."""
+"""First bytes of a fatbin (0xBA55ED50) and of its wrapper (0x466243b1, 0x46624651), in memory order."""
 
 EM_CUDA = 190
 """e_machine of every cubin."""

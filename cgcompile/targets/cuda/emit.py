@@ -83,8 +83,7 @@ def arena_bytes(recorded: RecordedProgram) -> dict[IntKey, int]:
 
 
 def cuda_target(arch: str, driver: int, hosts: HostRegions, torch_version: str) -> Target:
-    """Returns the requirements of the bundle: a GPU of `arch`, a driver (13000 = 13.0), and for host regions a processor and a
-    version of torch."""
+    """Returns the bundle's requirements: a GPU of `arch`, a driver (13000 = 13.0), and for host regions a processor and torch."""
     return Target(
         kind="cuda", arch=arch, level="", features=hosts.features, torch=torch_version if hosts.rows else "", driver=driver
     )

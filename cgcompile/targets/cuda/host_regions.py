@@ -88,9 +88,8 @@ def host_stage(
 
 
 def off_gpu(split: SplitProgram | None, hosts: HostRegions, weights: Sequence[Weight]) -> frozenset[str]:
-    """Returns the weights of `split.host_only` that compiled code takes as constants, tied ones together.  Of other weights the
-    code contains the values: Inductor writes weights of eight elements or fewer as numbers.  `weights`: the rows that the regions
-    were compiled with."""
+    """Returns the weights of `split.host_only` that compiled code takes as constants, tied ones together.  Other weights are values
+    in the code: Inductor writes weights of eight elements or fewer as numbers.  `weights`: the rows for the compilation."""
     taken = {weights[index].tensor for region in hosts.rows.values() for _, index in region.constants}
     return frozenset([row.name for row in weights if split and row.name in split.host_only and row.tensor in taken])
 

@@ -46,8 +46,7 @@ HASHES = (
 
 def lower(module: torch.fx.GraphModule, level: str, specialize: str) -> Callable[..., Any]:
     """Returns a callable with the arguments of `module`.  At level `eager` it is the module.  Else its first call compiles the
-    module for the weights' addresses at that time, and raises the errors of `compile_graph`.  It returns the outputs as a flat
-    tuple."""
+    module for the weights' addresses at that time, and raises the errors of `compile_graph`.  Outputs are a flat tuple."""
     if level == "eager":
         return module
     options = torch._inductor.list_mode_options("max-autotune-no-cudagraphs") if level == "max-autotune" else {}
@@ -73,8 +72,7 @@ def import_compiler() -> None:
 
 
 def start_compilers(processes: int) -> None:
-    """Starts `processes` processes that compile kernels, forked from this one, before lowering begins.  A number that the user sets
-    in TORCHINDUCTOR_COMPILE_THREADS wins."""
+    """Forks `processes` processes that compile kernels, before lowering begins.  TORCHINDUCTOR_COMPILE_THREADS takes precedence."""
     if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:  # else Inductor has read it
         torch._inductor.config.compile_threads = processes
     if processes > 1:

@@ -11,7 +11,7 @@ from cgcompile.bundle.recordings import Recording
 from ..memory_layout import Table
 
 RegionKey = tuple[str, IntKey]
-"""A region and an int_key."""
+"""The name of a region, and an int_key."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -104,8 +104,7 @@ template <int count> void few_rows(const Matrix& x, int64_t first, const int8_t*
   for (; j < end; j++) dots<count, 1>(x, first, weight, scale, j, out, out_row);
 }
 
-// Packs columns of the transposed weights, times their scales, from column j on: a panel of COLUMNS, depth [begin, end).  Missing
-// columns are 0.
+// Packs COLUMNS columns of the transposed weights, times their scales, from column j on, depth [begin, end).  Missing ones are 0.
 void pack_bytes(const int8_t* weight, const float* scale, int64_t count, int64_t depth, int64_t begin, int64_t end, int64_t j, float* panel) {
   int64_t columns = std::min<int64_t>(COLUMNS, count - j), p = begin;
   if (columns == COLUMNS) {
@@ -171,8 +170,7 @@ struct Pages {
   const float* value(int64_t token) const { return values + page(token) * value_page + token % size * value_token; }
 };
 
-// Packs the keys of tokens [first, last) in groups of LANES: packed[token / LANES][dimension][lane], with zeros after the last
-// token.
+// Packs keys of tokens [first, last) in groups of LANES: packed[token / LANES][dimension][lane], with zeros after the last token.
 void pack_keys(const Pages& pages, int64_t first, int64_t last, float* packed) {
   for (int64_t token = first; token < last; token += LANES, packed += pages.dim * LANES) {
     int64_t count = std::min<int64_t>(LANES, last - token), d = 0;

@@ -1,5 +1,4 @@
-// Products of float32 matrices: panels of one matrix, two vectors wide, times tiles of rows of the other, with the sums in
-// registers.
+// Products of float32 matrices: panels of one, two vectors wide, times tiles of rows of the other, with the sums in registers.
 
 #pragma once
 
@@ -56,7 +55,7 @@ template <int width = 1> inline void transpose(Vector (&rows)[LANES]) {
 }
 
 // Packs rows [begin, end) of b, from column j on, into a panel of COLUMNS.  Missing columns are 0.  Weights are stored transposed.
-// They are prefetched AHEAD elements, because the processor does not prefetch LANES rows at once.
+// They are prefetched AHEAD elements early, because the processor does not prefetch LANES rows at once.
 void pack(const Matrix& b, int64_t begin, int64_t end, int64_t j, float* panel) {
   int64_t columns = std::min<int64_t>(COLUMNS, b.columns - j), p = begin;
   if (columns < COLUMNS) std::fill(panel, panel + (end - begin) * COLUMNS, 0.f);

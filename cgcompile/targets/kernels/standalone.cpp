@@ -466,7 +466,7 @@ AOTITorchError aoti_torch_cpu_convolution(AtenTensorHandle input, AtenTensorHand
   bool last = channels_last(x) || channels_last(w);
   int64_t strides[] = {places * out_channels, last ? 1 : places, last ? sizes[3] * out_channels : sizes[3], last ? out_channels : 1};
   auto follows = [&](int64_t axis, int64_t step) { return w.sizes[axis] == 1 || w.strides[axis] == step; };
-  bool inside = follows(1, 1) && follows(3, channels) && follows(2, wide * channels);  // row order: channels innermost, or outermost
+  bool inside = follows(1, 1) && follows(3, channels) && follows(2, wide * channels);  // channels innermost in a row, or outermost
   if (!inside && !(follows(3, 1) && follows(2, wide) && follows(1, high * wide))) return AOTI_TORCH_FAILURE;
   if (allocated(4, sizes, strides, FLOAT, ret0)) return AOTI_TORCH_FAILURE;
   const Tensor& out = of(*ret0);

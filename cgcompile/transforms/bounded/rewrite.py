@@ -30,16 +30,14 @@ from ...export.torch_program import copied_graph, with_graph
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bounded:
-    """`program`: the program with counts after the results of the model.  `axes`: (output, axis, position of its count) of every
-    padded axis."""
+    """`program`: the model with counts after its results.  `axes`: (output, axis, position of its count) of every padded axis."""
 
     program: ExportedProgram
     axes: tuple[tuple[int, int, int], ...]
 
 
 def with_bounds(program: ExportedProgram, *, told_gpu: bool) -> Bounded | None:
-    """Returns None if no output of the program has a data-dependent size.  Weights are shared, not copied.  `told_gpu`: as in
-    Interpreter.
+    """Returns None if no output has a data-dependent size.  Weights are shared, not copied.  `told_gpu`: as in Interpreter.
 
     Raises Unsupported if a size depends on an operation that is not known to keep rows separate.
     """
@@ -76,7 +74,7 @@ def with_bounds(program: ExportedProgram, *, told_gpu: bool) -> Bounded | None:
 
 
 def _check_writes(nodes: Sequence[Node], region: Sequence[Node]) -> None:
-    """Raises Unsupported for a write between the first and the last of these nodes, because they move behind all nodes in between.
+    """Raises Unsupported for a write between the first and the last of these nodes, because the nodes are moved after the last one.
     Also raises it for a write to one of them, or to a value that depends on them."""
     between = set(nodes[nodes.index(region[0]) : nodes.index(region[-1]) + 1])
     reached = set(region)
@@ -94,8 +92,7 @@ def _inserted(
 ) -> tuple[dict[Node, Node], list[Node], dict[Node, dict[int, int]], Counts]:
     """Adds the padded operations after the last node of `region`.
 
-    Returns the replacement of each of `outputs`; the nodes of the counts; the number of a count by output and padded axis; and the
-    known counts."""
+    Returns the replacement of each of `outputs`; the nodes of the counts; the number of a count by output and axis; the counts."""
     taken = taken_by(region)
     sizes = list(dict.fromkeys([expr for node in outputs for expr in node_axes(node).values()]))
     known = Counts()

@@ -47,8 +47,7 @@ class AttentionText:
 
 def attention_text(mixed: Product, *, ahead: bool) -> AttentionText | None:
     """Returns a kernel for the product with the values, `mixed`, the softmax before it, and the product with the keys before that.
-    Returns None for a product of something else, and if one program cannot hold the data.  `ahead`: adds programs that prefetch the
-    next weights."""
+    Returns None for other products, and if one program cannot hold the data.  `ahead`: adds programs that prefetch weights."""
     writer = _Writer(mixed)
     try:
         return writer.written(weights_ahead(mixed.total) if ahead else ())
@@ -59,8 +58,8 @@ def attention_text(mixed: Product, *, ahead: bool) -> AttentionText | None:
 @dataclass(slots=True)
 class _Writer:
     """Collects the lines of a kernel.  All `reads` come before the computation.  Each name is assigned once, so that reads can be
-    moved up (offline/compile/programmatic_launch.py).  `names`: the names of computed values.  `reduces`: whether there is a
-    reduction over all positions."""
+    moved up (offline/compile/programmatic_launch.py).  `names`: of computed values.  `reduces`: whether all positions are
+    reduced."""
 
     mixed: Product
     reads: list[str] = field(default_factory=list)
@@ -235,7 +234,8 @@ class _Writer:
         return "tl.sum(q.to(tl.float32)[None, :] * k, 1)"
 
     def matrix(self, name: str, product: Product, axes: tuple[int, int], width: int) -> None:
-        """Reads a matrix of (positions, `width`), the `axes` of the product's matrix.  Stores the values that are put into it."""
+        """Adds lines that read a matrix (positions, `width`) along these `axes` of the product's, and that store new values in
+        it."""
         place, length, column = _placed(product.matrix), self.mixed.length, f"{name}_column"
         write = write_into(place)
         memory = place if write is None else on(place, write.cache)

@@ -36,8 +36,8 @@ class Place:
 
 
 def place_of(node: Node) -> Place | None:
-    """Returns the place of a value beneath views and conversions to float32, or None if strides cannot describe it.  It may have
-    more axes before the last two than the value: heads that share a key are expanded in an axis of their own."""
+    """Returns the place of a value, looking through views and conversions to float32, or None if strides cannot describe it.  The
+    place may have more axes before the last two: heads that share a key are expanded in an axis of their own."""
     chain: list[Node] = []
     base = node
     while _keeps_elements(base):
@@ -51,7 +51,7 @@ def place_of(node: Node) -> Place | None:
 
 
 def viewed(place: Place, memory: Tensor) -> Place | None:
-    """Applies the chain of `place` to `memory`, a meta tensor with the offset and strides of the base.  None if the result is no
+    """Applies the chain of `place` to `memory`, a meta tensor with the layout of the base.  Returns None if the result is no
     view."""
     view: Any = memory
     for node in reversed(place.chain):

@@ -1,4 +1,4 @@
-"""Computes norms and softmaxes before a product of one row again for every column of the product.
+"""Repeats norms and softmaxes before a product of one row for every column of the product.
 
 A product of one row is a sum for every column (decompositions.py).  Computing a short row costs less than a kernel: one kernel less
 in a chain saves 2.9 us on an H100 (torch 2.11), and the repeated work takes 0.75.  Inductor only fuses reductions of equal shapes,

@@ -1,7 +1,7 @@
 """Blocks and warps of the kernels for products of one row.
 
-Inductor gives each column of the product to a program of one warp.  An H100 starts at most one program per cycle: 3072 programs
-take 1.7 us, of 3 us for the kernel.
+Inductor gives each column of the product to a program of one warp.  An H100 starts at most one program per cycle.  Starting 3072
+programs takes 1.7 of the 3 us of a kernel.
 
 Private interfaces (torch 2.11, 2.13): `InductorChoices.triton_kernel_kwargs` with its arguments, `FixedTritonConfig`.
 """
@@ -72,8 +72,7 @@ def _config(features: Any) -> tuple[int, int] | None:
 
 
 def blocks(length: int, columns: int, normed: bool) -> tuple[int, int] | None:
-    """Returns the columns of a program and its warps, or None for Inductor's choice.  `normed`: the program computes the row
-    first."""
+    """Returns columns and warps of a program, or None for Inductor's choice.  `normed`: the program also computes the row."""
     if not SHORTEST <= length <= LONGEST:
         return None
     padded = 1 << (length - 1).bit_length()

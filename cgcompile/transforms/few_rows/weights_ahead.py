@@ -29,7 +29,7 @@ LONGEST = 1 << 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ahead:
-    """The first `chunks` chunks of a weight, each of `step` elements."""
+    """The first `chunks` chunks of a weight or cache, each of `step` elements."""
 
     weight: Node
     chunks: int
@@ -37,7 +37,7 @@ class Ahead:
 
 
 def weights_ahead(node: Node) -> tuple[Ahead, ...]:
-    """Returns the weights of the products after a node and before the next attention, in order, after the caches of that one."""
+    """Returns the caches that the next attention reads, and then the weights of the products before it, in order."""
     weights: list[Node] = []
     caches: list[Node] = []
     while len(caches) < 2 and (node := node.next).op == "call_function":
@@ -60,8 +60,8 @@ def weights_ahead(node: Node) -> tuple[Ahead, ...]:
 
 
 def lines_of(names: Sequence[str], weights: Sequence[Ahead], dtype: str) -> list[str]:
-    """Returns lines for the programs, which `part` numbers from 0.  The compiler only keeps code whose result is stored, so the
-    lines contain a store that never happens."""
+    """Returns lines for the programs, which `part` numbers from 0.  They have a store, which never runs, so that the compiler keeps
+    them."""
     lines = []
     text = ASK.format(bytes=CHUNK)
     for name, weight in zip(names, weights, strict=True):

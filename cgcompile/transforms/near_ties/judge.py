@@ -43,7 +43,7 @@ class Verdict:
 
 
 Run = Callable[[], Seen]
-"""Runs the calls in eager PyTorch from the initial state.  The results keep the final state when it returns."""
+"""Runs the calls in eager PyTorch from the initial state.  The state is not reset when it returns, so results can be state."""
 
 
 def judged(run: Run, got: Seen, bounds: Sequence[ErrorBound], floor: float = 0.0) -> Verdict | None:
@@ -82,7 +82,8 @@ def near_ties(run: Run, floor: float = 0.0) -> tuple[float, ...]:
 def judged_beside(
     run: Run, expected: Sequence[Tensor], got: Seen, bounds: Sequence[ErrorBound], floor: float = 0.0
 ) -> Verdict | None:
-    """Runs `judged` where `run` runs the exported program and `expected` comes from the user's model.  Both must agree, too."""
+    """Runs `judged` on the exported program, where `expected` are results of the user's model.  These must agree with `run` as
+    well."""
     last = got.left[: len(got.calls[-1])]
     model = Seen(calls=(tuple(expected[: len(last)]),), left=tuple(expected))
     return judged(run, got, bounds, floor) if judged(run, model, bounds, floor) else None

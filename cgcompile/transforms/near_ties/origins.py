@@ -126,7 +126,7 @@ Of = Callable[..., Tensor]
 
 
 def _each_row(of: Of, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """An operator that moves elements of its first argument, by sizes or indices: applies it to all rows of the origins."""
+    """Applies an operator that moves elements of its first argument, by sizes or indices, to all rows of the origins."""
     return torch.stack([func(row, *args[1:], **kwargs) for row in of(args[0]).unbind(0)])
 
 
@@ -170,14 +170,14 @@ def _ranked(origins: Tensor, rank: int) -> Tensor:
 
 
 def _elementwise(of: Of, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """Any operator of one or two operands: its result is no index, but keeps the comparison that put the operand in its place."""
+    """Handles operators of one or two operands: the result is no index, but keeps the comparison that put the operand there."""
     known = [of(argument) for argument in args[:2] if isinstance(argument, Tensor)]
     rows = known[0] if len(known) == 1 else _only_one(*known)
     return torch.stack([torch.full_like(rows[0], -1), rows[1], rows[2]])
 
 
 def _index_put(of: Of, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor | None:
-    """index_put(self, indices, values, accumulate)."""
+    """Handles index_put(self, indices, values, accumulate)."""
     if (len(args) > 3 and args[3]) or kwargs.get("accumulate"):
         return None
     pairs = zip(of(args[0]).unbind(0), of(args[2]).unbind(0), strict=True)
@@ -185,7 +185,7 @@ def _index_put(of: Of, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -
 
 
 def _scattered(of: Of, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor | None:
-    """scatter(self, dim, index, src), also with a number instead of src."""
+    """Handles scatter(self, dim, index, src), also with a number instead of src."""
     if "reduce" in kwargs or len(args) > 4:
         return None
     rows, values = of(args[0]).unbind(0), of(args[3], args[2]).unbind(0)
@@ -195,7 +195,7 @@ def _scattered(of: Of, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -
 
 
 def _inserted(of: Of, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """slice_scatter and select_scatter(self, src, ...)."""
+    """Handles slice_scatter and select_scatter(self, src, ...)."""
     functional = getattr(torch.ops.aten, func.overloadpacket.__name__).default
     pairs = zip(of(args[0]).unbind(0), of(args[1]).unbind(0), strict=True)
     return torch.stack([functional(row, value, *args[2:], **kwargs) for row, value in pairs])
@@ -216,7 +216,7 @@ def _scaled(sign: int) -> Callable[..., Tensor]:
 
 
 def _subtracted(of: Of, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """rsub(self, other): other - self."""
+    """Handles rsub(self, other): other - self."""
     return _only_one(_times(of(args[0]), -kwargs.get("alpha", 1)), of(args[1]))
 
 

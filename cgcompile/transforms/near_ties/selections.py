@@ -51,8 +51,8 @@ class Selection(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ranked:
-    """Indices into rows of floats.  `values` (rows, n); `distinct`: no two ranks of a row share one; `ordered`: ranks are compared
-    one by one.
+    """Indices into rows of floats.  `values` (rows, n); `distinct`: no two ranks of a row share one; `ordered`: compared rank by
+    rank.
 
     `result`: the operator's results.  `place`: the position of the indices among them; `at`: that of the floats, None if there is
     none.  `axis`: the axis of the ranks, None if it is reduced.  `along`: this axis of the operand, None for all elements."""
@@ -198,8 +198,7 @@ class Interval(_One):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison(_One):
-    """The comparison of two floats, element by element.  `expected`: bool (1, elements).  `apart`: the distance.  `size`: the
-    larger magnitude."""
+    """A comparison of floats, element by element.  `expected`: bool (1, elements); `apart`: distance; `size`: larger magnitude."""
 
     expected: Tensor
     apart: Tensor

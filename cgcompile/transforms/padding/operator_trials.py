@@ -60,7 +60,8 @@ def run_once(call: PaddedCall, run: Callable[[Any], Any], chosen: Mapping[int, t
 def _variations(
     call: PaddedCall, spec: TreeSpec, generator: torch.Generator, moved: bool
 ) -> Iterator[tuple[list[Any], list[Any]] | str | None]:
-    """Yields the results of other values at both sizes, "fails" if only the long size fails, or None if a trial shows nothing."""
+    """Yields results of other values at both sizes; "fails" if only the long size fails or differs; None if a trial shows
+    nothing."""
     entrywise = _pointwise(call.node)
     vary = partial(Variation, indices=_indexes(call), entrywise=entrywise, literal=_literal(call.node))
     for variation in [vary(0, mixed=True)] if moved else [vary(-1), vary(1), vary(0, mixed=call.name in ORDERING)]:

@@ -99,7 +99,8 @@ class PaddedRun:
         return tuple([self._either(call, output, pair) for output, pair in zip(chosen, zip(*branches, strict=True), strict=True)])
 
     def _either(self, call: PaddedCall, output: PaddedValue, pair: Sequence[PaddedValue]) -> PaddedValue:
-        """Returns the output of the branch that was taken.  Its padded elements are unknown, because others may take the other."""
+        """Returns the output of the taken branch.  Its padded elements are unknown, because another call may take the other
+        branch."""
         why = next((padded.why for padded in pair if padded.why), "")
         if not why and not same_spot(*[padded.spot for padded in pair]):
             why = f"the branches of {call.name} have what lies along {self.along.name} in different places{place_of(call.node)}"

@@ -35,22 +35,22 @@ class Variation:
 
 
 FAR = 4.0
-"""Values are moved by this distance to twice this distance.  It is large enough to change results that combine them.  Over a head,
-the product of two such values stays smaller in magnitude than the -10000 with which some models mask scores."""
+"""Values are moved by one to two times this distance, which changes results that combine them.  Over a head, the product of two
+such values stays smaller in magnitude than the -10000 with which some models mask scores."""
 
 WIDE = {torch.float16: 1e4}
 """The magnitude of values for operators that do not combine elements.  Other dtypes have 1e12, integers a million."""
 
 ORDINARY = 5000.0
-"""Larger numbers mask what they are added to, and stay masks."""
+"""Numbers of larger magnitude are masks that are added to scores.  Changed values must still mask."""
 
 COARSE = {torch.float32: 2.0**11, torch.float64: 2.0**20}
-"""Units in the last place, of the largest value, by which kernels for two sizes may differ; 8 for dtypes of 16 bits and less.
+"""Units in the last place of the largest value by which kernels for two sizes may differ; 8 for dtypes of 16 bits and less.
 Attention over the tried values reaches 2**8 (measured for float32)."""
 
 
 DRAWN = 262_139
-"""The most random numbers that are drawn.  Larger tensors repeat them.  A prime, so that the repetition never aligns with an
+"""The most random numbers that are drawn; larger tensors repeat them.  A prime, so that repetitions are not aligned with an
 axis."""
 
 
@@ -128,7 +128,8 @@ def placed(value: torch.Tensor, spot: Spot, short: torch.Tensor) -> torch.Tensor
 
 
 def padded_part(spot: Spot, shape: Sequence[int]) -> tuple[slice, ...]:
-    """Returns a part of a long tensor with all elements outside `spot`, and no others if they all follow or precede it."""
+    """Returns the slices of a part that contains all elements outside `spot`.  It has no others if these all follow or precede
+    `spot` along one axis; else it is the whole tensor."""
     inner = [axis for axis, (part, size) in enumerate(zip(spot, shape, strict=True)) if not _covers(part, size)] if spot else []
     inner_part = spot[inner[0]] if len(inner) == 1 else None
     if not isinstance(inner_part, slice) or (inner_part.start and inner_part.stop != shape[inner[0]]):

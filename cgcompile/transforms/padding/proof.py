@@ -158,8 +158,7 @@ def _trials(sizes: Mapping[str, tuple[int, ...]], name: str) -> list[_Trial]:
 
 
 def _every_trial(sizes: Mapping[str, tuple[int, ...]], name: str) -> list[_Trial]:
-    """Returns every size up to the largest, in the frame that it is padded to.  Other dimensions have their smallest size, then
-    their largest."""
+    """Returns all sizes up to the largest, in the frame of their padding, with the smallest and then the largest other sizes."""
     frames = [(short, next(size for size in sizes[name] if size >= short)) for short in range(1, sizes[name][-1])]
     others = [{other: values[pick] for other, values in sizes.items()} for pick in (0, -1)]
     return [
@@ -238,8 +237,7 @@ def _prove_chunk(
 
 
 def _chunk_points(sizes: Sequence[int], dynamic: bool) -> list[tuple[int, int]]:
-    """Returns sizes to chunk, and the positions.  One program per int_key is also compared with the others, and beyond the largest
-    size."""
+    """Returns (size, split position).  Programs per int_key are also compared with each other, and beyond the largest size."""
     long = max(3, next((size for size in sizes if size > 1), 2))
     if dynamic:
         return [(long, 1)]

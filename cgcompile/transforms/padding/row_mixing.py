@@ -33,8 +33,8 @@ SEED = 0
 """The seed of the values that operators are tried with, so that every build gets the same verdict."""
 
 SMALL = 8
-"""The largest size at which a program for all sizes is run, if the model allows it.  It computes the same at all sizes, and large
-ones take long."""
+"""The largest size of trials with a program for all sizes, if the model allows it: it computes the same at all, and large ones are
+slow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +56,7 @@ Functional = Callable[[ExportedProgram], GraphModule]
 def two_sizes(
     source: Source, prepared: Prepared, sizes: Mapping[str, tuple[int, ...]], name: str, lookup: Functional
 ) -> tuple[TwoSizes, ...]:
-    """Returns the comparisons for the dimension `name`, with the other dimensions at their smallest sizes.  `lookup` returns
-    modules.
+    """Returns comparisons for the dimension `name`, with other dimensions at their smallest sizes.  `lookup` returns modules.
 
     If each int_key has its own program, it is compared with that of the next size or, if there is only one size, with one exported
     at another size.  Returns () if their operators differ.
@@ -83,7 +82,7 @@ def two_sizes(
 
 
 def _by_size(source: Source, prepared: Prepared, sizes: Mapping[str, tuple[int, ...]], name: str) -> dict[int, ExportedProgram]:
-    """Returns the programs of the dimension's sizes.  If there is only one size, exports the model at two sizes."""
+    """Returns the programs of the dimension's sizes.  If there is only one size, exports the model at it and a neighbouring one."""
     others = {other: values[:1] for other, values in sizes.items()}
     programs, values = prepared.programs, sizes[name]
     if len(values) == 1:
@@ -104,7 +103,7 @@ def _at(source: Source, module: GraphModule, others: Mapping[str, int], name: st
 
 
 def _small(source: Source, module: GraphModule, others: Mapping[str, int], name: str, declared: int) -> TwoSizes | None:
-    """Compares a dynamic program at sizes smaller than declared.  Returns None if there are none, or if the model rejects them."""
+    """Returns a dynamic program at sizes smaller than declared, or None if there are none, or if the model rejects them."""
     if max(declared, *others.values(), 0) <= SMALL:
         return None
     try:

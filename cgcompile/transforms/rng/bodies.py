@@ -27,8 +27,8 @@ class Body(NamedTuple):
 
 
 def of_turn(shared: Tensor, turn: Tensor) -> Tensor:
-    """Returns the shared words of one iteration.  The highest word of the counter, 0 in the first 2^32 calls, is its number from 1
-    on."""
+    """Returns the shared words of one iteration.  Its number from 1 on is in the highest word of the counter, 0 in the first 2^32
+    calls."""
     last = shared.shape[0] - 1
     word = (shared.select(0, last) * MIXED + (turn & MASK) + 1) & MASK
     return torch.cat([shared.narrow(0, 0, last), word.view(1)]).as_strided((last + 1,), (1,))
@@ -64,7 +64,7 @@ def _inputs(body: GraphModule) -> list[Node]:
 
 
 def _input(body: GraphModule, place: int, like: Node) -> Node:
-    """Adds an input number `place` to a body, with the value of another node."""
+    """Adds an input at position `place` to a body, with the value of another node."""
     inputs = _inputs(body)
     before = inputs[place] if place < len(inputs) else next(node for node in body.graph.nodes if node.op != "placeholder")
     with body.graph.inserting_before(before):

@@ -44,7 +44,7 @@ def _normal_wide(stream: Stream, x: Tensor) -> Tensor:
 
 
 def _normal_around(stream: Stream, mean: Tensor | float, std: Tensor | float = 1.0, **_: Any) -> Tensor:
-    """normal() with a tensor of means, of standard deviations, or both, which broadcast."""
+    """Implements normal() with a tensor of means, of standard deviations, or both, which broadcast."""
     tensors = [parameter for parameter in (mean, std) if isinstance(parameter, Tensor)]
     like = torch.empty_like(torch.add(*tensors) if len(tensors) == 2 else tensors[0])
     return (_normal_wide(stream, like) * std + mean).to(like.dtype)

@@ -30,12 +30,10 @@ ROUNDS = 10
 
 
 def schedule(state: Tensor) -> Tensor:
-    """Returns the words that all draws of a call share: int64 [2 * ROUNDS + 2], the left and right keys of the rounds, and the two
-    words of the number of calls.
+    """Returns the words that all draws of a call share: int64 [2 * ROUNDS + 2], left and right keys of the rounds, number of calls.
 
     `state`: int64 [seed, calls so far].  Indices are masked before they are multiplied.  Otherwise Inductor would take the product
-    for a larger index, and use 32 bits for it.  as_strided makes Inductor store the keys in memory.  Otherwise it computes them at
-    every use.
+    for a larger index, and use 32 bits for it.  as_strided makes Inductor store the keys in memory, not compute them at every use.
     """
     lane, turn = [torch.arange(count, dtype=torch.int64, device=state.device) & MASK for count in (2, ROUNDS)]
     words = (state.unsqueeze(1) >> (lane * 32)) & MASK

@@ -40,13 +40,12 @@ ORIGIN = ("stack_trace", "nn_module_stack", "source_fn_stack", "torch_fn", "cust
 
 
 def supported() -> frozenset[torch._ops.OpOverload]:
-    """The random operators that `with_generator` rewrites."""
+    """Returns the random operators that `with_generator` rewrites."""
     return frozenset(LEAVES) | COMPOSITES | RECURRENT
 
 
 def is_random(node: Node) -> bool:
-    """Whether a node draws random numbers: an operator tagged `nondeterministic_seeded`, or attention, unless it is switched
-    off."""
+    """Whether a node draws random numbers: an operator tagged `nondeterministic_seeded`, or attention, unless switched off."""
     tagged = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
     return node.op == "call_function" and (tagged or node.target is aten.scaled_dot_product_attention.default) and not _off(node)
 
@@ -83,7 +82,7 @@ def generator_buffers(program: ExportedProgram) -> tuple[str, ...]:
 
 
 def with_generator(program: ExportedProgram, first: Tensor | None = None) -> ExportedProgram:
-    """Returns the program with its random operators computed from the buffer RNG, which it adds.  Returns it unchanged if it draws
+    """Returns the program with random operators computed from the buffer RNG, which it adds, or the program itself if it draws
     nothing.
 
     `first`: the value of the buffer, int64 [2], for programs that share one; zeros by default.  Weights are shared, not copied.
