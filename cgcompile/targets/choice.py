@@ -85,29 +85,29 @@ def _chosen(target: str, lower: str, specialize: str, record: str, prove: str, a
         check_level(level, os.uname().machine, processor_flags())
     if level is not None or target == "cpu":
         return _cpu(target, lower, specialize, record, autotune)
-    here = _here()
-    if target not in ("auto", "cuda", here):
+    local_arch = _here()
+    if target not in ("auto", "cuda", local_arch):
         arch(target)  # raises if there is no such architecture
-    if target == "auto" and not here and record != "cross-compile":
+    if target == "auto" and not local_arch and record != "cross-compile":
         return _cpu("cpu", lower, specialize, record, autotune)
-    architecture = here if target in ("auto", "cuda") else target
+    architecture = local_arch if target in ("auto", "cuda") else target
     if not architecture:
         raise BuildError(
             "target-unavailable",
             f"target {target}: there is no GPU on this machine",
             "name the GPU that the bundle is for: --target sm_90 (H100, H200), sm_80 (A100), ...",
         )
-    if architecture == here and record != "cross-compile":
+    if architecture == local_arch and record != "cross-compile":
         if autotune:
             _expect("specialize", specialize, "size", "--autotune lowers every size for itself", "leave --specialize out")
         return Chosen(target=architecture, recorder="capture", runs_here=True)
     if record == "capture":
         raise BuildError(
             "target-unavailable",
-            f"target {target}: this machine {f'has {here}' if here else 'has no GPU'}, and a capture needs this GPU",
+            f"target {target}: this machine {f'has {local_arch}' if local_arch else 'has no GPU'}, and a capture needs this GPU",
             "leave --record out: the bundle is then cross-compiled",
         )
-    return _cross_compile(architecture, lower, specialize, architecture == here, autotune)
+    return _cross_compile(architecture, lower, specialize, architecture == local_arch, autotune)
 
 
 def asks_torch(target: str) -> bool:

@@ -79,13 +79,13 @@ def explain(error: BaseException, *modules: GraphModule) -> Failure:
 def source_operator(node: Node, modules: Iterable[GraphModule]) -> str:
     """Returns the operator of the exported program that a node comes from, as --fallback-op takes it ("aten.topk", "mylib.op").
     Returns "" if `modules`, which are that program, do not call it.  torch's `from_node` nests the origins, oldest innermost."""
-    known = {str(node.target) for module in modules for node in module.graph.nodes if node.op == "call_function"}
+    operators = {str(node.target) for module in modules for node in module.graph.nodes if node.op == "call_function"}
     names = [str(node.target)]
     sources = node.meta.get("from_node") or []
     while sources:
         names.append(str(sources[-1].target).removeprefix("torch.ops."))
         sources = getattr(sources[-1], "from_node", None) or []
-    return next((_plain(name) for name in reversed(names) if name in known), "")
+    return next((_plain(name) for name in reversed(names) if name in operators), "")
 
 
 def _plain(name: str) -> str:

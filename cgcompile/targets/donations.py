@@ -48,7 +48,7 @@ def check_layouts(manifest: Manifest) -> None:
 
 def _entry_and_position(pair: DonationNames, side: int, entries: Sequence[EntryBuild]) -> tuple[EntryBuild, int]:
     """Returns the entry and the position that one side of a pair names.  `side`: 0 for the output, 1 for the input."""
-    name, _, rest = pair[side].partition(".")
+    name, _, tensor_name = pair[side].partition(".")
     entry = next((entry for entry in entries if entry.name == name), None)
     if entry is None:
         names = [entry.name for entry in entries]
@@ -59,12 +59,12 @@ def _entry_and_position(pair: DonationNames, side: int, entries: Sequence[EntryB
     signature = entry.prepared.signature
     kind, specs = ("input", signature.inputs) if side else ("output", signature.outputs)
     names = [spec.name for spec in specs]
-    if not rest and len(names) == 1:
+    if not tensor_name and len(names) == 1:
         return entry, 0
-    if rest not in names:
+    if tensor_name not in names:
         has = ", ".join([f"{name}.{spec_name}" for spec_name in names])
         raise ModelError("donation-unknown", f"donations(): {_pair_text(pair)}: {pair[side]!r} is no {kind}: {name!r} has {has}")
-    return entry, names.index(rest)
+    return entry, names.index(tensor_name)
 
 
 def _check(pair: DonationNames, source: EntryBuild, output: int, target: EntryBuild, position: int) -> None:

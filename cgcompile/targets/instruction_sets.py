@@ -126,9 +126,9 @@ def needed(
 
 
 def _x86(turned_on: Mapping[str, str], flags: Collection[str]) -> set[str]:
-    known = {_letters(flag): flag for flag in flags}
+    by_letters = {_letters(flag): flag for flag in flags}
     names = {_letters(macro) for macro in turned_on} - {_letters(name) for name in UNUSED}
-    return {flag for name in names if (flag := known.get(_letters(X86_NAMES.get(name, name))))}
+    return {flag for name in names if (flag := by_letters.get(_letters(X86_NAMES.get(name, name))))}
 
 
 def _arm(defined: Mapping[str, str], flags: Collection[str]) -> set[str]:

@@ -174,7 +174,7 @@ def frozen_weights(
 
 @cache
 def _zeros_digest(size: int) -> str:
-    """Returns the SHA-256 of `size` zero bytes.  Cached, because caches of layers have the same size."""
+    """Returns the SHA-256 of `size` zero bytes.  The result is cached, because all layers of a model have KV caches of one size."""
     digest, zeros = sha256(), bytes(1 << 20)
     for _ in range(size >> 20):
         digest.update(zeros)

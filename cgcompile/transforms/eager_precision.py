@@ -28,9 +28,9 @@ def eager_spread(reference: Reference, tensors: Sequence[torch.Tensor]) -> tuple
     """
     first = run_eager(reference, tensors).outputs
     others = [_stepped(tensor) for tensor in tensors]
-    same = all(torch.equal(other, tensor) for other, tensor in zip(others, tensors, strict=True))
+    unchanged = all(torch.equal(other, tensor) for other, tensor in zip(others, tensors, strict=True))
     try:
-        with guarded_indices(tensors[0].device if tensors else CPU), _parameters_stepped(reference if same else None):
+        with guarded_indices(tensors[0].device if tensors else CPU), _parameters_stepped(reference if unchanged else None):
             stepped = run_eager(reference, others).outputs  # a model may compute indices from floats
     except FAILURES:
         stepped = first  # the model asserts properties of its inputs

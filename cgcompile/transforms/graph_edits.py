@@ -25,7 +25,7 @@ def add_buffer(graph: Graph, specs: Sequence[InputSpec], name: str, value: Tenso
     placeholders = graph.find_nodes(op="placeholder")
     with graph.inserting_before(placeholders[place]):
         state = graph.placeholder(f"b_{name}")
-    mode = next(known.fake_mode for node in placeholders if isinstance(known := node.meta.get("val"), FakeTensor))
+    mode = next(fake.fake_mode for node in placeholders if isinstance(fake := node.meta.get("val"), FakeTensor))
     with mode:
         state.meta["val"] = torch.zeros(value.shape, dtype=value.dtype, device=value.device)
     spec = InputSpec(kind=InputKind.BUFFER, arg=TensorArgument(name=state.name), target=name, persistent=True)

@@ -88,9 +88,9 @@ def mended() -> Iterator[None]:
     make, rule_counts = DtypePropagationOpsHandler.__init__, set[int]()
 
     def once(self: DtypePropagationOpsHandler) -> None:
-        if (known := len(op_dtype_propagation_rules)) not in rule_counts:  # lowerings that are registered later add rules
+        if (count := len(op_dtype_propagation_rules)) not in rule_counts:  # lowerings that are registered later add rules
             make(self)
-            rule_counts.add(known)
+            rule_counts.add(count)
 
     with mock.patch.object(Identity, "__new__", _identity), mock.patch.object(DtypePropagationOpsHandler, "__init__", once):
         yield

@@ -32,8 +32,8 @@ OURS = frozenset({"language_model::int8_linear", "language_model::paged_attentio
 
 
 def inlined(program: ExportedProgram, only: Collection[Any] | None = None) -> ExportedProgram:
-    """Returns the program without operators that need Python at run time, or of these without `only`.  Raises
-    operator-without-code, torch-unsupported."""
+    """Replaces the operators that need Python at run time, or only those in `only`.  Raises operator-without-code,
+    torch-unsupported."""
     if any(node.target in SPELLED for node in program.graph.nodes):
         program = program.run_decompositions(dict(SPELLED))
     excluded = set() if only is None else custom_operators(program) - set(only)

@@ -29,8 +29,8 @@ from ..model.source import all_keys, sample
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class View:
-    """A tensor as a view of another.  `offset`: bytes from the other's first element.  `base`: its strides; all strides in
-    elements."""
+    """A tensor as a view of another, by bytes from the other's first element and strides in elements.  `base`: the other's
+    strides."""
 
     offset: int
     strides: tuple[int, ...]

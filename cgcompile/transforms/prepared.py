@@ -119,7 +119,7 @@ def _self_test_calls(exported: Exported, reference: Reference, state: Sequence[s
     for key in all_keys(exported.sizes):
         tensors = sample(exported.source, dict(zip(exported.sizes, key, strict=True))).tensors
         try:
-            # the second call may exceed a cache
+            # the second call may write beyond the end of a cache
             with guarded_indices(exported.source.device):
                 run_eager(reference, tensors, calls=2)
         except FAILURES:

@@ -173,8 +173,8 @@ class _Rewriting:
                 return None
             if target in SAME or self._keeps_rows(node):
                 self._state[node] = rows, count
-                whole = target is aten.slice.Tensor and node.meta["val"].shape == _shape(state)
-                if state in self._axes and (target in (*SAME, aten.select.int) or whole):
+                is_full = target is aten.slice.Tensor and node.meta["val"].shape == _shape(state)
+                if state in self._axes and (target in (*SAME, aten.select.int) or is_full):
                     self._axes[node] = self._selected(node, *self._axes[state])
                 return None
             if target in FACTORIES:

@@ -12,7 +12,7 @@ OWN = """
   mul.lo.s64 %own, %own, %stride;
   add.s64 %own, %own, %in;
 """
-"""Computes %own: the address of the part of the own input for this rank."""
+"""Computes %own, the address of the own part of this rank's input."""
 
 
 def choose(to: str, rank: str, world: int) -> str:

@@ -31,6 +31,6 @@ def collective_launch(size: int, way: Way | None = None) -> CollectiveLaunch:
     if size % 16 or size <= 0:
         raise ValueError(f"{size} bytes: expected a multiple of 16")
     way = way or ("packets" if size <= PACKETS else "buffers")
-    count, most = size // PIECE[way], _BLOCKS[way]
-    threads = _NARROW if count <= _NARROW * most // 2 else _WIDE if way == "packets" else _WIDE // 2
-    return CollectiveLaunch(way=way, count=count, blocks=min(most, -(-count // threads)), threads=threads)
+    count, max_blocks = size // PIECE[way], _BLOCKS[way]
+    threads = _NARROW if count <= _NARROW * max_blocks // 2 else _WIDE if way == "packets" else _WIDE // 2
+    return CollectiveLaunch(way=way, count=count, blocks=min(max_blocks, -(-count // threads)), threads=threads)

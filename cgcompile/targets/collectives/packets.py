@@ -17,7 +17,7 @@ def packets(memory: ExchangeMemory, combine: str) -> str:
     world, size = memory.world, 2 * memory.packets
     slots = (memory.packets_at, memory.packets_half, size)
     sent = "".join([_send_packets(target, slot_address(f"%m{target}", "%rank", "%to", slots)) for target in range(world)])
-    taken = "".join([_take_packet(source, source * size, combine) for source in range(world)])
+    received = "".join([_take_packet(source, source * size, combine) for source in range(world)])
     stored = "" if combine == "side by side" else f"{rounded(combine, 2)}{_STORE_SUM}"
     return f"""
   mad.lo.u32 %j, %block, %threads, %thread;
@@ -28,7 +28,7 @@ TAKE:
   setp.ge.u32 %p, %i, %count;
   @%p bra TAKEN;
   mul.wide.u32 %at, %i, 8;
-{taken}{stored}
+{received}{stored}
   add.u32 %i, %i, %step;
   bra TAKE;
 TAKEN:

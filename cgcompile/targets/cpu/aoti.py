@@ -49,7 +49,7 @@ OPTIONS = {
     # the runtime has loaded the libraries that define its symbols; a dependency on libtorch.so would also load torch's CUDA
     # libraries, if they are found at all (torch's CUDA builds)
     "aot_inductor.link_libtorch": False,
-    "aot_inductor.precompile_headers": False,  # pays only when many models share one cache
+    "aot_inductor.precompile_headers": False,  # saves time only if many models share one cache
     "aot_inductor.enable_line_tables": False,  # debug information, which would be four fifths of the file
     "cpp.vec_isa_ok": True,  # /proc/cpuinfo decides; compiling a probe per instruction set takes 7 s
 }
@@ -166,8 +166,8 @@ def _compiled(
     generated = (dispatched(), complex_decompositions(), any_number_of_threads(), failures_leave_loops(), stored_before_reshapes())
     with ExitStack() as stack:
         shims = begun.operators or begun_object(operators, level, stack) if called_operators else None
-        beside = side_by_side(begun.interface, functions, shims)
-        for context in (*compiled, beside, *generated, mended(), unchecked_puts(program.graph_module), torch.no_grad()):
+        parallel = side_by_side(begun.interface, functions, shims)
+        for context in (*compiled, parallel, *generated, mended(), unchecked_puts(program.graph_module), torch.no_grad()):
             stack.enter_context(context)
         options["aot_inductor.output_path"] = str(target)
         try:

@@ -65,7 +65,7 @@ class Running:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
-    """A source that is compiled with other options than those of Inductor's `command`, or without the text of `interface`.
+    """A source file that is compiled with other options than those of Inductor's `command`, or without the text of `interface`.
     `whole`: the text that Inductor wrote."""
 
     path: Path
@@ -114,13 +114,13 @@ def side_by_side(
 
 
 def _begin(command: list[str], path: Path, interface: Interface | None, stack: ExitStack) -> Source:
-    whole = path.read_text()
-    rest = interface.without(whole, command) if interface is not None else None
-    if rest is not None:
-        path.write_text(rest)
+    text = path.read_text()
+    shortened = interface.without(text, command) if interface is not None else None
+    if shortened is not None:
+        path.write_text(shortened)
     quicker = {NEWER: OLDER, **(CONTROL if path.name.endswith(WRAPPER) else {})}
     running = _start([quicker.get(word, word) for word in command], path.parent, stack)
-    return Source(path=path, command=command, whole=whole, running=running, interface=interface if rest is not None else None)
+    return Source(path=path, command=command, whole=text, running=running, interface=interface if shortened is not None else None)
 
 
 def _finished(sources: list[Source], stack: ExitStack) -> list[str]:

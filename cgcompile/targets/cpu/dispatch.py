@@ -78,7 +78,7 @@ def _quiet() -> Iterator[None]:
     """Suppresses Inductor's warnings about the proxy executor, and those of torch's CUDA builds about a missing GPU."""
 
     def other(record: logging.LogRecord) -> bool:
-        return not any(known in str(record.msg) for known in ("missing a c-shim implementation", "No CUDA runtime is found"))
+        return not any(text in str(record.msg) for text in ("missing a c-shim implementation", "No CUDA runtime is found"))
 
     loggers = ir.log, logging.getLogger("torch.utils.cpp_extension")
     for logger in loggers:
@@ -139,14 +139,14 @@ def _call(wrapper: Any, op: torch._ops.OpOverload, args: Sequence[Any], names: S
     values = [_boxed(wrapper, value, argument.real_type, before) for value, argument in zip(args, schema.arguments, strict=True)]
     stack = f"stack_{next(wrapper.arg_var_id)}"
     count = max(len(schema.arguments), len(schema.returns), 1)
-    taken: list[str] = []
+    statements: list[str] = []
     tensor_names: list[str] = []
     fresh = [
         name if not isinstance(output, int | ir.MutationOutput) else None for name, output in zip(names, outputs, strict=False)
     ]
     for index, returned in enumerate(schema.returns):
         name = fresh[index] if index < len(fresh) else None
-        _take(f"{stack}[{index}]", returned.real_type, name, f"{stack}_{index}", tensor_names, taken)
+        _take(f"{stack}[{index}]", returned.real_type, name, f"{stack}_{index}", tensor_names, statements)
     wrapper.writelines([f"AtenTensorHandle {name}_handle = nullptr;" for name in tensor_names])
     wrapper.writelines(
         [
@@ -155,7 +155,7 @@ def _call(wrapper: Any, op: torch._ops.OpOverload, args: Sequence[Any], names: S
             f"StableIValue {stack}[{count}] = {{{', '.join(values)}}};",
             f'AOTI_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("{schema.name}", "{schema.overload_name}", {stack}, '
             "TORCH_ABI_VERSION));",
-            *taken,
+            *statements,
             "}",
         ]
     )
@@ -219,22 +219,22 @@ def _quoted(text: str) -> str:
     return '"' + "".join(char if char.isalnum() or char in " _-." else f"\\{ord(char):03o}" for char in text) + '"'
 
 
-def _take(place: str, kind: Any, name: Any, prefix: str, tensor_names: list[str], taken: list[str]) -> None:
-    """Adds statements to `taken` that name a result, or free one without a name.  Adds the names to `tensor_names`."""
+def _take(place: str, kind: Any, name: Any, prefix: str, tensor_names: list[str], statements: list[str]) -> None:
+    """Adds `statements` that name a result, or free one without a name.  Adds the names to `tensor_names`."""
     tensor = f"torch::stable::detail::to<AtenTensorHandle>({place})"
     if isinstance(kind, torch.ListType):
         handle, item = f"{prefix}_list", f"{prefix}_item"
-        taken.append(f"auto {handle} = torch::stable::detail::to<StableListHandle>({place});")
+        statements.append(f"auto {handle} = torch::stable::detail::to<StableListHandle>({place});")
         for index, element_name in enumerate(name or ()):
-            taken += [
+            statements += [
                 f"StableIValue {item}_{index};",
                 f"AOTI_TORCH_ERROR_CODE_CHECK(torch_list_get_item({handle}, {index}, &{item}_{index}));",
             ]
-            _take(f"{item}_{index}", kind.getElementType(), element_name, f"{item}_{index}", tensor_names, taken)
-        taken.append(f"AOTI_TORCH_ERROR_CODE_CHECK(torch_delete_list({handle}));")
+            _take(f"{item}_{index}", kind.getElementType(), element_name, f"{item}_{index}", tensor_names, statements)
+        statements.append(f"AOTI_TORCH_ERROR_CODE_CHECK(torch_delete_list({handle}));")
     elif isinstance(kind, torch.TensorType):
         if name is None:
-            taken.append(f"AOTI_TORCH_ERROR_CODE_CHECK(aoti_torch_delete_tensor_object({tensor}));")
+            statements.append(f"AOTI_TORCH_ERROR_CODE_CHECK(aoti_torch_delete_tensor_object({tensor}));")
         else:
             tensor_names.append(name)
-            taken.append(f"{name}_handle = {tensor};")
+            statements.append(f"{name}_handle = {tensor};")

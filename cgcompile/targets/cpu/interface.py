@@ -98,12 +98,12 @@ class Begun:
 def begun(level: Level | None, functions: bool | None) -> Iterator[Begun]:
     """Starts all compilations, for processors of a `level`.  `functions`: whether to compile these; None: if they are faster."""
     with ExitStack() as stack:
-        wanted = fast(level) if functions is None else functions
-        here = shutil.which(compiler()) is not None
+        needs_functions = fast(level) if functions is None else functions
+        has_compiler = shutil.which(compiler()) is not None
         yield Begun(
             interface=stack.enter_context(begun_interface()),
-            functions=begun_object(standalone, level, stack) if wanted and here else None,
-            operators=begun_object(operators, level, stack) if operators.registered() and here else None,
+            functions=begun_object(standalone, level, stack) if needs_functions and has_compiler else None,
+            operators=begun_object(operators, level, stack) if operators.registered() and has_compiler else None,
         )
 
 
@@ -170,5 +170,5 @@ def _dependencies() -> Iterator[object]:
 def macros(command: Sequence[str]) -> set[str]:
     """Returns the relevant macros that a compiler command defines."""
     joined = [word.removeprefix("-D") for word in command if word.startswith("-D") and word != "-D"]
-    apart = [word for option, word in pairwise(command) if option == "-D"]
-    return {name for name in (*joined, *apart) if not name.startswith(WITHOUT_EFFECT)}
+    separate = [word for option, word in pairwise(command) if option == "-D"]
+    return {name for name in (*joined, *separate) if not name.startswith(WITHOUT_EFFECT)}

@@ -52,12 +52,12 @@ def decided_alike(program: ExportedProgram) -> Iterator[None]:
                 "torch-unsupported", f"torch {torch.__version__} has no {name}; cgcompile was tested with 2.11 and 2.13"
             )
     limits = _limits(program)
-    taken: dict[Any, Any] = {}
+    answers: dict[Any, Any] = {}
     note, narrow = ShapeEnv._check_frozen, ShapeEnv._maybe_guard_rel
 
     def noted(self: Any, expr: Any, value: Any) -> None:
         if self.frozen and _has_limits(expr, limits):
-            taken.setdefault(expr, value)
+            answers.setdefault(expr, value)
         note(self, expr, value)
 
     def narrowed(self: Any, expr: Any) -> None:
@@ -70,7 +70,7 @@ def decided_alike(program: ExportedProgram) -> Iterator[None]:
         patch.object(*METHODS[2], _of_example(torch._C._select_conv_backend)),
     ):
         yield
-    for expr, value in taken.items():
+    for expr, value in answers.items():
         if (other := _otherwise(expr, value, limits)) is not None:
             raise BuildError(
                 "size-decides", f"torch compiles different code for {other} than for the largest sizes: {expr} is {value} there"

@@ -90,8 +90,8 @@ def host_stage(
 def off_gpu(split: SplitProgram | None, hosts: HostRegions, weights: Sequence[Weight]) -> frozenset[str]:
     """Returns the weights of `split.host_only` that compiled code takes as constants, tied ones together.  Other weights are values
     in the code: Inductor writes weights of eight elements or fewer as numbers.  `weights`: the rows for the compilation."""
-    taken = {weights[index].tensor for region in hosts.rows.values() for _, index in region.constants}
-    return frozenset([row.name for row in weights if split and row.name in split.host_only and row.tensor in taken])
+    constants = {weights[index].tensor for region in hosts.rows.values() for _, index in region.constants}
+    return frozenset([row.name for row in weights if split and row.name in split.host_only and row.tensor in constants])
 
 
 def split_program(programs: Programs, placements: Placements, calls: Mapping[IntKey, Sequence[torch.Tensor]]) -> SplitProgram:
@@ -106,7 +106,7 @@ def split_program(programs: Programs, placements: Placements, calls: Mapping[Int
         uploads[key] = _uploads(planned, values[key], input_offsets(inputs)[-1])
         names = weight_placeholders(programs.at(key))
         state[key] = {name: names[name] for name in planned.state}
-    host_only = _host_only(programs, [region for some in regions.values() for region in some])
+    host_only = _host_only(programs, [region for key_regions in regions.values() for region in key_regions])
     return SplitProgram(partitions=partitions, regions=regions, values=values, uploads=uploads, host_only=host_only, state=state)
 
 

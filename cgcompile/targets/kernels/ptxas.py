@@ -30,10 +30,10 @@ def assemble(ptx: str, capability: int) -> bytes:
 def lowest_driver(capability: int) -> int:
     """Returns the lowest driver version (12000 = 12.0) for cubins of a capability (90 for sm_90): the major version of ptxas.  A
     cubin runs on all drivers of its major version (CUDA minor version compatibility).  Raises extra-missing, kernel-failed."""
-    done = subprocess.run([_ptxas(capability), "--version"], capture_output=True, text=True, check=False)
-    release = re.search(r"release (\d+)\.", done.stdout)
-    if release is None or done.returncode:
-        output = " ".join((done.stdout + done.stderr).split())
+    result = subprocess.run([_ptxas(capability), "--version"], capture_output=True, text=True, check=False)
+    release = re.search(r"release (\d+)\.", result.stdout)
+    if release is None or result.returncode:
+        output = " ".join((result.stdout + result.stderr).split())
         raise BuildError("kernel-failed", f"ptxas --version says no version: {output[:80]}", "install triton again")
     return int(release[1]) * 1000
 

@@ -3,7 +3,7 @@
 //
 // Linked into the object with -Bsymbolic, so that a process with torch keeps both sets of functions apart.  torch's headers declare
 // the functions, so a version of torch with another signature does not compile.  A function that is missing here stays undefined:
-// the build then links libtorch, or fails with its name.  A function returns an error for arguments that it does not support.
+// the build then links libtorch, or fails and names it.  A function returns an error for arguments that it does not support.
 
 #include <omp.h>
 #include <sys/mman.h>
@@ -553,7 +553,7 @@ AOTITorchError aoti_torch_cpu_cumsum(AtenTensorHandle self, int64_t dim, int32_t
 }
 
 // The k largest or smallest values along an axis; NaN is the largest.  Uses the functions of the C++ library that torch uses, so
-// that it selects the same ones of equal values.
+// that ties are resolved as in torch.
 AOTITorchError aoti_torch_cpu_topk(AtenTensorHandle self, int64_t k, int64_t dim, int32_t largest, int32_t sorted, AtenTensorHandle* ret0, AtenTensorHandle* ret1) {
   const Tensor& from = of(self);
   int64_t axis = axis_of(from, dim), length = from.rank() ? from.sizes[axis] : 1, stride = from.rank() ? from.strides[axis] : 0;

@@ -83,9 +83,9 @@ def _agrees(exported: Exported, programs: Programs, rows: Sequence[BoundedAxis],
     module = ProgramModule([programs.at(key)])
     for seed in (SEED, SELF_TEST_SEED):
         tensors = sample(exported.source, sizes, seed).tensors
-        wanted = bounded_outputs(_seeded(exported.flat, tensors), rows, sizes)
+        expected = bounded_outputs(_seeded(exported.flat, tensors), rows, sizes)
         actual = _seeded(module, tensors)
-        pairs = zip(wanted, actual, strict=True)
+        pairs = zip(expected, actual, strict=True)
         if any(compare(want, got).error > (bound if is_float(want.dtype) else 0.0) for want, got in pairs):
             return False
     return True

@@ -53,7 +53,7 @@ def with_bounds(program: ExportedProgram, *, told_gpu: bool) -> Bounded | None:
     region = chain(nodes, outputs)
     _check_writes(nodes, region)
     replaced = [node for node in dict.fromkeys(results) if isinstance(node, Node) and node in set(region)]
-    padded, counts, axes, known = _inserted(root, region, replaced, told_gpu=told_gpu)
+    padded, counts, axes, known_counts = _inserted(root, region, replaced, told_gpu=told_gpu)
     specs = list(program.graph_signature.output_specs)
     for index, node in enumerate(results):
         if node in padded:
@@ -65,7 +65,7 @@ def with_bounds(program: ExportedProgram, *, told_gpu: bool) -> Bounded | None:
     specs += [OutputSpec(kind=OutputKind.USER_OUTPUT, arg=TensorArgument(name=count.name), target=None) for count in counts]
     output.args = ((*results, *counts),)
     output.meta.pop("val", None)
-    _drop(root, region, known)
+    _drop(root, region, known_counts)
     root.graph.lint()
     root.recompile()
     bounded_program = with_graph(program, root, {}, output_specs=specs, other_results=True)
@@ -93,32 +93,32 @@ def _inserted(
     """Adds the padded operations after the last node of `region`.
 
     Returns the replacement of each of `outputs`; the nodes of the counts; the number of a count by output and axis; the counts."""
-    taken = taken_by(region)
+    inputs = taken_by(region)
     sizes = list(dict.fromkeys([expr for node in outputs for expr in node_axes(node).values()]))
-    known = Counts()
+    known_counts = Counts()
     numbers: dict[Any, int] = {}  # number of the count by size; several sizes can share a count
 
     def padded(*values: Any) -> tuple[list[Tensor], list[Tensor]]:
-        run = Interpreter(dict(zip(taken, values, strict=True)), known, told_gpu=told_gpu)
+        run = Interpreter(dict(zip(inputs, values, strict=True)), known_counts, told_gpu=told_gpu)
         for node in region:
             with set_current_meta(node), placed(node):
                 run.run(node)
         with set_current_meta(outputs[-1]):
             counts: list[Tensor] = []
             for expr in sizes:
-                number = next((at for at, count in enumerate(counts) if count is known.of(expr)), len(counts))
-                counts += [known.of(expr)] if number == len(counts) else []
+                number = next((at for at, count in enumerate(counts) if count is known_counts.of(expr)), len(counts))
+                counts += [known_counts.of(expr)] if number == len(counts) else []
                 numbers[expr] = number
             return [run.masked(node).clone() for node in outputs], [count.clone() for count in counts]
 
-    copies, nodes = _copied(root, traced(padded, taken), taken, region[-1])
+    copies, nodes = _copied(root, traced(padded, inputs), inputs, region[-1])
     axes = {node: {axis: numbers[expr] for axis, expr in node_axes(node).items()} for node in outputs}
-    return dict(zip(outputs, copies, strict=True)), nodes, axes, known
+    return dict(zip(outputs, copies, strict=True)), nodes, axes, known_counts
 
 
-def _copied(root: GraphModule, module: GraphModule, taken: Sequence[Node], last: Node) -> Any:
+def _copied(root: GraphModule, module: GraphModule, inputs: Sequence[Node], last: Node) -> Any:
     """Copies a traced graph after `last`, and returns the nodes of its outputs."""
-    node_map: dict[Node, Node] = dict(zip(module.graph.find_nodes(op="placeholder"), taken, strict=True))
+    node_map: dict[Node, Node] = dict(zip(module.graph.find_nodes(op="placeholder"), inputs, strict=True))
     with root.graph.inserting_before(last.next):
         for node in module.graph.nodes:
             if node.op == "get_attr":

@@ -187,8 +187,8 @@ class _Writer:
         if len(node.args[1]) != 1 or not keeps or node.meta["val"].dtype is not torch.float32:
             raise UnknownOperation
         self.check_row(node.args[0], node.args[1][0])
-        rest, function = ("0.0", "sum") if node.target is SUM else ('float("-inf")', "max")
-        return f"tl.{function}(tl.where(p < {self.mixed.length}, {self.vector(node.args[0])}, {rest}), 0)"
+        neutral, function = ("0.0", "sum") if node.target is SUM else ('float("-inf")', "max")
+        return f"tl.{function}(tl.where(p < {self.mixed.length}, {self.vector(node.args[0])}, {neutral}), 0)"
 
     def check_row(self, node: Node, axis: int) -> None:
         if self.kind(node) != "row" or axis not in (-1, len(shape_of(node)) - 1) or shape_of(node)[-1] != self.mixed.length:
@@ -274,7 +274,7 @@ class _Writer:
         if math.prod(sizes) != self.mixed.rows:
             raise UnknownOperation
         after = [math.prod(sizes[index + 1 :]) for index in range(len(sizes))]
-        return [None if size == 1 else f"(h // {rest} % {size})" for size, rest in zip(sizes, after, strict=True)]
+        return [None if size == 1 else f"(h // {inner} % {size})" for size, inner in zip(sizes, after, strict=True)]
 
     def at(self, place: Place, coordinates: Sequence[str | None]) -> str:
         """Returns the address of an element, or of several."""

@@ -48,7 +48,7 @@ def values_of(write: Write, place: Place) -> Place | None:
     values, cache, axis = place_of(write.values), write.cache.meta["val"], axis_of(write)
     if values is None or cache.shape[axis] == 1 or len(values.shape) != cache.dim() or values.shape[axis] != 1:
         return None
-    if any(size not in (1, whole) for size, whole in zip(values.shape, cache.shape, strict=True)):
+    if any(size not in (1, full) for size, full in zip(values.shape, cache.shape, strict=True)):
         return None
     base = values.base.meta["val"]
     memory = torch.empty_strided(base.shape, base.stride(), dtype=base.dtype, device="meta")

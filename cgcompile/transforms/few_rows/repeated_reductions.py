@@ -80,7 +80,7 @@ def _cone(products: Sequence[Product]) -> set[Node]:
         node = waiting.pop()
         if node not in cone and node not in factors and cone.issuperset(node.users) and _allowed(node, products[0]):
             cone.add(node)
-            waiting += [node for known in cone for node in known.all_input_nodes]
+            waiting += [node for member in cone for node in member.all_input_nodes]
     return cone - {product.total.args[0] for product in products}
 
 

@@ -76,8 +76,8 @@ def blocks(length: int, columns: int, normed: bool) -> tuple[int, int] | None:
     if not SHORTEST <= length <= LONGEST:
         return None
     padded = 1 << (length - 1).bit_length()
-    most, warps = NORMED if normed and padded <= 1024 else (MOST, 4 if padded <= 1024 else 8 if padded <= 4096 else 16)
-    count = max(1, min(most, ELEMENTS // padded))
+    limit, warps = NORMED if normed and padded <= 1024 else (MOST, 4 if padded <= 1024 else 8 if padded <= 4096 else 16)
+    count = max(1, min(limit, ELEMENTS // padded))
     while count > 1 and columns < count * PROGRAMS:
         count //= 2
     return count, warps

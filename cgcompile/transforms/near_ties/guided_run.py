@@ -133,10 +133,10 @@ def _branch(condition: Any, true: Callable[..., Any], false: Callable[..., Any],
     return _cloned((true if bool(condition) else false)(*operands))
 
 
-def _loop(condition: Callable[..., Any], body: Callable[..., Any], carried: Any, more: Any = (), *_: Any, **__: Any) -> Any:
+def _loop(condition: Callable[..., Any], body: Callable[..., Any], carried: Any, additional: Any = (), *_: Any, **__: Any) -> Any:
     carried = tuple(carried)
-    while bool(condition(*carried, *more)):
-        carried = tuple(body(*carried, *more))
+    while bool(condition(*carried, *additional)):
+        carried = tuple(body(*carried, *additional))
     return _cloned(carried)
 
 

@@ -75,8 +75,8 @@ def near_ties(run: Run, floor: float = 0.0) -> tuple[float, ...]:
     processor, rounding may select that one.  `floor`: as in `judged`."""
     guided = GuidedRun({}, floor, ties=True)
     with torch.no_grad(), guided:
-        left = run().left
-    return tuple([_tied(guided, tensor) / max(1, tensor.numel()) for tensor in left])
+        tensors = run().left
+    return tuple([_tied(guided, tensor) / max(1, tensor.numel()) for tensor in tensors])
 
 
 def judged_beside(
@@ -127,7 +127,7 @@ def _read(trial: _Trial, got: Seen) -> dict[int, Tensor]:
             rows.append((numbers[matching], selected(selections, numbers[matching])[0] + offsets[matching]))
     if not any(len(numbers) for numbers, _ in different):
         return {}
-    rows = [*equal, *different]  # if one index has two places, the one that differs from this run wins
+    rows = [*equal, *different]  # if an index occurs in two places, the one that differs from this run wins
     return asked(selections, torch.cat([part for part, _ in rows]), torch.cat([part for _, part in rows]))
 
 

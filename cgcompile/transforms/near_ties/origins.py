@@ -44,8 +44,8 @@ class Origins:
 
     def error(self, tensor: Tensor) -> float:
         """Returns the error bound of a tensor's values, 0 if nothing computed them."""
-        known = self._of(tensor)
-        return known.error if known else 0.0
+        record = self._of(tensor)
+        return record.error if record else 0.0
 
     def error_of(self, args: Sequence[Any]) -> float:
         """Returns the largest bound of an operator's operands."""
@@ -53,10 +53,10 @@ class Origins:
 
     def of(self, tensor: Tensor) -> Tensor | None:
         """Returns the origins of a tensor's elements, int64 (3, *shape), as a view, or None if there are none."""
-        known = self._of(tensor)
-        if known is None or known.origins is None or known.origins.shape[1] != _elements(tensor):
+        record = self._of(tensor)
+        if record is None or record.origins is None or record.origins.shape[1] != _elements(tensor):
             return None
-        return known.origins.as_strided((3, *tensor.shape), (known.origins.stride(0), *tensor.stride()), tensor.storage_offset())
+        return record.origins.as_strided((3, *tensor.shape), (record.origins.stride(0), *tensor.stride()), tensor.storage_offset())
 
     def write(self, tensor: Tensor, origins: Tensor | None) -> None:
         """Sets the origins of a tensor's elements: int64, broadcast to (3, *shape).  None clears them."""
@@ -64,8 +64,8 @@ class Origins:
         if current is None:
             if origins is None:
                 return
-            known = self._storage_record(tensor)
-            known.origins = torch.full((3, _elements(tensor)), -1, dtype=torch.int64, device=tensor.device)
+            record = self._storage_record(tensor)
+            record.origins = torch.full((3, _elements(tensor)), -1, dtype=torch.int64, device=tensor.device)
             current = self.of(tensor)
             assert current is not None
         current.copy_(nothing(tensor) if origins is None else origins)
@@ -82,8 +82,8 @@ class Origins:
         for output in [written] if written is not None else new_tensors:
             rounding = 0.0 if output.dtype in FLOAT8 else tolerance(output.dtype)
             if error or rounding:
-                known = self._storage_record(output)
-                known.error = max(known.error, error, rounding)
+                record = self._storage_record(output)
+                record.error = max(record.error, error, rounding)
         if not any(self.of(tensor) is not None for tensor in tensors):
             return
         target = written if written is not None else result
@@ -98,9 +98,9 @@ class Origins:
             return None
 
         def of(value: Any, like: Tensor | None = None) -> Tensor:
-            known = self.of(value) if isinstance(value, Tensor) else None
-            if known is not None:
-                return known
+            origins_of_value = self.of(value) if isinstance(value, Tensor) else None
+            if origins_of_value is not None:
+                return origins_of_value
             return nothing(value if isinstance(value, Tensor) else target if like is None else like)
 
         origins = rule(of, func, args, kwargs)
@@ -111,10 +111,10 @@ class Origins:
 
     def _storage_record(self, tensor: Tensor) -> Known:
         storage = tensor.untyped_storage()
-        known = self._known.get(storage._cdata)
-        if known is None:
-            known = self._known[storage._cdata] = Known(StorageWeakRef(storage))
-        return known
+        record = self._known.get(storage._cdata)
+        if record is None:
+            record = self._known[storage._cdata] = Known(StorageWeakRef(storage))
+        return record
 
 
 def nothing(tensor: Tensor) -> Tensor:
@@ -171,8 +171,8 @@ def _ranked(origins: Tensor, rank: int) -> Tensor:
 
 def _elementwise(of: Of, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
     """Handles operators of one or two operands: the result is no index, but keeps the comparison that put the operand there."""
-    known = [of(argument) for argument in args[:2] if isinstance(argument, Tensor)]
-    rows = known[0] if len(known) == 1 else _only_one(*known)
+    operands = [of(argument) for argument in args[:2] if isinstance(argument, Tensor)]
+    rows = operands[0] if len(operands) == 1 else _only_one(*operands)
     return torch.stack([torch.full_like(rows[0], -1), rows[1], rows[2]])
 
 
@@ -231,13 +231,13 @@ def _negated(of: Of, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> 
 def _times(origins: Tensor, factor: Any) -> Tensor:
     """Returns the origins of indices times an integer that is not 0."""
     if not isinstance(factor, Tensor):
-        whole = isinstance(factor, int)
-        factor = torch.tensor(factor if whole else 0, device=origins.device)
+        is_int = isinstance(factor, int)
+        factor = torch.tensor(factor if is_int else 0, device=origins.device)
     elif factor.is_floating_point() or factor.is_complex():
         factor = torch.zeros((), dtype=torch.int64, device=origins.device)
     origins = _ranked(origins, max(origins.dim() - 1, factor.dim()))
-    number, scale, there = torch.broadcast_tensors(origins[0], origins[1] * factor, origins[2])
-    return torch.stack([torch.where((number >= 0) & (scale != 0), number, -1), scale, there])
+    number, scale, comparisons = torch.broadcast_tensors(origins[0], origins[1] * factor, origins[2])
+    return torch.stack([torch.where((number >= 0) & (scale != 0), number, -1), scale, comparisons])
 
 
 def _only_one(one: Tensor, other: Tensor) -> Tensor:

@@ -183,8 +183,8 @@ class Interval(_One):
         limit = (bound * _finite(self.edges).amax(1, keepdim=True)).clamp(min=1e-300)
         candidates: list[tuple[float, int, int, int]] = []
         for step, edge in ((-1, self.expected - 1), (1, self.expected)):
-            there = self.edges.gather(1, edge.clamp(0, self.edges.shape[1] - 1))
-            apart = ((self.numbers - there).abs() / limit).masked_fill((edge < 0) | (edge >= self.edges.shape[1]), float("inf"))
+            nearest = self.edges.gather(1, edge.clamp(0, self.edges.shape[1] - 1))
+            apart = ((self.numbers - nearest).abs() / limit).masked_fill((edge < 0) | (edge >= self.edges.shape[1]), float("inf"))
             for rank in range(apart.shape[1]):
                 candidates += _listed(apart[:, rank : rank + 1], (self.expected + step)[:, rank : rank + 1], rank)
         return sorted(candidates)
@@ -317,9 +317,9 @@ def _completed(requested: Tensor, wanted: Tensor, expected: Tensor) -> Tensor:
     indices = requested.clone()
     for row in open_rows:
         free = wanted[row] == NONE
-        taken = set(wanted[row][~free].tolist())
-        rest = [index for index in expected[row].tolist() if index not in taken]
-        indices[row][free] = torch.tensor(rest[: int(free.sum())], dtype=indices.dtype, device=indices.device)
+        used = set(wanted[row][~free].tolist())
+        unused = [index for index in expected[row].tolist() if index not in used]
+        indices[row][free] = torch.tensor(unused[: int(free.sum())], dtype=indices.dtype, device=indices.device)
     return indices
 
 

@@ -35,17 +35,17 @@ def padded_operator(call: PaddedCall, along: PaddedDimension) -> Any:
     if spec != other:
         raise ChangedByPadding(why)
     trials = [(short, long)]
-    whole = not any(value.depends and not isinstance(value.short, torch.Tensor) for value in call.values)
+    full = not any(value.depends and not isinstance(value.short, torch.Tensor) for value in call.values)
     kept, moved = _kept_spot(call), _moved(call)
     for outcome in _variations(call, spec, along.generator, moved) if call.depends and not kept else ():
         if isinstance(outcome, str):
             raise ChangedByPadding(why)
         if outcome is None:
-            whole = False
+            full = False
         else:
             trials.append(outcome)
-    whole = whole and not (kept or moved)
-    leaves = [_padded_value([(one[at], two[at]) for one, two in trials], call, along, whole, why, kept) for at in range(len(short))]
+    full = full and not (kept or moved)
+    leaves = [_padded_value([(one[at], two[at]) for one, two in trials], call, along, full, why, kept) for at in range(len(short))]
     return tree_unflatten(leaves, spec)
 
 
@@ -88,11 +88,11 @@ def _indexes(call: PaddedCall) -> bool:
 
 
 def _padded_value(
-    trials: Sequence[tuple[Any, Any]], call: PaddedCall, along: PaddedDimension, whole: bool, why: str, kept_spot: Spot
+    trials: Sequence[tuple[Any, Any]], call: PaddedCall, along: PaddedDimension, full: bool, why: str, kept_spot: Spot
 ) -> PaddedValue:
     """Returns one result of an operator, after finding the short result in the long one.  `trials` begins with the run's values.
 
-    `whole`: all variations were tried, so that elements which are equal in all of them are fixed.  `kept_spot`: see `_kept_spot`.
+    `full`: all variations were tried, so that elements which are equal in all of them are fixed.  `kept_spot`: see `_kept_spot`.
     """
     short, long = trials[0]
     if not isinstance(short, torch.Tensor):
@@ -105,15 +105,15 @@ def _padded_value(
     if short.dim() == long.dim():
         for spot in [kept_spot] if kept_spot else spots(short, long, along.sizes, along.last):
             if all(two.shape == long.shape and alike(one, front(two, spot)) for one, two in trials):
-                fixed = _fixed([two[padded_part(spot, long.shape)] for _, two in trials], call.depends, whole)
+                fixed = _fixed([two[padded_part(spot, long.shape)] for _, two in trials], call.depends, full)
                 joined = long if torch.equal(short, front(long, spot)) else placed(long, spot, short)
                 return PaddedValue(short, joined, spot, fixed, depends=call.depends)
     return PaddedValue(short, long, depends=call.depends, why=why)
 
 
-def _fixed(padded: Sequence[torch.Tensor], depends: bool, whole: bool) -> torch.Tensor | None:
+def _fixed(padded: Sequence[torch.Tensor], depends: bool, full: bool) -> torch.Tensor | None:
     """Returns a mask of the padded elements that are equal in all trials, or None for none."""
-    if depends and not whole:
+    if depends and not full:
         return None
     fixed = torch.ones_like(padded[0], dtype=torch.bool)
     for other in padded[1:]:
@@ -136,12 +136,12 @@ def _kept_spot(call: PaddedCall) -> Spot:
         return ()
     spot = values[0].spot
     others = [value for value in call.values if not any(value is kept_value for kept_value in values)]
-    apart = any(value.spot or value.long is not value.short for value in others)
+    differ = any(value.spot or value.long is not value.short for value in others)
     wider = any(isinstance(value.short, torch.Tensor) and value.short.dim() > len(spot) for value in others)
-    if apart or wider or not all(same_spot(value.spot, spot) for value in values):
+    if differ or wider or not all(same_spot(value.spot, spot) for value in values):
         return ()
-    whole = all(isinstance(spot[axis], slice) and spot[axis] == slice(None) for axis in joined)
-    return spot if whole else ()
+    full = all(isinstance(spot[axis], slice) and spot[axis] == slice(None) for axis in joined)
+    return spot if full else ()
 
 
 def _moved(call: PaddedCall) -> bool:
@@ -151,7 +151,7 @@ def _moved(call: PaddedCall) -> bool:
 
 
 def _large_and_free(values: Sequence[PaddedValue]) -> bool:
-    """Whether there are padded values, which are large and have no fixed padded elements."""
+    """Whether there are padded values, all with unknown padded elements, and the first one is large."""
     free = all(value.spot and value.depends and value.fixed is None for value in values)
     return bool(values) and free and values[0].long.numel() >= LARGE
 

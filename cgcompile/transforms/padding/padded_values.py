@@ -50,8 +50,7 @@ Attention over the tried values reaches 2**8 (measured for float32)."""
 
 
 DRAWN = 262_139
-"""The most random numbers that are drawn; larger tensors repeat them.  A prime, so that repetitions are not aligned with an
-axis."""
+"""The most random numbers that are drawn; larger tensors repeat them.  A prime, so that no axis has the same period."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -134,8 +133,8 @@ def padded_part(spot: Spot, shape: Sequence[int]) -> tuple[slice, ...]:
     inner_part = spot[inner[0]] if len(inner) == 1 else None
     if not isinstance(inner_part, slice) or (inner_part.start and inner_part.stop != shape[inner[0]]):
         return ()
-    rest = slice(0, inner_part.start) if inner_part.start else slice(inner_part.stop, None)
-    return (*[slice(None)] * inner[0], rest)
+    outside = slice(0, inner_part.start) if inner_part.start else slice(inner_part.stop, None)
+    return (*[slice(None)] * inner[0], outside)
 
 
 def same_spot(one: Sequence[Any], other: Sequence[Any]) -> bool:
@@ -179,9 +178,9 @@ def _axis(small: int, large: int, short: int, long: int, last: bool, device: tor
         return
     if small > large:
         return
-    more = large - small
-    starts = [more, 0] if last else [0, more]
-    for start in dict.fromkeys([*starts, more // 2]):
+    extra = large - small
+    starts = [extra, 0] if last else [0, extra]
+    for start in dict.fromkeys([*starts, extra // 2]):
         yield slice(start, start + small)
     rows = torch.arange(long - short, long, device=device) if last else torch.arange(short, device=device)
     times = small // short
@@ -246,16 +245,16 @@ def _varied(
         return _varied_integers(short, long, padded, variation, generator)
     sign, base = variation.sign, _wide(padded)
     far = WIDE.get(short.dtype, 1e12) if variation.entrywise else FAR
-    noise, more = (_uniform(tensor, generator).add_(1).mul_(far) for tensor in (short, padded))
+    noise, padded_noise = (_uniform(tensor, generator).add_(1).mul_(far) for tensor in (short, padded))
     ordinary = base.abs() < ORDINARY
     if sign:
         level = 0.0
         if fixed is not None and not variation.entrywise and bool((mask := fixed & ordinary).any()):
             level = float((base[mask] * sign).real.clamp(min=0).max())
-        free = torch.where(ordinary, more.add_(base.abs()).mul_(-sign), base - sign * FAR)
+        free = torch.where(ordinary, padded_noise.add_(base.abs()).mul_(-sign), base - sign * FAR)
         return noise.add_(level).mul_(sign).to(short.dtype), free.to(padded.dtype)
     anything = noise.mul_(2).sub_(3 * far).to(short.dtype) if variation.mixed else torch.zeros_like(short)
-    near = torch.full_like(base, variation.literal) if variation.entrywise else base.abs() - more
+    near = torch.full_like(base, variation.literal) if variation.entrywise else base.abs() - padded_noise
     return anything, torch.where(ordinary, near, base - FAR).to(padded.dtype)
 
 

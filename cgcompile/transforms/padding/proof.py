@@ -220,11 +220,11 @@ def _prove_chunk(
             return False, f"input {spec.name!r} has an axis that is not a multiple of {name}, so that a call cannot be chunked"
     others = {other: values[0] for other, values in sizes.items()}
     for long, at in _chunk_points(sizes[name], prepared.programs.dynamic):
-        whole = sample(source, {**others, name: long}).tensors
+        full = sample(source, {**others, name: long}).tensors
         try:
-            expected = run_eager(prepared.reference, whole).outputs
+            expected = run_eager(prepared.reference, full).outputs
             for start, stop in ((0, at), (at, long)):
-                part = [_range(tensor, spec.shape, name, start, stop) for tensor, spec in zip(whole, inputs, strict=True)]
+                part = [_range(tensor, spec.shape, name, start, stop) for tensor, spec in zip(full, inputs, strict=True)]
                 actual = run_eager(prepared.reference, part).outputs
                 for spec, bound, want, output in zip(outputs, error_bounds(prepared), expected, actual, strict=True):
                     if changed := _changed(_range(want, spec.shape, name, start, stop), output, bound):

@@ -27,8 +27,8 @@ class Body(NamedTuple):
 
 
 def of_turn(shared: Tensor, turn: Tensor) -> Tensor:
-    """Returns the shared words of one iteration.  Its number from 1 on is in the highest word of the counter, 0 in the first 2^32
-    calls."""
+    """Returns the shared words of one iteration.  The highest word of the counter gets its number, from 1 on.  Outside of loops
+    this word is 0 in the first 2^32 calls."""
     last = shared.shape[0] - 1
     word = (shared.select(0, last) * MIXED + (turn & MASK) + 1) & MASK
     return torch.cat([shared.narrow(0, 0, last), word.view(1)]).as_strided((last + 1,), (1,))
@@ -43,8 +43,8 @@ def hand_to_bodies(node: Node, module: GraphModule, shared: Node, first: Node | 
             yield Body(body, _input(body, len(list(_inputs(body))), shared), None)
         return
     assert first is not None
-    condition, turns, carried, more = node.args[:4]
-    node.args = (condition, turns, (*carried, first), (*more, shared), *node.args[4:])
+    condition, turns, carried, additional = node.args[:4]
+    node.args = (condition, turns, (*carried, first), (*additional, shared), *node.args[4:])
     node.meta["val"] = (*node.meta["val"], first.meta["val"])
     count = len(carried)
     for body, source in [(getattr(module, str(attribute.target)), attribute) for attribute in (condition, turns)]:

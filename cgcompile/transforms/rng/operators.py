@@ -77,7 +77,7 @@ def _happens(stream: Stream, like: Tensor, p: float) -> Tensor:
 
 
 def _bernoulli(stream: Stream, x: Tensor, p: Tensor | float | None = None, **_: Any) -> Tensor:
-    """`p`: None means the elements of `x` themselves."""
+    """Draws with the probabilities `p`, or with those in `x` if `p` is None."""
     p = x if p is None else p
     if not isinstance(p, Tensor):
         return _happens(stream, x, p).to(x.dtype)

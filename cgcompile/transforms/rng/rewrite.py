@@ -82,8 +82,7 @@ def generator_buffers(program: ExportedProgram) -> tuple[str, ...]:
 
 
 def with_generator(program: ExportedProgram, first: Tensor | None = None) -> ExportedProgram:
-    """Returns the program with random operators computed from the buffer RNG, which it adds, or the program itself if it draws
-    nothing.
+    """Returns the program with random operators computed from a new buffer RNG, or the program itself if it draws nothing.
 
     `first`: the value of the buffer, int64 [2], for programs that share one; zeros by default.  Weights are shared, not copied.
     Every random operation of the graph must be one that `can_rewrite`.
