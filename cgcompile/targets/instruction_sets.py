@@ -83,7 +83,7 @@ SVE_BITS = "__ARM_FEATURE_SVE_BITS"
 
 
 def level_of(name: str) -> Level | None:
-    """Returns the level of that name, if it is one."""
+    """Returns the level with this name, or None."""
     return next((row for row in LEVELS if row.name == name), None)
 
 
@@ -132,7 +132,7 @@ def _x86(turned_on: Mapping[str, str], flags: Collection[str]) -> set[str]:
 
 
 def _arm(defined: Mapping[str, str], flags: Collection[str]) -> set[str]:
-    """Returns the sets of macros.  `asimd` is on without any option, but the code may not need it."""
+    """Returns the sets that the macros mean.  `asimd` is on without any option, but the code may not need it."""
     length = int(defined.get(SVE_BITS, "0") or 0)
     return ({ARM_NAMES[macro] for macro in defined if macro in ARM_NAMES} & set(flags)) | ({f"sve{length}"} if length else set())
 

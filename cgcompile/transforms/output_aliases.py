@@ -98,7 +98,7 @@ def manifest_aliases(aliases: Sequence[OutputAlias], weights: Sequence[Weight]) 
 def with_aliases(
     programs: tuple[Program, ...], aliases: Sequence[OutputAlias], outputs: Sequence[TensorSpec], weights: Sequence[Weight]
 ) -> tuple[Program, ...]:
-    """Returns the programs with the Values of such outputs in the memory that they share.
+    """Returns the programs, in which the Value of an output that shares memory lies in the memory of the other tensor.
 
     Offsets are bytes from the other's first element on the cpu target, and from the start of its memory in a bundle for a GPU.
     Raises outputs-shared if the compiled code gives the other one a layout that differs from eager PyTorch.

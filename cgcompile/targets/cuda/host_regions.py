@@ -128,7 +128,7 @@ def _uploads(planned: Partition, values: Mapping[str, torch.Tensor], end: int) -
 
 
 def _host_only(programs: Programs, regions: Sequence[RegionModule]) -> frozenset[str]:
-    """Returns the weights that host regions read and no graph does.  Tied weights count together."""
+    """Returns the weights that host regions read and no graph does.  Tied weights are treated as one."""
     read: dict[str, set[str]] = {"graph": set(), "host": set()}
     for region in regions:
         region_weights = {

@@ -44,7 +44,7 @@ def mark(graph: Graph) -> None:
 
 
 class RowBlocks(InductorChoices):
-    """Inductor's choices, except for these kernels."""
+    """Inductor's choices of kernel arguments, overridden for these kernels."""
 
     def triton_kernel_kwargs(self, kernel_cls: Any, features: Any, groups: Any, kernel_kwargs: dict[str, Any]) -> dict[str, Any]:
         """Returns the arguments of Inductor's class for a kernel."""

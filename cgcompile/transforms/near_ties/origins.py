@@ -1,8 +1,8 @@
 """Tracks which selected index each element of a tensor comes from, through operators that move elements.
 
 The information is stored per storage, element by element, so views need nothing, and writes in place reach all of them.  An element
-that is an index times a number, plus another number, still comes from that index.  After any other arithmetic, or with two indices
-together, the origin is unknown.  The information also contains the comparison that put an element in its place, as a filter of
+that is an index times a number, plus another number, still comes from that index.  After any other arithmetic, or arithmetic of two
+indices, the origin is unknown.  The information also contains the comparison that put an element in its place, as a filter of
 unlikely tokens does.  Elementwise operators keep this comparison, but not the index.
 
 Private interfaces (torch 2.11, 2.13): `torch.multiprocessing.reductions.StorageWeakRef`, `UntypedStorage._cdata`.

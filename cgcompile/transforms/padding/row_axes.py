@@ -22,7 +22,7 @@ MOVES = frozenset({
     "unsqueeze", "expand", "expand_as", "repeat", "select", "slice", "narrow", "split", "split_with_sizes", "chunk", "unbind",
     "clone", "contiguous", "alias", "detach", "cat", "stack", "roll", "flip", "constant_pad_nd",
 })  # fmt: skip
-"""Operators whose results contain only elements of their inputs, at positions that no value changes, and constants."""
+"""Operators that only move elements of their inputs, whatever the values are, or add constants."""
 
 
 def _last(arguments: Arguments) -> Rows:
