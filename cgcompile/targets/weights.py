@@ -1,5 +1,5 @@
-"""Writes the weights of a program to weights.safetensors, and lists those that an update of a loaded program cannot replace,
-because compiled code holds values derived from them."""
+"""Writes the weights of a program to weights.safetensors.  Lists those that an update of a loaded program cannot replace, because
+compiled code holds values derived from them."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ It contains, in this order:
     buffers  two halves, per half and source: plain data
 
 A collective of an odd epoch uses the second half, one of an even epoch the first.  Two halves suffice.  A rank that begins epoch
-e + 2 has received epoch e + 1 from every other rank, and a rank sends epoch e + 1 only after all its reads of epoch e.
+e + 2 has received epoch e + 1 from every other rank.  A rank sends epoch e + 1 only after all its reads of epoch e.
 Epochs have 32 bits.  Before 2^31 collectives, the memory must be filled with zeros on all ranks while no collective runs.
 """
 

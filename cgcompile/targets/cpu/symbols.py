@@ -2,13 +2,13 @@
 
 A decision of torch for the sizes of the example must hold for all sizes, or the build is refused.  While Inductor lowers a program,
 the symbols of its sizes are frozen: if torch evaluates `batch >= 16`, it uses the value of the example, and keeps no guard.  But
-the answer narrows the symbol's range.  With sizes 1 and 16, the range 1 to 16 becomes 16 alone, and the code writes 16 rows for
+the answer narrows the symbol's range.  With sizes 1 and 16, the range 1 to 16 becomes 16 alone.  The code then writes 16 rows for
 every call (torch 2.11 and 2.13: a 3 x 3 convolution).  So answers do not narrow ranges here.  The answer that selects an
 implementation of a convolution affects only the layout of memory, and may be that of the example.  Any other answer has to be the
 same for the smallest and the largest sizes.
 
-If an assertion about a number fails, Inductor's code throws a message with its own name of the number ("Expected u8 >= 20 but
-received 12"), without a line of the model.  So the line of the assertion is added, or else the line that reads the number.
+If an assertion about a number fails, the message of Inductor's code has its own name of the number ("Expected u8 >= 20 but received
+12"), and no line of the model.  So the line of the assertion is added, or else the line that reads the number.
 
 Private interfaces (torch 2.11, 2.13): `ShapeEnv._check_frozen` and `ShapeEnv._maybe_guard_rel`, `torch._C._select_conv_backend`,
 `canonicalize_bool_expr`, `torch._inductor.ir.AssertScalar`, `GraphLowering.create_deferred_runtime_asserts`, and the expression of

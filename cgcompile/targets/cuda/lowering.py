@@ -1,9 +1,9 @@
 """Lowering for a cuda target: turns an exported program's module into a callable that launches the kernels to capture.
 
-Levels: `eager` (PyTorch's own kernels), `inductor` (its default options), `max-autotune` (Inductor with benchmarked matrix
-products and convolutions).  Inductor lowers once per int_key with constant sizes (`specialize="size"`), or with symbols for the
-declared dimensions (`specialize="shared"`), so that later keys get the kernels of the first key from the cache.  CUDA graphs of
-Inductor are off, because the recorder makes the graphs.
+Levels: `eager` (PyTorch's own kernels), `inductor` (its default options), `max-autotune` (Inductor with benchmarked matrix products
+and convolutions).  With `specialize="size"`, Inductor lowers once per int_key with constant sizes.  With `specialize="shared"`, the
+declared dimensions are symbols, so that later keys get the kernels of the first key from the cache.  CUDA graphs of Inductor are
+off, because the recorder makes the graphs.
 """
 
 from __future__ import annotations

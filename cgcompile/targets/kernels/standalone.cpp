@@ -145,8 +145,8 @@ AOTITorchError row_major(const std::vector<int64_t>& sizes, int32_t dtype, AtenT
   return allocated(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(), dtype, result);
 }
 
-// Calls `visit` for every line along an axis, with its offset in `from`, and with its offset and step in a row-major tensor of as
-// many lines, of `length` elements each.  Offsets and steps are in elements.
+// Calls `visit` for every line along an axis.  Arguments: its offset in `from`; its offset and step in a row-major tensor of as many
+// lines of `length` elements.  Offsets and steps are in elements.
 template <typename Each> void lines(const Tensor& from, int64_t axis, int64_t length, Each visit) {
   int64_t inner = 1, count = 1;
   for (int64_t at = 0; at < from.rank(); at++) {

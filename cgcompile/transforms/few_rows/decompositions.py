@@ -70,7 +70,7 @@ def kept(x: Tensor, strides: Sequence[int]) -> Tensor:
 
 
 LONG, PART, ROWS = 8192, 1024, 64
-"""An axis of at least LONG elements is reduced in parts of PART elements if there are fewer than ROWS rows to keep the GPU busy."""
+"""With fewer than ROWS rows, an axis of at least LONG elements is reduced in parts of PART elements, to keep the GPU busy."""
 
 
 def argmax(x: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:

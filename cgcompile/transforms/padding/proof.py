@@ -3,7 +3,7 @@
 A dimension is "rows" if the rest of a call's frame may contain anything.  It is "zeros" if the rest may contain zeros (an attention
 mask removes the effect of padded positions), else "no".  `row_mixing` proves it, operator by operator.  Before that, eager PyTorch
 runs the model itself on whole, padded and chunked inputs, within the outputs' bounds.  That shows what the program of one size
-hides, such as a branch in Python.  A dimension may be chunked if it is "rows" from both ends, and if every output has exactly one
+hides, such as a branch in Python.  To be chunked, a dimension must be "rows" from both ends, and every output must have exactly one
 axis that is a multiple of it.  One program for all sizes computes the same at all of them, so two sizes are tried.  If each int_key
 has its own program, Python may have taken another branch at any size, so every size between the declared ones is tried.
 """

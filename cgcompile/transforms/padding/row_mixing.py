@@ -3,11 +3,11 @@
 The program runs at a short size and, padded, at a long one, side by side.  After every operator, the call's part of the result must
 be the same in both.  It must stay the same for other input values: the call's elements are moved below and above all padded ones,
 and set to zero.  The padded elements are moved too, unless no input of the call can change them, as after a mask.  So a sum over
-rows is accepted if the padded addends are always zero, a softmax if the scores are masked, a maximum if padded elements are -inf.
-It does not matter how the outputs use a changed sum.
+rows is accepted if padded addends are always zero, a softmax if scores are masked, a maximum if padded elements are -inf.  It does
+not matter how the outputs use a changed sum.
 
 Assumptions: integers have the range that inputs() draws.  A mask by a large number, such as -10000, is large enough for the model's
-scores, and no mask hides a whole row of the call.  Padded rows are finite if they are finite for the drawn inputs.
+scores.  No mask hides a whole row of the call.  Padded rows are finite if they are finite for the drawn inputs.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def two_sizes(
 ) -> tuple[TwoSizes, ...]:
     """Returns comparisons for the dimension `name`, with other dimensions at their smallest sizes.  `lookup` returns modules.
 
-    If each int_key has its own program, it is compared with that of the next size or, if there is only one size, with one exported
-    at another size.  Returns () if their operators differ.
+    If each int_key has its own program, it is compared with that of the next size.  If there is only one size, it is compared with
+    a program exported at another size.  Returns () if their operators differ.
     """
     values = sizes[name]
     others = {other: other_sizes[0] for other, other_sizes in sizes.items()}
