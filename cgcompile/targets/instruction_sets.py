@@ -88,7 +88,7 @@ def level_of(name: str) -> Level | None:
 
 
 def common_level(machine: str, flags: Collection[str]) -> Level | None:
-    """Returns the level of host code beside a GPU on other machines: the highest level of COMMON that this machine also has."""
+    """Returns the level of host regions in cross-compiled bundles: the highest level of COMMON that this machine also has."""
     rows = [row for name in COMMON for row in LEVELS if row.name == name]
     return next((row for row in rows if not foreign(row, machine, flags)), None)
 

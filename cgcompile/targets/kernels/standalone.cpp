@@ -181,7 +181,7 @@ struct Kept {
   int64_t holders = 0;  // calls of cgbundle_fix without a cgbundle_release
   int64_t bytes = 0;
   struct Panels {
-    bool asked = false;  // the first use packs nothing: one use is not worth the memory, and the first call must be fast
+    bool used = false;  // the first use packs nothing: one use is not worth the memory, and the first call must be fast
     std::shared_ptr<float> data;
   };
   std::map<std::array<int64_t, 5>, Panels> panels;  // by offset, sizes and strides of a matrix
@@ -212,8 +212,8 @@ std::shared_ptr<float> kept_panels(const Matrix& b) {
   const char* end = reinterpret_cast<const char*>(b.at(b.rows - 1, b.columns - 1) + 1);
   if (end > entry->first + memory.bytes) return nullptr;
   Kept::Panels& panels = memory.panels[{begin - entry->first, b.rows, b.columns, b.row, b.column}];
-  if (panels.asked && !panels.data) panels.data = packed(b);
-  panels.asked = true;
+  if (panels.used && !panels.data) panels.data = packed(b);
+  panels.used = true;
   return panels.data;
 }
 

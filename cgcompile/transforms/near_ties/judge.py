@@ -218,7 +218,7 @@ def _tied(guided: GuidedRun, tensor: Tensor) -> int:
 
 
 def indices_text(bounds: Sequence[ErrorBound], indices: Sequence[Sequence[tuple[int, int]]]) -> str:
-    """Returns `output token (int64): 2 of 64 indices differ from eager PyTorch's, where the values are equal within tolerance`.
+    """Returns `output token (int64): 2 of 64 indices differ from eager PyTorch's where the values are equal within tolerance`.
     Names all tensors with such indices, "" if there are none.  `indices`: those of verdicts."""
     sentences = []
     for place, bound in enumerate(bounds):
