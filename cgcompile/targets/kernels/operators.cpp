@@ -44,7 +44,7 @@ AOTITorchError row_major(const std::vector<int64_t>& sizes, AtenTensorHandle* re
   return aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(), aoti_torch_dtype_float32(), aoti_torch_device_type_cpu(), 0, result);
 }
 
-// --- products with weights of 8 bits ------------------------------------------------------------------------------------
+// --- products with int8 weights -----------------------------------------------------------------------------------------
 
 constexpr int FEW = 4;  // up to this many rows, the weights are multiplied without packing panels
 constexpr int PART = 96;  // part of the depth whose products are added up first: the error of a long sum grows with its length
@@ -142,7 +142,7 @@ void many_rows(const Matrix& x, const int8_t* weight, const float* scale, int64_
   }
 }
 
-// --- attention to pages -------------------------------------------------------------------------------------------------
+// --- attention over pages -----------------------------------------------------------------------------------------------
 
 constexpr int TILE = 6;  // queries that share one pass over keys and values
 
