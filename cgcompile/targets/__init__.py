@@ -1,1 +1,1 @@
-"""What can be built for and by which recorder; below, the cpu target and what both recorders of a cuda target share."""
+"""Build targets and the recorders that build for them.  Subfolders: the cpu target, and code that both recorders of CUDA share."""

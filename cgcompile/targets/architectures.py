@@ -1,8 +1,8 @@
-"""The GPUs that a bundle can be built for without one: what lowering has to know of each.  Imports no torch.
+"""GPU architectures that a bundle can be built for, with the limits that lowering needs without such a GPU.  Imports no torch.
 
-Limits per multiprocessor and block come from the CUDA C++ Programming Guide, table "Technical Specifications per Compute
-Capability".  Multiprocessors, caches and memory of the named GPU come from its datasheet or architecture whitepaper, as does
-`tensor_flops`: dense half precision operations, divided by multiprocessors and clock.
+Limits per multiprocessor and block: CUDA C++ Programming Guide, table "Technical Specifications per Compute Capability".
+Multiprocessors, caches and memory of the named GPU: its datasheet or architecture whitepaper.  `tensor_flops` comes from there
+too: dense half precision operations, divided by multiprocessors and clock.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Arch:
-    """A target and a typical GPU of it.  Memory in bytes.  `shared_sm`: shared memory of a
-    multiprocessor, for all its blocks.  `shared_block`: what a block gets without asking.  `tensor_flops`: half precision
-    operations (a multiplication and an addition are two) of the tensor cores per cycle and multiprocessor."""
+    """A target architecture and a typical GPU of it.  Memory sizes are in bytes.  `shared_sm`: shared memory of a multiprocessor,
+    for all its blocks.  `shared_block`: shared memory of a block without opt-in.  `tensor_flops`: half precision operations of
+    the tensor cores per cycle and multiprocessor; a multiply-add counts as two."""
 
     name: str
     gpu: str
@@ -37,12 +37,12 @@ class Arch:
 
     @property
     def shared_optin(self) -> int:
-        """The most shared memory that a block may ask for: the driver keeps one KiB of each."""
+        """The most shared memory that a block can opt in to.  The driver reserves 1 KiB per block."""
         return self.shared_sm - KIB
 
     @property
     def capability(self) -> int:
-        """90 for compute capability 9.0, as Triton writes it."""
+        """The compute capability as Triton writes it: 90 for 9.0."""
         return int(self.name.removeprefix("sm_"))
 
     @property
@@ -65,11 +65,10 @@ ARCHES = (
         "RTX PRO 6000 datasheet, RTX Blackwell whitepaper",
     ),
 )  # fmt: skip
-"""One row per target."""
 
 
 def arch(name: str) -> Arch:
-    """The target `name`, such as "sm_90".  Raises target-unavailable."""
+    """Returns the row of target `name`, such as "sm_90".  Raises target-unavailable."""
     for row in ARCHES:
         if row.name == name:
             return row
@@ -81,6 +80,6 @@ def arch(name: str) -> Arch:
 
 
 def capability_of(target: str) -> tuple[int, int]:
-    """The compute capability of `target`; where that names no architecture, that of the oldest there is."""
+    """Returns the compute capability of `target`, or that of the oldest architecture if no row has this name."""
     arch = next((row for row in ARCHES if row.name == target), ARCHES[0])
     return arch.major, arch.minor

@@ -1,4 +1,4 @@
-"""What the targets' halves of a build share."""
+"""Records that all targets share during a build."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from ..model.source import Source, all_keys
 from ..transforms.prepared import Prepared
 
 Placements = Mapping[IntKey, Mapping[str, str]]
-"""By int_key, the nodes of its program that must be on the host beside a GPU, with the reasons."""
+"""Per int_key, the nodes of its program that must run on the host in a bundle for a GPU, with the reasons."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EntryBuild:
-    """An entry of the model, and its sizes per declared dimension."""
+    """An entry of the model, with its sizes per declared dimension."""
 
     source: Source
     prepared: Prepared
@@ -45,16 +45,16 @@ class EntryBuild:
 
     @property
     def keys(self) -> tuple[IntKey, ...]:
-        """Its int_keys, in order."""
+        """The int_keys of the entry, in order."""
         return tuple(all_keys(self.sizes))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BuildSpec:
-    """What is built: the entries of one model, the donations between them, and how.  `recorder` is that of `targets.Chosen`;
-    the rest, `allow` too, are options of `build`.  `ranks`: the processes that build the others of a model over several devices.
+    """The input of a build: the entries of one model, the donations between them, and the options.
 
-    A recorder works on all entries together, in mappings by *build key*: see `build_key`.
+    `recorder` is that of `targets.Chosen`.  The other fields are options of `build`.  `ranks`: the processes that build the other
+    ranks of a model over several devices.  A recorder works on all entries together, in mappings by *build key*: see `build_key`.
     """
 
     entries: tuple[EntryBuild, ...]
@@ -82,11 +82,11 @@ class BuildSpec:
 
     @property
     def baked(self) -> dict[str, str]:
-        """The weights whose values Python got while an entry was exported, by name, with the file:line that asked."""
+        """Weights whose values Python read while an entry was exported: name -> the file:line that read it."""
         return {name: where for entry in reversed(self.entries) for name, where in entry.prepared.baked.items()}
 
     def by_key(self, by_entry: Mapping[str, Mapping[IntKey, Any]]) -> dict[IntKey, Any]:
-        """What every entry has by int_key, as one mapping by build key."""
+        """Merges mappings by int_key, one per entry, into one mapping by build key."""
         return {
             build_key(self, number, key): by_entry[entry.name][key]
             for number, entry in enumerate(self.entries)
@@ -95,13 +95,13 @@ class BuildSpec:
         }
 
     def of_entry(self, number: int, by_build_key: Mapping[IntKey, Any]) -> dict[IntKey, Any]:
-        """Of a mapping by build key, what is of entry number `number`, by its int_keys."""
+        """Selects the values of entry number `number` from a mapping by build key, and returns them by int_key."""
         keys = {key: build_key(self, number, key) for key in self.entries[number].keys}
         return {key: by_build_key[build] for key, build in keys.items() if build in by_build_key}
 
 
 class EntryKey(tuple[int, ...]):
-    """An int_key of one of several entries: the entry's number, and the sizes.  As a text it names the entry."""
+    """The build key of one of several entries: the entry's number, then the sizes.  `str` names the entry."""
 
     entry: str
 
@@ -110,7 +110,7 @@ class EntryKey(tuple[int, ...]):
 
 
 def build_key(spec: BuildSpec, number: int, key: IntKey) -> IntKey:
-    """The key that entry number `number` has during a build for an int_key: itself where there is no other entry."""
+    """Returns the build key of an int_key of entry number `number`.  A single entry uses its int_key unchanged."""
     if len(spec.entries) == 1:
         return key
     entry_key = EntryKey((number, *key))
@@ -119,24 +119,24 @@ def build_key(spec: BuildSpec, number: int, key: IntKey) -> IntKey:
 
 
 def entry_of(key: IntKey) -> str:
-    """The entry of a build key, "" where there is no other one."""
+    """Returns the name of the entry in a build key, or "" if the model has a single entry."""
     return key.entry if isinstance(key, EntryKey) else ""
 
 
 def own_key(key: IntKey) -> IntKey:
-    """The int_key of a build key."""
+    """Returns the int_key of a build key."""
     return tuple(key[1:]) if isinstance(key, EntryKey) else key
 
 
 def key_label(key: IntKey) -> str:
-    """A build key in the name of a file: `8x128`, `decode-8x128`, "" for a model without dimensions."""
+    """Returns a build key as part of a file name: `8x128`, `decode-8x128`, or "" for a model without dimensions."""
     sizes = "x".join(map(str, own_key(key)))
     return "-".join(filter(None, [entry_of(key), sizes]))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EntryParts:
-    """The fields of one entry that depend on the target."""
+    """The manifest fields of one entry that depend on the target."""
 
     programs: tuple[Program, ...]
     self_test: SelfTest
@@ -144,7 +144,7 @@ class EntryParts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ManifestParts:
-    """The fields of the manifest that depend on the target, `entries` as in BuildSpec; the files they name are in the stage."""
+    """The manifest fields that depend on the target; `entries` has the order of BuildSpec.  Their files are in the stage folder."""
 
     target: Target
     weights: tuple[Weight, ...]

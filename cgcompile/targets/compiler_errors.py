@@ -1,8 +1,7 @@
-"""What a failure of a compiler (Inductor, AOTAutograd, Triton, a C++ compiler) means for the user: which operator of the model, at
-which line, and why, in our words.
+"""Explains a failure of a compiler (Inductor, AOTAutograd, Triton, a C++ compiler): the operator of the model, its line, the cause.
 
-The node that failed is found in the frames that the error came through.  `torch.fx.Interpreter.run_node` and Inductor's
-`GraphLowering.run_node` both call it `n` (torch 2.11, 2.13).
+The failed node is taken from the frames of the traceback.  In `torch.fx.Interpreter.run_node` and Inductor's
+`GraphLowering.run_node` the node is the local variable `n` (torch 2.11, 2.13).
 """
 
 from __future__ import annotations
@@ -34,18 +33,18 @@ CAUSES: tuple[tuple[str, str], ...] = (
     ("InvalidCxxCompiler", "there is no C++ compiler that works"),
     ("RecursionError", "the program is nested too deeply for Inductor"),
 )
-"""What errors of torch and Triton mean, by the name of their class: several are private, or exist in some versions only."""
+"""Causes by the class name of an error of torch or Triton.  Several classes are private, or exist in some versions only."""
 
 CODE = re.compile(
     r"[{};]|^\s*(def|class|import|from|return|#include|tl\.|auto|at::)\b|<[a-z_]+>::|/[\w.]+/[\w./]+\.(?:py|cpp|so)\b"
 )
-"""What looks like generated code, or like a path of torch's: of no use to anybody who wrote a model."""
+"""Matches generated code and paths of torch's files, which do not help the author of a model."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Failure:
-    """`operator`: what failed, "" if unknown; `where`: "model.py:12", "" if unknown; `cause`: why, in our words.
-    `fallback_op`: the operator of the program that it comes from, as --fallback-op takes it, "" if unknown."""
+    """`operator`: the operator that failed; `where`: its line, such as "model.py:12"; `cause`: the reason.  `fallback_op`: the
+    operator of the exported program, as --fallback-op takes it.  All but `cause` are "" if unknown."""
 
     operator: str
     where: str
@@ -53,11 +52,11 @@ class Failure:
     fallback_op: str
 
     def hint(self, level: str) -> str:
-        """What to do about it when lowering at `level` failed, "" where the catalogue says it."""
-        ways = [] if level == "eager" else ["cgcompile build ... --lower eager"]
+        """Returns suggestions after lowering at `level` failed, or "" to use the hint of the error catalogue."""
+        suggestions = [] if level == "eager" else ["cgcompile build ... --lower eager"]
         if self.fallback_op:
-            ways.append(f"keep it on the host: cgcompile build ... --fallback-op {self.fallback_op}")
-        return "; or ".join(ways)
+            suggestions.append(f"keep it on the host: cgcompile build ... --fallback-op {self.fallback_op}")
+        return "; or ".join(suggestions)
 
     def __str__(self) -> str:
         subject = f"operator {self.operator}" if self.operator else "an operator"
@@ -66,7 +65,7 @@ class Failure:
 
 
 def explain(error: BaseException, *modules: GraphModule) -> Failure:
-    """What failed, where and why.  `modules`: the program that was compiled, asked where the error names an operator alone."""
+    """Explains a compiler error.  `modules`: the compiled program, searched if the error names only an operator."""
     chain = list(_chain(error))
     node = next((failing_node for exception in reversed(chain) if (failing_node := _failing_node(exception)) is not None), None)
     if node is None:
@@ -78,15 +77,15 @@ def explain(error: BaseException, *modules: GraphModule) -> Failure:
 
 
 def source_operator(node: Node, modules: Iterable[GraphModule]) -> str:
-    """The operator of the exported program that a node comes from, as --fallback-op takes it ("aten.topk", "mylib.op"); "" where
-    none of `modules`, which are that program, calls it.  torch's `from_node` says where a node was before, the oldest innermost."""
-    known = {str(node.target) for module in modules for node in module.graph.nodes if node.op == "call_function"}
+    """Returns the operator of the exported program that a node comes from, as --fallback-op takes it ("aten.topk", "mylib.op").
+    Returns "" if `modules`, which are that program, do not call it.  torch's `from_node` nests the origins, oldest innermost."""
+    operators = {str(node.target) for module in modules for node in module.graph.nodes if node.op == "call_function"}
     names = [str(node.target)]
     sources = node.meta.get("from_node") or []
     while sources:
         names.append(str(sources[-1].target).removeprefix("torch.ops."))
         sources = getattr(sources[-1], "from_node", None) or []
-    return next((_plain(name) for name in reversed(names) if name in known), "")
+    return next((_plain(name) for name in reversed(names) if name in operators), "")
 
 
 def _plain(name: str) -> str:
@@ -94,7 +93,7 @@ def _plain(name: str) -> str:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """The error, and what caused it, outermost first."""
+    """Yields the error and its causes, outermost first."""
     seen: set[int] = set()
     current: BaseException | None = error
     while current is not None and id(current) not in seen:
@@ -105,7 +104,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _failing_node(error: BaseException) -> Node | None:
-    """The node in the innermost frame that runs one."""
+    """Returns the node of the innermost frame that runs a node."""
     node, trace = None, error.__traceback__
     while trace is not None:
         value = trace.tb_frame.f_locals.get("n") if trace.tb_frame.f_code.co_name == "run_node" else None
@@ -116,7 +115,7 @@ def _failing_node(error: BaseException) -> Node | None:
 
 
 def _named_node(text: str, modules: Iterable[GraphModule]) -> Node | None:
-    """The first node of the operator that a message names ("target: aten.topk.default", "torch.ops.mylib.op.default")."""
+    """Returns the first node of the operator that a message names ("target: aten.topk.default", "torch.ops.mylib.op.default")."""
     names = re.findall(r"target: ([\w.]+)|torch\.ops\.([\w.]+)|\b(aten[.:][\w.:]+)", text)
     for name in [next(filter(None, name)).replace("::", ".").rstrip(".") for name in names]:
         stem = name.removesuffix(".default")
@@ -128,7 +127,7 @@ def _named_node(text: str, modules: Iterable[GraphModule]) -> Node | None:
 
 
 def _user_line(text: str) -> str:
-    """ "model.py:12" of the user's code that a message quotes, or ""."""
+    """Returns the line of the user's code that a message quotes, such as "model.py:12", or ""."""
     node = torch.fx.Graph().create_node("call_function", _user_line)
     node.meta["stack_trace"] = text
     return place(node)[0]

@@ -1,4 +1,4 @@
-"""Donations: which outputs of the entries a later call takes where they lie, as the model file names them.  Pure."""
+"""Donations: an output of an entry that a later call reads in place as its input.  The model file names the pairs.  Pure."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from .build_spec import EntryBuild
 
 
 def donations_of(pairs: Iterable[DonationNames], entries: Sequence[EntryBuild]) -> tuple[Donation, ...]:
-    """The rows of what `donations()` gives: pairs of an output and an input, each as `entry.name`.
+    """Returns the manifest rows for the pairs that the model's `donations()` returns: an output and an input, as `entry.name`.
 
-    Raises donation-unknown, and donation-unlike or donation-refused for two between which nothing could ever be passed on.
+    Raises donation-unknown for unknown names, and donation-unlike or donation-refused for pairs that can never be donated.
     """
     donations: dict[tuple[str, int, str, int], Donation] = {}
     for pair in pairs:
         source, output = _entry_and_position(pair, 0, entries)
-        target, taken = _entry_and_position(pair, 1, entries)
-        row = Donation(source=source.name, output=output, target=target.name, input=taken)
+        target, position = _entry_and_position(pair, 1, entries)
+        row = Donation(source=source.name, output=output, target=target.name, input=position)
         if row in donations.values():
             raise ModelError("donation-unknown", f"donations(): {_pair_text(pair)} is given twice")
-        _check(pair, source, output, target, taken)
+        _check(pair, source, output, target, position)
         donations[(row.source, row.output, row.target, row.input)] = row
     return tuple([row for _, row in sorted(donations.items())])
 
 
 def check_layouts(manifest: Manifest) -> None:
-    """Raises donation-unlike where an output is never laid out as the input is."""
-    meeting = {donation for donation, _, _ in donating_programs(manifest)}
+    """Raises donation-unlike if no pair of programs gives the output the memory layout of the input."""
+    compatible = {donation for donation, _, _ in donating_programs(manifest)}
     names = {entry.name: entry for entry in manifest.entries}
     for row in manifest.donations:
-        if row not in meeting:
+        if row not in compatible:
             source, target = names[row.source], names[row.target]
             pair = f"{row.source}.{source.outputs[row.output].name}", f"{row.target}.{target.inputs[row.input].name}"
             raise ModelError(
@@ -47,8 +47,8 @@ def check_layouts(manifest: Manifest) -> None:
 
 
 def _entry_and_position(pair: DonationNames, side: int, entries: Sequence[EntryBuild]) -> tuple[EntryBuild, int]:
-    """The entry and the position of one side of a pair."""
-    name, _, rest = pair[side].partition(".")
+    """Returns the entry and the position that one side of a pair names.  `side`: 0 for the output, 1 for the input."""
+    name, _, tensor_name = pair[side].partition(".")
     entry = next((entry for entry in entries if entry.name == name), None)
     if entry is None:
         names = [entry.name for entry in entries]
@@ -59,33 +59,33 @@ def _entry_and_position(pair: DonationNames, side: int, entries: Sequence[EntryB
     signature = entry.prepared.signature
     kind, specs = ("input", signature.inputs) if side else ("output", signature.outputs)
     names = [spec.name for spec in specs]
-    if not rest and len(names) == 1:
+    if not tensor_name and len(names) == 1:
         return entry, 0
-    if rest not in names:
+    if tensor_name not in names:
         has = ", ".join([f"{name}.{spec_name}" for spec_name in names])
         raise ModelError("donation-unknown", f"donations(): {_pair_text(pair)}: {pair[side]!r} is no {kind}: {name!r} has {has}")
-    return entry, names.index(rest)
+    return entry, names.index(tensor_name)
 
 
-def _check(pair: DonationNames, source: EntryBuild, output: int, target: EntryBuild, taken: int) -> None:
-    output_spec, wanted = source.prepared.signature.outputs[output], target.prepared.signature.inputs[taken]
+def _check(pair: DonationNames, source: EntryBuild, output: int, target: EntryBuild, position: int) -> None:
+    output_spec, input_spec = source.prepared.signature.outputs[output], target.prepared.signature.inputs[position]
     where = f"donations(): {_pair_text(pair)}"
-    if output_spec.dtype != wanted.dtype:
-        raise ModelError("donation-unlike", f"{where}: the output is {output_spec.dtype}, the input {wanted.dtype}")
-    if not _shapes(source, output_spec) & _shapes(target, wanted):
+    if output_spec.dtype != input_spec.dtype:
+        raise ModelError("donation-unlike", f"{where}: the output is {output_spec.dtype}, the input {input_spec.dtype}")
+    if not _shapes(source, output_spec) & _shapes(target, input_spec):
         raise ModelError("donation-unlike", f"{where}: their shapes are equal at none of the built sizes")
     shared = next((alias for alias in source.prepared.aliases if alias.output == output and alias.memory != "outputs"), None)
     if shared is not None:
-        what = "one of its inputs" if shared.memory == "inputs" else f"buffer {shared.name!r}"
-        raise ModelError("donation-refused", f"{where}: the output is {what} itself")
+        owner = "one of its inputs" if shared.memory == "inputs" else f"buffer {shared.name!r}"
+        raise ModelError("donation-refused", f"{where}: the output is {owner} itself")
     if any(output in (row.output, row.count) for row in source.prepared.signature.data_sizes):
         raise ModelError("donation-refused", f"{where}: the size of the output depends on data")
-    if taken in target.prepared.written:
+    if position in target.prepared.written:
         raise ModelError("donation-refused", f"{where}: {target.name}() writes to that input, which would change the output")
 
 
 def _shapes(entry: EntryBuild, spec: TensorSpec) -> set[tuple[int, ...]]:
-    """At all int_keys of an entry."""
+    """Returns the shapes of `spec` at all int_keys of an entry."""
     return {tuple([evaluate(size, dict(zip(entry.sizes, key, strict=True))) for size in spec.shape]) for key in entry.keys}
 
 

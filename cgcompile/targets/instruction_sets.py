@@ -83,18 +83,18 @@ SVE_BITS = "__ARM_FEATURE_SVE_BITS"
 
 
 def level_of(name: str) -> Level | None:
-    """The level of that name, if it is one."""
+    """Returns the level with this name, or None."""
     return next((row for row in LEVELS if row.name == name), None)
 
 
 def common_level(machine: str, flags: Collection[str]) -> Level | None:
-    """The level of host code beside a GPU on other machines: the highest level of COMMON that this machine also has."""
+    """Returns the level of host regions in cross-compiled bundles: the highest level of COMMON that this machine also has."""
     rows = [row for name in COMMON for row in LEVELS if row.name == name]
     return next((row for row in rows if not foreign(row, machine, flags)), None)
 
 
 def foreign(level: Level, machine: str, flags: Collection[str]) -> str:
-    """Why a machine with these `flags` of /proc/cpuinfo cannot run code of this level; "" if it can."""
+    """Returns why a machine with these `flags` of /proc/cpuinfo cannot run code of this level, or "" if it can."""
     if machine != level.machine:
         return f"its code is for {level.machine}, and this machine is {machine}"
     missing = sorted(set(level.features) - set(flags))
@@ -111,8 +111,8 @@ def check_level(level: Level, machine: str, flags: Collection[str]) -> None:
 def needed(
     ask: Callable[..., Mapping[str, str]], options: Collection[Sequence[str]], machine: str, flags: Collection[str]
 ) -> tuple[str, ...]:
-    """The sets among `flags`, those of /proc/cpuinfo on this machine, that code compiled with these lists of `options` needs,
-    sorted.  `ask`: the function `macros` of the compiler.  Raises compiler-failed."""
+    """Returns the sets among `flags`, those of /proc/cpuinfo on this machine, that code compiled with these lists of `options`
+    needs, sorted.  `ask`: the function `macros` of the compiler.  Raises compiler-failed."""
     plain = ask()
     features: set[str] = set()
     for option in options:
@@ -126,13 +126,13 @@ def needed(
 
 
 def _x86(turned_on: Mapping[str, str], flags: Collection[str]) -> set[str]:
-    known = {_letters(flag): flag for flag in flags}
+    by_letters = {_letters(flag): flag for flag in flags}
     names = {_letters(macro) for macro in turned_on} - {_letters(name) for name in UNUSED}
-    return {flag for name in names if (flag := known.get(_letters(X86_NAMES.get(name, name))))}
+    return {flag for name in names if (flag := by_letters.get(_letters(X86_NAMES.get(name, name))))}
 
 
 def _arm(defined: Mapping[str, str], flags: Collection[str]) -> set[str]:
-    """The sets of macros.  `asimd` is on without any option, but the code may not need it."""
+    """Returns the sets that the macros mean.  `asimd` is on without any option, but the code may not need it."""
     length = int(defined.get(SVE_BITS, "0") or 0)
     return ({ARM_NAMES[macro] for macro in defined if macro in ARM_NAMES} & set(flags)) | ({f"sve{length}"} if length else set())
 
@@ -142,7 +142,7 @@ def _letters(name: str) -> str:
 
 
 def macros(compiler: str, *options: str) -> dict[str, str]:
-    """The macros that the compiler defines with these options.  Raises compiler-failed if it does not print them."""
+    """Returns the macros that the compiler defines with these options.  Raises compiler-failed if it does not print them."""
     command = [compiler, *options, "-dM", "-E", "-x", "c++", os.devnull]
     try:
         listed = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)

@@ -1,12 +1,12 @@
-"""Where everything lies: weights, tables, static inputs and the arena.  Pure; offsets and sizes in bytes.
+"""The layout of device memory: weights, tables, state, static inputs and the arena.  Pure; offsets and sizes in bytes.
 
-*weights*: every parameter, buffer and constant of the program at 256-byte aligned offsets, tied ones once.  Behind them lie the
-tables that kernels read but no tensor of the program holds (cuFFT's twiddle factors, constants that Inductor folded).
-*state*: the buffers that the program writes to, likewise; last those whose number of rows is chosen at a load, with room for MORE.
-*inputs*: the tensors of the call, each key from offset 0: keys overlay each other.
-*arena*: the temporaries of a key; keys overlay each other, so a bundle needs the largest, not the sum.
+*weights*: every parameter, buffer and constant of the program at 256-byte aligned offsets, tied ones once.  Then the tables that
+kernels read but no tensor of the program holds (cuFFT's twiddle factors, constants that Inductor folded).
+*state*: the buffers that the program writes to.  Buffers whose number of rows is chosen at load come last, with room for MORE rows.
+*inputs*: the input tensors of the call.  Every key starts at offset 0, so keys share this memory.
+*arena*: the temporaries of a key.  Keys share this memory, so a bundle needs the largest size, not the sum.
 
-On a GPU each memory ends with PAD bytes that belong to nobody: an address one past the end of the last tensor stays inside.
+On a GPU each memory ends with PAD unused bytes, so that an address one past the end of the last tensor is still inside.
 """
 
 from __future__ import annotations
@@ -22,22 +22,21 @@ ALIGN = 256
 PAD = 256
 
 RECORDED_STATES = 5
-"""How often a process that records holds memory state at most: the state itself, its first contents, and in the self-test what a
-replay and two runs of eager PyTorch leave."""
-
+"""How many copies of memory state a recording process holds at most: the state, its initial values, and in the self-test the
+results of a replay and of two runs of eager PyTorch."""
 
 MORE = 1
-"""Rows that state of any number of rows has more of in a second recording, and in the proof: nothing else may differ then."""
+"""Extra rows of state with a variable number of rows, in a second recording and in the proof.  Nothing else may differ there."""
 
 
 def align(value: int, to: int = ALIGN) -> int:
-    """`value` rounded up to a multiple of `to`."""
+    """Rounds `value` up to a multiple of `to`."""
     return -(-value // to) * to
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
-    """A tensor without its contents.  `same_as` names an earlier tensor that is the same memory, or ""."""
+    """A tensor without its contents.  `same_as`: the name of an earlier tensor with the same memory, or ""."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -47,19 +46,19 @@ class Shape:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Table:
-    """Constant contents at `offset` of memory `weights` that no tensor of the program holds."""
+    """Constant contents at `offset` of memory `weights`, which belong to no tensor of the program."""
 
     offset: int
     contents: bytes
 
 
 def tensor_bytes(dtype: str, shape: Iterable[int]) -> int:
-    """Bytes of a dense tensor."""
+    """Returns the size of a dense tensor in bytes."""
     return DTYPES[dtype] * math.prod(shape)
 
 
 def dense_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
-    """`strides` where they describe a dense tensor without overlaps (any order of axes), else those of a contiguous one."""
+    """Returns `strides` if they describe a dense tensor without overlaps, with axes in any order, else contiguous strides."""
     expected = 1
     for n, stride in sorted(((n, s) for n, s in zip(shape, strides, strict=True) if n != 1), key=lambda axis: (axis[1], axis[0])):
         if stride != expected:
@@ -75,7 +74,7 @@ def dense_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UploadedValue:
-    """A value that the host makes and a graph takes: its `name`, and where it lies in memory `inputs`; strides in elements."""
+    """A value that the host computes and a graph reads, and its place in memory `inputs`.  Strides are in elements."""
 
     name: str
     offset: int
@@ -91,7 +90,7 @@ class UploadedValue:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightLayout:
-    """Where every weight lies, and the bytes up to the end of the last one in memory `weights` and in memory `state`."""
+    """The offsets of all weights, and the end of the last one in memory `weights` and in memory `state`, in bytes."""
 
     rows: tuple[Weight, ...]
     weights_end: int
@@ -101,8 +100,8 @@ class WeightLayout:
 def lay_out(
     shapes: Mapping[str, Shape], state: Collection[str] = (), host_only: Collection[str] = (), varying: Collection[str] = ()
 ) -> WeightLayout:
-    """Offsets of the program's tensors, in their order: those named in `state` in memory `state`, the others in `weights`.  Those
-    in `host_only` have no place on the GPU; those in `varying` are state of any number of rows."""
+    """Assigns offsets to the program's tensors, in their order.  Tensors named in `state` are in memory `state`, the others in
+    `weights`.  Tensors in `host_only` get no place on the GPU.  Tensors in `varying` are state with a variable number of rows."""
     rows: list[Weight] = []
     offsets: dict[str, int] = {}
     ends = {"weights": 0, "state": 0}

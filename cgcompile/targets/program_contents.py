@@ -1,4 +1,4 @@
-"""What an exported program holds, as a hash: programs with the same one compile to the same code."""
+"""Hashes the contents of an exported program.  Programs with equal hashes compile to the same code."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from .weights import contents_sha256
 
 
 def program_contents(programs: Iterable[ExportedProgram]) -> dict[int, str]:
-    """Of each program, by identity, the hash of its code, signature, and tensors.  The ranges that sizes were declared with are not
-    in it.  A weight of several programs is read once."""
+    """Returns the hash of each program's code, signature and tensors, by `id` of the program.  Declared ranges of sizes are not
+    hashed.  A weight of several programs is read once."""
     hashes: dict[object, bytes] = {}
     digests: dict[int, str] = {}
     for program in programs:
@@ -24,12 +24,12 @@ def program_contents(programs: Iterable[ExportedProgram]) -> dict[int, str]:
 
 
 def tensor_layout(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Dtype, shape and strides in elements."""
+    """Returns dtype, shape and strides in elements."""
     return tensor.dtype, tuple(tensor.shape), tensor.stride()
 
 
 def program_code(program: ExportedProgram) -> Iterator[object]:
-    """The code and the signature of a program."""
+    """Yields the code and the signature of a program."""
     for name, module in program.graph_module.named_modules():
         if isinstance(module, torch.fx.GraphModule):
             yield name, module.code
@@ -39,7 +39,7 @@ def program_code(program: ExportedProgram) -> Iterator[object]:
 def _described(program: ExportedProgram, hashes: dict[object, bytes]) -> Iterator[object]:
     yield from program_code(program)
     for name, value in weight_tensors(program).items():
-        same = value.data_ptr(), *tensor_layout(value)
-        if same not in hashes:
-            hashes[same] = contents_sha256(value)
-        yield name, tensor_layout(value), hashes[same]
+        identity = value.data_ptr(), *tensor_layout(value)
+        if identity not in hashes:
+            hashes[identity] = contents_sha256(value)
+        yield name, tensor_layout(value), hashes[identity]

@@ -1,5 +1,5 @@
-"""The weights of a program on their way into a bundle: their shapes, their bytes, and weights.safetensors; and which of them an
-update of the loaded program must leave as they are, since what the code holds of them would stay behind."""
+"""Writes the weights of a program to weights.safetensors.  Lists those that an update of a loaded program cannot replace, because
+compiled code holds values derived from them."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from ..util.raw_bytes import is_zero, raw
 from .memory_layout import Shape, Table, dense_strides
 
 WRITERS, BLOCK = 8, 16 << 20
-"""Threads that write weights, and bytes that each takes from the GPU at a time.  One thread writes 16 GB into memory in 40 s: a new
-page costs more than its copy."""
+"""Threads that write weights, and bytes that each copies from the GPU at a time.  One thread writes 16 GB to memory in 40 s: the
+first touch of a page costs more than the copy."""
 
 TABLE = "cgcompile.table."
-"""How the names of tables begin: of rows of the manifest that are no weights of the model."""
+"""Prefix of the names of tables: rows of the manifest that are not weights of the model."""
 
 
 def stored_dtype(tensor: torch.Tensor, what: str = "a tensor") -> str:
-    """The name of a tensor's dtype in schema.DTYPES.  Raises dtype-unsupported."""
+    """Returns the name of a tensor's dtype in schema.DTYPES.  Raises dtype-unsupported."""
     name = str(tensor.dtype).removeprefix("torch.")
     if name not in DTYPES or tensor.layout != torch.strided:
         raise ModelError("dtype-unsupported", f"{what} is {name} ({tensor.layout}), which a bundle cannot hold")
@@ -44,7 +44,7 @@ def stored_dtype(tensor: torch.Tensor, what: str = "a tensor") -> str:
 
 
 def shapes_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, Shape]:
-    """What `lay_out` needs.  Tensors that are the same memory are tied; gaps and overlaps inside a tensor are closed."""
+    """Returns the argument of `lay_out`.  Tensors with the same memory are tied.  Strides with gaps or overlaps become dense."""
     first: dict[Any, str] = {}
     shapes = {}
     for name, tensor in tensors.items():
@@ -57,37 +57,37 @@ def shapes_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, Shape]:
 
 
 def contents(tensor: torch.Tensor, strides: Iterable[int]) -> bytes:
-    """The bytes of a tensor in the order of memory that `strides` (dense, in elements) describe."""
+    """Returns the bytes of a tensor in the memory order of `strides`, which are dense and in elements."""
     return bytes(_bytes(tensor, strides))
 
 
 def contents_sha256(tensor: torch.Tensor) -> bytes:
-    """The SHA-256 of a tensor's bytes, in the order that they have in memory.  Zeros are not read one by one."""
+    """Returns the SHA-256 of a tensor's bytes in memory order.  A tensor of zeros gets a cached digest of its size."""
     if is_zero(tensor):
         return bytes.fromhex(_zeros_digest(tensor.nbytes))
     return sha256(_bytes(tensor, tensor.stride())).digest()
 
 
 def _bytes(tensor: torch.Tensor, strides: Iterable[int]) -> memoryview:
-    """What `contents` gives, not copied where the tensor is on the host and lies so."""
+    """Returns the bytes of `contents`, without a copy if the tensor is on the host in that order."""
     return memoryview(_in_order(tensor, strides).cpu().numpy())
 
 
 def _in_order(tensor: torch.Tensor, strides: Iterable[int]) -> torch.Tensor:
-    """The bytes in the order of memory that `strides` describe, uint8, where the tensor is."""
+    """Returns the bytes in the memory order of `strides` as uint8, on the tensor's device."""
     order = sorted(range(tensor.dim()), key=lambda axis: -tuple(strides)[axis])
     return raw(tensor.detach().permute(order))
 
 
 def row_major(tensor: torch.Tensor) -> bytes:
-    """The bytes of a tensor in row-major order."""
+    """Returns the bytes of a tensor in row-major order."""
     return contents(tensor.contiguous(), tensor.contiguous().stride())
 
 
 def write_weights(path: Path, tensors: Mapping[str, torch.Tensor], placed: Iterable[Weight]) -> tuple[Weight, ...]:
-    """weights.safetensors: the tensors as `lay_out` placed them.  `tensors` and `placed` have the program's names.  Returns the
-    manifest's rows, under the model's own.  A weight that is not row-major is stored with its axes in memory order.  Wherever the
-    tensors are, the host holds a few blocks of them.  State of zeros takes no bytes: a cache may be larger than the model."""
+    """Writes `tensors` to weights.safetensors, and returns the manifest's rows.  `placed`: the rows of `lay_out`.  Arguments use
+    the program's names, the result the model's.  A weight that is not row-major is stored with its axes in memory order.  The host
+    holds only a few blocks at a time.  State of zeros is not stored, because a cache may be larger than the model."""
     rows: list[Weight] = []
     shapes: dict[str, tuple[str, tuple[int, ...]]] = {}
     stored: dict[str, tuple[torch.Tensor, tuple[int, ...]]] = {}
@@ -103,25 +103,25 @@ def write_weights(path: Path, tensors: Mapping[str, torch.Tensor], placed: Itera
         file.flush()
         with ThreadPoolExecutor(WRITERS) as threads:
             for _ in threads.map(lambda name: _write(file.fileno(), places[name], _in_order(*stored[name])), places):
-                pass  # what failed is raised
+                pass  # raises the errors of the threads
     return tuple(rows)
 
 
 def _write(file: int, place: int, data: torch.Tensor) -> None:
-    """Writes bytes (uint8), which may be on a GPU, to a place of a file."""
+    """Writes uint8 data, which may be on a GPU, at offset `place` of a file."""
     block = torch.empty(min(BLOCK, data.numel()), dtype=torch.uint8, pin_memory=True) if data.is_cuda else None
     for part in data.split(BLOCK):
-        here = part if block is None else block[: part.numel()].copy_(part)
-        view = memoryview(here.numpy())
+        host_block = part if block is None else block[: part.numel()].copy_(part)
+        view = memoryview(host_block.numpy())
         while view:
             written = os.pwrite(file, view, place)
             place, view = place + written, view[written:]
 
 
 def write_tables(path: Path, tables: Sequence[Table]) -> tuple[Weight, ...]:
-    """tables.safetensors, which holds them as TABLE and a number; returns the manifest's rows.  Without tables there is no file.
+    """Writes tables.safetensors, with names of TABLE and a number, and returns the rows of the manifest.  No tables, no file.
 
-    Weights of one model are the same file whatever the sizes, tables are not."""
+    The weights of a model are the same file for all sizes; the tables depend on the sizes."""
     if not tables:
         return ()
     rows = [
@@ -146,14 +146,14 @@ def frozen_weights(
     folded: Collection[str],
     baked: Mapping[str, str],
 ) -> tuple[FrozenWeight, ...]:
-    """The rows of the manifest, whose files of weights and tables are in `stage`.  `folded`: names in the programs of weights from
-    which something was computed that compiled code holds; `baked`: as `BuildSpec` has them.  Of
-    weights that are tied, all are fixed or none."""
+    """Returns the manifest rows of weights that an update cannot replace.  `stage` has the files of weights and tables.  `folded`:
+    weights, by their names in the programs, from which compiled code holds computed values.  `baked`: as in `BuildSpec`.  Tied
+    weights are frozen together."""
     named = {name for _, program in programs.distinct for name in program.state_dict}
     plain_named, plain_folded = [{name.removeprefix(PREFIX) for name in names} for names in (named, folded)]
     updatable = {row.tensor for row in rows if row.name in plain_named}
-    held = {row.tensor for row in rows if row.name in plain_folded}
-    read = {row.tensor: baked[row.name] for row in reversed(rows) if row.name in baked}
+    folded_tensors = {row.tensor for row in rows if row.name in plain_folded}
+    baked_lines = {row.tensor: baked[row.name] for row in reversed(rows) if row.name in baked}
     frozen_rows = []
     files = [file_names.WEIGHTS, *([file_names.TABLES] if any(row.computed for row in rows) else [])]
     mapped = {name: safetensors.Mapped(str(stage / name), name) for name in files}
@@ -161,11 +161,11 @@ def frozen_weights(
         if row.memory == STATE or row.tensor not in updatable:
             reason: Literal["state", "constant", "baked", "folded"] | None = "state" if row.memory == STATE else "constant"
         else:
-            reason = "baked" if row.tensor in read else "folded" if row.tensor in held else None
+            reason = "baked" if row.tensor in baked_lines else "folded" if row.tensor in folded_tensors else None
         if reason is not None:
             file = file_names.TABLES if row.computed else file_names.WEIGHTS
             digest = _zeros_digest(span(row)) if row.zeros else sha256(mapped[file].data(row.tensor)).hexdigest()
-            where = read[row.tensor] if reason == "baked" else ""
+            where = baked_lines[row.tensor] if reason == "baked" else ""
             frozen_rows.append(FrozenWeight(weight=index, reason=reason, sha256=digest, where=where))
     for mapped_file in mapped.values():
         mapped_file.close()
@@ -174,7 +174,7 @@ def frozen_weights(
 
 @cache
 def _zeros_digest(size: int) -> str:
-    """The SHA-256 of `size` zeros; layers' caches are of one size."""
+    """Returns the SHA-256 of `size` zero bytes.  The result is cached, because all layers of a model have KV caches of one size."""
     digest, zeros = sha256(), bytes(1 << 20)
     for _ in range(size >> 20):
         digest.update(zeros)
@@ -183,15 +183,15 @@ def _zeros_digest(size: int) -> str:
 
 
 def unbound(program: ExportedProgram, bound: Collection[str]) -> set[str]:
-    """The weights, by their names in the program, that its results depend on and whose memory compiled code does not read: it holds
-    what they were.  `bound`: names of those that it reads."""
+    """Returns the weights, by their names in the program, that its results depend on but whose memory compiled code does not read.
+    The code holds their values instead.  `bound`: the names of the weights that the code reads."""
     tensors = {name: _place(value) for name, value in {**program.state_dict, **program.constants}.items() if _is_tensor(value)}
     read = {tensors[name] for name in bound}
     return {name for name in used_weights(program) if tensors[name] not in read}
 
 
 def used_weights(program: ExportedProgram) -> set[str]:
-    """The weights, by their names in the program, that a result or something written depends on."""
+    """Returns the weights, by their names in the program, that an output or a write depends on."""
     names = weight_placeholders(program)
     waiting = [node for node in program.graph.nodes if node.op == "output" or _writes(node)]
     seen = set(waiting)
@@ -212,5 +212,5 @@ def _is_tensor(value: object) -> bool:
 
 
 def _place(value: torch.Tensor) -> tuple[object, ...]:
-    """Equal for tensors that are tied."""
+    """Returns a key that is equal for tied tensors."""
     return (value.data_ptr(), value.dtype, tuple(value.shape), value.stride()) if value.numel() else (id(value),)

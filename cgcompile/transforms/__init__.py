@@ -1,3 +1,2 @@
-"""Transforms of programs, and proofs about programs: random numbers, padding, outputs that share memory, custom operators of host
-regions.
-"""
+"""Transforms of programs and proofs about them: random numbers, padding, outputs that share memory, custom operators on the
+host."""

@@ -1,5 +1,5 @@
-"""How exact eager PyTorch itself is: inputs that are known up to their rounding, kernels that add in any order, float32 operands
-that a GPU rounds to TF32."""
+"""Measures how exact eager PyTorch itself is: rounding of inputs, kernels that add in any order, and float32 operands that a GPU
+rounds to TF32."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from ..model.source import CPU
 from ..util.tolerance import compare
 
 WIDE = (torch.float64, torch.complex128)
-"""A step of the inputs says nothing of arithmetic that is finer than they are."""
+"""Dtypes that are finer than the rounding step of float32 inputs.  The step does not measure their arithmetic."""
 
 
 def eager_spread(reference: Reference, tensors: Sequence[torch.Tensor]) -> tuple[float, ...]:
-    """By output, the largest error of other runs of eager PyTorch beside a first: one whose float32 inputs are a rounding step
-    off, and on a GPU a second one and one without TF32.  Where no input can be, as with tokens, the float32 parameters of one axis
-    are: norms and biases, which every layer has.
+    """Returns per output the largest error of further eager runs, compared with the first.  In one run the float32 inputs differ by
+    a rounding step.  On a GPU there are also an equal run and one without TF32.  If no input can differ, as with tokens, the 1-d
+    float32 parameters do: norms and biases, which every layer has.
 
-    That step turns over what is rounded inside (activations quantized to int8: 3e-3 of the result measured), and shows a result
-    that is a small difference of large numbers (the one logit of a SigLIP: 1e-4; SmolLM2 behind 2000 tokens that no call has
-    read, as in the self-test of a cache: 5e-4).
+    The step flips values that are rounded inside the model (activations quantized to int8: 3e-3 of the result measured).  It also
+    shows results that are a small difference of large numbers (the one logit of a SigLIP: 1e-4; SmolLM2 after 2000 tokens that no
+    call has read, as in the self-test of a cache: 5e-4).
     """
     first = run_eager(reference, tensors).outputs
     others = [_stepped(tensor) for tensor in tensors]
-    same = all(torch.equal(other, tensor) for other, tensor in zip(others, tensors, strict=True))
+    unchanged = all(torch.equal(other, tensor) for other, tensor in zip(others, tensors, strict=True))
     try:
-        with guarded_indices(tensors[0].device if tensors else CPU), _parameters_stepped(reference if same else None):
-            stepped = run_eager(reference, others).outputs  # a model may make positions of floats
+        with guarded_indices(tensors[0].device if tensors else CPU), _parameters_stepped(reference if unchanged else None):
+            stepped = run_eager(reference, others).outputs  # a model may compute indices from floats
     except FAILURES:
-        stepped = first  # the model asserts what its inputs are
+        stepped = first  # the model asserts properties of its inputs
     reruns = []
     if any(output.is_cuda for output in first):
         reruns.append(run_eager(reference, tensors).outputs)
@@ -46,10 +46,10 @@ def eager_spread(reference: Reference, tensors: Sequence[torch.Tensor]) -> tuple
 
 @contextmanager
 def _parameters_stepped(reference: Reference | None) -> Iterator[None]:
-    """Meanwhile every float32 parameter of one axis is a rounding step off; those of None are none."""
+    """Changes every 1-d float32 parameter by a rounding step inside the context.  None has no parameters."""
     parameters = reference.parameters() if isinstance(reference, torch.nn.Module) else ()
     plain = [value.detach() for value in parameters if type(value) is torch.nn.Parameter and value.layout is torch.strided]
-    vectors = {value.data_ptr(): value for value in plain if value.dtype == torch.float32 and value.dim() == 1}  # tied ones once
+    vectors = {value.data_ptr(): value for value in plain if value.dtype == torch.float32 and value.dim() == 1}  # tied once
     before = {address: value.clone() for address, value in vectors.items()}
     try:
         for value in vectors.values():
@@ -61,8 +61,8 @@ def _parameters_stepped(reference: Reference | None) -> Iterator[None]:
 
 
 def _stepped(tensor: torch.Tensor) -> torch.Tensor:
-    """Every float32 a rounding step up or down, by turns; what is coarser is exact in the arithmetic that follows.  Whole numbers
-    stay: they may be masks, or indices."""
+    """Changes every float32 by a rounding step, alternately up and down.  Other dtypes stay: coarser numbers are exact in the
+    arithmetic that follows.  Whole numbers stay, because they may be masks or indices."""
     if tensor.dtype != torch.float32 or not tensor.numel():
         return tensor
     step = torch.finfo(tensor.dtype).eps

@@ -45,7 +45,7 @@ class ErrorBound:
 
 
 def error_bounds(prepared: Prepared, weights: Sequence[Weight] = ()) -> tuple[ErrorBound, ...]:
-    """The bounds in the order of `self_test_tensors`: outputs, written inputs, and those of `weights` that are state, whose
+    """Returns the bounds in the order of `self_test_tensors`: outputs, written inputs, and those of `weights` that are state, whose
     names may be the program's or the user's.  Of several programs the largest counts.
 
     Eager PyTorch itself is inexact: on a GPU it may round float32 to TF32, and outputs differ by `Prepared.spread` between
@@ -65,12 +65,12 @@ should be built in a wider dtype."""
 
 
 def _spread_out(bound: ErrorBound, spread: float) -> ErrorBound:
-    wanted = min(SPREADS * spread, MOST)
-    return bound if bound.exact or wanted <= bound.bound else replace(bound, bound=wanted, widened=bound.bound)
+    minimum = min(SPREADS * spread, MOST)
+    return bound if bound.exact or minimum <= bound.bound else replace(bound, bound=minimum, widened=bound.bound)
 
 
 def _on_gpu(bounds: Sequence[ErrorBound], programs: Programs) -> tuple[ErrorBound, ...]:
-    """The bounds if eager PyTorch runs on a GPU, which may round float32 to TF32."""
+    """Returns the bounds if eager PyTorch runs on a GPU, which may round float32 to TF32."""
     tf32 = _rounds_to_tf32(programs)
     return tuple([replace(limit, bound=max(limit.bound, TF32)) if tf32 and limit.bound >= FLOAT32 else limit for limit in bounds])
 
@@ -82,7 +82,7 @@ def _rounds_to_tf32(programs: Programs) -> bool:
 
 
 def selection_floor(prepared: Prepared, bounds: Sequence[ErrorBound]) -> float:
-    """The minimum bound of computed floats from which an index is selected: the widened `bounds`, and that of TF32."""
+    """Returns the minimum bound of computed floats from which an index is selected: the widened `bounds`, and that of TF32."""
     widened = max((limit.bound for limit in bounds if limit.widened), default=0.0)
     return max(widened, TF32 if prepared.on_gpu and _rounds_to_tf32(prepared.programs) else 0.0)
 
@@ -152,7 +152,7 @@ class _Lineage:
                 self._add(placeholders[owners.get(spec.target, spec.target)], self.of(leaf))
 
     def of(self, node: object) -> Dtypes:
-        """The floating dtypes of the operations before a node."""
+        """Returns the floating dtypes of the operations before a node."""
         return self._dtypes.get(self._root(node), set()) if isinstance(node, Node) else set()
 
     def _follow(self, node: Node) -> None:
@@ -175,14 +175,14 @@ class _Lineage:
 
 
 def _computed(module: GraphModule) -> Dtypes:
-    """The dtypes of the operations inside a higher-order operator."""
+    """Returns the dtypes of the operations inside a higher-order operator."""
     graphs = [part.graph for part in module.modules() if isinstance(part, GraphModule)]
     return set().union(*[_floats(node.meta.get("val")) for graph in graphs for node in graph.nodes if node.op == "call_function"])
 
 
 def _viewed(node: Node) -> Node | None:
-    """The tensor of which the node's result is a view, or which it wrote to; None if the result is computed.  A conversion is a
-    computation, although its schema declares a view."""
+    """Returns the tensor of which the node's result is a view, or which it wrote to; None if the result is computed.  A conversion
+    is a computation, although its schema declares a view."""
     if node.target is operator.getitem:
         return node.all_input_nodes[0]
     if not isinstance(node.target, torch._ops.OpOverload):
@@ -198,7 +198,7 @@ def _viewed(node: Node) -> Node | None:
 
 
 def _write_targets(node: Node) -> list[Node]:
-    """The tensors that a node writes to."""
+    """Returns the tensors that a node writes to."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return []
     destinations: list[Node] = []

@@ -25,7 +25,7 @@ def add_buffer(graph: Graph, specs: Sequence[InputSpec], name: str, value: Tenso
     placeholders = graph.find_nodes(op="placeholder")
     with graph.inserting_before(placeholders[place]):
         state = graph.placeholder(f"b_{name}")
-    mode = next(known.fake_mode for node in placeholders if isinstance(known := node.meta.get("val"), FakeTensor))
+    mode = next(fake.fake_mode for node in placeholders if isinstance(fake := node.meta.get("val"), FakeTensor))
     with mode:
         state.meta["val"] = torch.zeros(value.shape, dtype=value.dtype, device=value.device)
     spec = InputSpec(kind=InputKind.BUFFER, arg=TensorArgument(name=state.name), target=name, persistent=True)
@@ -40,19 +40,19 @@ def insert(
     table: Mapping[Any, Callable[..., Any]] = MappingProxyType({}),
     origin: Mapping[str, Any] = MappingProxyType({}),
 ) -> Any:
-    """Inserts the operations of `function`, decomposed by `table`, on the values of `inputs`, before `place`.  Returns the nodes of
-    its result."""
+    """Inserts the operations of `function` on the values of `inputs`, decomposed by `table`, before `place`.  Returns the result's
+    nodes."""
     graph, values = place.graph, [node.meta["val"] for node in inputs]
     with values[0].fake_mode, enable_python_dispatcher(), torch.no_grad():
         traced = make_fx(function, decomposition_table=dict(table))(*values)
     traced.graph.eliminate_dead_code()
-    known = dict(zip(traced.graph.find_nodes(op="placeholder"), inputs, strict=True))
+    node_map = dict(zip(traced.graph.find_nodes(op="placeholder"), inputs, strict=True))
     with graph.inserting_before(place):
         for node in traced.graph.nodes:
             if node.op == "call_function":
-                known[node] = graph.node_copy(node, known.__getitem__)
-                known[node].meta = {"val": node.meta.get("val"), **origin}
+                node_map[node] = graph.node_copy(node, node_map.__getitem__)
+                node_map[node].meta = {"val": node.meta.get("val"), **origin}
             else:
                 assert node.op in ("placeholder", "output"), f"{node.format_node()}: a constant among inserted operations"
     (output,) = traced.graph.find_nodes(op="output")
-    return map_arg(output.args[0], known.__getitem__)
+    return map_arg(output.args[0], node_map.__getitem__)

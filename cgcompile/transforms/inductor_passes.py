@@ -1,34 +1,34 @@
-"""What Inductor gets wrong, made right by passes of its own graphs and by two of its methods.
+"""Works around errors of Inductor, with passes over its graphs and with patches of its methods.
 
-**Values of inputs that a graph writes to are read before it writes.** A graph ends with copies of new values to what it writes to.
-Inductor takes operations out that change nothing, copies too (`remove_noop_ops` in torch/_inductor/fx_passes/post_grad.py).  Two
-buffers that are swapped then get one and the same value: the second one reads the first when that is written already (torch 2.11
-and 2.13).  The pass runs before, and makes such values by an operation that stays: turning a tensor over along no axis.
+**Old values of inputs are read before a graph overwrites them.** A graph ends with copies of new values to the inputs that it
+writes to.  Inductor removes operations that change nothing, copies too (`remove_noop_ops` in
+torch/_inductor/fx_passes/post_grad.py).  Two swapped buffers then get the same value, because the second reads the first after the
+write (torch 2.11 and 2.13).  The pass runs before that, and computes such values by an operation that stays: a flip along no axis.
 
-**What a number is scattered into keeps its dtype.** Inductor makes `where(..., number, other number)` of it, whose dtype is that of
-the numbers (torch 2.11, `scatter_upon_const_tensor` in fx_passes/joint_graph.py; 2.13 converts it): a mask of bfloat16 became
-float32, one of float32 int64.
+**A scatter of a number keeps its dtype.** Inductor turns it into `where(..., number, other number)`, whose dtype is that of the
+numbers (torch 2.11, `scatter_upon_const_tensor` in fx_passes/joint_graph.py; 2.13 converts it).  A mask of bfloat16 became float32,
+one of float32 int64.
 
-**Indices are compared.** `Max` and `Min` refuse a number that `Identity` is a part of, since sympy cannot evaluate it, nor
-quotients and remainders of it: a gather at such an index was not lowered (torch 2.11 and 2.13; pytorch pull request 172707 mends
-the case of `Identity` alone).  `Identity` keeps sympy from taking an index apart, which a number is not.
+**Indices are compared.** `Max` and `Min` reject a number that contains `Identity`, because sympy cannot evaluate it, and also
+quotients and remainders of it.  A gather at such an index was not lowered (torch 2.11 and 2.13; pytorch pull request 172707 fixes
+the case of `Identity` alone).  `Identity` keeps sympy from expanding an index, which a number does not need.
 
-**A factor of a sum is a product.** `torch.add(x, a @ b, alpha=-1)` becomes `addmm` without its factor, as the pattern does not
-look at `alpha` (`addmm` in fx_passes/post_grad.py, torch 2.13).
+**A factor of a sum is multiplied first.** `torch.add(x, a @ b, alpha=-1)` becomes `addmm` without its factor, because the pattern
+ignores `alpha` (`addmm` in fx_passes/post_grad.py, torch 2.13).
 
-**Short products are added.** Inductor makes one kernel of the sum of two products, but has no configuration of it for inner axes of
-up to 16 elements, and without PyTorch's own kernels nothing else (`tuned_mm_plus_mm` in torch/_inductor/kernel/mm_plus_mm.py, torch
-2.11 and 2.13).
+**Short products are added by addmm.** Inductor generates one kernel for the sum of two products.  It has no configuration for inner
+axes of up to 16 elements, and without PyTorch's own kernels there is no other choice (`tuned_mm_plus_mm` in
+torch/_inductor/kernel/mm_plus_mm.py, torch 2.11 and 2.13).
 
-**Outputs are tensors of their own.** Equal operations become one, and code that is compiled ahead then hands out one tensor twice,
-which its caller frees twice (`generate_return` in torch/_inductor/codegen/cpp_wrapper_cpu.py, torch 2.11 and 2.13).
+**Outputs are separate tensors.** Inductor merges equal operations.  Code that is compiled ahead of time then returns one tensor
+twice, and its caller frees it twice (`generate_return` in torch/_inductor/codegen/cpp_wrapper_cpu.py, torch 2.11 and 2.13).
 
-**Rules of dtypes are made once.** `DtypePropagationOpsHandler` is one object, but torch asks for it at every operation of every
-kernel, and Python calls `__init__` each time, which makes the rules of 200 operations (torch 2.11 and 2.13).  That was a twentieth
-of the time of lowering.
+**Rules of dtypes are made once.** `DtypePropagationOpsHandler` is one object, but torch requests it for every operation of every
+kernel.  Python calls `__init__` each time, which makes the rules of 200 operations (torch 2.11 and 2.13).  That took a twentieth of
+the time of lowering.
 
-**Rows of state are not compared with its size.** Inductor makes `index_put` of `_unsafe_index_put`, which compares (torch 2.11
-and 2.13).  Programs whose state has any number of rows have their own comparison (state_rows.py).
+**Rows of state are not compared with its size.** Inductor decomposes `_unsafe_index_put` to `index_put`, which compares them (torch
+2.11 and 2.13).  Programs whose state has a variable number of rows have their own comparison (state_rows.py).
 
 Private interfaces (torch 2.11, 2.13): the options `post_grad_custom_pre_pass` and `joint_custom_pre_pass`, `CustomGraphPass`,
 `get_hash_for_files`, `torch.utils._sympy.functions.Identity`, `torch._inductor.dtype_propagation.DtypePropagationOpsHandler`,
@@ -56,24 +56,24 @@ aten = torch.ops.aten
 COPY, PUT = aten.copy_.default, aten._unsafe_index_put.default
 
 INPUTS = ("placeholder", "get_attr")
-"""Kinds of nodes for what a graph is given; code that is compiled ahead for a processor has buffers as attributes."""
+"""Kinds of nodes for the inputs of a graph.  Code that is compiled ahead of time for a processor has buffers as attributes."""
 
 SIMPLE = frozenset({
     "clone", "contiguous", "to", "_to_copy", "add", "sub", "mul", "div", "pow", "copy", "cat", "repeat", "where", "alias", "slice",
     "slice_scatter", "constant_pad_nd", "convert_element_type", "device_put", "ceil", "floor", "round", "trunc",
 })  # fmt: skip
-"""Operations beside views that may change nothing, depending on what they are given."""
+"""Operations besides views that may change nothing, depending on their arguments."""
 
 
 def passes(*, ahead: bool = False) -> dict[str, CustomGraphPass]:
-    """Options of Inductor's; `ahead`: for code that is compiled ahead."""
+    """Returns options of Inductor.  `ahead`: for code that is compiled ahead of time."""
     first = SeparateOutputs() if ahead else ReadOldValues()
     return {"post_grad_custom_pre_pass": first, "joint_custom_pre_pass": KeepScatteredDtypes()}
 
 
 @contextmanager
 def unchecked_puts(module: GraphModule) -> Iterator[None]:
-    """Inside, `aten._unsafe_index_put` stays what it is, if the module has any."""
+    """Keeps Inductor from decomposing `aten._unsafe_index_put` inside the context, if the module contains it."""
     parts = [part for part in module.modules() if isinstance(part, GraphModule)]
     table = select_decomp_table()
     with mock.patch.dict(table):
@@ -84,13 +84,13 @@ def unchecked_puts(module: GraphModule) -> Iterator[None]:
 
 @contextmanager
 def mended() -> Iterator[None]:
-    """Inside, `Identity` of a number is the number, and rules of dtypes are made once."""
+    """Makes `Identity` of a number the number, and makes rules of dtypes only once, inside the context."""
     make, rule_counts = DtypePropagationOpsHandler.__init__, set[int]()
 
     def once(self: DtypePropagationOpsHandler) -> None:
-        if (known := len(op_dtype_propagation_rules)) not in rule_counts:  # lowerings that are registered later bring some
+        if (count := len(op_dtype_propagation_rules)) not in rule_counts:  # lowerings that are registered later add rules
             make(self)
-            rule_counts.add(known)
+            rule_counts.add(count)
 
     with mock.patch.object(Identity, "__new__", _identity), mock.patch.object(DtypePropagationOpsHandler, "__init__", once):
         yield
@@ -101,14 +101,14 @@ def _identity(kind: Any, value: Any) -> Any:
 
 
 SHORT = 16
-"""The least block of the inner axis in Inductor's kernel for a sum of two products, which takes longer axes alone."""
+"""The smallest block of the inner axis in Inductor's kernel for a sum of two products.  The kernel needs a longer axis."""
 
 KINDS: dict[torch.dtype, Callable[[Any], Any]] = {torch.bool: bool, torch.int64: int, torch.float32: float}
-"""Of what kind the numbers are that `torch.where` makes a dtype of."""
+"""Python types of numbers from which `torch.where` derives a dtype."""
 
 
 class ReadOldValues(CustomGraphPass):
-    """The first pass."""
+    """The pass before Inductor's post-grad passes."""
 
     def __call__(self, graph: Graph) -> None:
         read_old_values(graph)
@@ -120,7 +120,7 @@ class ReadOldValues(CustomGraphPass):
 
 
 class SeparateOutputs(ReadOldValues):
-    """The first pass for code that is compiled ahead: repeated outputs get tensors of their own."""
+    """The same pass for code that is compiled ahead of time.  It makes repeated outputs separate tensors."""
 
     def __call__(self, graph: Graph) -> None:
         read_old_values(graph)
@@ -129,7 +129,7 @@ class SeparateOutputs(ReadOldValues):
 
 
 class KeepScatteredDtypes(CustomGraphPass):
-    """The second one."""
+    """The pass before Inductor's joint-graph passes."""
 
     def __call__(self, graph: Graph) -> None:
         keep_scattered_dtypes(graph)
@@ -139,8 +139,8 @@ class KeepScatteredDtypes(CustomGraphPass):
 
 
 def keep_scattered_dtypes(graph: Graph) -> None:
-    """Changes the graph in place: numbers are of the kind whose dtype is wanted; where there is none, Inductor's pattern does not
-    find the two operations."""
+    """Changes the graph in place.  Numbers get the Python type of the required dtype.  If there is no such type, an identity
+    operation keeps Inductor's pattern from matching."""
     for node in graph.find_nodes(op="call_function", target=aten.scatter.value):
         full, *place, value = node.args
         if full.target is not aten.full.default:
@@ -157,7 +157,7 @@ def keep_scattered_dtypes(graph: Graph) -> None:
 
 
 def spell_factors(graph: Graph) -> None:
-    """Changes the graph in place: of a sum with a factor, the factor is multiplied first."""
+    """Changes the graph in place: multiplies the second operand of a sum by its factor before the sum."""
     for node in graph.find_nodes(op="call_function", target=aten.add.Tensor):
         factor, (_, added) = node.kwargs.get("alpha", 1), node.args
         if isinstance(factor, int | float) and factor == 1:
@@ -174,7 +174,7 @@ def spell_factors(graph: Graph) -> None:
 
 
 def add_short_products(graph: Graph) -> None:
-    """Changes the graph in place: of the sum of two products with a short inner axis, the second is added to the first."""
+    """Changes the graph in place: of two products with a short inner axis, the second is added to the first by addmm."""
     for node in graph.find_nodes(op="call_function", target=aten.add.Tensor):
         one, other = node.args
         if any(not isinstance(operand, Node) or operand.target is not aten.mm.default for operand in (one, other)):
@@ -185,9 +185,9 @@ def add_short_products(graph: Graph) -> None:
 
 
 def separate_outputs(graph: Graph) -> None:
-    """Changes the graph in place: an output that stands there before is made once more, by an operation that stays."""
+    """Changes the graph in place: computes a repeated output once more, by an operation that stays."""
     output = graph.output_node()
-    if isinstance(output.args[0], Node):  # a condition's graph gives one tensor
+    if isinstance(output.args[0], Node):  # the graph of a condition returns one tensor
         return
     results = list(output.args[0])
     for index, value in enumerate(results):
@@ -199,8 +199,8 @@ def separate_outputs(graph: Graph) -> None:
 
 
 def read_old_values(graph: Graph) -> None:
-    """Changes the graph in place: what is copied to an input, and may be another one that was written before it, is made first.
-    What may be an attribute that is written at all is: Inductor does not keep the order of such copies."""
+    """Changes the graph in place.  A value that is copied to an input is computed first if it may be another input that was written
+    before.  That applies to every written attribute, because Inductor does not keep the order of such copies."""
     copies = [node for node in graph.find_nodes(op="call_function", target=COPY) if node.args[0].op in INPUTS]
     written = {str(copy.args[0].target) for copy in copies if copy.args[0].op == "get_attr"}
     for copy in copies:
@@ -215,7 +215,7 @@ def read_old_values(graph: Graph) -> None:
 
 
 def simple_sources(value: Node) -> set[str]:
-    """The inputs that a value may be, for all that a compiler can find out about its operations, by name."""
+    """Returns the names of the inputs that a value may be, as far as a compiler can tell from its operations."""
     input_names: set[str] = set()
     waiting = [value]
     while waiting:

@@ -1,7 +1,7 @@
-"""Operators of a host region that its code cannot call become the operations that they are written with.
+"""Replaces operators that the code of a host region cannot call by the operations of their implementations.
 
-That code runs without Python, which a custom operator needs.  One that PyTorch can trace is traced; any other is refused.  A few of
-PyTorch's own, which AOTInductor has no C interface for, are spelled out (SPELLED).
+The code runs without Python, which a custom operator needs.  An operator that PyTorch can trace is traced; any other is refused.
+For a few operators of PyTorch without a C interface in AOTInductor there are implementations here (SPELLED).
 
 Private interface (torch 2.11, 2.13): `torch._library.custom_ops`, for the Python functions behind `torch.library.custom_op`.
 """
@@ -25,20 +25,20 @@ from ..model.source import Source
 from ..model.user_code import first_line
 
 OWN = frozenset({"aten", "prims", "prim", "quantized", "cgcompile"})
-"""Namespaces of operators that PyTorch registers itself, or we do."""
+"""Namespaces of operators that PyTorch or cgcompile registers."""
 
 OURS = frozenset({"language_model::int8_linear", "language_model::paged_attention"})
-"""Operators of ours that bundles for processors call as C++ (targets/kernels/operators.py).  Elsewhere they are traced."""
+"""cgcompile's operators that bundles for processors call as C++ (targets/kernels/operators.py).  Elsewhere they are traced."""
 
 
 def inlined(program: ExportedProgram, only: Collection[Any] | None = None) -> ExportedProgram:
-    """The same program without operators that need Python at run time, or without those of `only` among them.  Raises
-    operator-without-code, torch-unsupported."""
+    """Replaces the operators that need Python at run time, or only those in `only`.  Raises operator-without-code,
+    torch-unsupported."""
     if any(node.target in SPELLED for node in program.graph.nodes):
         program = program.run_decompositions(dict(SPELLED))
-    kept = set() if only is None else custom_operators(program) - set(only)
-    for _ in range(8):  # an operator may be written with others
-        operators = custom_operators(program) - kept
+    excluded = set() if only is None else custom_operators(program) - set(only)
+    for _ in range(8):  # an operator may call others
+        operators = custom_operators(program) - excluded
         if not operators:
             return program
         try:
@@ -55,7 +55,7 @@ def inlined(program: ExportedProgram, only: Collection[Any] | None = None) -> Ex
 
 
 def unique(x: Tensor, sorted: bool = True, inverse: bool = False, counts: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    """What `torch.unique` gives of all elements: values in order, where each element went, how many there are of each."""
+    """Implements `torch.unique` of all elements: sorted values, the position of each element among them, and their counts."""
     ordered, order = torch.sort(x.reshape(-1), stable=True)
     values, places, numbers = unique_consecutive(ordered, True, True)
     back = torch.empty_like(order).scatter(0, order, places) if inverse else x.new_empty(0, dtype=torch.int64)
@@ -65,7 +65,7 @@ def unique(x: Tensor, sorted: bool = True, inverse: bool = False, counts: bool =
 def unique_consecutive(
     x: Tensor, inverse: bool = False, counts: bool = False, dim: int | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What `torch.unique_consecutive` gives of all elements; NotImplemented along one axis."""
+    """Implements `torch.unique_consecutive` of all elements; NotImplemented along one axis."""
     if dim is not None and x.dim() != 1:
         return NotImplemented
     flat = x.reshape(-1)
@@ -78,7 +78,7 @@ def unique_consecutive(
 
 
 def bincount(x: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
-    """What `torch.bincount` gives; `x` holds one element at least."""
+    """Implements `torch.bincount`.  `x` must have at least one element."""
     size = torch.clamp(x.max() + 1, min=minlength).item()
     torch._check(size >= 0)
     ones = torch.ones_like(x) if weights is None else weights.to(torch.float64 if weights.dtype != torch.float32 else torch.float32)
@@ -97,11 +97,11 @@ LOWERED = frozenset(
     f"quantized_decomposed::{name}"
     for name in ("quantize_per_tensor", "dequantize_per_tensor", "quantize_per_channel", "dequantize_per_channel", "choose_qparams")
 )
-"""Operators with Python code that Inductor generates code for (torch/_inductor/lowering.py, 2.11 and 2.13): what PT2E leaves."""
+"""Operators with Python code for which Inductor has lowerings (torch/_inductor/lowering.py, 2.11 and 2.13): PT2E uses them."""
 
 
 def custom_operators(program: ExportedProgram) -> set[Any]:
-    """The operators of other libraries that a program calls, but for those that Inductor lowers."""
+    """Returns the operators of other libraries that a program calls, except those that Inductor lowers."""
     modules = [module for module in program.graph_module.modules() if isinstance(module, torch.fx.GraphModule)]
     targets = {node.target for module in modules for node in module.graph.nodes if node.op == "call_function"}
     calls = {op for op in targets if isinstance(op, torch._ops.OpOverload) and op.namespace not in OWN}
@@ -109,8 +109,8 @@ def custom_operators(program: ExportedProgram) -> set[Any]:
 
 
 def code_of(source: Source, programs: Programs) -> str:
-    """What another process must import before it loads the programs: a line for the model, and one for every module of a package
-    that registers an operator, which the model may import late.  "": nothing.  Raises operator-without-code."""
+    """Returns what another process must import before it loads the programs, one a line: the model, and every module of a package
+    that registers an operator, because the model may import it late.  Returns "" for nothing.  Raises operator-without-code."""
     operators = {operator for _, program in programs.distinct for operator in custom_operators(program)}
     modules = {module for operator in operators for module in _registering_modules(operator)} - {source.code}
     if operators and not source.code and not modules:
@@ -124,8 +124,8 @@ def code_of(source: Source, programs: Programs) -> str:
 
 
 def _registering_modules(op: Any) -> list[str]:
-    """Modules that another process can import and that may have registered an operator with `torch.library.custom_op`: those of the
-    packages that its functions are from, as far as their source names its namespace."""
+    """Returns the modules that another process can import and that may have registered an operator with `torch.library.custom_op`:
+    modules in the packages of its functions whose source contains its namespace."""
     impl = getattr(custom_ops, "OPDEFS", {}).get(f"{op.namespace}::{op._opname}")
     functions = [getattr(impl, "_init_fn", None), getattr(impl, "_abstract_fn", None), *getattr(impl, "_backend_fns", {}).values()]
     packages = {getattr(function, "__module__", "").partition(".")[0] for function in functions} - {"", "torch", "builtins"}
@@ -136,7 +136,7 @@ def _registering_modules(op: Any) -> list[str]:
 
 
 def _function(op: Any) -> Callable[..., Any]:
-    """What the operator's author registered for the CPU, or for every device."""
+    """Returns the function that the operator's author registered for the CPU, or for every device."""
     if not hasattr(custom_ops, "OPDEFS"):
         raise BuildError(
             "torch-unsupported",

@@ -1,4 +1,4 @@
-"""A program without the marker operators: for targets where nothing is cut."""
+"""Removes the marker operators from a program, for targets that do not split it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from ..model.devices.markers import marker
 
 
 def without_markers(program: ExportedProgram) -> ExportedProgram:
-    """`program` without the marker operators, which are identities; itself when it has none.  All other nodes keep their names and
-    metadata; weights are shared, not copied.  Needs nothing of cgcompile to be saved or loaded."""
+    """Returns `program` without the marker operators, which are identities, or `program` itself if it has none.  All other nodes
+    keep their names and metadata.  Weights are shared, not copied.  The result can be saved and loaded without cgcompile."""
     if not any(marker(node) for module in _modules(program.graph_module) for node in module.graph.nodes):
         return program
     root = copied_graph(program)
@@ -27,7 +27,7 @@ def _modules(module: GraphModule) -> list[GraphModule]:
 
 
 def _drop(module: GraphModule) -> dict[str, str]:
-    """Takes the markers out of `module`'s graph; gives name of a marker -> name of what it is given."""
+    """Removes the markers from `module`'s graph.  Returns the name of a marker -> the name of its operand."""
     renamed: dict[str, str] = {}
     for node in [node for node in module.graph.nodes if marker(node)]:
         source = node.args[0]

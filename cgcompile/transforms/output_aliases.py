@@ -1,10 +1,10 @@
-"""Outputs that share memory with an input, a weight, state or another output, as eager PyTorch hands them out.
+"""Outputs that share memory with an input, a weight, state or another output, as in eager PyTorch.
 
-What eager PyTorch does is asked, not derived: a `reshape` copies or not, `contiguous` and `to` give the tensor itself or another.
-A bundle keeps the sharing by where the output's Value lies, whatever the compiled code does with it.  What a branch of `torch.cond`
-gives is a copy: the other branch may share nothing.
+The sharing is observed in eager PyTorch, not derived: a `reshape` may copy, and `contiguous` and `to` may return the tensor itself.
+A bundle keeps the sharing by the memory of the output's Value, whatever the compiled code does.  A branch of `torch.cond` returns a
+copy, because the other branch may share nothing.
 
-Private interface (torch 2.11, 2.13): `_cdata`, which fake tensors that share memory have in common.
+Private interface (torch 2.11, 2.13): `_cdata`, which is equal for fake tensors that share memory.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from ..model.source import all_keys, sample
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class View:
-    """A tensor as a view of another: bytes from the other's first element, strides in elements; `base` are the other's own."""
+    """A tensor as a view of another, by bytes from the other's first element and strides in elements.  `base`: the other's
+    strides."""
 
     offset: int
     strides: tuple[int, ...]
@@ -37,14 +38,14 @@ class View:
 
 
 Shared = Literal["inputs", "outputs", "weights", "state"]
-"""What an output may share memory with, as in `Alias.memory`."""
+"""Kinds of memory that an output can share, as in `Alias.memory`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OutputAlias:
     """Output number `output` shares memory with number `index` of the `inputs` or `outputs`, or with the weight `name`.
 
-    `memory` is then "weights", or "state" for one that calls change.  `views` says how at every int_key.
+    For a weight, `memory` is "weights", or "state" if calls change it.  `views`: the output as a view, at every int_key.
     """
 
     output: int
@@ -59,10 +60,10 @@ _Pair = tuple[int, Shared, int, str]
 
 
 def find_aliases(exported: Exported, outputs: Sequence[TensorSpec], state: Sequence[str]) -> tuple[OutputAlias, ...]:
-    """What the outputs share at the sizes of every int_key; the model runs once where they share nothing.
+    """Returns the memory that outputs share at the sizes of every int_key.  Runs the model once if they share nothing.
 
-    `state`: the buffers that the program writes to.  Raises outputs-shared where it differs between sizes, or where two outputs
-    overlap and neither holds the other.
+    `state`: the buffers that the program writes to.  Raises outputs-shared if the sharing differs between sizes, or if two outputs
+    overlap and neither contains the other.
     """
     keys = all_keys(exported.sizes)
     changed = frozenset(name.removeprefix(PREFIX) for name in state)
@@ -75,32 +76,32 @@ def find_aliases(exported: Exported, outputs: Sequence[TensorSpec], state: Seque
     first = at(keys[0])
     if not first:
         return ()
-    every = {key: first if key == keys[0] else at(key) for key in keys}
-    for key, views_at_key in every.items():
+    by_key = {key: first if key == keys[0] else at(key) for key in keys}
+    for key, views_at_key in by_key.items():
         if views_at_key.keys() != first.keys():
             raise ModelError(
                 "outputs-shared",
                 f"{exported.source.label}: which outputs share memory changes with the sizes ({keys[0]} and {key}): "
                 f"a reshape or contiguous() copies at some of them",
             )
-    views = {pair: {key: views_at_key[pair] for key, views_at_key in every.items()} for pair in first}
+    views = {pair: {key: views_at_key[pair] for key, views_at_key in by_key.items()} for pair in first}
     return tuple(
         [OutputAlias(output=pair[0], memory=pair[1], index=pair[2], name=pair[3], views=views[pair]) for pair in first]
     )  # fmt: skip
 
 
 def manifest_aliases(aliases: Sequence[OutputAlias], weights: Sequence[Weight]) -> tuple[Alias, ...]:
-    """The manifest's rows."""
+    """Returns the rows of the manifest."""
     return tuple([Alias(output=alias.output, memory=alias.memory, index=_index(alias, weights)) for alias in aliases])
 
 
 def with_aliases(
     programs: tuple[Program, ...], aliases: Sequence[OutputAlias], outputs: Sequence[TensorSpec], weights: Sequence[Weight]
 ) -> tuple[Program, ...]:
-    """The programs with the Values of outputs that share memory where the other one lies.
+    """Returns the programs, in which the Value of an output that shares memory lies in the memory of the other tensor.
 
-    On the cpu target that is in bytes from its first element, in a GPU's bundle in its memory.  Raises outputs-shared where the
-    compiled code lays the other one out otherwise than eager PyTorch.
+    Offsets are bytes from the other's first element on the cpu target, and from the start of its memory in a bundle for a GPU.
+    Raises outputs-shared if the compiled code gives the other one a layout that differs from eager PyTorch.
     """
     return tuple([_with_aliases(program, aliases, outputs, weights) for program in programs])
 
@@ -112,8 +113,8 @@ def _with_aliases(
     for alias in aliases:
         view, value = alias.views[program.key], values[program.outputs[alias.output]]
         other = _weight(alias, weights) if alias.name else _value(alias, program)
-        same = [mine == theirs or size < 2 for mine, theirs, size in zip(other.strides, view.base, other.shape, strict=True)]
-        if not all(same):
+        equal = [mine == theirs or size < 2 for mine, theirs, size in zip(other.strides, view.base, other.shape, strict=True)]
+        if not all(equal):
             raise ModelError(
                 "outputs-shared",
                 f"output {specs[alias.output].name!r}, int_key {program.key}: in eager PyTorch it shares memory with a tensor that "
@@ -132,7 +133,7 @@ def _index(alias: OutputAlias, weights: Sequence[Weight]) -> int:
 
 
 def _weight(alias: OutputAlias, weights: Sequence[Weight]) -> Weight:
-    """Raises outputs-shared for a weight that only the host has."""
+    """Returns the row of the weight.  Raises outputs-shared for a weight that is only on the host."""
     row = weights[_index(alias, weights)]
     if row.memory == HOST:
         raise ModelError("outputs-shared", f"an output shares memory with the weight {row.name!r}, which only the host has")
@@ -144,7 +145,7 @@ def _value(alias: OutputAlias, program: Program) -> Value:
 
 
 def _shared(flat: FlatModule, tensors: Sequence[torch.Tensor], state: frozenset[str], names: Sequence[str]) -> dict[_Pair, View]:
-    """What the outputs of a call share, in the order of the outputs."""
+    """Returns the memory that the outputs of a call share, in the order of the outputs."""
     inputs = tuple([tensor.clone() for tensor in tensors])
     owners: dict[_Memory, tuple[Shared, int, str, torch.Tensor]] = {}
     for name, weight in (*flat.model.named_parameters(), *flat.model.named_buffers()):
@@ -168,8 +169,8 @@ def _shared(flat: FlatModule, tensors: Sequence[torch.Tensor], state: frozenset[
 
 
 def _whatever_branch(program: ExportedProgram, views: Mapping[_Pair, View]) -> dict[_Pair, View]:
-    """Those that a call shares whichever branches it takes: where a branch's result is on the way, those that the program shares,
-    too, in which a branch's result has memory of its own."""
+    """Returns the sharing that holds whichever branches a call takes.  If an output depends on a branch, the program must share the
+    memory too.  In the program, the result of a branch has memory of its own."""
     graph, specs = program.graph, program.graph_signature.output_specs
     decided: set[Node] = set()
     for node in graph.nodes:
@@ -189,7 +190,7 @@ def _whatever_branch(program: ExportedProgram, views: Mapping[_Pair, View]) -> d
 
 
 def _decides(node: Node, module: GraphModule) -> bool:
-    """Whether data decides in an operator which memory it gives."""
+    """Whether the memory of an operator's result depends on data."""
     parts = [part for body in bodies(node, module) for part in body.modules() if isinstance(part, GraphModule)]
     return is_conditional(node) or any(is_conditional(inner) for part in parts for inner in part.graph.nodes)
 
@@ -199,10 +200,10 @@ def _memory(node: Node) -> int | None:
     return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
 
 
-def _among(outputs: Sequence[torch.Tensor], rest: Iterable[int], names: Sequence[str]) -> dict[_Pair, View]:
-    """Outputs that share elements with another: the one with the most bytes is the other."""
+def _among(outputs: Sequence[torch.Tensor], indices: Iterable[int], names: Sequence[str]) -> dict[_Pair, View]:
+    """Returns the outputs that share elements with another output.  The base is the one with the most bytes."""
     groups: dict[_Memory, list[int]] = {}
-    for index in rest:
+    for index in indices:
         if outputs[index].numel():
             group = groups.setdefault(_storage(outputs[index]), [])
             if group:
@@ -225,14 +226,14 @@ def _among(outputs: Sequence[torch.Tensor], rest: Iterable[int], names: Sequence
 
 
 def _check_dtype(name: str, output: torch.Tensor, other: torch.Tensor) -> None:
-    """Raises outputs-shared for the same memory seen as another dtype (`view(dtype)`, `view_as_real`)."""
+    """Raises outputs-shared if the same memory is viewed as another dtype (`view(dtype)`, `view_as_real`)."""
     if output.dtype != other.dtype:
         raise ModelError("outputs-shared", f"output {name!r} views memory of a tensor of {other.dtype} as {output.dtype}")
 
 
 _Memory = tuple[int, bool, bool]
-"""The address of a storage, and whether what lies there is read as its conjugate, or negative: `x.conj()` is a view of x, but the
-memory of a bundle says nothing of that, so that such an output has memory of its own."""
+"""The address of a storage, and whether its values are read as conjugates, or as negatives.  `x.conj()` is a view of x, but the
+memory of a bundle has no such flag.  So such an output gets memory of its own."""
 
 
 def _storage(tensor: torch.Tensor) -> _Memory:
@@ -246,7 +247,7 @@ def _view(tensor: torch.Tensor, base: torch.Tensor) -> View:
 
 
 def _span(tensor: torch.Tensor) -> int:
-    """Elements from the first to behind the last."""
+    """Returns the number of elements in memory from the first to the last one."""
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
@@ -256,7 +257,7 @@ def _inside(tensor: torch.Tensor, base: torch.Tensor) -> bool:
 
 
 def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors of one storage have an element in common, found by marking: chunks of a tensor have none."""
+    """Whether two tensors of one storage have a common element.  Marks elements: chunks of a tensor interleave, but share none."""
     begin = min(one.storage_offset(), other.storage_offset())
     end = max(tensor.storage_offset() + _span(tensor) for tensor in (one, other))
     marks = torch.zeros(end - begin, dtype=torch.bool)

@@ -1,4 +1,4 @@
-"""What is lowered: the exported program after the transforms, and what a call of it does."""
+"""The input of lowering: the exported program after the transforms, and what its calls write, share and draw."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from .rng.rewrite import generator_buffer, with_generator
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prepared:
-    """Programs, ready to be lowered.
+    """Programs that are ready to be lowered.
 
-    `written`: positions of the inputs that one of them writes to.  `changes`: the buffers that one writes to, by their names in the
-    programs.  `state`: those that any entry of the model writes to, and those that hold numbers of rows; `varying`: those of them
-    whose number of rows a load chooses.  `weights`: the tensors of all entries.  `generator`: the buffer of the random numbers,
-    named so too, "" without.  `reference` gives what a call has to give, and `self_test_calls` is how often the self-test calls
-    each int_key.  `spread`: of `eager_spread`, at the smallest and the largest int_key.  `on_gpu`: eager PyTorch ran there.
-    `baked`: as `Exported` has them.
+    `written`: positions of the inputs that a program writes to.  `changes`: the buffers that a program writes to, by their names in
+    the programs.  `state`: the buffers that any entry of the model writes to, and those with numbers of rows.  `varying`: buffers
+    of the state whose number of rows is chosen at load.  `weights`: the tensors of all entries.  `generator`: the program's name of
+    the random number generator's buffer, or "".  `reference`: computes the expected results.  `self_test_calls`: how often the
+    self-test calls each int_key.  `spread`: the result of `eager_spread`, the larger of those at the smallest and the largest
+    int_key.  `on_gpu`: eager PyTorch ran on a GPU.  `baked`: as in `Exported`.
     """
 
     programs: Programs
@@ -55,14 +55,16 @@ class Prepared:
 def prepare(
     exported: Exported, signature: Signature, functionalized: Mapping[IntKey, ExportGraphSignature], markers: bool
 ) -> Prepared:
-    """The transforms: markers out unless `markers`, random numbers computed; then what a call writes, shares and draws.
+    """Applies the transforms: removes markers unless `markers`, and rewrites random operators.  Then finds writes, aliases and
+    draws.
 
-    `functionalized`: what `functional` gives for the exported program of a key.  Raises outputs-shared.
+    `functionalized`: the result of `functional` for the exported program of a key.  Raises outputs-shared, state-refused,
+    structure-unsupported.
     """
     bare = exported.programs if markers else exported.programs.changed(without_markers)
     programs = bare.changed(partial(with_generator, first=torch.zeros(2, dtype=torch.int64, device=exported.source.device)))
     if rows := exported.source.rows:
-        from .state_rows import with_counted_rows  # late: few models have any
+        from .state_rows import with_counted_rows  # imported late: few models need it
 
         programs = programs.changed(partial(with_counted_rows, rows=rows, run_device=exported.source.target_device))
     varying = tuple([PREFIX + name for row in rows for name in row.buffers])
@@ -88,9 +90,9 @@ def prepare(
 
 
 def together(entries: Sequence[Prepared]) -> tuple[Prepared, ...]:
-    """The entries of one model, each of which knows the state and the weights of all.
+    """Returns the entries of one model, each with the state and the weights of all.
 
-    Raises data-dependent-branch for a value that Python got of a buffer that calls change."""
+    Raises data-dependent-branch if Python read a value of a buffer that calls change, and state-refused."""
     changes = {name for one in entries for name in one.changes}
     weights = {name: value for one in entries for name, value in one.weights.items()}
     state = tuple(sorted(changes | {name for name in weights if name.startswith(ROWS)}))
@@ -110,14 +112,14 @@ def together(entries: Sequence[Prepared]) -> tuple[Prepared, ...]:
 
 
 def _self_test_calls(exported: Exported, reference: Reference, state: Sequence[str]) -> int:
-    """Twice for a model with state: only the second call shows whether it begins where the first one ended.  Once where eager
-    PyTorch fails at that, as with a cache that one call fills."""
+    """Returns 2 for a model with state: only a second call shows whether it starts where the first one ended.  Returns 1 if eager
+    PyTorch fails at the second call, as with a cache that one call fills."""
     if not state:
         return 1
     for key in all_keys(exported.sizes):
         tensors = sample(exported.source, dict(zip(exported.sizes, key, strict=True))).tensors
         try:
-            # the second call may be beyond the end of a cache
+            # the second call may write beyond the end of a cache
             with guarded_indices(exported.source.device):
                 run_eager(reference, tensors, calls=2)
         except FAILURES:
@@ -126,7 +128,7 @@ def _self_test_calls(exported: Exported, reference: Reference, state: Sequence[s
 
 
 def _spread(exported: Exported, reference: Reference) -> tuple[float, ...]:
-    """On the inputs of the self-test: how much rounding counts differs from draw to draw."""
+    """Returns `eager_spread` for inputs of the self-test, because the effect of rounding differs from draw to draw."""
     keys = all_keys(exported.sizes)
     draws = [
         sample(exported.source, dict(zip(exported.sizes, key, strict=True)), SELF_TEST_SEED).tensors

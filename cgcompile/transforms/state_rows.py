@@ -1,12 +1,12 @@
-"""Programs whose code is the same however many rows their state has.
+"""Rewrites programs so that their code is the same for any number of rows of their state.
 
-A row is reached by an index alone, from 0 on: one that counts from the end means another row where there are more.  The code that
-Inductor makes of an index compares it with the number of rows.  So the program gets one more buffer for each dimension, ROWS and
-its name, int64 [1], which holds the number, and compares with that.  A processor then refuses an index that is none, and a GPU
-takes the nearest row.  The operations that are left compare nothing with a size of a tensor.
+A row is only accessed by an index that counts from 0.  An index from the end would mean another row if there are more.  The code
+that Inductor generates for an index compares it with the number of rows.  So the program gets one more buffer for each dimension,
+ROWS and its name, int64 [1], with the number of rows, and compares with that.  An invalid index is then an error on a processor,
+and means the nearest row on a GPU.  The remaining operations compare nothing with a size of a tensor.
 
-What else touches such state is refused: it would read or write all rows, or hold their number.  On a GPU an operator of Triton
-kernels (`torch.library.triton_op`) may take the state: the recorders find out whether its launches follow the number.
+Other uses of such state are refused: they would read or write all rows, or contain their number.  On a GPU an operator of Triton
+kernels (`torch.library.triton_op`) may take the state: the recorders check whether its launches follow the number.
 
 Private interface (torch 2.11, 2.13): `torch._library.triton.triton_ops_to_kernels`.
 """
@@ -42,24 +42,24 @@ aten = torch.ops.aten
 PUTS = (aten.index_put_.default, aten.index_put.default)
 
 SAME = (aten.alias.default, aten.detach.default, aten.lift_fresh_copy.default)
-"""Operations whose result is the state itself; a copy is not among them."""
+"""Operations whose result is the state itself, not a copy."""
 
 FACTORIES = (aten.new_zeros.default, aten.new_ones.default, aten.new_full.default, aten.new_empty.default)
-"""Take a dtype and a device."""
+"""Operations that only take a dtype and a device from their tensor."""
 
 WITHIN = {
     aten.select.int: 1, aten.slice.Tensor: 1, aten.unsqueeze.default: 1, aten.squeeze.dim: 1, aten.transpose.int: 1,
 }  # fmt: skip
-"""Views of state that have all rows where they leave the first axis alone, with the position of their axis."""
+"""Views of state that keep all rows unless they change the first axis, with the position of their axis argument."""
 
 EVERYTHING = (1 << 63) - 1
-"""The end of a slice that Python spells `:`."""
+"""The end of a slice that Python writes as `:`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class IndexedRows:
-    """An operator that reads rows of its second and third argument at the `places` of another.  Behind its `arguments` follows
-    whether the places were checked."""
+    """An operator that reads rows of its second and third argument.  `places`: the position of the argument with the indices.
+    After its first `arguments` arguments comes a flag: whether the indices were checked."""
 
     places: int
     arguments: int
@@ -69,12 +69,12 @@ INDEXED = {"language_model::paged_attention": IndexedRows(places=3, arguments=11
 
 
 def rows_buffer(dimension: str) -> str:
-    """The name of the buffer of a dimension, in the programs and in the bundle."""
+    """Returns the name of the buffer of a dimension, in the programs and in the bundle."""
     return f"{ROWS}{dimension}"
 
 
 def with_more_rows(program: ExportedProgram, rows: Sequence[StateRows], more: int) -> ExportedProgram:
-    """The same operations over state of more rows, all zeros."""
+    """Returns the program for state with more rows, all zeros, and with increased numbers of rows."""
     root, names, changed = (
         copied_graph(program),
         weight_placeholders(program),
@@ -97,8 +97,8 @@ def with_more_rows(program: ExportedProgram, rows: Sequence[StateRows], more: in
 
 
 def with_counted_rows(program: ExportedProgram, rows: Sequence[StateRows], run_device: torch.device) -> ExportedProgram:
-    """The program, whose state may have any number of rows; itself where it touches none.  `run_device`: where it will run.
-    Weights are shared, not copied.  Raises state-refused."""
+    """Returns the program for any number of rows of its state, or the program itself if it uses none.  `run_device`: where it will
+    run.  Weights are shared, not copied.  Raises state-refused."""
     names = weight_placeholders(program)
     of_name = {PREFIX + name: group for group in rows for name in group.buffers}
     if of_name.keys().isdisjoint(names.values()):
@@ -118,29 +118,29 @@ def with_counted_rows(program: ExportedProgram, rows: Sequence[StateRows], run_d
 
 
 def _close(module: GraphModule) -> None:
-    """Inputs of bodies that nothing reads do no harm; the order of nodes is checked."""
+    """Checks the order of the nodes and compiles the module.  Inputs of bodies that nothing reads are harmless."""
     module.graph.lint()
     module.recompile()
 
 
 class Axis(NamedTuple):
-    """An axis of a buffer: which one of a view it is, or at which position it was selected."""
+    """An axis of a buffer: its number in a view, or the position that was selected."""
 
     view: int | None
     position: int | None
 
 
 class _Rewriting:
-    """One graph.  `state`: nodes that have all rows of a dimension, with the node of their number."""
+    """Rewrites one graph.  `state`: nodes with all rows of a dimension, and the node of the number of rows."""
 
     def __init__(self, module: GraphModule, state: Mapping[Node, tuple[StateRows, Node]], asserting: bool) -> None:
         self._module, self._state, self._asserting = module, dict(state), asserting
-        # what can be written to: the buffer, and for each of its axes the one of the view, or the position that was selected
+        # nodes that can be written to: the buffer, and for each of its axes that of the view, or the selected position
         self._axes: dict[Node, tuple[Node, tuple[Axis, ...]]] = {
             node: (node, tuple([Axis(number, None) for number in range(node.meta["val"].dim())])) for node in state
         }
         self._places: dict[Any, Node] = {}
-        self._part = 0  # how many branches and loops are behind
+        self._part = 0  # the number of branches and loops so far
         self._written = {node for writer in module.graph.nodes for node in _write_targets(writer)}
         self._keys: dict[Node, Any] = {}
 
@@ -173,8 +173,8 @@ class _Rewriting:
                 return None
             if target in SAME or self._keeps_rows(node):
                 self._state[node] = rows, count
-                whole = target is aten.slice.Tensor and node.meta["val"].shape == _shape(state)
-                if state in self._axes and (target in (*SAME, aten.select.int) or whole):
+                is_full = target is aten.slice.Tensor and node.meta["val"].shape == _shape(state)
+                if state in self._axes and (target in (*SAME, aten.select.int) or is_full):
                     self._axes[node] = self._selected(node, *self._axes[state])
                 return None
             if target in FACTORIES:
@@ -185,9 +185,9 @@ class _Rewriting:
             checked = (*args[: indexed.places], places, *args[indexed.places + 1 : indexed.arguments], 1)
             return self._become(node, target, checked)
         if operator is not None and operator.name() in triton_ops_to_kernels and not self._asserting:
-            return None  # kernels that find their rows themselves
-        what = str(operator or higher_order(node) or target)
-        raise _refused(node, rows, f"is used as a whole by {what}")
+            return None  # its kernels find the rows themselves
+        user = str(operator or higher_order(node) or target)
+        raise _refused(node, rows, f"is used as a whole by {user}")
 
     def _keeps_rows(self, node: Node) -> bool:
         axis = WITHIN.get(node.target)
@@ -205,7 +205,7 @@ class _Rewriting:
         node.target, node.args, node.kwargs = target, args, {}
 
     def _selected(self, node: Node, base: Node, axes: tuple[Axis, ...]) -> tuple[Node, tuple[Axis, ...]]:
-        """The axes of the buffer in a view of its axes, where one more is selected."""
+        """Returns the axes of the buffer after one more selection from a view of it."""
         if node.target is not aten.select.int:
             return base, axes
         chosen, position = node.args[1] % node.args[0].meta["val"].dim(), node.args[2]
@@ -218,8 +218,7 @@ class _Rewriting:
         return base, tuple(axes_of_view)
 
     def _put(self, node: Node, state: Node, rows: StateRows, count: Node) -> None:
-        """What is written in place is a new value of the whole buffer that is copied there: that is written in place again when it
-        is lowered."""
+        """Turns a write in place into a new value of the whole buffer, which is copied to it.  Lowering makes it in place again."""
         base, axes = self._axes[state]
         places = self._indices(node, node.args[1], count)
         graph, indices = node.graph, []
@@ -260,20 +259,20 @@ class _Rewriting:
         return [self._place(node, indices[0], count), *indices[1:]]
 
     def _place(self, node: Node, index: Node, count: Node) -> Node:
-        """The places that an index means, once for all that use the same between two branches or loops.  What lies between these
-        is compiled by itself on a GPU: of places that come from outside, Inductor does not know that none is negative."""
+        """Returns the rows of an index, computed once for all equal indices between two branches or loops.  On a GPU, each such
+        part is compiled separately: Inductor does not know that rows from another part are not negative."""
         key = self._key(index), count, self._part
         if key not in self._places:
             origin = {name: node.meta[name] for name in ("stack_trace", "nn_module_stack") if name in node.meta}
             where = " ".join(filter(None, [place(node)[0] or "model"]))
-            said = spelled(f"{where}: {ASSERTS}: 0 <= index < number of rows of the state") if self._asserting else ""
-            behind = index.next if index.op == "call_function" else _first(node.graph)
-            first = node if self._part else behind  # so that all that use it come later
-            self._places[key] = insert(first, [index, count], partial(_places, said=said), origin=origin)
+            message = spelled(f"{where}: {ASSERTS}: 0 <= index < number of rows of the state") if self._asserting else ""
+            next_node = index.next if index.op == "call_function" else _first(node.graph)
+            first = node if self._part else next_node  # so that all uses come later
+            self._places[key] = insert(first, [index, count], partial(_places, message=message), origin=origin)
         return self._places[key]
 
     def _key(self, node: Node) -> Any:
-        """Equal for nodes that compute the same of what no operation writes to."""
+        """Returns a key that is equal for nodes that compute the same from values that no operation writes to."""
         if node not in self._keys:
             self._keys[node] = self._new_key(node)
         return self._keys[node]
@@ -295,7 +294,7 @@ class _Rewriting:
         return node.target, spelled_out(node.args), spelled_out(sorted(node.kwargs.items()))
 
     def _into_bodies(self, node: Node) -> None:
-        """Branches and loops: their bodies are given the numbers, too."""
+        """Passes the numbers of rows to the bodies of a branch or a loop."""
         carried = node.args[2] if higher_order(node) == WHILE else ()
         for leaf in tree_leaves(carried):
             if leaf in self._state:
@@ -318,11 +317,11 @@ class _Rewriting:
             _close(body)
 
 
-def _places(index: Tensor, count: Tensor, said: str) -> Tensor:
-    """From an index of rows to the rows.  `said`: what an index is told that is none."""
+def _places(index: Tensor, count: Tensor, message: str) -> Tensor:
+    """Returns the rows of an index.  `message`: the error for an invalid index, or "" to take the nearest row."""
     number, row = count.select(0, 0), index.to(torch.int64)
-    if said:
-        aten._assert_async.msg(((row >= 0) & (row < number)).all(), said)
+    if message:
+        aten._assert_async.msg(((row >= 0) & (row < number)).all(), message)
     return torch.minimum(row, number - 1).clamp(min=0)
 
 
@@ -337,7 +336,7 @@ def _device(node: Node) -> torch.device:
 
 
 def _is_row(indices: Any) -> bool:
-    """Whether the first axis is indexed by whole numbers."""
+    """Whether the first axis is indexed by integers."""
     first = indices[0] if indices else None
     return isinstance(first, Node) and first.meta["val"].dtype in (torch.int64, torch.int32)
 
@@ -345,8 +344,8 @@ def _is_row(indices: Any) -> bool:
 def _write_targets(node: Node) -> Iterator[Node]:
     schema = getattr(node.target, "_schema", None)
     if schema is not None and schema.is_mutable:
-        for about, value in zip(schema.arguments, node.args, strict=False):
-            if about.alias_info is not None and about.alias_info.is_write and isinstance(value, Node):
+        for argument, value in zip(schema.arguments, node.args, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, Node):
                 yield value
 
 
@@ -357,7 +356,7 @@ def _first(graph: Graph) -> Node:
 def _add_input(graph: Graph, like: Node) -> None:
     with graph.inserting_before(next(node for node in graph.nodes if node.op != "placeholder")):
         fresh = graph.placeholder("cgcompile_rows")
-    fresh.target = fresh.name  # which is unique
+    fresh.target = fresh.name  # torch.fx has made it unique
     fresh.meta["val"] = like.meta["val"]
 
 

@@ -1,1 +1,1 @@
-"""Collectives between the GPUs of one host, as kernels that a graph can hold: their memory, their text, their launches."""
+"""Collectives between the GPUs of one host, as kernels that a CUDA graph can contain: memory, PTX text, launches."""

@@ -1,4 +1,4 @@
-"""Collectives by buffers: the data as it is, then a flag for each block."""
+"""PTX of collectives by buffers: plain data, followed by one flag per block."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .sums import add, rounded
 
 
 def buffers(memory: ExchangeMemory, combine: str) -> str:
-    """Every block sends its part to all, waits for the same part of all, and combines it."""
+    """Returns the PTX: each block sends its part to all ranks, waits for that part from all ranks, and combines it."""
     world, slots = memory.world, (memory.buffers_at, memory.buffers_half, memory.buffers)
     sent = "".join([_send_buffer(target, slot_address(f"%m{target}", "%rank", "%to", slots)) for target in range(world)])
     sources = "".join([_source(source, slot_address("%mine", str(source), f"%m{source}", slots)) for source in range(world)])
@@ -47,8 +47,8 @@ SENT_{target}:
 
 
 def _flags(world: int) -> str:
-    """Thread n tells rank n that the block's part is there, and waits until that one says so.  The fence is for what all threads of
-    the block have written before the barrier."""
+    """Returns the PTX in which thread n sets the flag of this block on rank n, and waits for that of rank n.  The fence makes the
+    stores of all threads before the barrier visible before the flag."""
     look = f"""  ld.acquire.sys.global.u32 %f, [%a1+{FLAGS}];
   sub.u32 %g, %f, %epoch;
   setp.ge.s32 %p, %g, 0;"""
@@ -72,7 +72,7 @@ HEARD:
 
 
 def _source(source: int, slot: str) -> str:
-    """From now on %m of a rank is where its part lies."""
+    """Points %m of a rank to its part in the buffers, or for this rank to the own input."""
     return f"{slot}  setp.eq.u32 %p, %rank, {source};\n  selp.b64 %m{source}, %own, %m{source}, %p;\n"
 
 
@@ -115,7 +115,7 @@ TAKEN:
 
 
 def _copy(label: str, source: str, target: str) -> str:
-    """The block's part from one address to another."""
+    """Returns the PTX that copies the block's part from one address to another."""
     loads = [
         f"""
   setp.lt.u32 %k{piece}, %t, %last;
@@ -142,5 +142,5 @@ def _copy(label: str, source: str, target: str) -> str:
 
 
 def _words(number: int) -> str:
-    """The four registers of a piece."""
+    """Returns the vector operand of a piece: four registers."""
     return "{" + ", ".join([f"%w{4 * number + place}" for place in range(4)]) + "}"

@@ -1,17 +1,17 @@
-"""The memory through which the ranks of a model exchange data: on every rank one, which all of them can write to.  Pure.
+"""The memory through which the ranks of a model exchange data.  Each rank has one, and all ranks can write to it.  Pure.
 
-It holds, in this order:
+It contains, in this order:
 
-    epochs   a number per block: how many collectives this rank has run.  It grows by one with each, on all ranks alike
-    status   0, or 1 + the rank that a kernel of this rank has waited for in vain
-    limit    the nanoseconds that a kernel waits, 0: for ever
-    flags    per source and block: the epoch up to which the source has written what it sends to this rank
-    packets  two halves, per half and source: data in pieces of 8 bytes, each beside its epoch twice (16 bytes)
-    buffers  two halves, per half and source: data as it is
+    epochs   per block: how many collectives this rank has run.  Each collective adds 1, on all ranks alike
+    status   0, or 1 + the rank for which a kernel of this rank waited until the time limit
+    limit    the time limit of a kernel's waits in nanoseconds, 0 for none
+    flags    per source and block: the last epoch whose data the source has stored for this rank
+    packets  two halves, per half and source: 8 bytes of data per packet of 16 bytes, with the epoch twice
+    buffers  two halves, per half and source: plain data
 
-A collective of an odd epoch uses the second half, one of an even epoch the first.  That is enough: a rank that begins epoch e + 2
-has heard from every other one in epoch e + 1, and that one had begun e + 1 only when all of its reads of epoch e were done.
-Numbers of epochs have 32 bits: after 2^31 collectives a memory is filled with zeros again, on all ranks at rest.
+A collective of an odd epoch uses the second half, one of an even epoch the first.  Two halves suffice.  A rank that begins epoch
+e + 2 has received epoch e + 1 from every other rank.  A rank sends epoch e + 1 only after all its reads of epoch e.
+Epochs have 32 bits.  Before 2^31 collectives, the memory must be filled with zeros on all ranks while no collective runs.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from dataclasses import dataclass
 from cgbundle.validate.memories import WORLDS as WORLDS
 
 BLOCKS = 256
-"""The most blocks that a collective's kernel is launched with."""
+"""The most blocks of a collective's kernel."""
 
 LINE = 32
-"""Bytes between flags, so that no two of them share a sector."""
+"""Bytes between flags.  Two flags never share a sector."""
 
 STATUS, LIMIT, FLAGS = 4 * BLOCKS, 4 * BLOCKS + 8, 4096
-"""Offsets that are the same for all."""
+"""Offsets that do not depend on the number of ranks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExchangeMemory:
-    """`packets` and `buffers`: the most bytes that one rank sends to another by either way in one collective, multiples of 16."""
+    """`packets`, `buffers`: the most bytes that a rank sends to another in one collective by that method; multiples of 16."""
 
     world: int
     packets: int
     buffers: int
 
     def flag(self, source: int, block: int) -> int:
-        """The offset of a flag."""
+        """Returns the offset of a flag."""
         return FLAGS + (source * BLOCKS + block) * LINE
 
     @property
@@ -64,5 +64,5 @@ class ExchangeMemory:
 
     @property
     def bytes(self) -> int:
-        """What a rank has to allocate, and fill with zeros before the first collective of any rank."""
+        """Bytes that each rank allocates, and fills with zeros before the first collective of any rank."""
         return self.buffers_at + 2 * self.buffers_half

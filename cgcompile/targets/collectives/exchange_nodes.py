@@ -1,4 +1,4 @@
-"""A collective of a program as the launch of a kernel of `kernels`, and back.  Pure."""
+"""Converts collectives of a program to kernel launches of `kernels`, and back.  Pure."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from .launches import CollectiveLaunch, collective_launch
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
 
 SUMS = ("bfloat16", "float16", "float32")
-"""Dtypes whose numbers are added up."""
+"""Dtypes that sums support."""
 
 MULTIPLE = 16
-"""What the bytes from one rank to another are a multiple of, and addresses too."""
+"""The sizes that one rank sends to another, and all addresses, are multiples of this many bytes."""
 
 _PEER = MEMORIES.index("peer")
 _SYMBOLS = {symbol(way, combine): (way, combine) for way in PIECE for combine in get_args(Combine)}
@@ -31,8 +31,8 @@ _SYMBOLS = {symbol(way, combine): (way, combine) for way in PIECE for combine in
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Transfer:
-    """What every rank sends to every other one: `size` bytes, the same ones or, `scattered`, those of the input that are that
-    rank's.  What comes is combined in the order of the ranks.  `sender`: the only rank whose data comes, -1 for all."""
+    """What every rank sends to every other rank: `size` bytes.  `scattered`: each rank gets its own part of the input; else all get
+    the same bytes.  The receiver combines the data in the order of the ranks.  `sender`: the only rank that sends, -1 for all."""
 
     combine: Combine
     size: int
@@ -40,13 +40,13 @@ class Transfer:
     sender: int = -1
 
     def output(self, world: int) -> int:
-        """Bytes of what comes."""
+        """Returns the bytes of the output."""
         return self.size * (world if self.combine == "side by side" and self.sender < 0 else 1)
 
 
 def transfer(kind: str, dtype: str, nbytes: int, world: int, sender: int = -1) -> Transfer:
-    """Of a collective, one of KINDS, over an input of `nbytes` bytes, which each rank has.  What is not a multiple of MULTIPLE is
-    rounded up, where nothing is scattered.  Raises ValueError in words for what the kernels do not do."""
+    """Returns the transfer of a collective, one of KINDS, over an input of `nbytes` bytes on each rank.  Rounds up to MULTIPLE
+    unless the input is scattered.  Raises ValueError, with a text for the user, for what the kernels do not support."""
     if kind in ("all_reduce", "reduce_scatter") and dtype not in SUMS:
         raise ValueError(f"{kind} of {dtype}: expected {', '.join(SUMS[:-1])} or {SUMS[-1]}")
     if dtype not in DTYPES:
@@ -56,12 +56,12 @@ def transfer(kind: str, dtype: str, nbytes: int, world: int, sender: int = -1) -
         raise ValueError(f"{kind} of {nbytes} bytes: expected a multiple of {MULTIPLE} for each of {world} ranks")
     size = nbytes // world if scattered else -(-nbytes // MULTIPLE) * MULTIPLE
     summed = kind in ("all_reduce", "reduce_scatter")
-    combine: Combine = dtype if summed else "side by side"  # type: ignore[assignment]  # it is one of SUMS
+    combine: Combine = dtype if summed else "side by side"  # type: ignore[assignment]  # the dtype is one of SUMS
     return Transfer(combine=combine, size=size, scattered=scattered, sender=sender if kind == "broadcast" else -1)
 
 
 def output_shape(kind: str, shape: Sequence[int], world: int) -> tuple[int, ...]:
-    """Of what comes of a collective over an input of this shape, for `world` ranks."""
+    """Returns the shape of a collective's output for an input of `shape` on each of `world` ranks."""
     first, *rest = shape or (1,)
     if kind == "all_gather":
         return (first * world, *rest)
@@ -69,16 +69,16 @@ def output_shape(kind: str, shape: Sequence[int], world: int) -> tuple[int, ...]
 
 
 def needed_memory(world: int, transfers: Iterable[Transfer]) -> ExchangeMemory:
-    """The memory through which all of them can go, one after the other."""
-    most = {"packets": MULTIPLE, "buffers": MULTIPLE}
+    """Returns an exchange memory that is large enough for each of the transfers."""
+    sizes = {"packets": MULTIPLE, "buffers": MULTIPLE}
     for transfer in transfers:
         way = _launch(transfer).way
-        most[way] = max(most[way], transfer.size)
-    return ExchangeMemory(world=world, **most)
+        sizes[way] = max(sizes[way], transfer.size)
+    return ExchangeMemory(world=world, **sizes)
 
 
 def stride(memory: ExchangeMemory) -> int:
-    """Bytes from one rank's part of memory peer to the next one's."""
+    """Returns the bytes from one rank's part of memory peer to the next."""
     return -(-memory.bytes // GRANULARITY) * GRANULARITY
 
 
@@ -96,17 +96,17 @@ class ExchangeKernels:
 
     @property
     def world(self) -> World:
-        """The manifest's row."""
+        """The row of the manifest."""
         return World(rank=self.rank, size=self.memory.world, stride=stride(self.memory), status=STATUS, limit=LIMIT)
 
     def function(self, transfer: Transfer) -> Function:
-        """The kernel that sends it."""
+        """Returns the kernel that runs a transfer."""
         name = symbol(_launch(transfer).way, transfer.combine)
         return Function(image=self.sha256, symbol=name, params=params(self.memory.world), attributes=())
 
 
 def exchange_node(function: int, send: Transfer, memory: ExchangeMemory, rank: int, source: Address, target: Address) -> KernelNode:
-    """The launch on a rank, from an input to an output, whose addresses are multiples of MULTIPLE."""
+    """Returns the launch of a transfer on one rank.  The addresses of input and output are multiples of MULTIPLE."""
     launch = _launch(send)
     senders = 1 << send.sender if send.sender >= 0 else (1 << memory.world) - 1
     parts = [Address(memory=_PEER, offset=number * stride(memory)) for number in range(memory.world)]
@@ -124,7 +124,7 @@ def exchange_node(function: int, send: Transfer, memory: ExchangeMemory, rank: i
 
 
 def transfer_of(function: Function, node: KernelNode) -> Transfer | None:
-    """What a launch of `exchange_node` sends; None for every other kernel."""
+    """Returns the transfer of a launch from `exchange_node`, or None for any other kernel."""
     world = sum(1 for relocation in node.relocations if relocation.target.memory == _PEER)
     if function.symbol not in _SYMBOLS or function.params != params(world):
         return None
@@ -135,5 +135,5 @@ def transfer_of(function: Function, node: KernelNode) -> Transfer | None:
 
 
 def _launch(transfer: Transfer) -> CollectiveLaunch:
-    """Of packets side by side all ranks' come."""
+    """Returns the launch of a transfer.  A single sender needs buffers: kernels of packets wait for packets from all ranks."""
     return collective_launch(transfer.size, "buffers" if transfer.sender >= 0 else None)

@@ -1,29 +1,29 @@
-"""Where in the exchange memories lies what ranks send, and waiting for it until the time is up."""
+"""PTX that computes addresses in the exchange memories, and that waits with a time limit."""
 
 from __future__ import annotations
 
 from .exchange_memory import LIMIT, STATUS
 
 _LOOKS = 1024
-"""A thread that waits asks for the time whenever it has looked as often."""
+"""A waiting thread reads the clock after this many polls."""
 
 OWN = """
   cvt.u64.u32 %own, %rank;
   mul.lo.s64 %own, %own, %stride;
   add.s64 %own, %own, %in;
 """
-"""The part of the own input that this rank gets."""
+"""Computes %own, the address of the own part of this rank's input."""
 
 
 def choose(to: str, rank: str, world: int) -> str:
-    """The exchange memory of the rank in a register."""
+    """Returns PTX that selects the exchange memory of the rank in register `rank`."""
     rest = "".join([f"  setp.eq.u32 %p, {rank}, {peer};\n  selp.b64 {to}, %m{peer}, {to}, %p;\n" for peer in range(1, world)])
     return f"  mov.b64 {to}, %m0;\n{rest}"
 
 
 def slot_address(base: str, source: str, to: str, slots: tuple[int, int, int]) -> str:
-    """Where in a memory lies what a rank, a register or a number, sends in this epoch.  `slots`: the first one's offset, the bytes
-    of a half, those of a slot."""
+    """Returns PTX that computes the address of the data that rank `source`, a register or a number, sends in this epoch.  `slots`:
+    the offset of the first slot, the bytes of a half, and the bytes of a slot."""
     first, half, size = slots
     lines = f"  cvt.u64.u32 {to}, %half;\n  mul.lo.s64 {to}, {to}, {half};\n  add.s64 {to}, {to}, {base};\n"
     if not source.startswith("%"):
@@ -32,7 +32,7 @@ def slot_address(base: str, source: str, to: str, slots: tuple[int, int, int]) -
 
 
 def wait(label: str, look: str, source: str) -> str:
-    """Looks until predicate %p holds, or the time is up."""
+    """Returns PTX that polls until predicate %p holds, or until the time limit."""
     return f"""
 {label}:
 {look}

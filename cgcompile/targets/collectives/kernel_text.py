@@ -1,8 +1,8 @@
-"""The text of a kernel of `kernels`, around what is its own: parameters, and the epoch, read first and written last.  Pure.
+"""The PTX around the body of a kernel of `kernels`: parameters, and the epoch, which is read first and written last.  Pure.
 
-Registers that a whole kernel keeps: %in and %out; %m0 and on, the exchange memories of the ranks, and %mine; %epoch, and the
-%half that it uses; %dead, whether this thread waits no longer; %count, %stride, %senders and %rank as in `kernels.params`.
-%j is where a thread begins.  All others are of the few lines that use them.
+Registers with a fixed meaning: %in and %out; %m0 and following, the exchange memories of the ranks, and %mine, that of this rank;
+%epoch, and %half, which it selects; %dead: this thread no longer waits; %count, %stride, %senders and %rank as in
+`kernels.params`; %j: the first index of a thread.  All other registers are temporary.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ HEAD = """.version 7.0
 .target sm_80
 .address_size 64
 """
-"""PTX 7.0 is the first with bfloat16's rounding; ptxas turns it into code for any later architecture."""
+"""PTX 7.0 is the first version that can round to bfloat16.  ptxas compiles it for any later architecture."""
 
 AT_ONCE = 4
-"""Pieces that a thread has under way while it copies; while it adds up as many for each of two ranks, or fewer for more."""
+"""Pieces that a thread copies at once.  A sum takes as many from each of two ranks, and fewer from more ranks."""
 
 
 def entry(world: int, name: str, body: str) -> str:
-    """A kernel: what all begin and end with, around `body`."""
+    """Returns a kernel: `body` between the common beginning and end."""
     long = ["input", "output", *[f"memory_{rank}" for rank in range(world)], "stride"]
     params = [f".param .u64 {param}" for param in long] + [f".param .u32 {param}" for param in ("count", "rank", "senders")]
     return f"""
@@ -39,7 +39,7 @@ def entry(world: int, name: str, body: str) -> str:
 
 
 def _begin(world: int) -> str:
-    """The parameters, the epoch of this collective, and whether this rank has given up."""
+    """Returns PTX that loads the parameters and the epoch, and sets %dead if an earlier wait of this rank timed out."""
     names = {"%in": "input", "%out": "output", **{f"%m{rank}": f"memory_{rank}" for rank in range(world)}}
     loaded = "".join([f"  ld.param.u64 {to}, [{name}];\n  cvta.to.global.u64 {to}, {to};\n" for to, name in names.items()])
     return f"""{loaded}
@@ -79,4 +79,4 @@ EPOCH:
 DONE:
   ret;
 """
-"""The epochs of this block, and those of blocks that this launch is without, when all threads have read theirs."""
+"""Stores the epochs of this block, and of blocks that this launch lacks, after all threads of the block have read theirs."""

@@ -1,19 +1,18 @@
 """Kernels for collectives between the GPUs of one host: all_reduce, all_gather, reduce_scatter, all_to_all, broadcast.
 
-All of them are one exchange: every rank writes a part of its input to the memory of every other one (`exchange_memory`), waits
-for what the others send to it, and then either adds up what came, in the order of the ranks, or puts it side by side.  Adding in
-that order, in float32, gives the same bits on every rank and in every run.
+All of them are one exchange.  Every rank writes a part of its input to the memory of every other rank (`exchange_memory`), and
+waits for the parts that the others send.  Then it adds the parts in the order of the ranks, or stores them side by side.  The
+fixed order, in float32, gives the same bits on every rank and in every run.
 
-There are two ways to send.  Packets carry 8 bytes of data and twice their epoch: whoever waits for them looks at the data itself,
-so that an exchange takes one way through the link, and twice the bytes.  Buffers are written as they are, then a flag per block.
+There are two methods to send.  A packet holds 8 bytes of data and its epoch twice.  The receiver polls the data itself, so an
+exchange needs one trip over the link, and twice the bytes.  Buffers hold plain data, followed by a flag per block.
 
-Nothing but memory changes from launch to launch, so a graph with these kernels can be stored and replayed.  All ranks launch the
-same collectives in the same order, each with as many blocks and threads as the others, no fewer threads than ranks, and all
-blocks of a launch have to fit on the GPU at once.  A kernel's parameters are those of `cgbundle.tables.collectives`: the input,
-the output, the exchange memories of all ranks in their order, the own one among them; the bytes from what is sent to one rank to
-what is sent to the next, 0 where all get the same; how many pieces each rank gets; the own rank; and as bits the ranks that send:
-of buffers side by side the others only say they are there.  A kernel that has waited too long writes down for whom and no longer
-waits; neither does any after it.
+Only memory changes from launch to launch, so a graph with these kernels can be stored and replayed.  All ranks launch the same
+collectives in the same order, with the same blocks and threads, and with at least as many threads as ranks.  All blocks of a
+launch must fit on the GPU at once.  `cgbundle.tables.collectives` defines the parameters: the input, the output, and the exchange
+memories of all ranks in order, including the own one; the bytes between the parts for two ranks, 0 if all get the same; the
+pieces for each rank; the own rank; a bit for each rank that sends.  With buffers side by side, the other ranks only set flags.  A
+kernel that reaches the time limit stores the rank that it waited for, and stops waiting.  Later kernels do not wait either.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from .kernel_text import HEAD, entry
 from .packets import packets
 
 Combine = Literal["bfloat16", "float16", "float32", "side by side"]
-"""Adding up numbers of a dtype, or putting bytes side by side."""
+"""A sum of numbers of a dtype, or bytes side by side."""
 
 Way = Literal["packets", "buffers"]
 
@@ -41,17 +40,17 @@ _COMBINES: tuple[Combine, ...] = ("bfloat16", "float16", "float32", "side by sid
 
 
 def symbol(way: Way, combine: Combine) -> str:
-    """The name of a kernel in the image of `collective_image`."""
+    """Returns the name of a kernel in the image of `collective_image`."""
     return f"cgcompile_{way}_{combine.replace(' ', '_')}"
 
 
 def collective_image(name: str, memory: ExchangeMemory) -> bytes:
-    """The image of all kernels for an architecture ("sm_90").  Raises extra-missing, kernel-failed."""
+    """Returns the image of all kernels for an architecture ("sm_90").  Raises extra-missing, kernel-failed."""
     return assemble(source(memory), int(name.removeprefix("sm_")))
 
 
 def source(memory: ExchangeMemory) -> str:
-    """The kernels as PTX."""
+    """Returns the PTX of all kernels."""
     ways: dict[Way, Callable[[ExchangeMemory, str], str]] = {"packets": packets, "buffers": buffers}
     kernels = [
         entry(memory.world, symbol(way, combine), text(memory, combine)) for way, text in ways.items() for combine in _COMBINES

@@ -1,4 +1,4 @@
-"""Collectives by packets: 8 bytes of data and twice their epoch, so that whoever waits for them looks at the data itself."""
+"""PTX of collectives by packets: 8 bytes of data with the epoch twice, so that a receiver polls the data itself."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from .sums import add, rounded
 _STORE_SUM = """  add.s64 %to, %out, %at;
   st.global.v2.u32 [%to], {%w0, %w1};
 """
-"""Of a sum of packets."""
+"""Stores the two words of a sum."""
 
 
 def packets(memory: ExchangeMemory, combine: str) -> str:
-    """Every thread sends its pieces to all, and then waits for the same pieces of all."""
+    """Returns the PTX: each thread sends its pieces to all ranks, then waits for the same pieces from all ranks."""
     world, size = memory.world, 2 * memory.packets
     slots = (memory.packets_at, memory.packets_half, size)
     sent = "".join([_send_packets(target, slot_address(f"%m{target}", "%rank", "%to", slots)) for target in range(world)])
-    taken = "".join([_take_packet(source, source * size, combine) for source in range(world)])
+    received = "".join([_take_packet(source, source * size, combine) for source in range(world)])
     stored = "" if combine == "side by side" else f"{rounded(combine, 2)}{_STORE_SUM}"
     return f"""
   mad.lo.u32 %j, %block, %threads, %thread;
@@ -28,7 +28,7 @@ TAKE:
   setp.ge.u32 %p, %i, %count;
   @%p bra TAKEN;
   mul.wide.u32 %at, %i, 8;
-{taken}{stored}
+{received}{stored}
   add.u32 %i, %i, %step;
   bra TAKE;
 TAKEN:
@@ -59,7 +59,7 @@ SENT_{target}:
 
 
 def _take_packet(source: int, offset: int, combine: str) -> str:
-    """One piece of a rank, waited for and combined."""
+    """Returns the PTX that waits for one piece of a rank, and combines it."""
     look = """  ld.volatile.global.v4.u32 {%w0, %f, %w1, %g}, [%to];
   setp.eq.u32 %p, %f, %epoch;
   setp.eq.and.u32 %p, %g, %epoch, %p;"""

@@ -1,4 +1,4 @@
-"""Adding up numbers of a dtype in float32, in the order in which they come."""
+"""PTX that adds numbers of a dtype in float32, in the order of the ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NUMBERS = {
 """,
     "float32": "  mov.b32 {low}, {word};\n",
 }
-"""The numbers in a word."""
+"""Converts a word to float32 numbers."""
 
 _ROUNDED = {
     "bfloat16": "  cvt.rn.bf16x2.f32 {word}, {high}, {low};\n",
@@ -24,7 +24,7 @@ _ROUNDED = {
 
 
 def add(combine: str, words: int, *, first: bool, word: int = 0) -> str:
-    """Adds the numbers in registers %w to the sums in %s.  The first ones become the sums as they are, so that -0 stays."""
+    """Returns PTX that adds the numbers in registers %w to the sums in %s.  The first numbers are copied, so that -0 is kept."""
     lines = ""
     for place in range(words):
         sums = (f"%s{2 * place}", f"%s{2 * place + 1}")
@@ -37,6 +37,6 @@ def add(combine: str, words: int, *, first: bool, word: int = 0) -> str:
 
 
 def rounded(combine: str, words: int) -> str:
-    """The sums as words of the dtype, in %w0 and on."""
+    """Returns PTX that rounds the sums to words of the dtype, in %w0 and following."""
     line = _ROUNDED[combine]
     return "".join([line.format(word=f"%w{place}", low=f"%s{2 * place}", high=f"%s{2 * place + 1}") for place in range(words)])

@@ -1,1 +1,1 @@
-"""The cpu target: AOTInductor makes one shared object of the program, or of one host region, called by its C interface."""
+"""The cpu target: AOTInductor compiles the program, or one host region, to a shared object with a C interface."""

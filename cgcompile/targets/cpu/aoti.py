@@ -1,5 +1,5 @@
-"""lower, for the cpu target: AOTInductor turns the exported program into one shared object without weights.  Private APIs of torch
-used here: `torch._inductor.aot_compile`, its `exc.CppCompileError`, and the options below (tested with torch 2.13 and 2.11)."""
+"""Lowering for the cpu target: AOTInductor compiles the exported program to one shared object without weights.  Private in torch:
+`torch._inductor.aot_compile`, its `exc.CppCompileError`, and the options below (tested with torch 2.13 and 2.11)."""
 
 from __future__ import annotations
 
@@ -46,44 +46,44 @@ TESTED = "2.13"
 OPTIONS = {
     "aot_inductor.package": False,  # a plain shared object, not a zip
     "aot_inductor.package_constants_in_so": False,  # weights are files of the bundle
-    # its symbols come from the libraries that the runtime has loaded: a dependency on libtorch.so would bring torch's CUDA
-    # libraries in with it, where it is found at all (torch's CUDA builds)
+    # the runtime has loaded the libraries that define its symbols; a dependency on libtorch.so would also load torch's CUDA
+    # libraries, if they are found at all (torch's CUDA builds)
     "aot_inductor.link_libtorch": False,
-    "aot_inductor.precompile_headers": False,  # pays only when many models share one cache
-    "aot_inductor.enable_line_tables": False,  # debug information: four fifths of the file
+    "aot_inductor.precompile_headers": False,  # saves time only if many models share one cache
+    "aot_inductor.enable_line_tables": False,  # debug information, which would be four fifths of the file
     "cpp.vec_isa_ok": True,  # /proc/cpuinfo decides; compiling a probe per instruction set takes 7 s
 }
-"""Options of Inductor; those that a version of torch does not know are left out."""
+"""Options of Inductor.  Options that this version of torch lacks are left out."""
 
 FILE_NAME = re.compile(rb"/c[a-z2-7]{51}\.")
 """Inductor's name of a generated file: "c" and a SHA-256 in base 32 (torch._inductor.codecache.code_hash)."""
 
 UNFOLDED = {"always_keep_tensor_constants": True, "joint_graph_constant_folding": False}
-"""More of them for a program whose weights may change.  Inductor makes numbers of the code of small constants, and of those whose
-elements are all equal, also of buffers that are written to: every call would begin where the build did (seen with 2.13)."""
+"""Further options for a program whose weights may change.  Inductor would write small constants into the code as numbers, and also
+those whose elements are all equal, even mutated buffers.  Every call would then start from the values at build time (2.13)."""
 
 KEPT = {"always_keep_tensor_constants": True}
-"""For a program with small weights, which an update may replace: Inductor would write their values into the code.  Also where a
-weight of no dimensions goes to a library: Inductor would make a number of it, and of that a constant of its own, whose value is
-nowhere in what it hands out (seen with 2.13: the scales of `_scaled_mm`)."""
+"""Options for a program with small weights, which an update may replace: Inductor would write their values into the code.  Also for
+a weight of no dimensions that a library call takes.  Inductor would turn it into a number, and that into a constant of its own,
+whose value it does not export (seen with 2.13: the scales of `_scaled_mm`)."""
 
 NOT_REUSED = {"allow_buffer_reuse": False}
-"""For a program with branches or loops: torch 2.11 plans the memory of the whole by the peaks of one of its bodies, and fails."""
+"""Options for a program with branches or loops: torch 2.11 plans all memory by the peak of one of the bodies, and fails."""
 
 INLINED = 8
-"""Elements of a weight of one axis that Inductor writes into the code (GraphLowering.can_inline_constant, 2.11 and 2.13)."""
+"""The most elements of a 1-d weight that Inductor writes into the code (GraphLowering.can_inline_constant, 2.11 and 2.13)."""
 
 UNVECTORIZED = {"cpp.simdlen": 1}
-"""Where the vectorized code does not compile (torch 2.11: a mask over a value that is the same for all, as in a Swin)."""
+"""Options if vectorized code does not compile (torch 2.11: a mask over a value that is the same for all lanes, as in a Swin)."""
 
 UNFOLDED_COMPLEX = {"joint_graph_constant_folding": False}
-"""For a program with complex numbers: it would make `aten.full` of those whose elements are equal, behind complex_numbers.py."""
+"""Options for complex numbers: folding would add `aten.full` for equal elements, after complex_numbers.py has replaced it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Compiled:
     """A shared object, and the processor features that its code uses.  `standalone`: it needs none of torch's libraries.
-    `recalled`: it was kept in the cache.  `libtorch`: the same, linked to torch's libraries."""
+    `recalled`: it comes from the cache.  `libtorch`: the same code, linked to torch's libraries."""
 
     path: Path
     features: tuple[str, ...]
@@ -104,13 +104,14 @@ def compile_cpu(
 ) -> Compiled:
     """Compiles `program` to a shared object in the folder `work`.
 
-    `changing`: its weights may change.  `shared`: outputs of which it gives copies.  Else it would hand out one tensor under two
-    names, or a constant, which the caller would free twice (seen with torch 2.13).  `level`: the processors that it is for, None
-    for those that are like this one.  `begun`: before, by default here.  `standalone`: with what it calls of torch's libraries in
-    it; None where that can be.  Raises compiler-failed, not-standalone, torch-unsupported, cache-unsafe.
+    `changing`: its weights may change.  `shared`: positions of outputs that must be copies.  Otherwise the code would return one
+    tensor under two names, or a constant, and the caller would free it twice (seen with torch 2.13).  `level`: the target
+    processors, None for processors like this one.  `begun`: compilations that are already running; None starts them here.
+    `standalone`: whether to link functions in place of libtorch's; None: if possible.  Raises compiler-failed, not-standalone,
+    torch-unsupported, cache-unsafe.
     """
-    with nullcontext(begun) if begun is not None else begin(level, standalone) as known:
-        return _compiled(program, work, tell, shared, changing, level, known, standalone)
+    with nullcontext(begun) if begun is not None else begin(level, standalone) as compilations:
+        return _compiled(program, work, tell, shared, changing, level, compilations, standalone)
 
 
 def _compiled(
@@ -124,7 +125,7 @@ def _compiled(
     standalone: bool | None,
 ) -> Compiled:
     tell("loading Inductor")
-    with quick_imports():  # late: it takes two seconds, and what an earlier build compiled needs none of it
+    with quick_imports():  # imported late: it takes two seconds, and a cached program does not need it
         from ...transforms.inductor_passes import mended, passes, unchecked_puts
         from .compilations import LIBTORCH, OwnFunctions, side_by_side, unnamed_machine, unprobed
         from .complex_numbers import complex_decompositions
@@ -137,22 +138,22 @@ def _compiled(
         )
     check_compiler()
     target = work / "model.so"
-    known = torch._inductor.config.get_config_copy()
+    config = torch._inductor.config.get_config_copy()
     small = _small_weights(program)
     changing = changing or 1 in small
-    wanted = OPTIONS | (UNFOLDED_COMPLEX if _has_complex(program) else {}) | (UNFOLDED if changing else {})
-    wanted = wanted | (KEPT if small or _libraries_take_numbers(program) else {})
-    wanted = wanted | (NOT_REUSED if torch.__version__ < "2.12" and _has_bodies(program) else {})
-    if changing and (missing := sorted(UNFOLDED.keys() - known.keys())):
+    requested = OPTIONS | (UNFOLDED_COMPLEX if _has_complex(program) else {}) | (UNFOLDED if changing else {})
+    requested = requested | (KEPT if small or _libraries_take_numbers(program) else {})
+    requested = requested | (NOT_REUSED if torch.__version__ < "2.12" and _has_bodies(program) else {})
+    if changing and (missing := sorted(UNFOLDED.keys() - config.keys())):
         raise BuildError(
             "torch-unsupported",
             f"torch {torch.__version__}: Inductor has no option {missing[0]}; cgcompile was tested with {TESTED}",
         )
-    options: dict[str, Any] = {name: value for name, value in wanted.items() if name in known}
+    options: dict[str, Any] = {name: value for name, value in requested.items() if name in config}
     wrapped = wrap(work / "compiler", level)
     options["cpp.cxx"] = (None, str(wrapped.path))
-    called = own_operators(program)
-    options |= {**passes(ahead=True), **operator_options(called)}
+    called_operators = own_operators(program)
+    options |= {**passes(ahead=True), **operator_options(called_operators)}
     if level is not None:
         options["cpp.simdlen"] = level.vector_bits
     functions = None
@@ -164,9 +165,9 @@ def _compiled(
     compiled = (_private_cache(work / "cache"), unnamed_machine(), _watched(work, tell), unprobed(compilers))
     generated = (dispatched(), complex_decompositions(), any_number_of_threads(), failures_leave_loops(), stored_before_reshapes())
     with ExitStack() as stack:
-        shims = begun.operators or begun_object(operators, level, stack) if called else None
-        beside = side_by_side(begun.interface, functions, shims)
-        for context in (*compiled, beside, *generated, mended(), unchecked_puts(program.graph_module), torch.no_grad()):
+        shims = begun.operators or begun_object(operators, level, stack) if called_operators else None
+        parallel = side_by_side(begun.interface, functions, shims)
+        for context in (*compiled, parallel, *generated, mended(), unchecked_puts(program.graph_module), torch.no_grad()):
             stack.enter_context(context)
         options["aot_inductor.output_path"] = str(target)
         try:
@@ -195,7 +196,7 @@ def _compiled(
 
 
 def import_inductor() -> None:
-    """Imports what compiling needs: processes that are forked later have it."""
+    """Imports what a compilation needs, so that processes forked later have it."""
     with quick_imports():
         import torch._inductor.compile_fx  # noqa: F401
 
@@ -203,7 +204,7 @@ def import_inductor() -> None:
 
 
 def _called(program: ExportedProgram, shared: Collection[int], options: Mapping[str, Any]) -> object:
-    from .symbols import decided_alike, named_assertions  # late, as what `compile_cpu` imports
+    from .symbols import decided_alike, named_assertions  # imported late, as in `_compiled`
 
     module = _apart(with_buffers(program.module()), shared)
     spell_conditions(module)
@@ -214,9 +215,8 @@ def _called(program: ExportedProgram, shared: Collection[int], options: Mapping[
         with decided_alike(program), named_assertions(program):
             return torch._inductor.aot_compile(module, program.example_inputs[0], options=dict(options))
     finally:
-        for buffer, value in zip(
-            state, before, strict=True
-        ):  # where one buffer is copied to another, Inductor does so (2.11 and 2.13)
+        # Inductor copies one buffer to another while it compiles, if the program does so (2.11 and 2.13)
+        for buffer, value in zip(state, before, strict=True):
             put_back(buffer.detach(), value)
 
 
@@ -230,14 +230,14 @@ def _has_complex(program: ExportedProgram) -> bool:
 
 
 def _small_weights(program: ExportedProgram) -> set[int]:
-    """The numbers of elements of parameters and buffers whose values Inductor would write into the code, or, of a single element,
-    compute with.  Constants are never replaced."""
+    """Returns the numbers of elements of used parameters and buffers whose values Inductor would write into the code or, for a
+    single element, compute with.  Constants are left out, because an update cannot replace them."""
     used = [program.state_dict[name] for name in used_weights(program) if name in program.state_dict]
     return {tensor.numel() for tensor in used if tensor.numel() == 1 or (tensor.dim() == 1 and tensor.numel() <= INLINED)}
 
 
 def _libraries_take_numbers(program: ExportedProgram) -> bool:
-    """Whether a weight of no dimensions goes into an operation that is not pointwise (GraphLowering.get_attr: it is a number)."""
+    """Whether a weight of no dimensions goes into an operation that is not pointwise.  GraphLowering.get_attr makes it a number."""
     inputs = program.graph_signature.input_specs
     weights = {spec.arg.name for spec in inputs if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)}
     numbers = [node for node in program.graph.nodes if node.name in weights and not node.meta["val"].dim()]
@@ -245,12 +245,12 @@ def _libraries_take_numbers(program: ExportedProgram) -> bool:
 
 
 def _passed_on(error: BaseException) -> BuildError | None:
-    """The error of ours that Inductor passed on as its own."""
+    """Returns the BuildError that Inductor wrapped into an error of its own, or None."""
     return next((exception for exception in _chain(error) if isinstance(exception, BuildError)), None)
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """The error, and those that led to it."""
+    """Yields the error and its causes, outermost first."""
     cause: BaseException | None = error
     while cause is not None:
         yield cause
@@ -258,7 +258,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def with_buffers(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
-    """The module with its constants as buffers: torch 2.11 gives a tensor that is a plain attribute a name of its own."""
+    """Turns constants of the module into buffers, in place: torch 2.11 renames a tensor that is a plain attribute."""
     for node in module.graph.find_nodes(op="get_attr"):
         owner_name, _, name = str(node.target).rpartition(".")
         owner = module.get_submodule(owner_name)
@@ -268,7 +268,7 @@ def with_buffers(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
 
 
 def _apart(module: torch.fx.GraphModule, shared: Collection[int]) -> torch.fx.GraphModule:
-    """The module with a copy for each of these outputs."""
+    """Adds a copy of each of these outputs to the module, in place."""
     if shared:
         output = module.graph.output_node()
         results = list(output.args[0])
@@ -281,8 +281,8 @@ def _apart(module: torch.fx.GraphModule, shared: Collection[int]) -> torch.fx.Gr
 
 
 def _make_reproducible(target: Path, work: Path) -> None:
-    """Takes out what differs from build to build: symbols named after files, the build id, and what the `__FILE__` of checks of
-    indices holds.  Of its paths, and of file names, which Inductor makes of a hash over them, others of the same length remain."""
+    """Removes what differs from build to build: symbols named after files, the build id, and the paths in `__FILE__` of index
+    checks.  Paths, and file names that Inductor derives from a hash of them, are replaced by text of the same length."""
     strip = shutil.which("strip")
     if strip is None:
         raise BuildError("compiler-failed", "`strip` is not on the PATH", "install binutils")
@@ -295,7 +295,7 @@ def _make_reproducible(target: Path, work: Path) -> None:
 
 @contextmanager
 def _private_cache(folder: Path) -> Iterator[None]:
-    """Inductor's cache in a folder of this build: nothing leaks from one build into another."""
+    """Puts Inductor's cache into a folder of this build, so that builds do not affect each other."""
     folder.mkdir(parents=True)
     old = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
@@ -310,18 +310,18 @@ def _private_cache(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def _watched(work: Path, tell: Callable[[str], None]) -> Iterator[None]:
-    """Tells what Inductor is doing, from the files that appear: it reports nothing itself."""
+    """Reports Inductor's progress from the files that it creates, because Inductor itself reports nothing."""
     done = threading.Event()
 
     def watch() -> None:
-        said = ""
+        reported = ""
         while not done.wait(0.25):
             names = {name for _, _, files in os.walk(work) for name in files}
             sources = [name for name in names if name.endswith(".cpp")]
             objects = sum(name.removesuffix("cpp") + "o" in names for name in sources)
             text = f"compiling C++, {objects} of {len(sources)} files" if sources else "generating code"
-            if text != said:
-                said = text
+            if text != reported:
+                reported = text
                 tell(text)
 
     watcher = threading.Thread(target=watch, daemon=True)

@@ -1,4 +1,4 @@
-"""The cpu target's half of a build: the whole model is one host region, or one per int_key where it was exported per size."""
+"""The cpu target's part of a build: the whole model is one host region, or one per int_key if it was exported per size."""
 
 from __future__ import annotations
 
@@ -47,15 +47,15 @@ REASON = "the whole model, compiled for the processor"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _CompiledEntry:
-    """An entry with what was compiled of it: a shared object for each of its programs, by the first int_key."""
+    """An entry and its compiled programs: a shared object for each distinct program, by its first int_key."""
 
     entry: EntryBuild
     programs: Programs
     compiled: dict[IntKey, Compiled]
 
     def name(self, key: IntKey) -> str:
-        """The region of the program of `key`: `model`, or `model-8x128` where each has its own; of another entry than forward
-        `decode`, `decode-8x128`."""
+        """Returns the region of the program of `key`: `model`, or `model-8x128` if keys have different programs.  Entries other
+        than forward use their own name: `decode`, `decode-8x128`."""
         base = WHOLE if self.entry.name == FORWARD else self.entry.name
         return base if len(self.programs.distinct) == 1 else f"{base}-{'x'.join(map(str, key))}"
 
@@ -64,8 +64,8 @@ class _CompiledEntry:
 
 
 def build_parts(spec: BuildSpec, stage: Path, stages: Stages, begun: Begun | None = None) -> ManifestParts:
-    """Compiles every program, and writes the shared objects, the weights and the self-test into `stage`.  `begun`: what is
-    compiled before there is a program."""
+    """Compiles every program, and writes the shared objects, the weights and the self-test into `stage`.  `begun`: compilations
+    that started before there was a program."""
     level = level_of(spec.target)
     with scratch_folder() as scratch:
         with stages("lower") as tell:
@@ -79,7 +79,7 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages, begun: Begun | Non
             compile_all = partial(_compile_all, entries, tells=tells, changing=changing, level=level, begun=begun)
             compile_all(scratch, standalone=standalone)
             if standalone is None and not all(code.standalone for entry in entries for code in entry.compiled.values()):
-                standalone = False  # all of a bundle's code runs on torch's libraries, or none
+                standalone = False  # all code of a bundle uses torch's libraries, or none
                 tell("some code calls what only torch's libraries have: the rest is linked to them, too")
                 compile_all(scratch / "again", standalone=standalone)
             tell.result(_summary([(entry.file(key), compiled) for entry in entries for key, compiled in entry.compiled.items()]))
@@ -97,7 +97,7 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages, begun: Begun | Non
             except CgbundleError as error:
                 if standalone is not None:
                     raise
-                standalone = False  # where a function of ours fails, torch's may not
+                standalone = False  # torch's function may work where one of standalone.cpp fails
                 tell(f"linked to torch's libraries: with functions of its own it fails ({error})")
                 compile_all(scratch / "libtorch", standalone=standalone)
                 parts, regions, folded = _parts_of_all(entries, self_tests, weights, stage)
@@ -128,26 +128,26 @@ def _compile_all(
     begun: Begun | None,
     standalone: bool | None,
 ) -> None:
-    """Compiles what is not compiled as `standalone` says: several programs side by side.  `changing`: weights may change, whichever
-    entry does it."""
+    """Compiles programs that are not yet compiled for `standalone`, several in parallel.  `changing`: some entry changes
+    weights."""
     works: dict[tuple[int, IntKey], Callable[[Tell], Compiled]] = {}
     for number, unit in enumerate(entries):
         contents = program_contents([program for _, program in unit.programs.distinct])
         shared = [alias.output for alias in unit.entry.prepared.aliases]
         for key, program in unit.programs.distinct:
-            known = unit.compiled.get(key)
-            if known is not None and known.standalone == standalone:
+            previous = unit.compiled.get(key)
+            if previous is not None and previous.standalone == standalone:
                 continue
-            if known is not None and standalone is False and known.libtorch is not None:
-                unit.compiled[key] = replace(known, path=known.libtorch, standalone=False, libtorch=None)
+            if previous is not None and standalone is False and previous.libtorch is not None:
+                unit.compiled[key] = replace(previous, path=previous.libtorch, standalone=False, libtorch=None)
                 continue
             work = scratch / unit.name(key)
             work.mkdir(parents=True)
-            about = program, contents[id(program)], shared, changing, level, standalone
-            if (kept := recalled(kept_at(*about), work)) is not None:
-                unit.compiled[key] = kept
+            arguments = program, contents[id(program)], shared, changing, level, standalone
+            if (cached := recalled(kept_at(*arguments), work)) is not None:
+                unit.compiled[key] = cached
             else:
-                works[number, key] = partial(compiled_and_kept, *about, work, begun)
+                works[number, key] = partial(compiled_and_kept, *arguments, work, begun)
     if len(works) > 1 and processors() > 1 and not torch.cuda.is_initialized():
         import_inductor()
         if begun is not None:
@@ -162,7 +162,7 @@ def _compile_all(
 def _parts_of_all(
     entries: Sequence[_CompiledEntry], self_tests: Mapping[str, Sequence[KeySelfTest]], weights: tuple[Weight, ...], stage: Path
 ) -> tuple[list[EntryParts], list[Region], set[str]]:
-    """The rows of all entries, their regions, and the weights whose values the code holds.  Runs the code once for each int_key."""
+    """Returns parts and regions of all entries, and the weights whose values the code holds.  Runs the code once per int_key."""
     regions: list[Region] = []
     folded: set[str] = set()
     parts = [_entry_parts(unit, self_tests[unit.entry.name], weights, regions, folded, stage) for unit in entries]
@@ -177,8 +177,8 @@ def _entry_parts(
     folded: set[str],
     stage: Path,
 ) -> EntryParts:
-    """The rows of an entry; its regions are added to `regions`, its shared objects to `stage`, and to `folded` the weights whose
-    values they hold."""
+    """Returns the parts of an entry.  Adds its regions to `regions`, its shared objects to `stage`, and to `folded` the weights
+    whose values the code holds."""
     prepared = unit.entry.prepared
     numbers: dict[IntKey, int] = {}
     strides: dict[IntKey, list[tuple[int, ...]]] = {}
@@ -214,7 +214,7 @@ def _entry_parts(
 
 
 def _summary(compiled: Sequence[tuple[str, Compiled]]) -> str:
-    """`host/model.so, 150.2 KiB`, or `3 files, 460.1 KiB, 2 of them kept before`."""
+    """Returns `host/model.so, 150.2 KiB`, or `3 files, 460.1 KiB, 2 of them kept before`."""
     total = size(sum(shared_object.path.stat().st_size for _, shared_object in compiled))
     before = sum(shared_object.recalled for _, shared_object in compiled)
     if len(compiled) == 1:
@@ -223,7 +223,7 @@ def _summary(compiled: Sequence[tuple[str, Compiled]]) -> str:
 
 
 def weight_rows(tensors: Mapping[str, torch.Tensor], state: Collection[str], varying: Collection[str] = ()) -> tuple[Weight, ...]:
-    """The rows under the program's names.  Memory `weights` is the mapped file, which has no offsets of its own.  Raises
+    """Returns the rows under the program's names.  Memory `weights` is the mapped file, in which rows have no offsets.  Raises
     dtype-unsupported for dtypes that a bundle cannot hold and for constants with gaps or overlaps."""
     for full, value in tensors.items():
         name = full.removeprefix(PREFIX)
@@ -238,7 +238,7 @@ def weight_rows(tensors: Mapping[str, torch.Tensor], state: Collection[str], var
 
 
 def _memories(rows: Sequence[Weight]) -> tuple[tuple[str, int], ...]:
-    """The bytes of memory weights, and of memory state where there is any."""
+    """Returns the bytes of memory weights and, if there is state, of memory state."""
     sizes = {row.tensor: (row, tensor_bytes(row.dtype, row.shape)) for row in rows}.values()
     state = [row.offset + size for row, size in sizes if row.memory == "state"]
     weights = sum(size for row, size in sizes if row.memory == "weights")
@@ -250,5 +250,5 @@ def _value(tensor: torch.Tensor, strides: Sequence[int]) -> Value:
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy with the same strides: the compiled code writes to inputs of models that do."""
+    """Returns a copy with the same strides, because the compiled code of some models writes to its inputs."""
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype).copy_(tensor)

@@ -1,8 +1,8 @@
-"""How Inductor compiles C++, made quicker: the files of a program side by side, and no compilations that only ask something.
+"""Speeds up Inductor's C++ compilations: compiles the files of a program in parallel, and skips compilations that only probe.
 
 Private interfaces (torch 2.11, 2.13): `torch._inductor.cpp_builder.CppBuilder`, whose `build` compiles or links;
-`torch._inductor.cpu_vec_isa`, whose `VecISA.check_build` compiles and loads a probe for an instruction set, a second each, and
-keeps the answers for the process; `torch._inductor.exc.CppCompileError`; `torch._inductor.codecache.CacheBase.get_system`.
+`torch._inductor.cpu_vec_isa`, whose `VecISA.check_build` compiles and loads a probe per instruction set, a second each, and caches
+the results; `torch._inductor.exc.CppCompileError`; `torch._inductor.codecache.CacheBase.get_system`.
 """
 
 from __future__ import annotations
@@ -31,41 +31,41 @@ from .interface import Interface
 WRAPPER = ".wrapper.cpp"
 
 ASIDE = (WRAPPER, ".kernel.cpp")
-"""Endings of the sources of a program: what is made of them is first needed by the linker."""
+"""Endings of the sources of a program.  Their object files are first needed by the linker."""
 
 NEWER, OLDER = "-std=c++20", "-std=c++17"
-"""Inductor asks for the newer standard from torch 2.13 on.  Its headers compile by the older one, too, and a fifth faster: those of
-the standard library are smaller.  Both are laid out alike, and compute the same."""
+"""Inductor uses the newer standard from torch 2.13 on.  Its headers also compile with the older one, and a fifth faster, because
+the headers of the standard library are smaller.  Class layouts and results are the same."""
 
 CONTROL = {"-O1": "-Og"}
-"""The file around a model calls kernels, and computes nothing: with fewer passes it compiles in half the time (30 layers: 5 s
-instead of 11, 16 % smaller), and runs as fast."""
+"""The file around a model only calls kernels.  With fewer optimization passes it compiles in half the time (30 layers: 5 s instead
+of 11, 16 % smaller), and runs as fast."""
 
 LIBTORCH = "libtorch.so"
-"""The name of a shared object that is linked to torch's libraries beside one that is not."""
+"""The file name of the shared object that is linked to torch's libraries, beside a standalone one."""
 
 LINKING = "-shared"
-"""What is in the linker's command alone."""
+"""An option that only the linker's command has."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Running:
-    """A compilation that goes on while Inductor prepares the next one, and what the compiler says."""
+    """A compilation in the background, and the file with the compiler's output."""
 
     command: list[str]
     process: subprocess.Popen[bytes]
-    said: IO[bytes]
+    output: IO[bytes]
 
     def wait(self) -> None:
-        """Raises CppCompileError when the compiler fails."""
+        """Waits for the compiler.  Raises CppCompileError if it fails."""
         if self.process.wait():
-            self.said.seek(0)
-            raise exc.CppCompileError(self.command, self.said.read().decode(errors="replace"))
+            self.output.seek(0)
+            raise exc.CppCompileError(self.command, self.output.read().decode(errors="replace"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
-    """A source of a program, which is being compiled by another command than Inductor's, `command`, or without `interface`.
+    """A source file that is compiled with other options than those of Inductor's `command`, or without the text of `interface`.
     `whole`: the text that Inductor wrote."""
 
     path: Path
@@ -79,11 +79,11 @@ class Source:
 def side_by_side(
     interface: Interface | None, functions: OwnFunctions | None = None, called: Future[Path | None] | None = None
 ) -> Iterator[None]:
-    """While it lasts, Inductor goes on when it has begun to compile a source of a program, and the interface in it is taken from
-    `interface`.  Before it links anything it waits for all of them.  `functions`: what is linked in libtorch's place, where that is
-    all that the code calls; the same linked to libtorch then lies beside it as LIBTORCH, unless they are `required`.
-    `called`: the object file of operators of ours, which is linked to either.  Raises torch-unsupported, compiler-failed, and
-    not-standalone where it has to be."""
+    """Runs Inductor's compilations of a program's sources in the background while active, and replaces the interface in them by
+    `interface`.  The linker waits for all of them.  `functions`: linked in place of libtorch if the code calls nothing else.
+    LIBTORCH, the same code linked to libtorch, is then written beside the result, unless the functions are `required`.  `called`:
+    the object file of `kernels.operators`, which is linked to both.  Raises torch-unsupported, compiler-failed, and not-standalone
+    if required functions are missing."""
     plain = getattr(cpp_builder.CppBuilder, "build", None)
     if plain is None or not hasattr(cpp_builder.CppBuilder, "get_command_line"):
         raise _unsupported("torch._inductor.cpp_builder.CppBuilder.build")
@@ -97,15 +97,15 @@ def side_by_side(
                 begun.append(_begin(command, source, interface, stack))
             elif LINKING in command:
                 sources = [*begun]
-                begun.clear()  # what is tried after a failure has sources of its own
+                begun.clear()  # an attempt after a failure has other sources
                 linked = [*_finished(sources, stack), *_operators(called)]
                 output = command.index("-o") + 1
                 folder = Path(command[output]).parent
-                whole = [command[0], *linked, *command[1:]]
-                if functions is not None and _linked_alone(whole, functions, folder, stack):
-                    whole[len(linked) + output] = str(folder / LIBTORCH)
+                link_command = [command[0], *linked, *command[1:]]
+                if functions is not None and _linked_alone(link_command, functions, folder, stack):
+                    link_command[len(linked) + output] = str(folder / LIBTORCH)
                 if functions is None or not functions.required:
-                    _start(whole, folder, stack).wait()
+                    _start(link_command, folder, stack).wait()
             else:
                 plain(self)
 
@@ -114,17 +114,17 @@ def side_by_side(
 
 
 def _begin(command: list[str], path: Path, interface: Interface | None, stack: ExitStack) -> Source:
-    whole = path.read_text()
-    rest = interface.without(whole, command) if interface is not None else None
-    if rest is not None:
-        path.write_text(rest)
+    text = path.read_text()
+    shortened = interface.without(text, command) if interface is not None else None
+    if shortened is not None:
+        path.write_text(shortened)
     quicker = {NEWER: OLDER, **(CONTROL if path.name.endswith(WRAPPER) else {})}
     running = _start([quicker.get(word, word) for word in command], path.parent, stack)
-    return Source(path=path, command=command, whole=whole, running=running, interface=interface if rest is not None else None)
+    return Source(path=path, command=command, whole=text, running=running, interface=interface if shortened is not None else None)
 
 
 def _finished(sources: list[Source], stack: ExitStack) -> list[str]:
-    """As `_finish` of each.  The first that fails ends the others."""
+    """Calls `_finish` for each source.  The first failure ends the other compilations."""
     try:
         return [object_file for source in sources for object_file in _finish(source, stack)]
     except exc.CppCompileError:
@@ -134,8 +134,8 @@ def _finished(sources: list[Source], stack: ExitStack) -> list[str]:
 
 
 def _finish(source: Source, stack: ExitStack) -> list[str]:
-    """Waits for a source, and returns what is linked besides.  What the compiler refuses is compiled as Inductor would.  Raises
-    CppCompileError."""
+    """Waits for a source, and returns the object files to link in addition.  If the changed compilation fails, runs Inductor's own
+    command.  Raises CppCompileError."""
     with suppress(exc.CppCompileError):
         source.running.wait()
         if source.interface is None:
@@ -155,20 +155,20 @@ def _operators(called: Future[Path | None] | None) -> list[str]:
     return [str(path)]
 
 
-# --- in libtorch's place ------------------------------------------------------------------------------------------------
+# --- linking in place of libtorch -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OwnFunctions:
-    """What is linked in libtorch's place: an object file, or None where the compiler refuses it.  `required`: where the code calls
-    more, the build fails; else it gets libtorch's."""
+    """Functions to link in place of libtorch: an object file, or None if it does not compile.  `required`: if the code calls
+    others, the build fails instead of linking libtorch."""
 
     object_file: Future[Path | None]
     required: bool
 
 
 def _linked_alone(command: list[str], functions: OwnFunctions, folder: Path, stack: ExitStack) -> bool:
-    """Links with the functions of ours; False where the code calls others, or the compiler does not take them."""
+    """Links with these functions only.  Returns False if the code calls others, or if the functions do not compile."""
     if (path := functions.object_file.result()) is None:
         if functions.required:
             raise BuildError("compiler-failed", f"the C++ compiler refuses {standalone_code.SOURCE}")
@@ -179,26 +179,26 @@ def _linked_alone(command: list[str], functions: OwnFunctions, folder: Path, sta
     except exc.CppCompileError as error:
         if not functions.required:
             return False
-        linking.said.seek(0)
-        raise standalone_code.missing(linking.said.read().decode(errors="replace")) or error from error
+        linking.output.seek(0)
+        raise standalone_code.missing(linking.output.read().decode(errors="replace")) or error from error
     return True
 
 
 def _start(command: list[str], folder: Path, stack: ExitStack) -> Running:
-    """Begins a command, which ends with `stack` at the latest."""
-    stack.enter_context(said := tempfile.TemporaryFile())  # noqa: SIM115
+    """Starts a command, which ends at the latest when `stack` closes."""
+    stack.enter_context(output := tempfile.TemporaryFile())  # noqa: SIM115
     process = subprocess.Popen(
-        command, cwd=folder, stdin=subprocess.DEVNULL, stdout=said, stderr=subprocess.STDOUT, process_group=0
+        command, cwd=folder, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, process_group=0
     )
     stack.callback(process.wait)
     stack.callback(end_group, process)
-    return Running(command=command, process=process, said=said)
+    return Running(command=command, process=process, output=output)
 
 
 @contextmanager
 def unnamed_machine() -> Iterator[None]:
-    """While it lasts, Inductor has no name for the state of the machine.  It is for caches, and the one here is this build's alone;
-    what it is made of, a hash of all of Triton, takes a third of a second, for the CPU too."""
+    """Keeps Inductor from computing its hash of the machine's state while active.  Caches need it, but the cache here belongs to
+    one build.  The hash covers all of Triton, and takes a third of a second even for the CPU."""
     with ExitStack() as stack:
         if hasattr(codecache.CacheBase, "get_system"):
             stack.enter_context(patch.object(codecache.CacheBase, "get_system", staticmethod(lambda: {"hash": "this"})))
@@ -207,8 +207,8 @@ def unnamed_machine() -> Iterator[None]:
 
 @contextmanager
 def unprobed(compilers: Compilers) -> Iterator[None]:
-    """While it lasts, Inductor takes an instruction set for usable where the processor has it, which it finds out by itself, and
-    where the compiler that it calls turns it on when it is told to.  Raises torch-unsupported."""
+    """Makes Inductor consider an instruction set usable, while active, if the processor has it and the compiler enables it with its
+    options.  Inductor itself checks the processor.  Raises torch-unsupported."""
     if not hasattr(cpu_vec_isa.VecISA, "check_build"):
         raise _unsupported("torch._inductor.cpu_vec_isa.VecISA.check_build")
 
@@ -216,7 +216,7 @@ def unprobed(compilers: Compilers) -> Iterator[None]:
         options = self.build_arch_flags().split()
         try:
             return _turned_on(compilers, options)
-        except BuildError:  # it does not know an option
+        except BuildError:  # the compiler does not know an option
             return False
 
     _forget_answers()
@@ -228,13 +228,13 @@ def unprobed(compilers: Compilers) -> Iterator[None]:
 
 
 def _turned_on(compilers: Compilers, options: list[str]) -> bool:
-    """Whether the compiler as Inductor calls it compiles for what it is told to: it may have been told something else."""
-    wanted = compilers.plain(*options).keys() - compilers.plain().keys()
-    return wanted <= compilers.wrapped("-march=native", *options).keys()
+    """Whether the wrapped compiler enables what the options ask for.  The wrapper may replace them."""
+    enabled = compilers.plain(*options).keys() - compilers.plain().keys()
+    return enabled <= compilers.wrapped("-march=native", *options).keys()
 
 
 def _forget_answers() -> None:
-    """Another target has other answers."""
+    """Clears the cached results, because another target has other results."""
     for kind in [cpu_vec_isa.VecISA, *_kinds(cpu_vec_isa.VecISA)]:
         for name in ("__bool__", "_VecISA__bool__impl"):
             getattr(vars(kind).get(name), "cache_clear", bool)()

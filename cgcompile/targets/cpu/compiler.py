@@ -1,9 +1,9 @@
-"""The C++ compiler as Inductor calls it: a script in front of the real one.
+"""The C++ compiler that Inductor calls: a script in front of the real one.
 
-Inductor decides by itself which processor it compiles for, in ways that differ from version to version.  The script has the last
-word, notes what the code was compiled for, and keeps the code from printing its errors.
+Inductor selects the processor options itself, in ways that differ from version to version.  The script overrides them, records the
+options of each compilation, and keeps the code from printing its errors.
 
-What it defines by itself is asked once and kept: each question starts it, and all take as long as a small model.
+The predefined macros of the compiler are queried once and cached.  All queries together take as long as a small model.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..instruction_sets import SWITCHED_OFF, X86_64, Level, macros
 from ..requirements import compiler, described
 
 HEADERS = Path(__file__).parent
-"""Where headers of ours lie, for what Inductor writes: `HEADER` and `REGEX`."""
+"""The folder of headers that are added to Inductor's code: `HEADER` and `REGEX`."""
 
 HEADER = HEADERS / "silent_errors.h"
 
@@ -32,15 +32,15 @@ REGEX = HEADERS / "regex"
 RUNTIME = Path(torch.__file__).parent / "include/torch/csrc/inductor/aoti_runtime"
 
 INTERFACE = RUNTIME / "interface.h"
-"""Where torch declares the C interface of the code (seen in 2.13)."""
+"""torch's declaration of the C interface of the code (seen in 2.13)."""
 
 MODEL = RUNTIME / "model_base.h"
 
 EXPRESSION = 'std::regex re("(cpu|cuda|xpu|mps)(:([0-9]+))?");'
-"""The only regular expression of `MODEL` (torch 2.11, 2.13), which `REGEX` stands for."""
+"""The only regular expression of `MODEL` (torch 2.11, 2.13).  `REGEX` implements it."""
 
 ENDINGS = (("*.wrapper.cpp", True), ("*.cpp", False))
-"""Patterns of names of generated files, the first that fits: whether it is the one around a model."""
+"""Patterns of generated file names, the first match counts.  The flag says whether it is the file around a model."""
 
 SCRIPT = """#!/bin/sh
 source=$1
@@ -62,14 +62,13 @@ exec {compiler} "$@"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WrappedCompiler:
-    """`path` is what Inductor is given for the compiler."""
+    """`path`: the compiler that Inductor gets.  `notes`: a file with the options of each compilation."""
 
     path: Path
     notes: Path
 
     def options(self) -> list[tuple[str, ...]]:
-        """The options about the processor of every compilation so far, each list once.  Raises torch-unsupported when there was
-        none."""
+        """Returns the processor options of all compilations so far, each list once.  Raises torch-unsupported if there are none."""
         lines = self.notes.read_text().splitlines() if self.notes.exists() else []
         if not lines:
             raise BuildError(
@@ -79,9 +78,9 @@ class WrappedCompiler:
 
 
 def wrap(folder: Path, level: Level | None) -> WrappedCompiler:
-    """Writes the script into `folder`.  `level`: None for the processors that are like this one."""
+    """Writes the script into `folder`.  `level`: the target processors, None for processors like this one."""
     folder.mkdir()
-    path, notes = folder / os.path.basename(compiler()), folder / "options"  # Inductor tells compilers apart by their names
+    path, notes = folder / os.path.basename(compiler()), folder / "options"  # Inductor identifies a compiler by its name
     if level is not None:
         machine, extension = f'set -- "$@" -march={level.name}', ":"
     else:
@@ -96,51 +95,51 @@ def wrap(folder: Path, level: Level | None) -> WrappedCompiler:
 
 
 def included(wrapper: bool) -> tuple[str, ...]:
-    """The options by which generated code finds headers of ours; `wrapper`: the file around a model, besides."""
-    kept = () if "AOTInductorGetLastError" in INTERFACE.read_text() else ("-DCGCOMPILE_KEEPS_ERRORS",)  # torch 2.11 only prints
+    """Returns the options that add these headers to generated code.  `wrapper`: for the file around a model."""
+    keep = () if "AOTInductorGetLastError" in INTERFACE.read_text() else ("-DCGCOMPILE_KEEPS_ERRORS",)  # torch 2.11 only prints
     text = MODEL.read_text()
-    options = ("-include", str(HEADER), *kept)
+    options = ("-include", str(HEADER), *keep)
     if wrapper and EXPRESSION in text and text.count("std::regex ") == 1:
         return (*options, "-I", str(HEADERS))
     return options
 
 
-# --- what it defines by itself --------------------------------------------------------------------------------------
+# --- predefined macros ----------------------------------------------------------------------------------------------
 
 Ask = Callable[..., dict[str, str]]
-"""The macros that a compiler defines with the options that it is called with."""
+"""A function that returns the macros which a compiler defines with the given options."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Macros:
-    """What is kept: names with what they stand for."""
+    """The cached record: names and values of macros."""
 
     defined: tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Compilers:
-    """`plain`: the C++ compiler.  `wrapped`: what Inductor is given for it, `compiler.wrap`."""
+    """Macro queries.  `plain`: of the C++ compiler.  `wrapped`: of the script that Inductor gets, `compiler.wrap`."""
 
     plain: Ask
     wrapped: Ask
 
 
 def ask_compilers(wrapped: str, level: Level | None) -> Compilers:
-    """`wrapped`: the path of what Inductor is given, for `level`.  Asking raises compiler-failed and cache-unsafe."""
-    about = described(compiler(), "-march=native", "-v", "-E", "-x", "c++", os.devnull)
+    """Returns both queries.  `wrapped`: the path of the script for `level`.  A query raises compiler-failed and cache-unsafe."""
+    description = described(compiler(), "-march=native", "-v", "-E", "-x", "c++", os.devnull)
     return Compilers(
-        plain=_cached_macros(compiler(), about, "plain"),
-        wrapped=_cached_macros(wrapped, about, f"for {level.name}" if level else "for this one"),
+        plain=_cached_macros(compiler(), description, "plain"),
+        wrapped=_cached_macros(wrapped, description, f"for {level.name}" if level else "for this one"),
     )
 
 
-def _cached_macros(command: str, *about: str) -> Ask:
+def _cached_macros(command: str, *description: str) -> Ask:
     @cache
     def ask(*options: str) -> dict[str, str]:
         path = None
         with cache_optional():
-            path = cache_path(cache_folder(), "compiler", *about, options)
+            path = cache_path(cache_folder(), "compiler", *description, options)
         if path is not None and (kept_macros := recall(path, Macros)) is not None:
             return dict(kept_macros.defined)
         definitions = macros(command, *options)

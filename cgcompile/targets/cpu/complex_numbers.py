@@ -1,7 +1,7 @@
 """Decompositions of operators on complex numbers, for AOTInductor.
 
-Inductor makes no kernels for complex numbers: it calls torch's operators.  Those that take a `Scalar` cannot be called without
-Python (dispatch.py), so they become others here.  Private interface (torch 2.11, 2.13):
+Inductor generates no kernels for complex numbers, but calls torch's operators.  Operators with a `Scalar` cannot be called without
+Python (dispatch.py), so other operators replace them here.  Private interface (torch 2.11, 2.13):
 `torch._inductor.compile_fx.select_decomp_table`, the table that a program is retraced with.
 """
 
@@ -25,7 +25,7 @@ Number = bool | int | float | complex
 
 @contextmanager
 def complex_decompositions() -> Iterator[None]:
-    """While it lasts, Inductor retraces programs with these decompositions, too.  Raises torch-unsupported."""
+    """Makes Inductor also retrace programs with these decompositions while active.  Raises torch-unsupported."""
     plain = getattr(compile_fx, "select_decomp_table", None)
     if plain is None:
         raise BuildError(
@@ -34,15 +34,15 @@ def complex_decompositions() -> Iterator[None]:
         )
 
     def table() -> dict[Any, Callable[..., Any]]:
-        known = plain()
-        return {**known, **{op: _for_complex(function, known.get(op)) for op, function in DECOMPOSITIONS.items()}}
+        inductor_table = plain()
+        return {**inductor_table, **{op: _for_complex(function, inductor_table.get(op)) for op, function in DECOMPOSITIONS.items()}}
 
     with patch.object(compile_fx, "select_decomp_table", table):
         yield
 
 
 def _for_complex(function: Callable[..., Any], plain: Callable[..., Any] | None) -> Callable[..., Any]:
-    """`function` where a result may be complex, else what Inductor does."""
+    """Returns a decomposition: `function` if an argument is complex, else Inductor's own."""
 
     def decomposed(*args: Any, **kwargs: Any) -> Any:
         if _complex([*args, *kwargs.values()]):
@@ -108,15 +108,15 @@ def unequal(x: Tensor, value: Number) -> Tensor:
 
 
 def converted(x: Tensor, *, dtype: torch.dtype | None = None, **kwargs: Any) -> Tensor:
-    """By parts: what Inductor makes of a conversion has no code without Python where an end of it is complex128, or a tensor has no
-    axes."""
-    wanted = x.dtype if dtype is None else dtype
+    """Converts real and imaginary parts.  Inductor's own code for a conversion needs Python if the source or the result is
+    complex128, or if a tensor has no axes."""
+    target_dtype = x.dtype if dtype is None else dtype
     parts = torch.view_as_real(x.resolve_conj()).unbind(-1) if x.is_complex() else (x, torch.zeros_like(x))
-    if wanted is torch.bool:
+    if target_dtype is torch.bool:
         return (parts[0] != 0) | (parts[1] != 0)
-    if not wanted.is_complex:
-        return parts[0].to(wanted)
-    real, imaginary = [part.to(wanted.to_real()) for part in parts]
+    if not target_dtype.is_complex:
+        return parts[0].to(target_dtype)
+    real, imaginary = [part.to(target_dtype.to_real()) for part in parts]
     return torch.complex(real, imaginary)
 
 
@@ -142,7 +142,7 @@ def _scaled(x: Any, factor: Number) -> Any:
 
 
 def _tensor(value: Number, like: Tensor) -> Tensor:
-    """A number as a tensor of no dimensions and of the dtype of `like`."""
+    """Returns a number as a complex tensor of no dimensions, with the dtype of `like` if that is complex."""
     return full((), value, dtype=like.dtype) if like.is_complex() else full((), value)
 
 
@@ -162,6 +162,6 @@ DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten._to_copy.default: converted,
     aten.var.correction: variance,
     aten.flip.default: flipped,
-    aten._conj.default: lambda x: x.conj_physical(),  # else a kernel would read the values without the conjugation
+    aten._conj.default: lambda x: x.conj_physical(),  # else a kernel would read the values without conjugating them
 }
-"""By operator, what it is where something is complex."""
+"""Decompositions by operator, used if an argument is complex."""

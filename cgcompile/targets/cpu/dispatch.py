@@ -1,9 +1,9 @@
-"""Operators that AOTInductor has no C function for are called by name, through torch's dispatcher.
+"""Operators without a C function in AOTInductor are called by name, through torch's dispatcher.
 
-AOTInductor would leave them to a *proxy executor*, an object of the serving process that needs torch's C++ classes.  The
-generated code calls `torch_call_dispatcher` instead, a function of torch's stable C interface (torch/csrc/stable/c/shim.h, since
-2.10).  It takes tensors, numbers, text, devices, lists and optional ones, but no `Scalar`, which may be of any kind of number.
-So are the operators `MISREAD`, whose C functions are wrong.
+AOTInductor would leave them to a *proxy executor*, an object of the serving process that needs torch's C++ classes.  The generated
+code calls `torch_call_dispatcher` instead, a function of torch's stable C interface (torch/csrc/stable/c/shim.h, since 2.10).  It
+takes tensors, numbers, strings, devices, lists and optional values, but no `Scalar`, which may be any kind of number.  The
+operators `MISREAD`, whose C functions are wrong, are called in the same way.
 
 Private interfaces (torch 2.11, 2.13): `CppWrapperCpu.generate_fallback_kernel_with_runtime_lookup_aot`,
 `FallbackKernel.export_extern_kernel_node`, `cexpr`, the table of `torchgen.aoti.fallback_ops`, and
@@ -33,7 +33,7 @@ HEADER = "torch/csrc/stable/stableivalue_conversions.h"
 BOXED = "torch::stable::detail::from"
 
 CPU = "0xFFFFFFFFULL"
-"""The device "cpu" without an index, as `StableIValue`: its type 0 in the upper half, -1 in the lower."""
+"""`StableIValue` of the device "cpu" without an index: type 0 in the upper half, -1 in the lower."""
 
 MISREAD = frozenset({"aten.histogram.bin_ct", "aten._histogramdd_from_bin_cts.default"})
 """Their C functions read an optional list of numbers after it was freed (torch 2.11: `pointer_to_optional_list` in
@@ -44,10 +44,10 @@ METHODS = ((CppWrapperCpu, "generate_fallback_kernel_with_runtime_lookup_aot"), 
 
 @contextmanager
 def dispatched() -> Iterator[None]:
-    """While it lasts, what Inductor generates calls such operators through the dispatcher.
+    """Makes the code that Inductor generates while active call such operators through the dispatcher.
 
-    Raises torch-unsupported where this torch lacks what is replaced; while generating code, operator-without-code for an operator
-    that cannot be called so.
+    Raises torch-unsupported if this torch lacks a patched method.  While generating code, raises operator-without-code for an
+    operator that cannot be called this way.
     """
     for owner, name in METHODS:
         if not hasattr(owner, name):
@@ -58,7 +58,7 @@ def dispatched() -> Iterator[None]:
     plain = ir.FallbackKernel.export_extern_kernel_node
 
     def arguments(kernel: Any) -> Any:
-        with patch.object(V.graph, "aot_mode", False):  # else it is serialized for a proxy executor
+        with patch.object(V.graph, "aot_mode", False):  # else the kernel is serialized for a proxy executor
             args = plain(kernel)
         _refuse_unboxed(kernel, args)
         return args
@@ -75,10 +75,10 @@ def dispatched() -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without Inductor's warnings that it falls back to a proxy executor, and those of torch's CUDA builds that there is no GPU."""
+    """Suppresses Inductor's warnings about the proxy executor, and those of torch's CUDA builds about a missing GPU."""
 
     def other(record: logging.LogRecord) -> bool:
-        return not any(known in str(record.msg) for known in ("missing a c-shim implementation", "No CUDA runtime is found"))
+        return not any(text in str(record.msg) for text in ("missing a c-shim implementation", "No CUDA runtime is found"))
 
     loggers = ir.log, logging.getLogger("torch.utils.cpp_extension")
     for logger in loggers:
@@ -91,7 +91,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _refuse_unboxed(kernel: Any, args: Sequence[Any]) -> None:
-    """Raises operator-without-code for what the C interface does not take."""
+    """Raises operator-without-code if the C interface does not support an argument."""
     schema = getattr(kernel.op_overload, "_schema", None)
     name = kernel.op_overload.name()
     if schema is None:
@@ -122,14 +122,14 @@ def _takes(argument: Any) -> bool:
 _NUMBERS = torch.IntType | torch.SymIntType | torch.FloatType | torch.BoolType | torch.SymBoolType
 
 _ENUMERATIONS = {"ScalarType": "dtype", "Layout": "layout", "MemoryFormat": "memory_format"}
-"""Types of arguments, and how the C function of each value begins: `aoti_torch_dtype_float32`."""
+"""Enumeration types of arguments, and their part of the C function's name for a value: `aoti_torch_dtype_float32`."""
 
 
 def _call(wrapper: Any, op: torch._ops.OpOverload, args: Sequence[Any], names: Sequence[Any], outputs: Sequence[Any]) -> None:
-    """Writes the call of `op` with the arguments `args`, which are buffers, expressions and plain values.
+    """Generates the call of `op` with the arguments `args`: buffers, expressions and plain values.
 
-    `names` are those of its results, lists of them for lists, None for those that nobody reads.  `outputs` are the buffers: those
-    of mutations exist already.
+    `names`: the names of its results, a list for a list, None for a result that nobody reads.  `outputs`: their buffers; buffers of
+    mutations exist already.
     """
     wrapper.include_extra_header(HEADER)
     schema = op._schema
@@ -139,14 +139,14 @@ def _call(wrapper: Any, op: torch._ops.OpOverload, args: Sequence[Any], names: S
     values = [_boxed(wrapper, value, argument.real_type, before) for value, argument in zip(args, schema.arguments, strict=True)]
     stack = f"stack_{next(wrapper.arg_var_id)}"
     count = max(len(schema.arguments), len(schema.returns), 1)
-    taken: list[str] = []
+    statements: list[str] = []
     tensor_names: list[str] = []
     fresh = [
         name if not isinstance(output, int | ir.MutationOutput) else None for name, output in zip(names, outputs, strict=False)
     ]
     for index, returned in enumerate(schema.returns):
         name = fresh[index] if index < len(fresh) else None
-        _take(f"{stack}[{index}]", returned.real_type, name, f"{stack}_{index}", tensor_names, taken)
+        _take(f"{stack}[{index}]", returned.real_type, name, f"{stack}_{index}", tensor_names, statements)
     wrapper.writelines([f"AtenTensorHandle {name}_handle = nullptr;" for name in tensor_names])
     wrapper.writelines(
         [
@@ -155,7 +155,7 @@ def _call(wrapper: Any, op: torch._ops.OpOverload, args: Sequence[Any], names: S
             f"StableIValue {stack}[{count}] = {{{', '.join(values)}}};",
             f'AOTI_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("{schema.name}", "{schema.overload_name}", {stack}, '
             "TORCH_ABI_VERSION));",
-            *taken,
+            *statements,
             "}",
         ]
     )
@@ -163,7 +163,7 @@ def _call(wrapper: Any, op: torch._ops.OpOverload, args: Sequence[Any], names: S
 
 
 def _boxed(wrapper: Any, value: Any, kind: Any, before: list[str]) -> str:
-    """A C++ expression of type `StableIValue`; `before` gets the statements that it needs.  The call takes it over."""
+    """Returns a C++ expression of type `StableIValue`, which the call will own.  Adds the statements for it to `before`."""
     if isinstance(kind, torch.OptionalType):
         if value is None:
             return f"{BOXED}(std::nullopt)"
@@ -194,7 +194,7 @@ def _boxed(wrapper: Any, value: Any, kind: Any, before: list[str]) -> str:
 
 
 def _expression(value: Any) -> str:
-    """A number, or an expression of sizes, in C++."""
+    """Returns a number, or an expression of sizes, as C++."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, float):
@@ -208,7 +208,7 @@ def _finite(value: float) -> str:
 
 
 def _number_as_tensor(value: Any) -> str:
-    """The start of a C call that makes a tensor of no dimensions; it has the dtype that a Python number counts as."""
+    """Returns the start of a C call that makes a tensor of no dimensions, with the default dtype of a Python number."""
     if isinstance(value, complex):
         return f"aoti_torch_scalar_to_tensor_complex64(c10::complex<float>({_expression(value.real)}, {_expression(value.imag)})"
     name = "bool" if isinstance(value, bool) else "int64" if isinstance(value, int) else "float32"
@@ -219,22 +219,22 @@ def _quoted(text: str) -> str:
     return '"' + "".join(char if char.isalnum() or char in " _-." else f"\\{ord(char):03o}" for char in text) + '"'
 
 
-def _take(place: str, kind: Any, name: Any, prefix: str, tensor_names: list[str], taken: list[str]) -> None:
-    """Statements that give a result its name, or free it without one.  `tensor_names` gets the names."""
+def _take(place: str, kind: Any, name: Any, prefix: str, tensor_names: list[str], statements: list[str]) -> None:
+    """Adds `statements` that name a result, or free one without a name.  Adds the names to `tensor_names`."""
     tensor = f"torch::stable::detail::to<AtenTensorHandle>({place})"
     if isinstance(kind, torch.ListType):
         handle, item = f"{prefix}_list", f"{prefix}_item"
-        taken.append(f"auto {handle} = torch::stable::detail::to<StableListHandle>({place});")
+        statements.append(f"auto {handle} = torch::stable::detail::to<StableListHandle>({place});")
         for index, element_name in enumerate(name or ()):
-            taken += [
+            statements += [
                 f"StableIValue {item}_{index};",
                 f"AOTI_TORCH_ERROR_CODE_CHECK(torch_list_get_item({handle}, {index}, &{item}_{index}));",
             ]
-            _take(f"{item}_{index}", kind.getElementType(), element_name, f"{item}_{index}", tensor_names, taken)
-        taken.append(f"AOTI_TORCH_ERROR_CODE_CHECK(torch_delete_list({handle}));")
+            _take(f"{item}_{index}", kind.getElementType(), element_name, f"{item}_{index}", tensor_names, statements)
+        statements.append(f"AOTI_TORCH_ERROR_CODE_CHECK(torch_delete_list({handle}));")
     elif isinstance(kind, torch.TensorType):
         if name is None:
-            taken.append(f"AOTI_TORCH_ERROR_CODE_CHECK(aoti_torch_delete_tensor_object({tensor}));")
+            statements.append(f"AOTI_TORCH_ERROR_CODE_CHECK(aoti_torch_delete_tensor_object({tensor}));")
         else:
             tensor_names.append(name)
-            taken.append(f"{name}_handle = {tensor};")
+            statements.append(f"{name}_handle = {tensor};")

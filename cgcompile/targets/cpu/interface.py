@@ -57,7 +57,7 @@ OPTIONS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ObjectFile:
-    """What is kept."""
+    """The cached record."""
 
     code: bytes
 
@@ -70,7 +70,7 @@ class Interface:
     object_file: Future[Path | None]
 
     def without(self, source: str, command: Sequence[str]) -> str | None:
-        """A generated file without the text of the interface; None if it does not contain this text, or if `command` has other
+        """Returns a generated file without the text of the interface, or None if the file lacks it or `command` has other
         macros."""
         if source.count(self.text) != 1 or macros(command) != set(DEFINED):
             return None
@@ -98,18 +98,18 @@ class Begun:
 def begun(level: Level | None, functions: bool | None) -> Iterator[Begun]:
     """Starts all compilations, for processors of a `level`.  `functions`: whether to compile these; None: if they are faster."""
     with ExitStack() as stack:
-        wanted = fast(level) if functions is None else functions
-        here = shutil.which(compiler()) is not None
+        needs_functions = fast(level) if functions is None else functions
+        has_compiler = shutil.which(compiler()) is not None
         yield Begun(
             interface=stack.enter_context(begun_interface()),
-            functions=begun_object(standalone, level, stack) if wanted and here else None,
-            operators=begun_object(operators, level, stack) if operators.registered() and here else None,
+            functions=begun_object(standalone, level, stack) if needs_functions and has_compiler else None,
+            operators=begun_object(operators, level, stack) if operators.registered() and has_compiler else None,
         )
 
 
 def begun_object(source: ModuleType, level: Level | None, stack: ExitStack) -> Future[Path | None]:
-    """The object file of `source`, a module of `kernels`, which is compiled in the background unless the cache has it.  None if the
-    compiler fails."""
+    """Returns the object file of `source`, a module of `kernels`, which is compiled in the background unless the cache has it.
+    None if the compiler fails."""
     folder, path = stack.enter_context(scratch_folder()), None
     about = described(compiler(), f"-march={level.name if level else 'native'}", "-v", "-E", "-x", "c++", os.devnull)
     name = source.SOURCE.stem
@@ -121,8 +121,8 @@ def begun_object(source: ModuleType, level: Level | None, stack: ExitStack) -> F
 
 @contextmanager
 def begun_interface() -> Iterator[Interface | None]:
-    """The interface, which is compiled in the background unless the cache has it.  None without a compiler, or if torch has another
-    text.  Raises cache-unsafe."""
+    """Yields the interface, which is compiled in the background unless the cache has it.  None without a compiler, or if torch has
+    another text.  Raises cache-unsafe."""
     if not TEXT.exists() or shutil.which(compiler()) is None:
         yield None
         return
@@ -138,7 +138,7 @@ def begun_interface() -> Iterator[Interface | None]:
 
 
 def _begun(command: list[str], target: Path, path: Path | None, stack: ExitStack) -> Future[Path | None]:
-    """The object file `target`, from a command in the background, unless `path` has it.  None if the compiler fails."""
+    """Returns the object file `target`, from a command in the background, unless `path` has it.  None if the compiler fails."""
     if path is not None and (object_file := recall(path, ObjectFile)) is not None:
         target.write_bytes(object_file.code)
         future: Future[Path | None] = Future()
@@ -148,7 +148,7 @@ def _begun(command: list[str], target: Path, path: Path | None, stack: ExitStack
         command, cwd=target.parent, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, process_group=0
     )
     thread = stack.enter_context(ThreadPoolExecutor(1))
-    stack.callback(end_group, process)  # before the thread is waited for
+    stack.callback(end_group, process)  # runs before the thread pool waits for its thread
     return thread.submit(_compiled, process, target, path)
 
 
@@ -168,7 +168,7 @@ def _dependencies() -> Iterator[object]:
 
 
 def macros(command: Sequence[str]) -> set[str]:
-    """The relevant macros that a compiler command defines."""
+    """Returns the relevant macros that a compiler command defines."""
     joined = [word.removeprefix("-D") for word in command if word.startswith("-D") and word != "-D"]
-    apart = [word for option, word in pairwise(command) if option == "-D"]
-    return {name for name in (*joined, *apart) if not name.startswith(WITHOUT_EFFECT)}
+    separate = [word for option, word in pairwise(command) if option == "-D"]
+    return {name for name in (*joined, *separate) if not name.startswith(WITHOUT_EFFECT)}

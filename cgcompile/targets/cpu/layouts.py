@@ -1,4 +1,4 @@
-"""What the compiled code of a host region really does with memory: which constants it wants, and how it lays its outputs out."""
+"""The memory layout of a compiled host region: the constants that it reads, and the strides of its outputs."""
 
 from __future__ import annotations
 
@@ -23,9 +23,8 @@ from ..weights import unbound
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bound:
-    """A loaded shared object and, for the manifest, (its name of a constant, position of the weight).  `functions`: the C interface
-    that it uses.  `state`: what it writes to,
-    with what that held at first.  `unbound`: as `weights.unbound` has it."""
+    """A loaded shared object.  `functions`: its C interface.  `constants`: (its name of a constant, position of the weight in the
+    manifest).  `state`: buffers that it writes to, with their initial values.  `unbound`: as in `weights.unbound`."""
 
     region: HostRegion
     functions: libtorch.LibTorch
@@ -34,14 +33,14 @@ class Bound:
     unbound: frozenset[str]
 
     def restore(self) -> None:
-        """Puts the state back."""
+        """Resets the state to its initial values."""
         for now, first in self.state:
             put_back(now, first)
 
 
 def bind_constants(path: Path, program: ExportedProgram, weights: Sequence[Weight]) -> Bound:
-    """Loads the shared object of `program` here, with the model's own tensors as constants, and copies of those that it writes to.
-    Raises constant-unknown for a constant that is no weight."""
+    """Loads the shared object of `program`, with the model's tensors as constants, and with copies of those that it writes to.
+    Raises constant-unknown for a constant that is not a weight."""
     code = path.read_bytes()
     torch_library = libtorch.of_code(code, path.name) or libtorch.load(torch.__version__)
     region = HostRegion(code, torch_library, path.name)
@@ -62,13 +61,13 @@ def bind_constants(path: Path, program: ExportedProgram, weights: Sequence[Weigh
             value = state[-1][0]
         bound[label] = (value.data_ptr(), Layout(torch_library.dtype(dtype_name(value.dtype)), value.shape, value.stride()))
     region.bind(bound)
-    left = frozenset(unbound(program, [model for _, model in region.constants()]))
-    return Bound(region=region, functions=torch_library, constants=tuple(pairs), state=tuple(state), unbound=left)
+    unbound_names = frozenset(unbound(program, [model for _, model in region.constants()]))
+    return Bound(region=region, functions=torch_library, constants=tuple(pairs), state=tuple(state), unbound=unbound_names)
 
 
 def output_strides(bound: Bound, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> list[tuple[int, ...]]:
-    """Runs the region once, from its first state, and returns the strides of its outputs.  Raises compiler-failed when their
-    number, dtype or shape is not eager PyTorch's."""
+    """Runs the region once, from its initial state, and returns the strides of its outputs.  Raises compiler-failed if their
+    number, dtype or shape differs from eager PyTorch's."""
     torch_library = bound.functions
     layouts = [Layout(torch_library.dtype(dtype_name(value.dtype)), value.shape, value.stride()) for value in inputs]
     bound.restore()

@@ -1,22 +1,21 @@
-"""The loops that Inductor writes: the threads they run on, checks of indices that fail inside of them, and reshapes in them.
+"""Patches of the loops that Inductor generates: their threads, exceptions of index checks inside them, and reshapes.
 
-Inductor (torch 2.13) writes plain `omp parallel` where it compiles for all processors, and still sizes the partial results of a
-parallel reduction for its own number of threads: on a machine with more, memory behind them is overwritten and parts of a sum are
-lost.  2.11 fixes the number.  `cpp.dynamic_threads` asks at run time; but with it every loop becomes parallel, also one of a few
-elements, for which starting threads takes longer than the loop.  So it is switched off where Inductor decides which loops pay.
+Inductor (torch 2.13) writes plain `omp parallel` if it compiles for all processors, but allocates the partial results of a parallel
+reduction for its own number of threads.  On a machine with more threads the code writes past them, and parts of a sum are lost.
+torch 2.11 fixes the number.  `cpp.dynamic_threads` reads the number at run time, but makes every loop parallel.  For a few
+elements, starting threads takes longer than the loop.  So the option is off while Inductor decides which loops are worth threads.
 
-Generated code throws where an index is out of range.  An exception that leaves a loop of OpenMP ends the process, whatever is
-done to catch it outside ("terminate called after throwing an instance of 'c10::Error'", seen with torch 2.11 and 2.13).  So the
-body of a loop that may throw keeps the first exception, and the function throws it when its loops are done.  Loops without checks
-stay as they are.
+Generated code throws if an index is out of range.  An exception that leaves an OpenMP loop ends the process ("terminate called
+after throwing an instance of 'c10::Error'", seen with torch 2.11 and 2.13).  So the body of a loop that may throw stores the first
+exception, and the function rethrows it after its loops.  Loops without checks are unchanged.
 
-Where eager PyTorch copies what cannot be viewed, Inductor computes the copy inside of what reads it, at indices that the reshape
-makes of the reader's.  A reshape that neither merges nor splits axes, as (32, 16) of (16, 32), makes each index a quotient and
-a remainder of all of them; two of them around a slice, as in relative positions that are shifted, and a size that is a symbol,
-make terms of 250 operations.  sympy needs seconds for each (Funnel, torch 2.13: no end after 15 minutes), and the loop would
-compute one for every element.  So what such a reshape takes is stored first, and the reshape is a view of it.
+Where eager PyTorch copies a tensor that cannot be viewed, Inductor computes the copy inside its reader.  The reshape turns the
+reader's indices into indices of the copy.  A reshape across axes, such as (32, 16) of (16, 32), makes each index a quotient and a
+remainder of all of them.  Two of them around a slice, as in shifted relative positions, with a symbolic size, give terms of 250
+operations.  sympy needs seconds for each (Funnel, torch 2.13: no end after 15 minutes), and the loop would compute one for every
+element.  So the operand of such a reshape is stored first, and the reshape is a view of it.
 
-Private of torch (2.11, 2.13): the option, and `decide_parallel_depth` of the classes below; `CppKernel.gen_body` and
+Private in torch (2.11, 2.13): the option, and `decide_parallel_depth` of the classes below; `CppKernel.gen_body` and
 `.assert_function`, `KernelGroup.codegen_group`, and `BracesBuffer`; `View.create` and `View.resolve_negative_size`, `StorageBox`,
 `Pointwise` of torch._inductor.ir.
 """
@@ -40,12 +39,12 @@ from ...errors import BuildError
 OPTION = "cpp.dynamic_threads"
 
 DECIDING = ("CppKernel", "OuterLoopFusedKernel")
-"""Classes of torch._inductor.codegen.cpp that have a `decide_parallel_depth` of their own."""
+"""Classes of torch._inductor.codegen.cpp that define `decide_parallel_depth`."""
 
 
 @contextmanager
 def any_number_of_threads() -> Iterator[None]:
-    """While it lasts, what Inductor generates runs on any number of threads.  Raises torch-unsupported."""
+    """Makes the code that Inductor generates while active run on any number of threads.  Raises torch-unsupported."""
     with ExitStack() as stack:
         for name in DECIDING:
             owner = getattr(cpp, name, None)
@@ -70,10 +69,10 @@ def _unforced(decide: Callable[..., Any]) -> Callable[..., Any]:
 
 
 FAILING = (("CppKernel", "gen_body"), ("KernelGroup", "codegen_group"))
-"""Methods of torch._inductor.codegen.cpp that write what may throw, and the function around it."""
+"""Methods of torch._inductor.codegen.cpp that generate a loop body, which may throw, and the function around it."""
 
 KEPT = "cgcompile_failure"
-"""The variable of a function that keeps an exception."""
+"""The variable of a generated function that stores an exception."""
 
 DEFINITION = """\
 #ifndef CGCOMPILE_FAILURE
@@ -97,7 +96,7 @@ struct CgcompileFailure {
 
 @contextmanager
 def failures_leave_loops() -> Iterator[None]:
-    """While it lasts, what Inductor generates for the CPU throws outside of its loops alone.  Raises torch-unsupported."""
+    """Makes the code that Inductor generates for the CPU while active throw only outside its loops.  Raises torch-unsupported."""
     for name, method in FAILING:
         if method not in vars(getattr(cpp, name, object)) or not hasattr(cpp, "BracesBuffer"):
             raise BuildError(
@@ -118,14 +117,14 @@ def _keeping(plain: Callable[..., Any]) -> Callable[..., Any]:
         text = body.getvalue()
         if kernel.assert_function not in text and "throw " not in text:
             return body
-        kept = cpp.BracesBuffer()
-        kept.writeline("try")
-        with kept.indent():
-            kept.splice(body)
-        kept.writeline("catch (...)")
-        with kept.indent():
-            kept.writeline(f"{KEPT}.keep();")
-        return kept
+        guarded = cpp.BracesBuffer()
+        guarded.writeline("try")
+        with guarded.indent():
+            guarded.splice(body)
+        guarded.writeline("catch (...)")
+        with guarded.indent():
+            guarded.writeline(f"{KEPT}.keep();")
+        return guarded
 
     return gen_body
 
@@ -140,7 +139,7 @@ def _passing_on(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def passing_on(text: str) -> str:
-    """The source of one function whose loops keep exceptions, with the variable at its beginning and the throw at its end."""
+    """Returns the source of a function whose loops store exceptions, with the variable at its start and the rethrow at its end."""
     begin = text.index('extern "C"')
     body, end = text.index("{", begin) + 1, text.rindex("}")
     return (
@@ -151,7 +150,7 @@ def passing_on(text: str) -> str:
 
 @contextmanager
 def stored_before_reshapes() -> Iterator[None]:
-    """While it lasts, Inductor stores what is reshaped across axes.  Raises torch-unsupported."""
+    """Makes Inductor store the operand of a reshape across axes while active.  Raises torch-unsupported."""
     view = getattr(ir, "View", None)
     if not {"create", "resolve_negative_size"} <= set(dir(view)) or not hasattr(ir, "StorageBox") or not hasattr(ir, "Pointwise"):
         raise BuildError(
@@ -172,20 +171,20 @@ def _storing(create: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def across(old: Sequence[Any], new: Sequence[Any]) -> bool:
-    """Whether a reshape from `old` to `new` sizes, numbers or symbols, neither merges nor splits some of the axes: between two
-    places where axes of both end, both have axes that end elsewhere."""
+    """Whether a reshape from `old` to `new` sizes, numbers or symbols, goes across axes: some axes are neither merged nor split.
+    Then both shapes have axis boundaries between two common boundaries."""
     ends, others = _ends(old), _ends(new)
     common = set(ends) & set(others)
     return any(one and other for one, other in zip(_between(ends, common), _between(others, common), strict=True))
 
 
 def _ends(sizes: Sequence[Any]) -> list[Any]:
-    """After how many elements each axis ends, the last one first, each once."""
+    """Returns the axis boundaries as numbers of elements, from the last axis on, each once."""
     return list(dict.fromkeys(accumulate(reversed(sizes), operator.mul)))
 
 
 def _between(ends: Sequence[Any], common: set[Any]) -> list[int]:
-    """How many are before, between and behind the common ones."""
+    """Returns how many boundaries are before, between and after the common ones."""
     counts = [0]
     for end in ends:
         if end in common:

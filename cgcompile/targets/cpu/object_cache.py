@@ -1,8 +1,7 @@
-"""Shared objects of earlier builds, by all that they depend on: the program, its weights, the options, compilers, the processor.
+"""Caches shared objects of builds.  The key has all that they depend on: program, weights, options, compilers, processor.
 
-Inductor is neither imported nor asked for what is found here.  What is found is proved by its self-test, as what was compiled is.
-Used of torch's private parts (2.11, 2.13): `torch._inductor.config.save_config_portable`, and the same of
-`torch._functorch.config`."""
+A cached object is used without importing Inductor's compiler.  Its self-test verifies it like a newly compiled one.  Private in
+torch (2.11, 2.13): `torch._inductor.config.save_config_portable`, and the same function of `torch._functorch.config`."""
 
 from __future__ import annotations
 
@@ -33,15 +32,15 @@ from .compiler import HEADER, REGEX
 from .interface import Begun
 
 NOTES = ("aot_inductor.metadata",)
-"""Options in which Inductor itself notes what it compiled for: after a process's first program they are others than before."""
+"""Options in which Inductor notes what it compiled for.  The first program of a process changes them, so the key excludes them."""
 
 ATEN = "ATEN_CPU_CAPABILITY"
-"""The variable by which Inductor, too, is told which instruction sets to use."""
+"""The environment variable that selects instruction sets, also for Inductor."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SharedObject:
-    """What is kept: the file's bytes, and the processor features that its code uses."""
+    """The cached record: the file's bytes, and the processor features that its code uses."""
 
     code: bytes
     features: tuple[str, ...]
@@ -50,8 +49,8 @@ class SharedObject:
 def kept_at(
     program: ExportedProgram, contents: str, shared: Collection[int], changing: bool, level: Level | None, standalone: bool | None
 ) -> Path | None:
-    """Where what `compile_cpu` makes of the same arguments is kept; None where nothing can be.  `contents`: the program's, of
-    `program_contents`.  Raises cache-unsafe."""
+    """Returns the cache path of the result of `compile_cpu` for the same arguments, or None without a usable cache.  `contents`:
+    the program's hash from `program_contents`.  Raises cache-unsafe."""
     with cache_optional():
         return cache_path(cache_folder(), "host", contents, *_dependencies(program, tuple(shared), changing, level, standalone))
     return None
@@ -68,17 +67,17 @@ def compiled_and_kept(
     begun: Begun | None,
     tell: Callable[[str], None],
 ) -> Compiled:
-    """What `compile_cpu` makes, which is kept.  Raises what that raises, and cache-unsafe."""
+    """Calls `compile_cpu` and stores its result in the cache.  Raises the same errors, and cache-unsafe."""
     compiled = compile_cpu(program, work, tell, shared, changing, level, begun, standalone)
     options = program, contents, shared, changing, level
     _keep(kept_at(*options, standalone), compiled.path, compiled.features)
-    if compiled.libtorch is not None:  # a build whose self-test fails with functions of ours asks for it next
+    if compiled.libtorch is not None:  # the build needs it next if the self-test fails with functions of standalone.cpp
         _keep(kept_at(*options, False), compiled.libtorch, compiled.features)
     return compiled
 
 
 def recalled(path: Path | None, work: Path) -> Compiled | None:
-    """What is kept at `path`, written into the folder `work`."""
+    """Writes the object that is cached at `path` into the folder `work`.  Returns None if there is none."""
     if path is None or (library := recall(path, SharedObject)) is None:
         return None
     target = work / "model.so"
@@ -109,7 +108,7 @@ def _dependencies(
 
 
 def _values(program: ExportedProgram) -> Iterator[object]:
-    """The layout of every value, sizes as expressions with what they are in the example, and the signatures of operators."""
+    """Yields the layout of every value, sizes as expressions with their example values, and the schemas of operators."""
     for module in program.graph_module.modules():
         for node in module.graph.nodes if isinstance(module, GraphModule) else ():
             yield str(node.target._schema) if isinstance(node.target, torch._ops.OpOverload) else ""
@@ -122,5 +121,5 @@ def _values(program: ExportedProgram) -> Iterator[object]:
 
 
 def _size(size: object) -> object:
-    """A number, or the expression of one and what it is in the example."""
+    """Returns the text of a number, or a symbolic size with its value in the example."""
     return (str(size), size.node.hint) if isinstance(size, torch.SymInt | torch.SymFloat | torch.SymBool) else repr(size)

@@ -1,4 +1,4 @@
-"""Whether the functions that a bundle can bring do what a program multiplies: float32, and pictures cut into patches."""
+"""Checks whether the functions of standalone.cpp support a program's products: float32, and convolutions that cut patches."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cgbundle.cpu.machine import processor_flags
 from ..instruction_sets import X86_64, Level
 
 VECTORS = "avx2"
-"""As /proc/cpuinfo names them.  With fewer, and on processors of another kind, our products were not measured beside torch's."""
+"""A flag in /proc/cpuinfo.  Without it, and on other architectures, these products were not compared with torch's."""
 
 CONVOLUTION = "aten.conv2d"
 
@@ -32,27 +32,27 @@ PRODUCTS = CONVOLUTIONS | {
         "mm", "mv", "scaled_dot_product_attention", "tensordot", "vdot",
     )
 }  # fmt: skip
-"""Operators that become products of libraries."""
+"""Operators that libraries compute as products."""
 
 SUITED = (torch.float32, torch.bool)
-"""Dtypes of what they take: numbers and masks."""
+"""Supported dtypes of operands: values and masks."""
 
 
 def suits(program: ExportedProgram, level: Level | None) -> bool:
-    """Whether to link our functions first: where they were measured to be as fast as torch's.  What they lack besides is only known
-    when the code is linked, or when it runs; both are rare where this holds.  `level`: None for processors like this one."""
+    """Whether to link these functions first: on processors where they were measured to be as fast as torch's.  Other missing
+    functions are only detected when the code is linked, or when it runs; both are rare.  `level`: None for this processor."""
     patches = all(_is_patches(node) for node in _products(program) if _name(node) in CONVOLUTIONS)
     return fast(level) and patches and not lacking(program)
 
 
 def fast(level: Level | None) -> bool:
-    """Whether our products were measured beside torch's on such processors."""
+    """Whether these products were compared with torch's on such processors."""
     features = level.features if level is not None else processor_flags()
     return os.uname().machine == X86_64 and VECTORS in features
 
 
 def lacking(program: ExportedProgram) -> str:
-    """The first product that our functions cannot do, in words; "" where there is none."""
+    """Returns a description of the first product that these functions do not support, or ""."""
     for node in _products(program):
         others = [factor.dtype for factor in _factors(node) if factor.dtype not in SUITED]
         if others:
@@ -63,7 +63,7 @@ def lacking(program: ExportedProgram) -> str:
 
 
 def _products(program: ExportedProgram) -> Iterator[Node]:
-    """Inside branches and loops too."""
+    """Yields the products of a program, also those inside branches and loops."""
     for module in program.graph_module.modules():
         for node in module.graph.nodes if isinstance(module, GraphModule) else ():
             if _name(node) in PRODUCTS:
@@ -80,14 +80,14 @@ def _factors(node: Node) -> list[torch.Tensor]:
 
 
 def _arguments(node: Node) -> Mapping[str, Any]:
-    """By name, those that are given."""
+    """Returns the given arguments by name."""
     assert isinstance(node.target, torch._ops.OpOverload)
     names = [argument.name for argument in node.target._schema.arguments]
     return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
 
 
 def _is_patches(node: Node) -> bool:
-    """Whether a convolution cuts pictures into patches beside each other: no number is read twice."""
+    """Whether a convolution cuts images into adjacent patches, so that it reads no element twice."""
     arguments = _arguments(node)
     kernel = list(arguments["weight"].meta["val"].shape[2:])
     return kernel == _pair(arguments.get("stride", 1)) and _pair(arguments.get("padding", 0)) in ([0, 0], ["valid", "valid"])

@@ -1,9 +1,9 @@
-// Included before all else into what AOTInductor writes (see compiler.py).
+// Included first into the files that AOTInductor writes (see compiler.py).
 //
-// The generated interface keeps the text of an error for AOTInductorGetLastError, and prints it, with a stack of twenty lines, to
-// std::cerr besides.  The runtime raises that text; a library prints nothing on its own.
+// The generated interface stores the text of an error for AOTInductorGetLastError.  It also prints the text, with a stack of twenty
+// lines, to std::cerr.  The runtime raises the text, and a library should print nothing, so this header discards the output.
 //
-// torch 2.11 has no such function and only prints.  There what is printed is kept, and the function is ours.
+// torch 2.11 has no such function and only prints.  There this header stores the printed text and defines the function.
 #pragma once
 #include <iostream>
 

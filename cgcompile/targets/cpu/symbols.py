@@ -2,13 +2,13 @@
 
 A decision of torch for the sizes of the example must hold for all sizes, or the build is refused.  While Inductor lowers a program,
 the symbols of its sizes are frozen: if torch evaluates `batch >= 16`, it uses the value of the example, and keeps no guard.  But
-the answer narrows the symbol's range.  With sizes 1 and 16, the range 1 to 16 becomes 16 alone, and the code writes 16 rows for
+the answer narrows the symbol's range.  With sizes 1 and 16, the range 1 to 16 becomes 16 alone.  The code then writes 16 rows for
 every call (torch 2.11 and 2.13: a 3 x 3 convolution).  So answers do not narrow ranges here.  The answer that selects an
 implementation of a convolution affects only the layout of memory, and may be that of the example.  Any other answer has to be the
 same for the smallest and the largest sizes.
 
-If an assertion about a number fails, Inductor's code throws a message with its own name of the number ("Expected u8 >= 20 but
-received 12"), without a line of the model.  So the line of the assertion is added, or else the line that reads the number.
+If an assertion about a number fails, the message of Inductor's code has its own name of the number ("Expected u8 >= 20 but received
+12"), and no line of the model.  So the line of the assertion is added, or else the line that reads the number.
 
 Private interfaces (torch 2.11, 2.13): `ShapeEnv._check_frozen` and `ShapeEnv._maybe_guard_rel`, `torch._C._select_conv_backend`,
 `canonicalize_bool_expr`, `torch._inductor.ir.AssertScalar`, `GraphLowering.create_deferred_runtime_asserts`, and the expression of
@@ -44,20 +44,20 @@ METHODS = ((ShapeEnv, "_check_frozen"), (ShapeEnv, "_maybe_guard_rel"), (torch._
 
 @contextmanager
 def decided_alike(program: ExportedProgram) -> Iterator[None]:
-    """Inside this context, code is generated for all sizes of `program`.  Raises size-decides at its end if a decision of torch
-    differs between the example's sizes and the smallest or largest ones, and torch-unsupported."""
+    """Makes Inductor generate code for all sizes of `program` inside the context.  Raises size-decides at its end if a decision of
+    torch differs between the example's sizes and the smallest or largest ones.  Raises torch-unsupported."""
     for owner, name in METHODS:
         if not hasattr(owner, name):
             raise BuildError(
                 "torch-unsupported", f"torch {torch.__version__} has no {name}; cgcompile was tested with 2.11 and 2.13"
             )
     limits = _limits(program)
-    taken: dict[Any, Any] = {}
+    answers: dict[Any, Any] = {}
     note, narrow = ShapeEnv._check_frozen, ShapeEnv._maybe_guard_rel
 
     def noted(self: Any, expr: Any, value: Any) -> None:
         if self.frozen and _has_limits(expr, limits):
-            taken.setdefault(expr, value)
+            answers.setdefault(expr, value)
         note(self, expr, value)
 
     def narrowed(self: Any, expr: Any) -> None:
@@ -70,7 +70,7 @@ def decided_alike(program: ExportedProgram) -> Iterator[None]:
         patch.object(*METHODS[2], _of_example(torch._C._select_conv_backend)),
     ):
         yield
-    for expr, value in taken.items():
+    for expr, value in answers.items():
         if (other := _otherwise(expr, value, limits)) is not None:
             raise BuildError(
                 "size-decides", f"torch compiles different code for {other} than for the largest sizes: {expr} is {value} there"
@@ -78,7 +78,7 @@ def decided_alike(program: ExportedProgram) -> Iterator[None]:
 
 
 def _limits(program: ExportedProgram) -> dict[Any, tuple[int, int]]:
-    """The smallest and the largest value of each symbol of the input shapes."""
+    """Returns the smallest and the largest value of each symbol of the input shapes."""
     values = [node.meta.get("val") for node in program.graph.find_nodes(op="placeholder")]
     sizes = [size for value in values if isinstance(value, torch.Tensor) for size in value.shape if isinstance(size, torch.SymInt)]
     symbols = {symbol for size in sizes for symbol in size.node.expr.free_symbols} & program.range_constraints.keys()
@@ -92,7 +92,7 @@ def _has_limits(expr: Any, limits: Mapping[Any, tuple[int, int]]) -> bool:
 
 
 def _otherwise(expr: Any, value: Any, limits: Mapping[Any, tuple[int, int]]) -> str | None:
-    """The extreme sizes at which `expr` is not `value`, as text."""
+    """Returns the extreme sizes at which `expr` is not `value`, as text."""
     symbols = sorted(expr.free_symbols, key=str)
     for corner in product(*[limits[symbol] for symbol in symbols]):
         if sympy.sympify(expr.subs(dict(zip(symbols, corner, strict=True)))) != value:
@@ -101,7 +101,7 @@ def _otherwise(expr: Any, value: Any, limits: Mapping[Any, tuple[int, int]]) -> 
 
 
 def _of_example(select: Callable[..., Any]) -> Callable[..., Any]:
-    """`select`, called with the sizes of the example instead of symbols."""
+    """Wraps `select`, to call it with the sizes of the example instead of symbols."""
 
     def selected(*args: Any, **kwargs: Any) -> Any:
         return select(*[_plain(argument) for argument in args], **{name: _plain(argument) for name, argument in kwargs.items()})
@@ -122,7 +122,7 @@ def _number(size: Any) -> int:
 
 @contextmanager
 def named_assertions(program: ExportedProgram) -> Iterator[None]:
-    """Inside this context, assertions about a number name their line of the model.  Raises torch-unsupported."""
+    """Makes assertions about a number name their line of the model inside the context.  Raises torch-unsupported."""
     if not hasattr(ir, "AssertScalar") or not hasattr(GraphLowering, MAKING):
         raise BuildError("torch-unsupported", f"torch {torch.__version__}: Inductor has no AssertScalar; tested were 2.11 and 2.13")
     lines = _assertions(program)
@@ -141,8 +141,8 @@ def named_assertions(program: ExportedProgram) -> Iterator[None]:
 
 
 def _assertions(program: ExportedProgram) -> dict[str, str]:
-    """The message of every assertion of the model about a number, by its condition.  Lines with the same condition are all
-    named."""
+    """Returns the message of every assertion of the model about a number, by its condition.  Names all lines with that
+    condition."""
     nodes_by_form: dict[str, list[Node]] = {}
     for module in program.graph_module.modules():
         nodes = module.graph.nodes if isinstance(module, GraphModule) else ()
@@ -154,8 +154,7 @@ def _assertions(program: ExportedProgram) -> dict[str, str]:
 
 
 def _bound(reading: Sequence[Node], message: str) -> str:
-    """The message for a bound that Inductor derived from several assertions about one number, with the line that reads the
-    number."""
+    """Returns the message for a bound that Inductor derived from several assertions, with the line that reads the number."""
     named = [node for node in reading if place(node)[0]]
     return asserted(named, f"{re.sub(NAME, 'a number', message)} in {place(named[0])[1]}") if named else message
 
@@ -165,5 +164,5 @@ NAME = r"\bu\d+\b"
 
 
 def _form(condition: Any) -> str:
-    """A condition without the names of its numbers, because Inductor's names differ from those of export."""
+    """Returns a condition without the names of its numbers, because Inductor's names differ from those of export."""
     return re.sub(r"[a-z]+\d+", "_", str(canonicalize_bool_expr(condition)))

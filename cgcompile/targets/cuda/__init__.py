@@ -1,1 +1,1 @@
-"""What both recorders of a cuda target share: memory layout, lowering levels, host regions, steps, kernel images."""
+"""Code that both recorders of a cuda target share: lowering levels, host regions, steps, and the bundle's files."""

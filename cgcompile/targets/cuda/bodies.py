@@ -1,5 +1,5 @@
-"""The nodes of a recording with branches and loops, as they come, and their rows: each body behind the bodies that come before it.
-Pure."""
+"""Collects the nodes of a recording with branches and loops, and returns them as rows, with the bodies in
+breadth-first order.  Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cgcompile.bundle.recordings import ConditionalNode, Edge, KernelNode, Node
 
 @dataclass(slots=True)
 class _Graph:
-    """The nodes of the recording itself or of a body, edges by positions in it, and the nodes that what comes next waits for."""
+    """The nodes of the recording or of a body, the edges by position, and the nodes that the next node depends on."""
 
     nodes: list[Node | _Conditional] = field(default_factory=list)
     edges: list[Edge] = field(default_factory=list)
@@ -21,7 +21,7 @@ class _Graph:
 
 @dataclass(slots=True)
 class _Conditional:
-    """A conditional node; `number` is the one that the launches which set its condition name."""
+    """A conditional node.  Launches that set its condition refer to it by `number`."""
 
     number: int
     type: str
@@ -29,14 +29,14 @@ class _Conditional:
 
 
 class Bodies:
-    """Nodes are added to the innermost body that has begun, and run behind everything that was added to it before."""
+    """Adds nodes to the innermost open body.  They run after all nodes that were added to it before."""
 
     def __init__(self) -> None:
-        self._own = _Graph()
+        self._root = _Graph()
         self._open: list[_Conditional] = []
 
     def add(self, nodes: Sequence[Node | _Conditional], edges: Sequence[Edge] | None = None) -> None:
-        """`edges` join the nodes, by their positions; None: they run one after the other."""
+        """Adds nodes.  `edges` connect them by their positions; None: they run one after the other."""
         if not nodes:
             return
         graph = self._current()
@@ -50,24 +50,24 @@ class Bodies:
         graph.last = [begin + i for i in range(len(nodes)) if i not in ends[0]]
 
     def begin(self, number: int, type: str) -> None:
-        """A conditional node, and its first body."""
+        """Adds a conditional node and opens its first body."""
         conditional = _Conditional(number, type, [_Graph()])
         self.add([conditional])
         self._open.append(conditional)
 
     def next_body(self) -> None:
-        """Its next body."""
+        """Opens the next body of the current conditional node."""
         self._open[-1].bodies.append(_Graph())
 
     def end(self) -> None:
-        """A branch's second body of nothing is none."""
+        """Closes the current conditional node.  Drops an empty second body of a branch."""
         conditional = self._open.pop()
         if conditional.type == "if" and len(conditional.bodies) == 2 and not conditional.bodies[1].nodes:
             conditional.bodies.pop()
 
     def rows(self) -> tuple[tuple[Node, ...], tuple[Edge, ...], tuple[int, ...]]:
-        """Nodes, edges, and where the bodies begin."""
-        graphs = [self._own]
+        """Returns the nodes, the edges, and the position of the first node of each body."""
+        graphs = [self._root]
         numbers: dict[int, int] = {}
         for graph in graphs:  # grows while it is walked
             for node in graph.nodes:
@@ -85,7 +85,7 @@ class Bodies:
         return tuple(nodes), tuple(edges), tuple(begins[1:])
 
     def _current(self) -> _Graph:
-        return self._open[-1].bodies[-1] if self._open else self._own
+        return self._open[-1].bodies[-1] if self._open else self._root
 
 
 def _chain(count: int) -> list[Edge]:

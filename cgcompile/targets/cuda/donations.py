@@ -1,7 +1,7 @@
-"""Where outputs that a later call takes lie on a GPU: in a part of the arena that is reserved for their entry.  Pure; bytes.
+"""The device memory of donated outputs: a reserved part of the arena for each entry.  Pure; sizes in bytes.
 
-Programs overlay each other in the arena, so that any call would overwrite what another one gave.  Below the arena that all share
-each source of a donation has a part of its own.  As large as its largest int_key needs, it holds the outputs of the latest call.
+All programs use the same arena, so a call could overwrite the outputs of another one.  So each source of a donation has a reserved
+part in front of the shared arena.  It is as large as the entry's largest int_key needs, and holds the outputs of the latest call.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from .host_regions import SplitProgram
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DonatedOutput:
-    """An output of an int_key's program that is in a donation: which of its graph regions makes it, and as which of its outputs.
-    `entry` and `number` are the entry's name and the output's number in its signature."""
+    """An output of an int_key's program that is in a donation.  `region`, `output`: the graph region that computes it, and its
+    position there.  `entry`, `number`: the entry's name, and the output's position in its signature."""
 
     entry: str
     number: int
@@ -29,19 +29,19 @@ class DonatedOutput:
 
 
 def donated_outputs(spec: BuildSpec, split: SplitProgram | None) -> dict[IntKey, tuple[DonatedOutput, ...]]:
-    """By build key.  Raises donation-refused for an output that the host makes."""
+    """Returns the donated outputs by build key.  Raises donation-refused for an output that the host computes."""
     outputs_by_key: dict[IntKey, tuple[DonatedOutput, ...]] = {}
     for number, entry in enumerate(spec.entries):
         donated = sorted({donation.output for donation in spec.donations if donation.source == entry.name})
         for key in entry.keys if donated else ():
-            built = build_key(spec, number, key)
-            outputs_by_key[built] = tuple([_located(entry.name, output, built, split) for output in donated])
+            program_key = build_key(spec, number, key)
+            outputs_by_key[program_key] = tuple([_located(entry.name, output, program_key, split) for output in donated])
     return outputs_by_key
 
 
 def reserved_parts(needs: Mapping[str, int], to: int = ALIGN) -> tuple[DonatedRange, ...]:
-    """A part of the arena for each entry that needs so many bytes, from offset 0 on, each at a multiple of `to`.  Between two of
-    them lie PAD bytes of nobody: an address behind the last byte of one is not in the next."""
+    """Returns a part of the arena for each entry and the bytes that it needs, from offset 0 on, at multiples of `to`.  PAD unused
+    bytes separate the parts, so that an address one past the end of a part is not in the next one."""
     rows, end = [], 0
     for entry, size in needs.items():
         rows.append(DonatedRange(entry=entry, offset=align(end, to), bytes=size + PAD))
@@ -50,12 +50,12 @@ def reserved_parts(needs: Mapping[str, int], to: int = ALIGN) -> tuple[DonatedRa
 
 
 def reserved_end(rows: Sequence[DonatedRange], to: int = ALIGN) -> int:
-    """Where the arena that all programs share begins."""
+    """Returns the offset of the arena that all programs share."""
     return align(max([row.offset + row.bytes for row in rows], default=0), to)
 
 
 def refused(entry: str, number: int, why: str) -> ModelError:
-    """The error of an output that cannot be kept."""
+    """Returns the error for an output that cannot be donated."""
     return ModelError("donation-refused", f"donations(): output {number} of {entry}() {why}")
 
 

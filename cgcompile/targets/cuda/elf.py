@@ -1,4 +1,4 @@
-"""The parts of a cubin, a little-endian ELF-64 file, that matter: sections, and symbols of type OBJECT (module variables, with
+"""Reads the needed parts of a cubin, a little-endian ELF-64 file: sections, and symbols of type OBJECT (module variables, with
 their initial bytes) and FUNC (kernels).  Layouts are those of the ELF-64 specification.  Pure and bounds-checked."""
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from ...errors import BuildError
 
 MAGIC = b"\x7fELF"
 FATBIN_MAGIC = (b"\x50\xed\x55\xba", b"\x51\x46\x62\x46", b"\xb1\x43\x62\x46")
-"""First bytes of a fatbin (0xBA55ED50) and of its wrapper (0x466243b1, 0x46624651), as they lie in memory."""
+"""First bytes of a fatbin (0xBA55ED50) and of its wrapper (0x466243b1, 0x46624651), in memory order."""
 
 EM_CUDA = 190
 """e_machine of every cubin."""
 
 WRITABLE = ".nv.global"
-"""The section of variables that kernels can write and that start as zeros.  `.nv.global.init` holds the others: strings and tables
-in every image that was met."""
+"""The section of variables that kernels can write and that start as zeros.  `.nv.global.init` has the other variables: strings and
+tables in every image seen so far."""
 
 SHT_SYMTAB, SHT_NOBITS = 2, 8
 STT_OBJECT, STT_FUNC = 1, 2
@@ -30,7 +30,7 @@ _SYMBOL = struct.Struct("<IBBHQQ")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Section:
-    """A section: `offset` and `size` are its place in the file (no bytes there when `type` is SHT_NOBITS)."""
+    """A section: `offset` and `size` are its place in the file.  A section of type SHT_NOBITS has no bytes there."""
 
     name: str
     type: int
@@ -52,15 +52,15 @@ class Symbol:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cubin:
-    """The parts of a cubin that matter: its variables and the names of its kernels."""
+    """The needed parts of a cubin: its variables and the names of its kernels."""
 
     data: tuple[Symbol, ...]
     functions: frozenset[str]
 
 
 def read_cubin(image: bytes, what: str = "image") -> Cubin:
-    """Read a cubin.  `what` stands for the image in messages.  Raises image-format when the bytes are no cubin ELF (a fatbin and
-    PTX text are named as such), or are cut off."""
+    """Reads a cubin.  `what` names the image in messages.  Raises image-format if the bytes are truncated or no cubin ELF file; the
+    message says so for a fatbin and for PTX text."""
     sections = read_sections(image, what)
     data: list[Symbol] = []
     functions: set[str] = set()
@@ -88,7 +88,7 @@ def read_cubin(image: bytes, what: str = "image") -> Cubin:
 
 
 def read_sections(image: bytes, what: str = "image") -> tuple[Section, ...]:
-    """The section table.  Raises image-format."""
+    """Returns the section table.  Raises image-format."""
     if image[:4] in FATBIN_MAGIC:
         raise BuildError("image-format", f"{what} is a fatbin, not a cubin ELF file")
     if image[:4] != MAGIC:

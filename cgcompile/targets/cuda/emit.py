@@ -75,7 +75,7 @@ def write_recorded(
 
 
 def arena_bytes(recorded: RecordedProgram) -> dict[IntKey, int]:
-    """Bytes of memory `arena` that each key needs."""
+    """Returns the bytes of memory `arena` that each key needs."""
     return {
         key: max([graph.arena for (_, other), graph in recorded.graphs.items() if other == key], default=PAD)
         for key in recorded.static
@@ -83,8 +83,7 @@ def arena_bytes(recorded: RecordedProgram) -> dict[IntKey, int]:
 
 
 def cuda_target(arch: str, driver: int, hosts: HostRegions, torch_version: str) -> Target:
-    """The requirements of the bundle: a GPU of `arch`, a driver (13000 = 13.0), and for host regions a processor and a version of
-    torch."""
+    """Returns the bundle's requirements: a GPU of `arch`, a driver (13000 = 13.0), and for host regions a processor and torch."""
     return Target(
         kind="cuda", arch=arch, level="", features=hosts.features, torch=torch_version if hosts.rows else "", driver=driver
     )
@@ -96,7 +95,7 @@ def _whole(recorded: RecordedProgram, key: IntKey, file: str) -> Program:
 
 
 def write_kernels(stage: Path, images: Mapping[str, bytes]) -> None:
-    """kernels/<sha256>, each image once."""
+    """Writes kernels/<sha256>, each image once."""
     (stage / "kernels").mkdir()
     for name, image in images.items():
         assert hashlib.sha256(image).hexdigest() == name, name
@@ -104,7 +103,7 @@ def write_kernels(stage: Path, images: Mapping[str, bytes]) -> None:
 
 
 def _write_tables(stage: Path, recordings: Mapping[RegionKey, Recording]) -> dict[RegionKey, str]:
-    """graphs/<region>-<key>.bin of every region and int_key; returns their paths in the bundle."""
+    """Writes graphs/<region>-<key>.bin for every region and int_key, and returns their paths in the bundle."""
     (stage / "graphs").mkdir()
     files = {}
     for (region, key), recording in recordings.items():

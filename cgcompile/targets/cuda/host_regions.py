@@ -1,4 +1,4 @@
-"""Programs of several regions: their plan at every int_key, the host regions compiled for the CPU, and the manifest's rows."""
+"""Programs of several regions: their partition per int_key, host regions compiled for the CPU, and rows of the manifest."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ from .tensors import input_offsets
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SplitProgram:
-    """Programs of several regions at every key, and every value as eager PyTorch made it.  `uploads`: where in memory
-    `inputs`, behind the call's, lies what the host makes.  `host_only`: weights that only host regions read.  `state`: the
-    placeholders of `Partition.state`, and the names of these buffers."""
+    """Programs of several regions per key, with every value as eager PyTorch computed it.  `uploads`: the places of values that the
+    host computes, in memory `inputs` after the call's inputs.  `host_only`: weights that only host regions read.  `state`: the
+    names of the buffers of `Partition.state`, by placeholder."""
 
     partitions: dict[IntKey, Partition] = field(repr=False)
     regions: dict[IntKey, tuple[RegionModule, ...]] = field(repr=False)
@@ -51,8 +51,8 @@ class SplitProgram:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostRegions:
-    """Compiled host regions.  `rows` by (region, key), the same row for keys that share one, and the processor `features` that the
-    code of all uses.  `unbound`: as `weights.unbound` has it."""
+    """Compiled host regions.  `rows`: by (region, key); keys can share a row.  `features`: the processor features that the code of
+    all regions uses.  `unbound`: as in `weights.unbound`."""
 
     rows: Mapping[tuple[str, IntKey], Region]
     features: tuple[str, ...]
@@ -65,20 +65,20 @@ NO_HOST_REGIONS = HostRegions(rows={}, features=(), unbound=frozenset())
 def split_stage(
     programs: Programs, placements: Placements, calls: Mapping[IntKey, Sequence[torch.Tensor]], stages: Stages
 ) -> SplitProgram | None:
-    """`split_program` where something must be on the host, as a stage of the build; else None."""
+    """Runs `split_program` as a stage of the build if an operation must run on the host, else returns None."""
     if not any(placements.values()):
         return None
     with stages("partition") as tell:
         split = split_program(programs, placements, calls)
-        ways = [" -> ".join(region.name for region in partition.regions) for partition in split.partitions.values()]
-        tell.result("; ".join(dict.fromkeys(ways)))
+        orders = [" -> ".join(region.name for region in partition.regions) for partition in split.partitions.values()]
+        tell.result("; ".join(dict.fromkeys(orders)))
     return split
 
 
 def host_stage(
     split: SplitProgram | None, weights: Sequence[Weight], scratch: Path, stage: Path, stages: Stages, level: Level | None = None
 ) -> HostRegions:
-    """`compile_host_regions` as a stage of the build."""
+    """Runs `compile_host_regions` as a stage of the build."""
     if split is None:
         return NO_HOST_REGIONS
     with stages("host") as tell:
@@ -88,14 +88,14 @@ def host_stage(
 
 
 def off_gpu(split: SplitProgram | None, hosts: HostRegions, weights: Sequence[Weight]) -> frozenset[str]:
-    """The weights of `split.host_only` that compiled code takes as constants, tied ones together.  Of others it holds the values:
-    Inductor makes numbers of those with eight elements or fewer.  `weights`: those that the host regions were compiled with."""
-    taken = {weights[index].tensor for region in hosts.rows.values() for _, index in region.constants}
-    return frozenset([row.name for row in weights if split and row.name in split.host_only and row.tensor in taken])
+    """Returns the weights of `split.host_only` that compiled code takes as constants, tied ones together.  Other weights are values
+    in the code: Inductor writes weights of eight elements or fewer as numbers.  `weights`: the rows for the compilation."""
+    constants = {weights[index].tensor for region in hosts.rows.values() for _, index in region.constants}
+    return frozenset([row.name for row in weights if split and row.name in split.host_only and row.tensor in constants])
 
 
 def split_program(programs: Programs, placements: Placements, calls: Mapping[IntKey, Sequence[torch.Tensor]]) -> SplitProgram:
-    """`calls` are example inputs of every key, where the programs are.  Raises the errors of `partition`."""
+    """Splits all programs.  `calls`: example inputs of every key, on the programs' device.  Raises the errors of `partition`."""
     by_program = {id(program): partition(program, placements[key]) for key, program in programs.distinct}
     partitions, regions, values, uploads, state = {}, {}, {}, {}, {}
     for key, tensors in calls.items():
@@ -106,12 +106,12 @@ def split_program(programs: Programs, placements: Placements, calls: Mapping[Int
         uploads[key] = _uploads(planned, values[key], input_offsets(inputs)[-1])
         names = weight_placeholders(programs.at(key))
         state[key] = {name: names[name] for name in planned.state}
-    host_only = _host_only(programs, [region for some in regions.values() for region in some])
+    host_only = _host_only(programs, [region for key_regions in regions.values() for region in key_regions])
     return SplitProgram(partitions=partitions, regions=regions, values=values, uploads=uploads, host_only=host_only, state=state)
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy as the static buffer of an input holds it."""
+    """Returns a copy with the strides of the input's static buffer."""
     shape = tuple(tensor.shape)
     dense = dense_strides(shape, tensor.stride())
     return torch.empty_strided(shape, dense, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
@@ -128,14 +128,14 @@ def _uploads(planned: Partition, values: Mapping[str, torch.Tensor], end: int) -
 
 
 def _host_only(programs: Programs, regions: Sequence[RegionModule]) -> frozenset[str]:
-    """Weights that host regions read and no graph does, tied ones only together."""
+    """Returns the weights that host regions read and no graph does.  Tied weights are treated as one."""
     read: dict[str, set[str]] = {"graph": set(), "host": set()}
     for region in regions:
-        held = {
+        region_weights = {
             **dict(region.module.named_parameters(remove_duplicate=False)),
             **dict(region.module.named_buffers(remove_duplicate=False)),
         }
-        read[region.planned.kind] |= held.keys()
+        read[region.planned.kind] |= region_weights.keys()
     tied: dict[str, set[str]] = {}
     for name, shape in shapes_of(programs.weights()).items():
         tied.setdefault(shape.same_as or name, set()).add(name)
@@ -145,9 +145,9 @@ def _host_only(programs: Programs, regions: Sequence[RegionModule]) -> frozenset
 def compile_host_regions(
     split: SplitProgram, weights: Sequence[Weight], scratch: Path, stage: Path, tell: Tell, level: Level | None = None
 ) -> HostRegions:
-    """Compiles every host region that computes something, for every key, and writes host/<name>.so into `stage`.  Keys whose region
-    has the same code and inputs share one.  `weights`: of `lay_out`; `level`: the processors that they are for, None for those like
-    this one.  Raises compiler-failed, constant-unknown, operator-without-code, torch-unsupported."""
+    """Compiles every host region that has operations, for every key, and writes host/<name>.so into `stage`.  Keys whose region has
+    the same code and inputs share a file.  `weights`: of `lay_out`.  `level`: the target processors, None for processors like this
+    one.  Raises compiler-failed, constant-unknown, operator-without-code, torch-unsupported."""
     compiled: dict[Any, Region] = {}
     rows: dict[tuple[str, IntKey], Region] = {}
     features: set[str] = set()
@@ -157,15 +157,17 @@ def compile_host_regions(
             name = region.planned.name
             example_inputs = [split.values[key][value_name].cpu() for value_name in region.planned.inputs]
             code = "".join(module.code for module in region.module.modules() if isinstance(module, GraphModule))
-            like = (name, entry_of(key), code, tuple((t.dtype, t.shape, t.stride()) for t in example_inputs))
-            if like not in compiled:
+            signature = (name, entry_of(key), code, tuple((t.dtype, t.shape, t.stride()) for t in example_inputs))
+            if signature not in compiled:
                 tell(f"compiling {name} for int_key {key}")
                 region_name = name if len(split.regions) == 1 else f"{name}-{key_label(key)}"
                 expected = [split.values[key][value_name].cpu() for value_name in region.planned.module_outputs]
-                compiled[like], used, left = _compile(region, region_name, example_inputs, expected, weights, scratch, stage, level)
+                compiled[signature], used, unbound_names = _compile(
+                    region, region_name, example_inputs, expected, weights, scratch, stage, level
+                )
                 features |= set(used)
-                unbound |= left
-            rows[name, key] = compiled[like]
+                unbound |= unbound_names
+            rows[name, key] = compiled[signature]
     return HostRegions(rows=rows, features=tuple(sorted(features)), unbound=frozenset(unbound))
 
 
@@ -188,8 +190,8 @@ def _compile(
     program = inlined(program)
     work = scratch / region_name
     work.mkdir()
-    about = program, program_contents([program])[id(program)], (), False, level, False
-    compiled = recalled(kept_at(*about), work) or compiled_and_kept(*about, work, None, lambda text: None)
+    arguments = program, program_contents([program])[id(program)], (), False, level, False
+    compiled = recalled(kept_at(*arguments), work) or compiled_and_kept(*arguments, work, None, lambda text: None)
     file = f"host/{region_name}.so"
     bound = layouts.bind_constants(compiled.path, program, [replace(row, name=row.name.removeprefix(PREFIX)) for row in weights])
     try:
@@ -223,14 +225,14 @@ def split_rows(
     files: Mapping[tuple[str, IntKey], str],
     arena: Mapping[IntKey, int],
 ) -> tuple[tuple[Region, ...], tuple[Program, ...], int]:
-    """Regions and programs for the manifest, and the bytes of memory host.  `files`: the tables of graph regions by (name, key)."""
+    """Returns regions and programs for the manifest, and the bytes of memory host.  `files`: graph tables by (region, key)."""
     placed = {row.name: _place_of(row) for row in recorded.weights if row.memory == "state"}
     planned = [region for partition in split.partitions.values() for region in partition.regions if region.kind == "graph"]
     names = dict.fromkeys(region.name for region in planned)
     graph_rows = [Region(name=name, kind="graph", reason="", file="", constants=()) for name in names]
     rows = (*graph_rows, *dict.fromkeys(hosts.rows.values()))
     place = {row: index for index, row in enumerate(rows)}
-    programs, most = [], 0
+    programs, host_bytes = [], 0
     for key, regions in split.regions.items():
         values = split.values[key]
         outputs = {name: graph.outputs for (name, other), graph in recorded.graphs.items() if other == key}
@@ -252,12 +254,12 @@ def split_rows(
         )
         row, used = program_row(own_key(key), split.partitions[key], lowered, arena[key], recorded.static[key])
         programs.append(row)
-        most = max(most, used)
-    return rows, tuple(programs), most
+        host_bytes = max(host_bytes, used)
+    return rows, tuple(programs), host_bytes
 
 
 def _inputs(tensors: Sequence[torch.Tensor]) -> tuple[Value, ...]:
-    """The call's inputs, where `place_inputs` puts them."""
+    """Returns the call's inputs at the offsets of `place_inputs`."""
     rows = []
     for tensor, offset in zip(tensors, input_offsets(tensors), strict=False):
         shape = tuple(tensor.shape)

@@ -1,9 +1,9 @@
-"""A graph handed to Inductor as it is: functionalized by AOTAutograd, without Dynamo, which would trace an exported program again
-and refuses some (operators whose results are no tensors, kernels without an implementation for fake tensors).
+"""Passes a graph to Inductor directly: AOTAutograd functionalizes it, and Dynamo is left out.  Dynamo would trace an exported
+program again, and rejects some (operators whose results are no tensors, kernels without an implementation for fake tensors).
 
 Private interfaces of torch (2.11, 2.13): `torch._inductor.compile_fx.compile_fx`, `torch._guards.TracingContext` and `tracing`,
-`FakeTensorMode`, `ShapeEnv`, `StatelessSymbolicContext`, `ConstantSource`.  torch itself puts them together so in
-torch/_inductor/standalone_compile.py.
+`FakeTensorMode`, `ShapeEnv`, `StatelessSymbolicContext`, `ConstantSource`.  torch/_inductor/standalone_compile.py combines them in
+the same way.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ Compiled = Callable[..., tuple[Any, ...]]
 
 
 def compile_graph(module: GraphModule, leaves: Sequence[Any], options: Mapping[str, Any], dynamic: bool) -> Compiled:
-    """`module` compiled for inputs like `leaves`, the flat arguments of a call: `(*leaves) -> flat outputs`.
+    """Compiles `module` for inputs like `leaves`, the flat arguments of a call.  Returns a function `(*leaves) -> flat outputs`.
 
-    Weights are arguments of the compiled graph: they are read, and written to, where they lie now.  Without `dynamic` every size is
-    a constant; with it, those of the inputs are symbols where the exported program's are.  Raises lowering-failed, with the
-    operator and the user's line, and torch-unsupported.
+    Weights are arguments of the compiled graph, which reads and writes them at their present addresses.  Without `dynamic` every
+    size is a constant.  With it, sizes of inputs are symbols where they are symbols in the exported program.  Raises
+    lowering-failed, with the operator and the user's line, and torch-unsupported.
     """
-    graph, weights, taken = lifted(module, leaves)
+    graph, weights, leaf_nodes = lifted(module, leaves)
     try:
         from torch._dynamo.source import ConstantSource
         from torch._guards import TracingContext, tracing
@@ -56,7 +56,7 @@ def compile_graph(module: GraphModule, leaves: Sequence[Any], options: Mapping[s
 
     fakes = [fake(f"weight_{i}", tensor.detach(), [False] * tensor.dim()) for i, tensor in enumerate(weights)]
     fakes += [
-        fake(f"input_{i}", leaves[i], _varying(node, leaves[i]) if dynamic else [False] * leaves[i].dim()) for i, node in taken
+        fake(f"input_{i}", leaves[i], _varying(node, leaves[i]) if dynamic else [False] * leaves[i].dim()) for i, node in leaf_nodes
     ]
 
     try:
@@ -67,18 +67,18 @@ def compile_graph(module: GraphModule, leaves: Sequence[Any], options: Mapping[s
     except Exception as error:
         failure = explain(error, module)
         raise ModelError("lowering-failed", str(failure), failure.hint("inductor")) from error
-    held = [tensor.detach() for tensor in weights]
-    positions = [i for i, _ in taken]
+    weight_tensors = [tensor.detach() for tensor in weights]
+    positions = [i for i, _ in leaf_nodes]
 
     def run(*inputs: Any) -> tuple[Any, ...]:
-        outputs: tuple[Any, ...] = tuple(compiled(*held, *[inputs[i] for i in positions]))
+        outputs: tuple[Any, ...] = tuple(compiled(*weight_tensors, *[inputs[i] for i in positions]))
         return outputs
 
     return run
 
 
 def _decompositions() -> dict[Any, Callable[..., Any]]:
-    """Inductor's table, with products with a vector as sums where that is faster than a library, and with ours."""
+    """Returns Inductor's table with our argmax, and with products with a vector as sums where that is faster than a library."""
     from torch._inductor.decomposition import select_decomp_table
 
     aten, table = torch.ops.aten, dict(select_decomp_table())
@@ -101,24 +101,24 @@ def _decompositions() -> dict[Any, Callable[..., Any]]:
 
 
 def lifted(module: GraphModule, leaves: Sequence[Any]) -> tuple[GraphModule, list[torch.Tensor], list[tuple[int, Node]]]:
-    """The module's graph with its tensors as arguments, before those of the call; these tensors, each once; and of the call's
-    leaves the positions of the tensors, with their nodes.  Its outputs are flat."""
+    """Returns the module's graph with its tensors as arguments before those of the call, and with flat outputs; these tensors, each
+    once; and the positions of the call's tensors among the leaves, with their nodes."""
     graph = Graph()
     env: dict[Node, Any] = {}
     arguments: dict[tuple[object, ...], Node] = {}
     weights: list[torch.Tensor] = []
     for node in module.graph.nodes:
         if node.op == "get_attr" and isinstance(value := operator.attrgetter(node.target)(module), torch.Tensor):
-            same = value.data_ptr() or id(value), value.dtype, tuple(value.shape), value.stride()
-            if same not in arguments:
-                arguments[same] = graph.placeholder(f"weight_{len(weights)}")
+            identity = value.data_ptr() or id(value), value.dtype, tuple(value.shape), value.stride()
+            if identity not in arguments:
+                arguments[identity] = graph.placeholder(f"weight_{len(weights)}")
                 weights.append(value)
-            env[node] = arguments[same]
+            env[node] = arguments[identity]
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
     if len(placeholders) != len(leaves):
         raise BuildError("inputs-unlike", f"the program takes {len(placeholders)} values, the call has {len(leaves)}")
-    taken = [(i, node) for i, node in enumerate(placeholders) if isinstance(leaves[i], torch.Tensor)]
-    for i, node in taken:
+    leaf_nodes = [(i, node) for i, node in enumerate(placeholders) if isinstance(leaves[i], torch.Tensor)]
+    for i, node in leaf_nodes:
         env[node] = graph.placeholder(f"input_{i}")
     env |= {node: leaf for node, leaf in zip(placeholders, leaves, strict=True) if not isinstance(leaf, torch.Tensor)}
     for node in module.graph.nodes:
@@ -129,16 +129,16 @@ def lifted(module: GraphModule, leaves: Sequence[Any]) -> tuple[GraphModule, lis
             continue
         env[node] = copied = graph.create_node(node.op, node.target, *_mapped((node.args, node.kwargs), env), name=node.name)
         copied.meta = dict(node.meta)
-    return GraphModule(module, graph), weights, taken
+    return GraphModule(module, graph), weights, leaf_nodes
 
 
 def _mapped(value: Any, env: Mapping[Node, Any]) -> Any:
-    """Arguments with the nodes of the new graph, or values, in place of the old one's nodes."""
+    """Replaces nodes of the old graph in arguments by nodes of the new graph, or by values."""
     return torch.fx.node.map_aggregate(value, lambda leaf: env[leaf] if isinstance(leaf, Node) else leaf)
 
 
 def _varying(node: Node, tensor: torch.Tensor) -> list[bool]:
-    """Of each axis of an input, whether the exported program leaves its size open."""
-    like = node.meta.get("val")
-    sizes = like.shape if isinstance(like, torch.Tensor) else [None] * tensor.dim()
+    """Returns for each axis of an input whether its size is a symbol in the exported program."""
+    example = node.meta.get("val")
+    sizes = example.shape if isinstance(example, torch.Tensor) else [None] * tensor.dim()
     return [not isinstance(size, int) for size in sizes]

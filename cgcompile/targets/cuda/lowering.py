@@ -1,9 +1,9 @@
-"""Lowering for a cuda target: an exported program's module -> a callable that launches the kernels to be captured.
+"""Lowering for a cuda target: turns an exported program's module into a callable that launches the kernels to capture.
 
-Levels: `eager` (PyTorch's own kernels), `inductor` (its default options), `max-autotune` (Inductor with benchmarked matrix
-products and convolutions).  Inductor lowers once per int_key with every size a constant (`specialize="size"`), or with symbols for
-the declared dimensions (`specialize="shared"`), so that the kernels of the first key come out of the cache for the others.  CUDA
-graphs of Inductor are off: the recorder makes its own.
+Levels: `eager` (PyTorch's own kernels), `inductor` (its default options), `max-autotune` (Inductor with benchmarked matrix products
+and convolutions).  With `specialize="size"`, Inductor lowers once per int_key with constant sizes.  With `specialize="shared"`, the
+declared dimensions are symbols, so that later keys get the kernels of the first key from the cache.  CUDA graphs of Inductor are
+off, because the recorder makes the graphs.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from torch.utils._pytree import tree_leaves
 from .inductor import Compiled, compile_graph
 
 OPTIONS = {"triton.cudagraphs": False, "use_static_cuda_launcher": False, "dynamic_scale_rblock": False}
-"""Inductor's options at every level.  Two recordings must get the same kernels from the cache.  In torch 2.11 two things tune anew
-in every process: the static launcher (by coordinate descent), and reductions whose best configuration Inductor added while it ran
-("dynamic_scale_rblock")."""
+"""Inductor's options at every level.  Two recordings must get the same kernels from the cache.  In torch 2.11 two features tune
+again in every process: the static launcher (by coordinate descent), and reductions for which Inductor adds configurations at run
+time ("dynamic_scale_rblock")."""
 
 
 IMPORTED_LATE = (
@@ -36,17 +36,17 @@ IMPORTED_LATE = (
     "triton.backends.nvidia.driver", "setuptools", "cgcompile.transforms.few_rows.fewer_kernels",
     "cgcompile.transforms.few_rows.row_blocks", "cgcompile.transforms.inductor_passes",
 )  # fmt: skip
-"""What a first lowering imports (torch 2.11, 2.13)."""
+"""Modules that the first lowering imports (torch 2.11, 2.13)."""
 
 HASHES = (
     ("torch._inductor.codecache", "torch_key"), ("torch._inductor.runtime.triton_compat", "triton_key"),
 )  # fmt: skip
-"""Private functions of torch (2.11, 2.13) that hash the sources of torch and of Triton, and keep the result."""
+"""Private functions of torch (2.11, 2.13) that hash the sources of torch and of Triton, and cache the result."""
 
 
 def lower(module: torch.fx.GraphModule, level: str, specialize: str) -> Callable[..., Any]:
-    """A callable that takes what `module` takes.  At level `eager` it is the module; else it is compiled at its first call, gives
-    the outputs as a flat tuple, and keeps the weights where they lie then.  Its first call raises what `compile_graph` does."""
+    """Returns a callable with the arguments of `module`.  At level `eager` it is the module.  Else its first call compiles the
+    module for the weights' addresses at that time, and raises the errors of `compile_graph`.  Outputs are a flat tuple."""
     if level == "eager":
         return module
     options = torch._inductor.list_mode_options("max-autotune-no-cudagraphs") if level == "max-autotune" else {}
@@ -62,9 +62,9 @@ def lower(module: torch.fx.GraphModule, level: str, specialize: str) -> Callable
 
 
 def import_compiler() -> None:
-    """Imports what Inductor and Triton would import for the first kernel, and hashes their sources.  CUDA is not started."""
+    """Imports the modules that a first kernel needs, and hashes the sources of torch and Triton.  Does not initialize CUDA."""
     for name in IMPORTED_LATE:
-        with suppress(ImportError):  # another version of torch has other modules
+        with suppress(ImportError):  # other versions of torch have other modules
             import_module(name)
     for name, function in HASHES:
         with suppress(ImportError, AttributeError):
@@ -72,27 +72,26 @@ def import_compiler() -> None:
 
 
 def start_compilers(processes: int) -> None:
-    """Starts so many processes that compile kernels, unless the user says how many, before there is anything to lower.  They are
-    forked from this one."""
-    if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:  # which Inductor has read
+    """Forks `processes` processes that compile kernels, before lowering begins.  TORCHINDUCTOR_COMPILE_THREADS takes precedence."""
+    if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:  # else Inductor has read it
         torch._inductor.config.compile_threads = processes
     if processes > 1:
         torch._inductor.async_compile.AsyncCompile.warm_pool()
 
 
 def choose_without_timing() -> None:
-    """For this process: Inductor takes the configuration of a kernel by rules.  Two processes whose kernels differ in the number of
-    rows of state have no common entry in the cache, and would time, and choose, each for itself."""
+    """Makes Inductor select kernel configurations by rules in this process.  Kernels that differ in the number of rows of state
+    share no cache entry, so two processes would time and select them separately."""
     torch._inductor.config.deterministic = True
     torch._inductor.config.triton.autotune_pointwise = False
 
 
 def repair(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
-    """`module`, changed in place so that Inductor lowers it rightly.  What it computes in eager mode stays the same.  torch before
-    2.13 decomposes `aten.lstm.input` on CUDA to hidden states with an extra axis (pytorch issue 151200).  They are viewed with the
-    shapes of the initial states."""
+    """Changes `module` in place so that Inductor lowers it correctly, and returns it.  Its results in eager mode do not change.
+    torch before 2.13 decomposes `aten.lstm.input` on CUDA to hidden states with an extra axis (pytorch issue 151200).  They are
+    viewed with the shapes of the initial states."""
     for node in [n for n in module.graph.nodes if n.target is torch.ops.aten._assert_tensor_metadata.default]:
-        module.graph.erase_node(node)  # what export saw holds by the signature; on fake tensors "cuda" is not "cuda:0" (torch 2.11)
+        module.graph.erase_node(node)  # the signature guarantees it; on fake tensors "cuda" is not "cuda:0" (torch 2.11)
     for node in [n for n in module.graph.nodes if n.target is torch.ops.aten.lstm.input]:
         for state in [u for u in node.users if u.target is operator.getitem and u.args[1] in (1, 2)]:
             with module.graph.inserting_after(state):
@@ -103,12 +102,12 @@ def repair(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
 
 
 SHORT = 32
-"""Steps of a recurrent layer that Inductor may write out, one after the other, in all its layers and directions together."""
+"""The most steps of a recurrent layer that Inductor may unroll, summed over all its layers and directions."""
 
 RECURRENT = {
     getattr(torch.ops.aten, name).input: name for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")
 }  # fmt: skip
-"""Recurrent layers over a whole sequence, with the arguments of `cgcompile::recurrent`."""
+"""Operators for recurrent layers over a whole sequence, and the `kind` of each for `cgcompile::recurrent`."""
 
 _LIBRARY = torch.library.Library("cgcompile", "FRAGMENT")
 _LIBRARY.define(
@@ -135,10 +134,10 @@ torch.library.register_fake("cgcompile::recurrent", _recurrent_shapes, lib=_LIBR
 
 
 def keep_long_recurrences(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
-    """`module`, changed in place so that PyTorch's own kernels (cuDNN's) run recurrent layers of more than `SHORT` steps.
+    """Makes PyTorch's own kernels (cuDNN's) run recurrent layers of more than `SHORT` steps.  Changes `module` in place.
 
-    AOTAutograd writes them out step by step (torch/_decomp/decompositions.py, 2.11 and 2.13): kernels, and minutes of compiling,
-    grow with the sequence.
+    AOTAutograd unrolls them (torch/_decomp/decompositions.py, 2.11 and 2.13).  The number of kernels, and minutes of compile time,
+    would grow with the sequence.
     """
     for node in [node for node in module.graph.nodes if node.target in RECURRENT]:
         x, states, _, _, layers, _, _, bidirectional, batch_first = node.args

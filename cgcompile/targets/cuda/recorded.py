@@ -1,4 +1,4 @@
-"""What both recorders of a cuda target give: the graphs of a program with every address named.  Values only."""
+"""The result of both recorders of a cuda target: the graphs of a program, with a memory and offset for every address."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from cgcompile.bundle.recordings import Recording
 from ..memory_layout import Table
 
 RegionKey = tuple[str, IntKey]
-"""A region and an int_key."""
+"""The name of a region, and an int_key."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecordedGraph:
-    """A graph region at one int_key: its recording, the tensors that it takes and makes, and the bytes of the key's arena."""
+    """A graph region at one int_key: its recording, its input and output tensors, and the bytes of the key's arena."""
 
     recording: Recording
     inputs: tuple[Value, ...]
@@ -26,9 +26,9 @@ class RecordedGraph:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecordedProgram:
-    """A program as it was recorded.  `images`: cubins by sha256.  `static`: bytes of memory `inputs` by key, in the bundle's order.
-    `weights`: the program's tensors with their offsets, under its own names; `tables` lie behind them.  Bytes include PAD;
-    `state_bytes` is 0 where no call writes to buffers."""
+    """A recorded program.  `images`: cubins by sha256.  `static`: bytes of memory `inputs` by key, in the bundle's order.
+    `weights`: the program's tensors with their offsets, under its own names; `tables` follow them in memory.  Bytes include PAD.
+    `state_bytes` is 0 if no call writes to buffers."""
 
     graphs: Mapping[RegionKey, RecordedGraph]
     images: Mapping[str, bytes]

@@ -1,4 +1,4 @@
-"""A program of several regions as rows of the manifest: values, and the steps that bring them from one place to the next.  Pure."""
+"""Converts a program of several regions to rows of the manifest: values, and steps that run regions and copy values.  Pure."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from ..memory_layout import align
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoweredRegions:
-    """The regions of one int_key as they were lowered, by name.  `outputs`: what each makes; `files`: the tables of graph regions;
-    `regions`: positions in the manifest.  `inputs`: the call's.  `uploads`: where on the GPU a value that the host makes is put.
-    `state`: where the buffers of `Partition.state` lie there.  `passed_through`: as in RegionModule."""
+    """The lowered regions of one int_key, by name.  `outputs`: their output values.  `files`: the tables of graph regions.
+    `regions`: positions in the manifest.  `inputs`: the call's.  `uploads`: the device memory of values that the host computes.
+    `state`: the device memory of the buffers of `Partition.state`.  `passed_through`: as in RegionModule."""
 
     outputs: Mapping[str, tuple[Value, ...]]
     files: Mapping[str, str]
@@ -29,7 +29,7 @@ class LoweredRegions:
 
 @dataclass(slots=True)
 class _Steps:
-    """Values and steps, growing; `device` and `host` say which value is a name's on either side, `end` where memory host ends."""
+    """Values and steps under construction.  `device`, `host`: a name's value on either side.  `end`: the end of memory host."""
 
     values: list[Value]
     steps: list[Step]
@@ -51,9 +51,9 @@ class _Steps:
 
 
 def program_row(key: IntKey, partition: Partition, lowered: LoweredRegions, arena: int, static: int) -> tuple[Program, int]:
-    """The program of one int_key, and the bytes that it needs of memory host.  A value is copied to the other side once, when a
-    region there first reads it.  What the host made and the call returns is copied in the end; what it leaves in state and in the
-    call's inputs goes back as soon as it is made."""
+    """Returns the program of one int_key, and its bytes of memory host.  A value is copied to the other side once, when a region
+    there first reads it.  Outputs that the host computes are copied to the device at the end.  What the host writes to state and to
+    the call's inputs is copied back immediately."""
     rows = _Steps(values=[], steps=[], device={}, host={}, end=0)
     for name, value in zip(partition.inputs, lowered.inputs, strict=True):
         rows.device[name] = rows.add(value)
@@ -89,11 +89,12 @@ def _host(rows: _Steps, region: PlannedRegion, lowered: LoweredRegions) -> None:
         rows.host.update({name: rows.host[lowered.passed_through[name]] for name in region.outputs})
         return
     writes = [rows.add_host(value) for value in lowered.outputs[region.name]]
-    left = [rows.add_host(rows.values[rows.device[name]]) for name in region.written]  # laid out as where it goes
+    # laid out as the targets of the copies
+    written = [rows.add_host(rows.values[rows.device[name]]) for name in region.written]
     reads = tuple([rows.host[name] for name in region.inputs])
     rows.host.update(zip(region.outputs, writes, strict=True))
-    rows.steps.append(Step(kind="host", region=lowered.regions[region.name], file="", inputs=reads, outputs=(*writes, *left)))
-    for name, value in zip(region.written, left, strict=True):
+    rows.steps.append(Step(kind="host", region=lowered.regions[region.name], file="", inputs=reads, outputs=(*writes, *written)))
+    for name, value in zip(region.written, written, strict=True):
         rows.copy(value, rows.add(rows.values[rows.device[name]]))
 
 

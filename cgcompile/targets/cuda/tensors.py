@@ -31,7 +31,7 @@ class _Span:
 
 
 def _tensor(address: int, owner: torch.Tensor | None, dtype: str, shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
-    """A tensor with a storage of its own at `address`."""
+    """Returns a tensor with a storage of its own at `address`."""
     empty = torch.empty(0, dtype=getattr(torch, dtype), device="cuda")
     size = tensor_bytes(dtype, shape)
     if not size:
@@ -41,12 +41,12 @@ def _tensor(address: int, owner: torch.Tensor | None, dtype: str, shape: tuple[i
 
 
 def device_bytes(address: int, size: int) -> torch.Tensor:
-    """Memory of the current device as a flat uint8 tensor of at least one byte.  The caller must keep the memory alive."""
+    """Returns memory of the current device as a flat uint8 tensor of at least one byte.  The caller must keep the memory alive."""
     return torch.as_tensor(_Span(address=address, size=size, owner=None), device="cuda")
 
 
 def tensor_at(buffer: torch.Tensor, offset: int, dtype: str, shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
-    """A tensor with a storage of its own at `offset` bytes into a one-dimensional uint8 buffer on the device."""
+    """Returns a tensor with a storage of its own at `offset` bytes into a one-dimensional uint8 buffer on the device."""
     return _tensor(buffer.data_ptr() + offset, buffer, dtype, shape, strides)
 
 
@@ -60,17 +60,17 @@ class TensorPlace:
     strides: tuple[int, ...]
 
     def tensor(self) -> torch.Tensor:
-        """The tensor again, which must be dense.  The caller knows that its memory is still allocated."""
+        """Returns the tensor again, which must be dense.  The caller knows that its memory is still allocated."""
         return _tensor(self.address, None, self.dtype, self.shape, self.strides)
 
 
 def tensor_place(tensor: torch.Tensor) -> TensorPlace:
-    """The address and layout of a tensor."""
+    """Returns the address and layout of a tensor."""
     return TensorPlace(address=tensor.data_ptr(), dtype=stored_dtype(tensor), shape=tuple(tensor.shape), strides=tensor.stride())
 
 
 def weights_at(rows: Iterable[Weight], buffers: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors of `rows` that are on the device, by name, at their offsets in the buffers.  Tied weights are one tensor."""
+    """Returns the tensors of `rows` on the device, by name, at their offsets in the buffers.  Tied weights are one tensor."""
     placed: dict[str, torch.Tensor] = {}
     named: dict[str, torch.Tensor] = {}
     for row in rows:
@@ -89,23 +89,23 @@ def point_weights(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) 
         owner: Any = module
         for name in owner_name.split(".") if owner_name else ():
             owner = getattr(owner, name, None)
-        held = getattr(owner, leaf, None)
-        if held is None:  # a tensor that the graph does not use
+        current = getattr(owner, leaf, None)
+        if current is None:  # a tensor that the graph does not use
             continue
-        if isinstance(held, torch.nn.Parameter):
-            held.data = tensor
+        if isinstance(current, torch.nn.Parameter):
+            current.data = tensor
         else:
             setattr(owner, leaf, tensor)
 
 
 def tensors_of(call: Any) -> list[torch.Tensor]:
-    """The tensors of a call's arguments, or of what it returns, in order."""
+    """Returns the tensors of a call's arguments, or of what it returns, in order."""
     return [leaf for leaf in tree_leaves(call) if isinstance(leaf, torch.Tensor)]
 
 
 def input_offsets(tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
-    """The offset of each input in memory `inputs`, one after the other, and the aligned end of the last one.  The end address of an
-    input is not the start of the next one, because a donated input may be elsewhere (`Manifest.donations`)."""
+    """Returns the offset of each input in memory `inputs`, one after the other, and the aligned end of the last one.  The end
+    address of an input is not the start of the next one, because a donated input may be elsewhere (`Manifest.donations`)."""
     offsets = [0]
     for tensor in tensors:
         offsets.append(align(offsets[-1] + tensor_bytes(stored_dtype(tensor), tensor.shape) + 1))
@@ -113,7 +113,7 @@ def input_offsets(tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
 
 
 def place_inputs(tensors: Sequence[torch.Tensor], buffer: torch.Tensor) -> list[torch.Tensor]:
-    """Static inputs: tensors like the given ones (values too), at `input_offsets` of `buffer`."""
+    """Returns static inputs: tensors like the given ones (values too), at `input_offsets` of `buffer`."""
     placed = []
     for tensor, offset in zip(tensors, input_offsets(tensors), strict=False):
         shape = tuple(tensor.shape)
@@ -123,17 +123,17 @@ def place_inputs(tensors: Sequence[torch.Tensor], buffer: torch.Tensor) -> list[
 
 
 def static_bytes(tensors: Iterable[torch.Tensor], uploads: Iterable[UploadedValue]) -> int:
-    """Bytes of memory `inputs`, without PAD, for the inputs of the call, followed by the values of host regions."""
+    """Returns the bytes of memory `inputs`, without PAD, for the inputs of the call, followed by the values of host regions."""
     return max([input_offsets(tensors)[-1], *[value.end for value in uploads]])
 
 
 def settings() -> dict[str, Any]:
-    """The global settings of torch that select kernels, for `apply_settings` in another process."""
+    """Returns the global settings of torch that select kernels, for `apply_settings` in another process."""
     return {path: operator.attrgetter(path)(torch) for path in _SETTINGS} | {"": torch.get_float32_matmul_precision()}
 
 
 def apply_settings(values: Mapping[str, Any]) -> None:
-    """Set the switches that `settings` read."""
+    """Applies the settings that `settings` returned."""
     for path, value in values.items():
         if path:
             owner, _, leaf = path.rpartition(".")

@@ -1,1 +1,1 @@
-"""Code of our own in bundles: PTX and the ptxas that assembles it for an architecture; C++ for a CPU without libtorch."""
+"""Code that bundles contain: PTX, with ptxas to assemble it for an architecture, and C++ for a CPU without libtorch."""

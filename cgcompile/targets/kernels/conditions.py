@@ -1,8 +1,8 @@
 """The kernel that sets the condition of a conditional node: a few lines of PTX, compiled for the architecture.
 
-A CUDA graph's branches and loops ask a value that only a kernel can set, by calling `cudaGraphSetConditional`.  That is an external
-function of the PTX, which the driver resolves when the image is loaded (driver 580, H200; ptxas of triton 3.6 and 3.7).
-From sm_90 on the kernel waits by itself for the one before it, which may have let it begin early.
+Only a kernel can set the condition of a conditional node, by calling `cudaGraphSetConditional`.  That is an external function of
+the PTX, which the driver resolves when it loads the image (driver 580, H200; ptxas of triton 3.6 and 3.7).  From sm_90 on the
+kernel itself waits for the kernel before it, which may have allowed it to start early.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from cgcompile.bundle.recordings import Function, Handle, KernelNode
 from .ptxas import assemble
 
 WAITING = 90
-"""The first capability whose kernels may begin before the one in front of them has ended."""
+"""The first capability with programmatic dependent launch: a kernel may start before the previous one has ended."""
 
 
 def condition_source(capability: int) -> str:
-    """Its PTX for a capability (90 for sm_90).  PTX 8.3 is CUDA 12.3's, the first with conditional nodes."""
+    """Returns the PTX for a capability (90 for sm_90).  PTX 8.3 is CUDA 12.3's, the first version with conditional nodes."""
     lowest, wait = (WAITING, "griddepcontrol.wait;") if capability >= WAITING else (80, "")
     return f"""
 .version 8.3
@@ -50,18 +50,18 @@ def condition_source(capability: int) -> str:
 
 
 def condition_image(name: str) -> bytes:
-    """The kernel's image for an architecture ("sm_90").  Raises extra-missing, kernel-failed."""
+    """Returns the kernel's image for an architecture ("sm_90").  Raises extra-missing, kernel-failed."""
     capability = int(name.removeprefix("sm_"))
     return assemble(condition_source(capability), capability)
 
 
 def condition_function(image: bytes) -> Function:
-    """The kernel in an image of `condition_image`."""
+    """Returns the kernel in an image of `condition_image`."""
     return Function(image=hashlib.sha256(image).hexdigest(), symbol=SET_CONDITION, params=tuple(PARAMS), attributes=())
 
 
 def set_condition(function: int, byte: Address, conditional: int) -> KernelNode:
-    """The launch that sets the condition of conditional node number `conditional` to a byte."""
+    """Returns the launch that sets the condition of conditional node number `conditional` to a byte of memory."""
     return KernelNode(
         function=function,
         grid=(1, 1, 1),

@@ -1,8 +1,8 @@
-"""Memsets of a recording become launches of a kernel of our own.  Pure but for `fill_image`.
+"""Replaces memset nodes of a recording by launches of a fill kernel.  Pure, except `fill_image`.
 
-The driver launches a graph that is a chain of kernels alone in nearly constant time.  One memset node loses that: on an H200
-(driver 580) `cuGraphLaunch` took 3.5 us of the CPU for 100 kernels, and 24 us for 110 kernels and 12 memsets.  A memset of several
-rows with a pitch stays what it is.
+The driver launches a graph in nearly constant time if it is a chain of kernels only.  A single memset node prevents this: on an
+H200 (driver 580) `cuGraphLaunch` took 3.5 us of CPU time for 100 kernels, and 24 us for 110 kernels and 12 memsets.  Memsets of
+several rows with a pitch stay memset nodes.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from cgcompile.bundle.recordings import Function, KernelNode, MemsetNode, Node, 
 from .ptxas import assemble
 
 THREADS = 256
-"""Threads of a block; each writes one piece."""
+"""Threads of a block.  Each thread writes one piece."""
 
 PIECES = (16, 4, 2, 1)
-"""Bytes that a thread writes, the widest first; there is a kernel for each."""
+"""Bytes that a thread writes, widest first.  There is a kernel for each."""
 
 PARAMS = ((0, 8), (8, 8), (16, 4))
 """(offset, size) of the parameters: the first address, the number of pieces, the pattern of four bytes."""
@@ -67,26 +67,26 @@ _HEAD = """.version 7.0
 .target sm_80
 .address_size 64
 """
-"""PTX 7.0 is CUDA 11's, the first that knows sm_80; ptxas turns it into code for any later architecture."""
+"""PTX 7.0 is CUDA 11's, the first version that supports sm_80.  ptxas compiles it for any later architecture."""
 
 
 def source() -> str:
-    """The kernels as PTX: `cgcompile_fill_N` writes `count` pieces of N bytes."""
+    """Returns the PTX.  Kernel `cgcompile_fill_N` writes `count` pieces of N bytes."""
     return _HEAD + "".join(_ENTRY.format(piece=piece, store=_STORES[piece]) for piece in PIECES)
 
 
 def fill_image(name: str) -> bytes:
-    """The kernels' image for an architecture ("sm_90").  Raises extra-missing, kernel-failed."""
+    """Returns the kernels' image for an architecture ("sm_90").  Raises extra-missing, kernel-failed."""
     return assemble(source(), int(name.removeprefix("sm_")))
 
 
 def has_memsets(recordings: Iterable[Recording]) -> bool:
-    """Whether `without_memsets` has anything to do."""
+    """Whether `without_memsets` would replace a node."""
     return any(_flat(node) for recording in recordings for node in recording.nodes)
 
 
 def without_memsets(recording: Recording, image: bytes) -> Recording:
-    """The same recording with launches of `image` (of `fill_image`) where memsets of one row were."""
+    """Returns the recording with launches of `image` (of `fill_image`) in place of memsets of one row."""
     name = hashlib.sha256(image).hexdigest()
     functions = {function: number for number, function in enumerate(recording.functions)}
     nodes: list[Node] = []
@@ -101,7 +101,7 @@ def without_memsets(recording: Recording, image: bytes) -> Recording:
 
 
 def memset_of(function: Function, node: KernelNode) -> MemsetNode | None:
-    """The memset that a launch of `without_memsets` stands for; None for every other kernel."""
+    """Returns the memset that a launch of `without_memsets` replaces, or None for any other kernel."""
     symbol, _, piece = function.symbol.rpartition("_")
     if symbol != "cgcompile_fill" or function.params != PARAMS:
         return None
@@ -118,7 +118,7 @@ def _flat(node: Node) -> bool:
 
 
 def _piece(node: MemsetNode) -> int:
-    """The widest piece that both ends of the memset allow."""
+    """Returns the widest piece to which both ends of the memset are aligned."""
     ends = node.target.offset | (node.width * node.element)
     return next(piece for piece in PIECES if not ends % piece)
 

@@ -1,4 +1,4 @@
-"""The lowest driver that takes a graph, by the kinds of its nodes and edges."""
+"""The lowest driver version that supports a graph, from the kinds of its nodes and edges."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Iterable
 from cgcompile.bundle.recordings import ConditionalNode, Recording
 
 EDGES, LOOPS, BRANCHES = 12030, 12040, 12080
-"""The lowest drivers that take an edge with data; a loop, or an "if" with one body in a body; an "if" with two bodies or a "switch"
-(12040 = 12.4; CUDA's release notes)."""
+"""The lowest driver versions (12040 = 12.4; CUDA's release notes): for an edge with data, for a loop or an "if" with one body, and
+for an "if" with two bodies or a "switch"."""
 
 
 def graph_driver(recordings: Iterable[Recording]) -> int:
-    """As drivers count, 0 where any does."""
+    """Returns the lowest driver version (12040 = 12.4), or 0 if every driver supports the graphs."""
     lowest = 0
     for recording in recordings:
         conditionals = [node for node in recording.nodes if isinstance(node, ConditionalNode)]

@@ -1,7 +1,7 @@
-"""Operators that have a function in C++ of ours (operators.cpp) stay calls; Inductor's code calls the function.
+"""Keeps calls of operators that have a C++ function in operators.cpp, and makes Inductor's code call that function.
 
-Private of torch (2.11, 2.13): the option `aot_inductor.custom_ops_to_c_shims`.  Where Inductor has no such option, the operators
-become the operations that they are written with, as those of other libraries do.
+Private in torch (2.11, 2.13): the option `aot_inductor.custom_ops_to_c_shims`.  If Inductor lacks it, these operators are replaced
+by the operations of their Python code, as operators of other libraries are.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ OPTION = "aot_inductor.custom_ops_to_c_shims"
 
 
 def own_operators(program: ExportedProgram) -> set[Any]:
-    """Those that a program calls."""
-    known = operators.DECLARED if OPTION in torch._inductor.config.get_config_copy() else {}
-    return {operator for operator in custom_operators(program) if operator._schema.name in known}
+    """Returns the operators of `operators.DECLARED` that a program calls."""
+    declared = operators.DECLARED if OPTION in torch._inductor.config.get_config_copy() else {}
+    return {operator for operator in custom_operators(program) if operator._schema.name in declared}
 
 
 def without_python(program: ExportedProgram) -> ExportedProgram:
-    """The same program without operators that need Python at run time.  Raises as `inlined`."""
+    """Returns the program without operators that need Python at run time.  Raises as `inlined`."""
     known_operators = own_operators(program)
     return inlined(program, custom_operators(program) - known_operators if known_operators else None)
 
 
 def options(called: Collection[Any]) -> Mapping[str, Any]:
-    """Options of Inductor for a program that calls such operators."""
+    """Returns Inductor's options for a program that calls these operators."""
     return {OPTION: {operator: [operators.declaration(operator._schema.name)] for operator in called}} if called else {}

@@ -1,7 +1,7 @@
-// Operators of ours that Inductor's code for the CPU calls: products with weights of 8 bits, and attention to pages.
+// Operators that Inductor's code for the CPU calls: products with int8 weights, and attention over pages.
 //
-// Linked into the shared object whether its tensors are libtorch's or ours: of both, this calls the C interface of tensors alone.  A
-// function that is given something it cannot do returns an error.
+// They use only the C interface of tensors, so they work with tensors of libtorch and with those of standalone.cpp.  A function
+// returns an error for arguments that it does not support.
 
 #include <omp.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
@@ -20,7 +20,7 @@
 
 namespace {
 
-// What the C interface says of a tensor.
+// The properties of a tensor, read through the C interface.
 struct View {
   char* data = nullptr;
   int64_t rank = 0, *sizes = nullptr, *strides = nullptr;
@@ -44,16 +44,16 @@ AOTITorchError row_major(const std::vector<int64_t>& sizes, AtenTensorHandle* re
   return aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(), aoti_torch_dtype_float32(), aoti_torch_device_type_cpu(), 0, result);
 }
 
-// --- products with weights of 8 bits ------------------------------------------------------------------------------------
+// --- products with int8 weights -----------------------------------------------------------------------------------------
 
-constexpr int FEW = 4;  // rows, up to which the weights are multiplied as they lie: no panel is packed
-constexpr int PART = 96;  // of the depth, whose products are added up first: the error of a long sum grows with its length
-constexpr int64_t SOON = 8192;  // bytes of weights ahead of which memory is asked: the processor does not foresee several rows at once
+constexpr int FEW = 4;  // up to this many rows, the weights are multiplied without packing panels
+constexpr int PART = 96;  // part of the depth whose products are added up first: the error of a long sum grows with its length
+constexpr int64_t SOON = 8192;  // prefetch distance in bytes of weights: the processor does not prefetch several rows at once
 
 typedef int8_t Bytes __attribute__((vector_size(LANES), aligned(1)));
 typedef int32_t Wide __attribute__((vector_size(BYTES)));
 
-// LANES bytes as floats.  GCC 12 converts bytes one by one.
+// Converts LANES bytes to floats.  GCC 12 would convert them one by one.
 Vector widened(const int8_t* from) {
 #if defined(__AVX512F__)
   return reinterpret_cast<Vector>(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)))));
@@ -64,7 +64,7 @@ Vector widened(const int8_t* from) {
 #endif
 }
 
-// The sum of all lanes.
+// Returns the sum of all lanes.
 template <int width, int... lanes> inline Vector folded(Vector value, std::integer_sequence<int, lanes...>) {
   return value + __builtin_shufflevector(value, value, (lanes ^ width)...);
 }
@@ -74,8 +74,8 @@ template <int width = LANES / 2> inline float sum(Vector value) {
   return value[0];
 }
 
-// `count` rows of x times `columns` rows of the weights from `j` on, into made[row * made_row + j].
-template <int count, int columns> void dots(const Matrix& x, int64_t first, const int8_t* weight, const float* scale, int64_t j, float* made, int64_t made_row) {
+// Multiplies `count` rows of x by `columns` rows of the weights from row j on, into out[row * out_row + j].
+template <int count, int columns> void dots(const Matrix& x, int64_t first, const int8_t* weight, const float* scale, int64_t j, float* out, int64_t out_row) {
   int64_t depth = x.columns, p = 0;
   const int8_t* rows = weight + j * depth;
   Vector sums[count][columns] = {};
@@ -91,20 +91,20 @@ template <int count, int columns> void dots(const Matrix& x, int64_t first, cons
   }
   for (int r = 0; r < count; r++)
     for (int c = 0; c < columns; c++) {
-      float whole = sum(sums[r][c]);
-      for (int64_t rest = p; rest < depth; rest++) whole += *x.at(first + r, rest) * rows[c * depth + rest];
-      made[(first + r) * made_row + j + c] = whole * scale[j + c];
+      float total = sum(sums[r][c]);
+      for (int64_t rest = p; rest < depth; rest++) total += *x.at(first + r, rest) * rows[c * depth + rest];
+      out[(first + r) * out_row + j + c] = total * scale[j + c];
     }
 }
 
-template <int count> void few_rows(const Matrix& x, int64_t first, const int8_t* weight, const float* scale, int64_t begin, int64_t end, float* made, int64_t made_row) {
+template <int count> void few_rows(const Matrix& x, int64_t first, const int8_t* weight, const float* scale, int64_t begin, int64_t end, float* out, int64_t out_row) {
   constexpr int SIDE = count == 1 ? 8 : 4;
   int64_t j = begin;
-  for (; j + SIDE <= end; j += SIDE) dots<count, SIDE>(x, first, weight, scale, j, made, made_row);
-  for (; j < end; j++) dots<count, 1>(x, first, weight, scale, j, made, made_row);
+  for (; j + SIDE <= end; j += SIDE) dots<count, SIDE>(x, first, weight, scale, j, out, out_row);
+  for (; j < end; j++) dots<count, 1>(x, first, weight, scale, j, out, out_row);
 }
 
-// Columns of the weights' transpose from j on as a panel of COLUMNS, times their scales; depth [begin, end).  What is missing is zero.
+// Packs COLUMNS columns of the transposed weights, times their scales, from column j on, depth [begin, end).  Missing ones are 0.
 void pack_bytes(const int8_t* weight, const float* scale, int64_t count, int64_t depth, int64_t begin, int64_t end, int64_t j, float* panel) {
   int64_t columns = std::min<int64_t>(COLUMNS, count - j), p = begin;
   if (columns == COLUMNS) {
@@ -128,38 +128,38 @@ void pack_bytes(const int8_t* weight, const float* scale, int64_t count, int64_t
     for (int64_t c = 0; c < columns; c++) panel[(p - begin) * COLUMNS + c] = weight[(j + c) * depth + p] * scale[j + c];
 }
 
-// made[:, j:j+COLUMNS], all rows in tiles of nearly equal height.
-void many_rows(const Matrix& x, const int8_t* weight, const float* scale, int64_t j, const Matrix& made) {
+// Computes out[:, j:j+COLUMNS], all rows in tiles of nearly equal height.
+void many_rows(const Matrix& x, const int8_t* weight, const float* scale, int64_t j, const Matrix& out) {
   alignas(ALIGNMENT) thread_local float panel[PART * COLUMNS];
   int64_t parts = (x.rows + ROWS - 1) / ROWS;
   for (int64_t begin = 0; begin < x.columns; begin += PART) {
     int64_t end = std::min<int64_t>(x.columns, begin + PART);
-    pack_bytes(weight, scale, made.columns, x.columns, begin, end, j, panel);
+    pack_bytes(weight, scale, out.columns, x.columns, begin, end, j, panel);
     for (int64_t part = 0; part < parts; part++) {
       int64_t from = x.rows * part / parts, to = x.rows * (part + 1) / parts;
-      TILES[to - from - 1](x, from, begin, end, panel, made, {}, j, 1.f);
+      TILES[to - from - 1](x, from, begin, end, panel, out, {}, j, 1.f);
     }
   }
 }
 
-// --- attention to pages -------------------------------------------------------------------------------------------------
+// --- attention over pages -----------------------------------------------------------------------------------------------
 
-constexpr int TILE = 6;  // queries that read keys and values together
+constexpr int TILE = 6;  // queries that share one pass over keys and values
 
 struct Scores {
   float scale, softcap;
   int64_t window, chunk;
 };
 
-// A query: its numbers, where its result goes, and which tokens it sees, [first, last).
+// A query: its values, the address of its result, and the range [first, last) of tokens that it attends to.
 struct Query {
   const float* data;
-  float* made;
+  float* out;
   int64_t first, last;
   float sink;
 };
 
-// The keys and values of one head of a lane, by its block table.
+// The keys and values of one head of one lane (a sequence of the batch), by its block table.
 struct Pages {
   const char* table;
   int64_t table_step, size, dim;
@@ -170,7 +170,7 @@ struct Pages {
   const float* value(int64_t token) const { return values + page(token) * value_page + token % size * value_token; }
 };
 
-// Keys of tokens [first, last), LANES of them side by side: packed[token / LANES][dimension][lane], zeros behind the last.
+// Packs keys of tokens [first, last) in groups of LANES: packed[token / LANES][dimension][lane], with zeros after the last token.
 void pack_keys(const Pages& pages, int64_t first, int64_t last, float* packed) {
   for (int64_t token = first; token < last; token += LANES, packed += pages.dim * LANES) {
     int64_t count = std::min<int64_t>(LANES, last - token), d = 0;
@@ -190,7 +190,7 @@ void pack_keys(const Pages& pages, int64_t first, int64_t last, float* packed) {
   }
 }
 
-// What a tile of `count` queries gets of tokens [first, last), whose keys are packed.  `scores`: memory for `count` lines.
+// Attention of `count` queries to tokens [first, last), whose keys are packed.  `scores`: memory for `count` lines.
 template <int count> void attend(const Query* queries, const Pages& pages, const Scores& how, int64_t first, int64_t last, const float* packed, float* scores, int64_t line) {
   Wide lanes;
   for (int lane = 0; lane < LANES; lane++) lanes[lane] = lane;
@@ -230,13 +230,13 @@ template <int count> void attend(const Query* queries, const Pages& pages, const
         for (int r = 0; r < count; r++) of_page[r] += scores[r * line + token - first] * *reinterpret_cast<const Unaligned*>(value);
       for (int r = 0; r < count; r++) sums[r] += of_page[r];
     }
-    for (int r = 0; r < count; r++) *reinterpret_cast<Unaligned*>(queries[r].made + d) = sums[r] * share[r];
+    for (int r = 0; r < count; r++) *reinterpret_cast<Unaligned*>(queries[r].out + d) = sums[r] * share[r];
   }
   for (; d < pages.dim; d++)
     for (int r = 0; r < count; r++) {
-      float whole = 0;
-      for (int64_t token = first; token < last; token++) whole += scores[r * line + token - first] * pages.value(token)[d];
-      queries[r].made[d] = whole * share[r];
+      float sum_of_values = 0;
+      for (int64_t token = first; token < last; token++) sum_of_values += scores[r * line + token - first] * pages.value(token)[d];
+      queries[r].out[d] = sum_of_values * share[r];
     }
 }
 
@@ -244,7 +244,7 @@ typedef void (*Attend)(const Query*, const Pages&, const Scores&, int64_t, int64
 template <int... counts> constexpr std::array<Attend, sizeof...(counts)> attends(std::integer_sequence<int, counts...>) { return {attend<counts + 1>...}; }
 constexpr auto ATTENDS = attends(std::make_integer_sequence<int, TILE>());
 
-// All queries of a lane that share a head of keys, in the order of their places.
+// Runs all queries of a lane that share a head of keys, in the order of their positions.
 void attend_all(const std::vector<Query>& queries, const Pages& pages, const Scores& how) {
   int64_t first = queries.front().first / LANES * LANES, last = queries.back().last;
   int64_t line = (last - first + LANES - 1) / LANES * LANES;
@@ -272,11 +272,11 @@ AOTITorchError aoti_torch_cpu_int8_linear(AtenTensorHandle x, AtenTensorHandle w
   int64_t rows = from.sizes[0], depth = from.sizes[1], count = bytes.sizes[0];
   if (bytes.sizes[1] != depth || scales.sizes[0] != count || !from.innermost(1) || !bytes.innermost(1) || !scales.innermost(0) || (count > 1 && bytes.strides[0] != depth)) return AOTI_TORCH_FAILURE;
   if (row_major({rows, count}, ret0)) return AOTI_TORCH_FAILURE;
-  float* made = View(*ret0).floats();
-  Matrix left{from.floats(), rows, depth, from.strides[0], 1}, right{made, rows, count, count, 1};
+  float* out = View(*ret0).floats();
+  Matrix left{from.floats(), rows, depth, from.strides[0], 1}, right{out, rows, count, count, 1};
   const int8_t* weights = reinterpret_cast<const int8_t*>(bytes.data);
   int64_t panels = (count + COLUMNS - 1) / COLUMNS, threads = rows * count * depth < WORTH_THREADS ? 1 : omp_get_max_threads();
-  if (depth == 0) std::fill(made, made + rows * count, 0.f);
+  if (depth == 0) std::fill(out, out + rows * count, 0.f);
   auto columns = [&](int64_t begin, int64_t end) {  // panels
     if (rows > FEW) {
       for (int64_t panel = begin; panel < end; panel++) many_rows(left, weights, scales.floats(), panel * COLUMNS, right);
@@ -284,7 +284,7 @@ AOTITorchError aoti_torch_cpu_int8_linear(AtenTensorHandle x, AtenTensorHandle w
     }
     constexpr decltype(&few_rows<1>) FUNCTIONS[] = {few_rows<1>, few_rows<2>, few_rows<3>, few_rows<4>};
     static_assert(std::size(FUNCTIONS) == FEW);
-    if (rows) FUNCTIONS[rows - 1](left, 0, weights, scales.floats(), begin * COLUMNS, std::min(count, end * COLUMNS), made, count);
+    if (rows) FUNCTIONS[rows - 1](left, 0, weights, scales.floats(), begin * COLUMNS, std::min(count, end * COLUMNS), out, count);
   };
   if (threads == 1) {
     columns(0, panels);
@@ -296,9 +296,9 @@ AOTITorchError aoti_torch_cpu_int8_linear(AtenTensorHandle x, AtenTensorHandle w
 }
 
 // query (batch, seq, heads, dim), keys and values (pages, key heads, page, dim), pages (batch, blocks), start and count (batch,) ->
-// (batch, seq, heads, dim): token i of the first `count` of a lane is at place start + i and sees the pages up to it, of them the last
-// `window` (0: all) or those since the last multiple of `chunk` (0: all).  Zeros behind the first `count`.  `checked`: the pages are known to
-// be rows of `keys`, of which there may be more than its sizes say.
+// (batch, seq, heads, dim).  Only the first `count` tokens of a lane are computed; the other results are 0.  Token i is at position
+// start + i.  It attends to the positions up to its own: the last `window` of them (0: all), or those since the last multiple of
+// `chunk` (0: all).  `checked`: the caller has checked the numbers of the pages; `keys` may have more rows than its sizes say.
 AOTITorchError aoti_torch_cpu_paged_attention(AtenTensorHandle query, AtenTensorHandle keys, AtenTensorHandle values, AtenTensorHandle pages, AtenTensorHandle start, AtenTensorHandle count, AtenTensorHandle* sinks, double scale, int64_t window, int64_t chunk, double softcap, int64_t checked, AtenTensorHandle* ret0) {
   View q(query), k(keys), v(values), table(pages), starts(start), counts(count);
   int32_t floats = aoti_torch_dtype_float32(), integers = aoti_torch_dtype_int64();
@@ -311,10 +311,10 @@ AOTITorchError aoti_torch_cpu_paged_attention(AtenTensorHandle query, AtenTensor
   const float* sink = nullptr;
   int64_t sink_step = 0, groups = heads / key_heads, longest = 0;
   if (sinks && *sinks) {
-    View given(*sinks);
-    if (!given.is(floats, 1) || given.sizes[0] != heads) return AOTI_TORCH_FAILURE;
-    sink = given.floats();
-    sink_step = given.strides[0];
+    View sink_view(*sinks);
+    if (!sink_view.is(floats, 1) || sink_view.sizes[0] != heads) return AOTI_TORCH_FAILURE;
+    sink = sink_view.floats();
+    sink_step = sink_view.strides[0];
   }
   for (int64_t lane = 0; lane < batch; lane++) {
     int64_t begin = starts.integer(lane), number = counts.integer(lane);
@@ -326,8 +326,8 @@ AOTITorchError aoti_torch_cpu_paged_attention(AtenTensorHandle query, AtenTensor
     longest = std::max(longest, number ? begin + number : 0);
   }
   if (longest > std::numeric_limits<int32_t>::max() - LANES || row_major({batch, seq, heads, dim}, ret0)) return AOTI_TORCH_FAILURE;
-  float* made = View(*ret0).floats();
-  std::fill(made, made + batch * seq * heads * dim, 0.f);
+  float* out = View(*ret0).floats();
+  std::fill(out, out + batch * seq * heads * dim, 0.f);
   Scores how{static_cast<float>(scale), static_cast<float>(softcap), window, chunk};
   bool enough = true;
 #pragma omp parallel for schedule(dynamic, 1) if (batch * seq * heads * dim * longest > WORTH_THREADS)
@@ -339,10 +339,10 @@ AOTITorchError aoti_torch_cpu_paged_attention(AtenTensorHandle query, AtenTensor
       std::vector<Query> queries(number * groups);
       for (int64_t i = 0; i < number; i++)
         for (int64_t group = 0; group < groups; group++) {
-          int64_t place = starts.integer(lane) + i, which = head * groups + group, first = 0;
+          int64_t place = starts.integer(lane) + i, query_head = head * groups + group, first = 0;
           if (window) first = std::max<int64_t>(first, place - window + 1);
           if (chunk) first = std::max(first, place - place % chunk);
-          queries[i * groups + group] = {q.floats() + lane * q.strides[0] + i * q.strides[1] + which * q.strides[2], made + ((lane * seq + i) * heads + which) * dim, first, place + 1, sink ? sink[which * sink_step] : NONE};
+          queries[i * groups + group] = {q.floats() + lane * q.strides[0] + i * q.strides[1] + query_head * q.strides[2], out + ((lane * seq + i) * heads + query_head) * dim, first, place + 1, sink ? sink[query_head * sink_step] : NONE};
         }
       attend_all(queries, mine, how);
     } catch (const std::bad_alloc&) {

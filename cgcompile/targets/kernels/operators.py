@@ -1,4 +1,4 @@
-"""Operators whose code for the CPU is C++ of ours, `operators.cpp`, as an object file that is linked to what calls them."""
+"""Operators with a C++ function for the CPU, in `operators.cpp`: an object file that is linked to the code that calls them."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ DECLARED = {
         *[_TENSOR] * 6, _OPTIONAL, "double", "int64_t", "int64_t", "double", "int64_t", _RESULT,
     ),
 }  # fmt: skip
-"""What each operator's function takes."""
+"""Parameter types of each operator's C++ function."""
 
 
 def declaration(name: str) -> str:
-    """Of an operator's function, as Inductor calls it."""
+    """Returns the C declaration of an operator's function, as Inductor calls it."""
     return f"AOTITorchError aoti_torch_cpu_{name.partition('::')[2]}({', '.join(DECLARED[name])})"
 
 
 def registered() -> bool:
-    """Whether a program of this process can call one: what defines them was imported."""
+    """Whether a program of this process can call one of them: the module that defines the operator was imported."""
     names = [name.partition("::") for name in DECLARED]
     return any(hasattr(getattr(torch.ops, namespace), operator) for namespace, _, operator in names)
 
 
 def command(compiler: str, target: Path) -> list[str]:
-    """How `compiler` makes the object file at `target`.  It says itself which processor it compiles for, where "native" stands."""
+    """Returns the command that makes the object file at `target`.  `compiler` replaces "native" by the processor of the build."""
     options = ["-std=c++17", "-O3", "-march=native", "-fPIC", "-fopenmp", "-w", "-DNDEBUG", "-DSTANDALONE_TORCH_HEADER"]
     headers = [f"-I{HEADERS}", f"-I{HEADERS / 'torch/csrc/api/include'}"]
     return [compiler, str(SOURCE), *options, *headers, "-c", "-o", str(target)]
 
 
 def dependencies() -> Iterator[object]:
-    """All that the object file depends on, but for the compiler and its options about the processor."""
+    """Yields all that the object file depends on, except the compiler and its options about the processor."""
     yield SOURCE.read_bytes(), *[header.read_bytes() for header in INCLUDED]
     yield torch.__version__, torch.version.git_version, platform.libc_ver()

@@ -1,4 +1,4 @@
-// Products of float32: panels of one matrix, two vectors wide, pass by tiles of rows of the other, whose sums are in registers.
+// Products of float32 matrices: panels of one, two vectors wide, times tiles of rows of the other, with the sums in registers.
 
 #pragma once
 
@@ -13,10 +13,10 @@
 namespace {
 
 constexpr int64_t ALIGNMENT = 64;
-constexpr int64_t WORTH_THREADS = 1 << 18;  // multiplications; fewer are done before another thread has begun
+constexpr int64_t WORTH_THREADS = 1 << 18;  // multiplications; a smaller product ends before another thread has started
 constexpr float NONE = -std::numeric_limits<float>::infinity();
 
-// A row of LANES numbers or a multiple; one that is NONE all over becomes zeros, as torch's does.
+// Softmax of a row, whose length is a multiple of LANES.  A row that is NONE everywhere becomes zeros, as in torch.
 void softmax(float* row, int64_t length) {
   Vector highest = Vector{} + NONE, sums{};
   for (int64_t j = 0; j < length; j += LANES) {
@@ -38,7 +38,7 @@ struct Matrix {
   float* at(int64_t i, int64_t j) const { return data + i * row + j * column; }
 };
 
-// LANES vectors of LANES elements each -> their transpose, in registers: blocks of 1, 2, 4, ... elements change places.
+// Transposes LANES vectors of LANES elements in registers: blocks of 1, 2, 4, ... elements are exchanged.
 template <int width, int... lanes> inline void exchange(Vector (&rows)[LANES], std::integer_sequence<int, lanes...>) {
 #pragma GCC unroll 16
   for (int row = 0; row < LANES; row++) {
@@ -54,8 +54,8 @@ template <int width = 1> inline void transpose(Vector (&rows)[LANES]) {
   if constexpr (2 * width < LANES) transpose<2 * width>(rows);
 }
 
-// Rows [begin, end) of b, its columns from j on, as a panel of COLUMNS; what is missing of them is zero.  Weights lie transposed: they
-// are read AHEAD of where they are needed, as the processor does not foresee LANES rows at once.
+// Packs rows [begin, end) of b, from column j on, into a panel of COLUMNS.  Missing columns are 0.  Weights are stored transposed.
+// They are prefetched AHEAD elements early, because the processor does not prefetch LANES rows at once.
 void pack(const Matrix& b, int64_t begin, int64_t end, int64_t j, float* panel) {
   int64_t columns = std::min<int64_t>(COLUMNS, b.columns - j), p = begin;
   if (columns < COLUMNS) std::fill(panel, panel + (end - begin) * COLUMNS, 0.f);
@@ -79,7 +79,7 @@ void pack(const Matrix& b, int64_t begin, int64_t end, int64_t j, float* panel) 
     for (int64_t c = 0; c < columns; c++) panel[(p - begin) * COLUMNS + c] = *b.at(p, j + c);
 }
 
-// What a product is added to: factor * data[i * row + j * column], or zeros where there is no data.
+// The addend of a product: factor * data[i * row + j * column], or zeros without data.
 struct Added {
   const float* data = nullptr;
   int64_t row = 0, column = 0;
@@ -89,8 +89,8 @@ struct Added {
   Vector vector(int64_t i, int64_t j) const { return data ? *reinterpret_cast<const Unaligned*>(data + i * row + j) : Vector{}; }
 };
 
-// c = added + alpha * count rows of a, from row i on, times the panel, which has rows [begin, end) of b; c += behind the first panel.  The
-// sums are in registers.  Rows of c lie pages apart: they are asked for before they are needed, which is behind the sums.
+// c = added + alpha * (`count` rows of a, from row i on) @ panel, which has rows [begin, end) of b.  After the first panel c is the
+// addend.  The sums are in registers.  Rows of c are pages apart, so they are prefetched before the sums are computed.
 template <int count> void tile(const Matrix& a, int64_t i, int64_t begin, int64_t end, const float* panel, const Matrix& c, const Added& added, int64_t j, float alpha) {
   Vector sums[count][2] = {};
   const float* factors = a.at(i, begin);
@@ -127,14 +127,14 @@ typedef void (*Tile)(const Matrix&, int64_t, int64_t, int64_t, const float*, con
 template <int... counts> constexpr std::array<Tile, sizeof...(counts)> tiles(std::integer_sequence<int, counts...>) { return {tile<counts + 1>...}; }
 constexpr auto TILES = tiles(std::make_integer_sequence<int, ROWS>());
 
-// c[first:last, j:j+COLUMNS] = added + alpha * a @ b; the rows in tiles of nearly equal height.  `kept`: all panels of b, or null.
+// c[first:last, j:j+COLUMNS] = added + alpha * a @ b, the rows in tiles of nearly equal height.  `kept`: all panels of b, or null.
 void panel_product(const Matrix& a, const Matrix& b, const Matrix& c, const Added& added, int64_t first, int64_t last, int64_t j, float alpha, const float* kept) {
-  alignas(ALIGNMENT) thread_local float own[DEPTH * COLUMNS];
+  alignas(ALIGNMENT) thread_local float scratch[DEPTH * COLUMNS];
   int64_t rows = last - first, parts = (rows + ROWS - 1) / ROWS, begin = 0;
-  do {  // once also where b has no rows
+  do {  // runs once even if b has no rows
     int64_t end = std::min<int64_t>(b.rows, begin + DEPTH);
-    const float* panel = kept ? kept + j * b.rows + begin * COLUMNS : own;
-    if (!kept) pack(b, begin, end, j, own);
+    const float* panel = kept ? kept + j * b.rows + begin * COLUMNS : scratch;
+    if (!kept) pack(b, begin, end, j, scratch);
     for (int64_t part = 0; part < parts; part++) {
       int64_t from = first + rows * part / parts, to = first + rows * (part + 1) / parts;
       TILES[to - from - 1](a, from, begin, end, panel, c, added, j, alpha);

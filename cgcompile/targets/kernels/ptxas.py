@@ -1,4 +1,4 @@
-"""The ptxas that Triton brings: what it assembles, and the lowest driver that runs a kernel image which it made."""
+"""Triton's ptxas: assembles PTX, and determines the lowest driver that runs the result."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from ...errors import BuildError
 from ..requirements import EXTRA
 
 BLACKWELL = 100
-"""Capabilities from here on are compiled by a ptxas of their own (triton/backends/nvidia/compiler.py, 3.6 and 3.7)."""
+"""From this capability on Triton uses another ptxas (triton/backends/nvidia/compiler.py, 3.6 and 3.7)."""
 
 
 def assemble(ptx: str, capability: int) -> bytes:
-    """The image of PTX text for a capability (90 for sm_90).  Raises extra-missing, kernel-failed."""
+    """Assembles PTX text for a capability (90 for sm_90), and returns the image.  Raises extra-missing, kernel-failed."""
     with tempfile.TemporaryDirectory(prefix="cgcompile-") as folder:
         Path(folder, "kernels.ptx").write_text(ptx)
         options = [f"--gpu-name=sm_{capability}", "--output-file", "kernels.cubin", "kernels.ptx"]
@@ -28,13 +28,13 @@ def assemble(ptx: str, capability: int) -> bytes:
 
 
 def lowest_driver(capability: int) -> int:
-    """The major CUDA version of the ptxas for a capability (90 for sm_90), as drivers count (12000 = 12.0): a cubin runs on every
-    driver of its major version (CUDA's minor version compatibility).  Raises extra-missing, kernel-failed."""
-    done = subprocess.run([_ptxas(capability), "--version"], capture_output=True, text=True, check=False)
-    release = re.search(r"release (\d+)\.", done.stdout)
-    if release is None or done.returncode:
-        said = " ".join((done.stdout + done.stderr).split())
-        raise BuildError("kernel-failed", f"ptxas --version says no version: {said[:80]}", "install triton again")
+    """Returns the lowest driver version (12000 = 12.0) for cubins of a capability (90 for sm_90): the major version of ptxas.  A
+    cubin runs on all drivers of its major version (CUDA minor version compatibility).  Raises extra-missing, kernel-failed."""
+    result = subprocess.run([_ptxas(capability), "--version"], capture_output=True, text=True, check=False)
+    release = re.search(r"release (\d+)\.", result.stdout)
+    if release is None or result.returncode:
+        output = " ".join((result.stdout + result.stderr).split())
+        raise BuildError("kernel-failed", f"ptxas --version says no version: {output[:80]}", "install triton again")
     return int(release[1]) * 1000
 
 

@@ -1,9 +1,9 @@
-// What a shared object of AOTInductor calls of libtorch, in the small: tensors; products, convolutions and attention of float32; running
-// sums, top-k; functions of vectors.
+// Replacements of the libtorch functions that a shared object of AOTInductor calls: tensors; products, convolutions and attention
+// of float32; cumulative sums, top-k; functions of vectors.
 //
-// Linked into the object with -Bsymbolic, so that a process that has torch loaded as well keeps the two apart.  torch's own headers
-// declare the functions: where a version of torch changes a signature, this does not compile.  Whatever is missing here stays
-// undefined: the build then takes libtorch's, or refuses it by name.  A function that is given something it cannot do returns an error.
+// Linked into the object with -Bsymbolic, so that a process with torch keeps both sets of functions apart.  torch's headers declare
+// the functions, so a version of torch with another signature does not compile.  A function that is missing here stays undefined:
+// the build then links libtorch, or fails and names it.  A function returns an error for arguments that it does not support.
 
 #include <omp.h>
 #include <sys/mman.h>
@@ -32,33 +32,33 @@ namespace {
 
 // --- tensors ------------------------------------------------------------------------------------------------------------
 
-// c10::ScalarType, by number: the bytes of an element; 0 for what no bundle holds.
+// By number of c10::ScalarType: the bytes of an element, 0 for dtypes that no bundle has.
 constexpr int64_t WIDTHS[] = {1, 1, 2, 4, 8, 2, 4, 8, 4, 8, 16, 1, 0, 0, 0, 2, 0, 0, 0, 0, 0, 0, 0, 1, 1, 0, 0, 2, 4, 8};
 constexpr int32_t INT32 = 3, INT64 = 4, FLOAT = 6, BOOL = 11, BFLOAT16 = 15;
 constexpr int64_t HUGE_PAGE = 1 << 21;
 
 struct Tensor {
-  std::shared_ptr<void> owner;  // null: the memory is the caller's
+  std::shared_ptr<void> owner;  // null: the caller owns the memory
   char* storage;
-  int64_t bytes, offset;  // of the storage; of the first element, in elements
+  int64_t bytes, offset;  // bytes of the storage; elements before the first one
   std::vector<int64_t> sizes, strides;
   int32_t dtype;
 
   int64_t width() const { return WIDTHS[dtype]; }
   int64_t rank() const { return static_cast<int64_t>(sizes.size()); }
   int64_t count() const {
-    int64_t made = 1;
-    for (auto size : sizes) made *= size;
-    return made;
+    int64_t product = 1;
+    for (auto size : sizes) product *= size;
+    return product;
   }
   char* data() const { return storage + offset * width(); }
   float* floats() const { return reinterpret_cast<float*>(data()); }
-  // The stride of an axis, 0 where it has one element: operands are broadcast.
+  // The stride of an axis, or 0 for an axis of one element, so that operands broadcast.
   int64_t step(int64_t axis) const { return sizes[axis] == 1 ? 0 : strides[axis]; }
 };
 
 Tensor& of(AtenTensorHandle handle) { return *reinterpret_cast<Tensor*>(handle); }
-AtenTensorHandle handle(Tensor made) { return reinterpret_cast<AtenTensorHandle>(new Tensor(std::move(made))); }
+AtenTensorHandle handle(Tensor tensor) { return reinterpret_cast<AtenTensorHandle>(new Tensor(std::move(tensor))); }
 
 int64_t span(int64_t rank, const int64_t* sizes, const int64_t* strides) {
   int64_t last = 0;
@@ -80,7 +80,7 @@ AOTITorchError allocated(int64_t rank, const int64_t* sizes, const int64_t* stri
   return AOTI_TORCH_SUCCESS;
 }
 
-// No gaps, and no element twice.
+// Whether the elements are a block of memory without gaps or overlaps.
 bool dense(const Tensor& tensor) {
   std::vector<size_t> axes;
   for (size_t axis = 0; axis < tensor.sizes.size(); axis++)
@@ -94,7 +94,7 @@ bool dense(const Tensor& tensor) {
   return true;
 }
 
-// Whether pictures lie with their channels innermost, as torch's suggest_memory_format tells it.
+// Whether images have their channels innermost, by the rule of torch's suggest_memory_format.
 bool channels_last(const Tensor& pictures) {
   if (pictures.strides[1] == 0) return false;
   int64_t least = 0;
@@ -105,16 +105,16 @@ bool channels_last(const Tensor& pictures) {
   return true;
 }
 
-// The strides of a new tensor like this one, as torch's empty_like gives them and compiled code takes for granted: its own where
-// nothing lies between its elements, else its axes in the order of their strides without gaps.  Of axes with equal strides the
-// longer one is the outer one; an axis of stride 0 stays among its neighbours.
+// The strides of torch's empty_like, which compiled code relies on.  A dense tensor keeps its strides.  Other tensors keep the
+// order of their axes by stride, without gaps.  Of axes with equal strides the longer one is outer.  An axis of stride 0 keeps its
+// place among its neighbours.
 std::vector<int64_t> strides_like(const Tensor& tensor) {
   if (dense(tensor)) return tensor.strides;
   const auto& sizes = tensor.sizes;
-  const auto& given = tensor.strides;
-  auto outer = [&](int64_t one, int64_t other) {  // 1: `one` belongs outside of `other`; -1: inside; 0: neither
-    if (given[one] == 0 || given[other] == 0) return 0;
-    if (given[one] != given[other]) return given[one] > given[other] ? 1 : -1;
+  const auto& steps = tensor.strides;
+  auto outer = [&](int64_t one, int64_t other) {  // 1: `one` is outer; -1: `one` is inner; 0: undecided
+    if (steps[one] == 0 || steps[other] == 0) return 0;
+    if (steps[one] != steps[other]) return steps[one] > steps[other] ? 1 : -1;
     return sizes[one] > sizes[other] ? 1 : 0;
   };
   std::vector<int64_t> order(sizes.size());  // from the innermost axis on
@@ -136,7 +136,7 @@ std::vector<int64_t> strides_like(const Tensor& tensor) {
   return strides;
 }
 
-int64_t axis_of(const Tensor& tensor, int64_t given) { return given < 0 ? given + tensor.rank() : given; }
+int64_t axis_of(const Tensor& tensor, int64_t axis) { return axis < 0 ? axis + tensor.rank() : axis; }
 
 AOTITorchError row_major(const std::vector<int64_t>& sizes, int32_t dtype, AtenTensorHandle* result) {
   std::vector<int64_t> strides(sizes.size());
@@ -145,9 +145,9 @@ AOTITorchError row_major(const std::vector<int64_t>& sizes, int32_t dtype, AtenT
   return allocated(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(), dtype, result);
 }
 
-// Calls `each` for every line along an axis: with where it begins, in elements, and with where and in which steps it lies in a
-// row-major tensor of as many lines, of `length` elements.
-template <typename Each> void lines(const Tensor& from, int64_t axis, int64_t length, Each each) {
+// Calls `visit` for every line along an axis.  Arguments: its offset in `from`; its offset and step in a row-major tensor of as many
+// lines of `length` elements.  Offsets and steps are in elements.
+template <typename Each> void lines(const Tensor& from, int64_t axis, int64_t length, Each visit) {
   int64_t inner = 1, count = 1;
   for (int64_t at = 0; at < from.rank(); at++) {
     if (at == axis) continue;
@@ -162,7 +162,7 @@ template <typename Each> void lines(const Tensor& from, int64_t axis, int64_t le
       source += left % from.sizes[at] * from.strides[at];
       left /= from.sizes[at];
     }
-    each(source, line / inner * inner * length + line % inner, inner);
+    visit(source, line / inner * inner * length + line % inner, inner);
   }
 }
 
@@ -175,20 +175,20 @@ void copy_axes(const Tensor& from, const Tensor& into, int64_t axis, int64_t sou
     copy_axes(from, into, axis + 1, source + index * from.strides[axis], target + index * into.strides[axis]);
 }
 
-// --- panels that are kept: of weights, which nobody writes to --------------------------------------------------------------
+// --- cached panels of weights, which nobody writes to ------------------------------------------------------------------------
 
 struct Kept {
-  int64_t holders = 0;  // how many have said that the memory is not written to
+  int64_t holders = 0;  // calls of cgbundle_fix without a cgbundle_release
   int64_t bytes = 0;
   struct Panels {
-    bool asked = false;  // once: what is multiplied a single time is not worth memory, and the first call is to be quick
+    bool used = false;  // the first use packs nothing: one use is not worth the memory, and the first call must be fast
     std::shared_ptr<float> data;
   };
-  std::map<std::array<int64_t, 5>, Panels> panels;  // by the layout of a matrix, where it begins first
+  std::map<std::array<int64_t, 5>, Panels> panels;  // by offset, sizes and strides of a matrix
 };
 
 std::mutex keeping;
-std::map<const char*, Kept> fixed;  // by where the memory begins
+std::map<const char*, Kept> fixed;  // by the address of the memory
 
 std::shared_ptr<float> packed(const Matrix& b) {
   int64_t panels = (b.columns + COLUMNS - 1) / COLUMNS, bytes = panels * b.rows * COLUMNS * sizeof(float);
@@ -201,38 +201,38 @@ std::shared_ptr<float> packed(const Matrix& b) {
   return std::shared_ptr<float>(data, std::free);
 }
 
-// All panels of a matrix in memory that is not written to, from the second time on; else null.
+// Returns all panels of a matrix in fixed memory from its second use on, else null.
 std::shared_ptr<float> kept_panels(const Matrix& b) {
   std::lock_guard<std::mutex> lock(keeping);
   const char* begin = reinterpret_cast<const char*>(b.data);
-  auto found = fixed.upper_bound(begin);
-  if (found == fixed.begin() || b.rows == 0 || b.columns == 0) return nullptr;
-  --found;
-  Kept& memory = found->second;
+  auto entry = fixed.upper_bound(begin);
+  if (entry == fixed.begin() || b.rows == 0 || b.columns == 0) return nullptr;
+  --entry;
+  Kept& memory = entry->second;
   const char* end = reinterpret_cast<const char*>(b.at(b.rows - 1, b.columns - 1) + 1);
-  if (end > found->first + memory.bytes) return nullptr;
-  Kept::Panels& panels = memory.panels[{begin - found->first, b.rows, b.columns, b.row, b.column}];
-  if (panels.asked && !panels.data) panels.data = packed(b);
-  panels.asked = true;
+  if (end > entry->first + memory.bytes) return nullptr;
+  Kept::Panels& panels = memory.panels[{begin - entry->first, b.rows, b.columns, b.row, b.column}];
+  if (panels.used && !panels.data) panels.data = packed(b);
+  panels.used = true;
   return panels.data;
 }
 
-constexpr int64_t NEAR = 2 << 20;           // bytes of a, at most, that panels pass by: about what a processor has in its own caches
-constexpr int64_t FAR = 16 << 20;           // bytes of panels, above which they come from memory for every band
+constexpr int64_t NEAR = 2 << 20;           // bytes of a per band: about the size of a core's own caches
+constexpr int64_t FAR = 16 << 20;           // bytes of panels that do not fit the caches, so that every band reads them from memory
 
-// c = added + alpha * a @ b, band by band of rows: of as many as stay near where panels are kept; else as few bands as there are
-// threads for, since each packs its panels anew.
+// c = added + alpha * a @ b, by bands of rows.  With cached panels, the rows of a band fit a core's caches.  Without them, there
+// are only as many bands as the threads need, because each band packs its panels again.
 void product(const Matrix& a, const Matrix& b, const Matrix& c, const Added& added, float alpha, bool parallel) {
   int64_t panels = (c.columns + COLUMNS - 1) / COLUMNS, height = std::max<int64_t>(1, c.rows);
   std::shared_ptr<float> kept = parallel ? kept_panels(b) : nullptr;
   int64_t threads = !parallel || c.rows * c.columns * b.rows < WORTH_THREADS ? 1 : omp_get_max_threads();
   if (threads > 1) {
-    int64_t wanted = std::max<int64_t>(1, 4 * threads / panels);
-    height = std::max<int64_t>(BAND, (c.rows + wanted - 1) / wanted + ROWS - 1) / ROWS * ROWS;
+    int64_t fewest = std::max<int64_t>(1, 4 * threads / panels);
+    height = std::max<int64_t>(BAND, (c.rows + fewest - 1) / fewest + ROWS - 1) / ROWS * ROWS;
   }
   if (kept && b.rows * b.columns < FAR / static_cast<int64_t>(sizeof(float))) height = std::min(height, std::max<int64_t>(4 * ROWS, NEAR / sizeof(float) / b.rows / ROWS * ROWS));
   int64_t bands = std::max<int64_t>(1, (c.rows + height - 1) / height);
-  height = (c.rows + bands * ROWS - 1) / (bands * ROWS) * ROWS;  // as even as tiles allow: a low band has the panels pass by for little
+  height = (c.rows + bands * ROWS - 1) / (bands * ROWS) * ROWS;  // nearly equal bands: a low band reads all panels for few rows
   int64_t tasks = bands * panels;
   auto part = [&](int64_t task) {
     int64_t first = task / panels * height;
@@ -246,25 +246,25 @@ void product(const Matrix& a, const Matrix& b, const Matrix& c, const Added& add
   for (int64_t task = 0; task < tasks; task++) part(task);
 }
 
-// The matrix in the last two axes, at `index` of the axes before.
+// The matrix in the last two axes, at `index` of the axes before them.
 Matrix matrix(const Tensor& tensor, std::initializer_list<int64_t> index = {}) {
   int64_t axis = 0, start = 0, rank = tensor.rank();
-  for (int64_t each : index) start += each * tensor.step(axis++);
+  for (int64_t value : index) start += value * tensor.step(axis++);
   return {tensor.floats() + start, tensor.sizes[rank - 2], tensor.sizes[rank - 1], tensor.strides[rank - 2], tensor.strides[rank - 1]};
 }
 
 bool all_floats(std::initializer_list<const Tensor*> tensors, int64_t rank) {
-  return std::all_of(tensors.begin(), tensors.end(), [rank](const Tensor* each) { return each->dtype == FLOAT && each->rank() == rank; });
+  return std::all_of(tensors.begin(), tensors.end(), [rank](const Tensor* value) { return value->dtype == FLOAT && value->rank() == rank; });
 }
 
-// Whether `out` has the sizes of the product of `a` and `b`, matrices or as many of them.
+// Whether `out` has the sizes of the product of `a` and `b`, which are matrices or batches of matrices.
 bool multiplies(const Tensor& a, const Tensor& b, const Tensor& out, int64_t rank) {
   if (!all_floats({&a, &b, &out}, rank)) return false;
   bool batches = rank < 3 || (a.sizes[0] == out.sizes[0] && b.sizes[0] == out.sizes[0]);
   return batches && a.sizes[rank - 1] == b.sizes[rank - 2] && out.sizes[rank - 2] == a.sizes[rank - 2] && out.sizes[rank - 1] == b.sizes[rank - 1];
 }
 
-// Whether a tensor has the last of these sizes, or 1 there.
+// Whether a tensor broadcasts to these sizes.
 bool broadcasts(const Tensor& tensor, const std::vector<int64_t>& sizes) {
   int64_t more = static_cast<int64_t>(sizes.size()) - tensor.rank();
   for (int64_t axis = 0; more >= 0 && axis < tensor.rank(); axis++)
@@ -282,7 +282,7 @@ extern "C" {
 
 const char* cgbundle_built_with() { return BUILT_WITH; }
 
-// Memory that is not written to until it is released as often as it was fixed.
+// Declares memory as constant, until cgbundle_release was called as often as cgbundle_fix.
 void cgbundle_fix(const char* begin, int64_t bytes) {
   std::lock_guard<std::mutex> lock(keeping);
   Kept& memory = fixed[begin];
@@ -292,8 +292,8 @@ void cgbundle_fix(const char* begin, int64_t bytes) {
 
 void cgbundle_release(const char* begin) {
   std::lock_guard<std::mutex> lock(keeping);
-  auto found = fixed.find(begin);
-  if (found != fixed.end() && --found->second.holders == 0) fixed.erase(found);
+  auto entry = fixed.find(begin);
+  if (entry != fixed.end() && --entry->second.holders == 0) fixed.erase(entry);
 }
 
 int32_t aoti_torch_device_type_cpu() { return 0; }
@@ -357,7 +357,7 @@ ITEM(int64, int64_t, INT64)
 ITEM(float32, float, FLOAT)
 #undef ITEM
 
-// As torch: laid out as `self` where that has no gaps, else row-major.
+// The result has the strides of empty_like, as in torch.
 AOTITorchError aoti_torch_clone(AtenTensorHandle self, AtenTensorHandle* result) {
   const Tensor& from = of(self);
   auto strides = strides_like(from);
@@ -407,21 +407,21 @@ AOTITorchError aoti_torch_cpu_bmm_out(AtenTensorHandle out, AtenTensorHandle sel
   return AOTI_TORCH_SUCCESS;
 }
 
-// softmax(query @ key^T * scale + mask) @ value, a head at a time in bands of rows; the second result, the logarithms of the sums, is
-// for gradients, which compiled inference never reads: it is left as it is.
+// softmax(query @ key^T * scale + mask) @ value, for each head and band of rows.  The second result, the logarithms of the sums, is
+// for gradients.  Compiled inference never reads it, so it is not written.
 AOTITorchError aoti_torch_cpu__scaled_dot_product_flash_attention_for_cpu(AtenTensorHandle query, AtenTensorHandle key, AtenTensorHandle value, double dropout, int32_t causal, AtenTensorHandle* attn_mask, double* scale, AtenTensorHandle* ret0, AtenTensorHandle* ret1) {
   const Tensor &q = of(query), &k = of(key), &v = of(value);
   const Tensor* mask = attn_mask && *attn_mask ? &of(*attn_mask) : nullptr;
   if (dropout != 0 || !all_floats({&q, &k, &v}, 4) || (mask && !all_floats({mask}, mask->rank() == 2 ? 2 : 4))) return AOTI_TORCH_FAILURE;
   int64_t batches = q.sizes[0], heads = q.sizes[1], rows = q.sizes[2], width = q.sizes[3], keys = k.sizes[2];
-  // Groups of query heads share a head of keys and one of values.
-  auto lacks = [&](const Tensor& each) { return (each.sizes[0] != batches && each.sizes[0] != 1) || each.sizes[1] == 0 || heads % each.sizes[1] || each.sizes[2] != keys || each.sizes[3] != width; };
+  // Several heads of queries share a head of keys and one of values.
+  auto lacks = [&](const Tensor& tensor) { return (tensor.sizes[0] != batches && tensor.sizes[0] != 1) || tensor.sizes[1] == 0 || heads % tensor.sizes[1] || tensor.sizes[2] != keys || tensor.sizes[3] != width; };
   if (lacks(k) || lacks(v) || (mask && !broadcasts(*mask, {batches, heads, rows, keys}))) return AOTI_TORCH_FAILURE;
   auto strides = strides_like(q);
   int64_t sums[] = {batches, rows, heads}, sum_strides[] = {rows * heads, heads, 1};
   if (allocated(4, q.sizes.data(), strides.data(), FLOAT, ret0) || allocated(3, sums, sum_strides, FLOAT, ret1)) return AOTI_TORCH_FAILURE;
   const Tensor& out = of(*ret0);
-  auto head_of = [&](const Tensor& each, int64_t batch, int64_t head) { return matrix(each, {batch, head / (heads / each.sizes[1])}); };
+  auto head_of = [&](const Tensor& tensor, int64_t batch, int64_t head) { return matrix(tensor, {batch, head / (heads / tensor.sizes[1])}); };
   float factor = static_cast<float>(scale ? *scale : 1 / std::sqrt(static_cast<double>(width)));
   int64_t bands = (rows + BAND - 1) / BAND, line = (keys + LANES - 1) / LANES * LANES;
 #pragma omp parallel for schedule(dynamic, 1)
@@ -453,30 +453,30 @@ AOTITorchError aoti_torch_cpu__scaled_dot_product_flash_attention_for_cpu(AtenTe
   return AOTI_TORCH_SUCCESS;
 }
 
-// A convolution of pictures as a product: of a band of places at a time, what lies under each is a row.  Laid out as torch does with
-// oneDNN: channels last where the pictures or the weight are.
+// A convolution of images as a product: for a band of output positions, the inputs under each position are a row.  The memory
+// format is that of torch with oneDNN: channels last if the images or the weight are.
 AOTITorchError aoti_torch_cpu_convolution(AtenTensorHandle input, AtenTensorHandle weight, AtenTensorHandle* bias, const int64_t* stride, int64_t stride_len, const int64_t* padding, int64_t, const int64_t* dilation, int64_t, int32_t transposed, const int64_t*, int64_t, int64_t groups, AtenTensorHandle* ret0) {
   const Tensor &x = of(input), &w = of(weight);
   const Tensor* added = bias && *bias ? &of(*bias) : nullptr;
   if (transposed || groups != 1 || stride_len != 2 || !all_floats({&x, &w}, 4) || (added && !all_floats({added}, 1)) || w.sizes[1] != x.sizes[1]) return AOTI_TORCH_FAILURE;
-  int64_t channels = w.sizes[1], high = w.sizes[2], wide = w.sizes[3], depth = channels * high * wide, made = w.sizes[0];
-  int64_t sizes[] = {x.sizes[0], made, 0, 0};
+  int64_t channels = w.sizes[1], high = w.sizes[2], wide = w.sizes[3], depth = channels * high * wide, out_channels = w.sizes[0];
+  int64_t sizes[] = {x.sizes[0], out_channels, 0, 0};
   for (int64_t axis = 0; axis < 2; axis++) sizes[axis + 2] = (x.sizes[axis + 2] + 2 * padding[axis] - dilation[axis] * (w.sizes[axis + 2] - 1) - 1) / stride[axis] + 1;
   int64_t places = sizes[2] * sizes[3];
   bool last = channels_last(x) || channels_last(w);
-  int64_t strides[] = {places * made, last ? 1 : places, last ? sizes[3] * made : sizes[3], last ? made : 1};
+  int64_t strides[] = {places * out_channels, last ? 1 : places, last ? sizes[3] * out_channels : sizes[3], last ? out_channels : 1};
   auto follows = [&](int64_t axis, int64_t step) { return w.sizes[axis] == 1 || w.strides[axis] == step; };
-  bool inside = follows(1, 1) && follows(3, channels) && follows(2, wide * channels);  // of a row: channels innermost, or outermost
+  bool inside = follows(1, 1) && follows(3, channels) && follows(2, wide * channels);  // channels innermost in a row, or outermost
   if (!inside && !(follows(3, 1) && follows(2, wide) && follows(1, high * wide))) return AOTI_TORCH_FAILURE;
   if (allocated(4, sizes, strides, FLOAT, ret0)) return AOTI_TORCH_FAILURE;
   const Tensor& out = of(*ret0);
-  Matrix b{w.floats(), depth, made, 1, w.strides[0]};
+  Matrix b{w.floats(), depth, out_channels, 1, w.strides[0]};
   std::shared_ptr<float> panels = kept_panels(b);
   if (!panels) panels = packed(b);
-  // Where the results of all pictures are rows of one matrix, a band goes over several of them.
+  // With channels last, the results of all images are rows of one matrix, and a band covers several images.
   int64_t parts = last ? 1 : std::max<int64_t>(1, sizes[0]), line = places * sizes[0] / parts, threads = omp_get_max_threads();
   int64_t band = std::min<int64_t>(BAND, std::max<int64_t>(ROWS, places * sizes[0] / threads / ROWS * ROWS)), bands = (line + band - 1) / band;
-  // pictures that are rows as they lie
+  // the images already are rows, without copying
   bool plain = inside && high * wide == 1 && stride[0] * stride[1] == 1 && padding[0] + padding[1] == 0 && x.step(1) <= 1 && x.strides[2] == x.sizes[3] * x.strides[3] && (parts > 1 || sizes[0] == 1 || x.strides[0] == x.sizes[2] * x.strides[2]);
   auto rows_of = [&](int64_t first, int64_t count, float* row) {
     for (int64_t place = first; place < first + count; place++) {
@@ -511,12 +511,12 @@ AOTITorchError aoti_torch_cpu_convolution(AtenTensorHandle input, AtenTensorHand
 #pragma omp for schedule(dynamic, 1)
     for (int64_t task = 0; task < parts * bands; task++) {
       if (!plain && !rows) continue;
-      int64_t part = task / bands, first = task % bands * band, count = std::min(band, line - first), step = last ? made : 1;
+      int64_t part = task / bands, first = task % bands * band, count = std::min(band, line - first), step = last ? out_channels : 1;
       if (!plain) rows_of(part * line + first, count, rows.get());
       Matrix a = plain ? Matrix{x.floats() + part * x.strides[0] + first * x.strides[3], count, depth, x.strides[3], 1} : Matrix{rows.get(), count, depth, depth, 1};
-      Matrix c{out.floats() + part * strides[0] + first * step, count, made, step, strides[1]};
+      Matrix c{out.floats() + part * strides[0] + first * step, count, out_channels, step, strides[1]};
       Added from_bias{added ? added->floats() : nullptr, 0, added ? added->step(0) : 0};
-      for (int64_t j = 0; j < made; j += COLUMNS) panel_product(a, b, c, from_bias, 0, count, j, 1.f, panels.get());
+      for (int64_t j = 0; j < out_channels; j += COLUMNS) panel_product(a, b, c, from_bias, 0, count, j, 1.f, panels.get());
     }
   }
   if (!enough) {
@@ -526,19 +526,19 @@ AOTITorchError aoti_torch_cpu_convolution(AtenTensorHandle input, AtenTensorHand
   return AOTI_TORCH_SUCCESS;
 }
 
-// The running sums along an axis, as torch makes them: integers as int64, of floats in double precision.
+// The cumulative sums along an axis, as in torch: integers as int64, floats in double precision.
 AOTITorchError aoti_torch_cpu_cumsum(AtenTensorHandle self, int64_t dim, int32_t* dtype, AtenTensorHandle* ret0) {
   const Tensor& from = of(self);
-  int32_t wanted = from.dtype == FLOAT ? FLOAT : INT64;
-  if (dtype && *dtype != wanted) return AOTI_TORCH_FAILURE;
+  int32_t result_dtype = from.dtype == FLOAT ? FLOAT : INT64;
+  if (dtype && *dtype != result_dtype) return AOTI_TORCH_FAILURE;
   int64_t axis = axis_of(from, dim), length = from.rank() ? from.sizes[axis] : 1, stride = from.rank() ? from.strides[axis] : 0;
-  if (row_major(from.sizes, wanted, ret0)) return AOTI_TORCH_FAILURE;
-  auto sums = [&](auto* given, auto* made, auto zero) {
+  if (row_major(from.sizes, result_dtype, ret0)) return AOTI_TORCH_FAILURE;
+  auto sums = [&](auto* input, auto* output, auto zero) {
     lines(from, axis, length, [&](int64_t source, int64_t target, int64_t step) {
       auto running = zero;
       for (int64_t index = 0; index < length; index++) {
-        running += given[source + index * stride];
-        made[target + index * step] = static_cast<std::remove_reference_t<decltype(*made)>>(running);
+        running += input[source + index * stride];
+        output[target + index * step] = static_cast<std::remove_reference_t<decltype(*output)>>(running);
       }
     });
     return AOTI_TORCH_SUCCESS;
@@ -552,19 +552,19 @@ AOTITorchError aoti_torch_cpu_cumsum(AtenTensorHandle self, int64_t dim, int32_t
   return AOTI_TORCH_FAILURE;
 }
 
-// The k largest or smallest along an axis, NaN above all else.  By the functions of the C++ library that torch uses, so that of equal
-// values the same ones are taken.
+// The k largest or smallest values along an axis; NaN is the largest.  Uses the functions of the C++ library that torch uses, so
+// that ties are resolved as in torch.
 AOTITorchError aoti_torch_cpu_topk(AtenTensorHandle self, int64_t k, int64_t dim, int32_t largest, int32_t sorted, AtenTensorHandle* ret0, AtenTensorHandle* ret1) {
   const Tensor& from = of(self);
   int64_t axis = axis_of(from, dim), length = from.rank() ? from.sizes[axis] : 1, stride = from.rank() ? from.strides[axis] : 0;
   if ((from.dtype != FLOAT && from.dtype != BFLOAT16) || k < 0 || k > length) return AOTI_TORCH_FAILURE;
   auto sizes = from.sizes;
   if (from.rank()) sizes[axis] = k;
-  else k = 1;  // torch gives a number of no axes whatever k is
+  else k = 1;  // for a tensor of no axes, torch returns one number whatever k is
   if (row_major(sizes, from.dtype, ret0) || row_major(sizes, INT64, ret1)) return AOTI_TORCH_FAILURE;
   if (k == 0) return AOTI_TORCH_SUCCESS;
   int64_t* places = reinterpret_cast<int64_t*>(of(*ret1).data());
-  // the upper half of a float32's bits is a bfloat16
+  // a bfloat16 is the upper half of a float32's bits
   auto read = [&](int64_t index) {
     if (from.dtype == FLOAT) return from.floats()[index];
     uint32_t bits = uint32_t{reinterpret_cast<uint16_t*>(from.data())[index]} << 16;
@@ -581,30 +581,30 @@ AOTITorchError aoti_torch_cpu_topk(AtenTensorHandle self, int64_t k, int64_t dim
     std::memcpy(&bits, &value, sizeof bits);
     reinterpret_cast<uint16_t*>(of(*ret0).data())[index] = static_cast<uint16_t>(bits >> 16);
   };
-  typedef std::pair<float, int64_t> Found;
-  auto larger = [](const Found& one, const Found& other) { return (std::isnan(one.first) && !std::isnan(other.first)) || one.first > other.first; };
-  auto smaller = [](const Found& one, const Found& other) { return (!std::isnan(one.first) && std::isnan(other.first)) || one.first < other.first; };
+  typedef std::pair<float, int64_t> Candidate;
+  auto larger = [](const Candidate& one, const Candidate& other) { return (std::isnan(one.first) && !std::isnan(other.first)) || one.first > other.first; };
+  auto smaller = [](const Candidate& one, const Candidate& other) { return (!std::isnan(one.first) && std::isnan(other.first)) || one.first < other.first; };
   lines(from, axis, k, [&](int64_t source, int64_t target, int64_t step) {
-    std::vector<Found> found(length);
-    for (int64_t index = 0; index < length; index++) found[index] = {read(source + index * stride), index};
+    std::vector<Candidate> candidates(length);
+    for (int64_t index = 0; index < length; index++) candidates[index] = {read(source + index * stride), index};
     auto take = [&](auto before) {
       if (k * 64 <= length) {
-        std::partial_sort(found.begin(), found.begin() + k, found.end(), before);
+        std::partial_sort(candidates.begin(), candidates.begin() + k, candidates.end(), before);
       } else {
-        std::nth_element(found.begin(), found.begin() + k - 1, found.end(), before);
-        if (sorted) std::sort(found.begin(), found.begin() + k - 1, before);
+        std::nth_element(candidates.begin(), candidates.begin() + k - 1, candidates.end(), before);
+        if (sorted) std::sort(candidates.begin(), candidates.begin() + k - 1, before);
       }
     };
     largest ? take(larger) : take(smaller);
     for (int64_t index = 0; index < k; index++) {
-      write(target + index * step, found[index].first);
-      places[target + index * step] = found[index].second;
+      write(target + index * step, candidates[index].first);
+      places[target + index * step] = candidates[index].second;
     }
   });
   return AOTI_TORCH_SUCCESS;
 }
 
-// The names by which torch's vectors call Sleef, for what Inductor compiles.
+// The names under which code with torch's vector classes calls Sleef.
 #define SLEEF(size, lanes) \
   Lanes<size>::Floats Sleef_expf##lanes##_u10(Lanes<size>::Floats x) { return exponential<size>(x); } \
   Lanes<size>::Floats Sleef_logf##lanes##_u10(Lanes<size>::Floats x) { return logarithm<size>(x); } \

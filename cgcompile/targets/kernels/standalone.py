@@ -1,6 +1,6 @@
-"""What code for the CPU calls of libtorch, as an object file of ours that is linked to it: `standalone.cpp`.
+"""Functions in place of libtorch's, in `standalone.cpp`: an object file that is linked to code for the CPU.
 
-torch's own headers declare the functions, so that another signature in another version of torch is an error of the compiler.
+torch's headers declare the functions.  If another version of torch changes a signature, the compiler reports an error.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from ...errors import BuildError
 SOURCE = Path(__file__).with_name("standalone.cpp")
 
 INCLUDED = tuple([Path(__file__).with_name(name) for name in ("products.h", "vectors.h")])
-"""Headers of ours that it includes."""
+"""Headers in this folder that `standalone.cpp` includes."""
 
 HEADERS = Path(torch.__file__).parent / "include"
 
 LINKED = ("-Wl,-Bsymbolic", "-Wl,-z,defs")
-"""Options of the linker: a process that has torch keeps both apart, and what nothing defines is an error here."""
+"""Linker options.  In a process with torch, -Bsymbolic keeps these functions apart from torch's.  Undefined symbols are errors."""
 
 UNDEFINED = re.compile(r"undefined reference to `([^']+)'")
 
 
 def command(compiler: str, target: Path) -> list[str]:
-    """How `compiler` makes the object file at `target`.  It says itself which processor it compiles for, where "native" stands."""
+    """Returns the command that makes the object file at `target`.  `compiler` replaces "native" by the processor of the build."""
     version = torch.__version__.partition("+")[0]
     options = ["-std=c++17", "-O3", "-march=native", "-fPIC", "-fopenmp", "-w", "-DNDEBUG", "-DSTANDALONE_TORCH_HEADER"]
     headers = [f"-I{HEADERS}", f"-I{HEADERS / 'torch/csrc/api/include'}"]
@@ -38,19 +38,19 @@ def command(compiler: str, target: Path) -> list[str]:
 
 
 def dependencies() -> Iterator[object]:
-    """All that the object file depends on, but for the compiler and its options about the processor."""
+    """Yields all that the object file depends on, except the compiler and its options about the processor."""
     yield SOURCE.read_bytes(), *[header.read_bytes() for header in INCLUDED]
     yield torch.__version__, torch.version.git_version, platform.libc_ver()
 
 
 def is_in(code: bytes) -> bool:
-    """Whether a shared object brings it, and so needs none of torch's libraries."""
+    """Whether a shared object contains these functions, and so needs no library of torch."""
     return BUILT_WITH.encode() in code
 
 
-def missing(said: str) -> BuildError | None:
-    """What a linker's message says that there is not here; None for another message."""
-    names = sorted(set(UNDEFINED.findall(said)))
+def missing(message: str) -> BuildError | None:
+    """Returns the error for undefined references in a linker's message, or None for any other message."""
+    names = sorted(set(UNDEFINED.findall(message)))
     if not names:
         return None
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""

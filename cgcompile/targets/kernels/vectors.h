@@ -1,4 +1,4 @@
-// Vectors as wide as the processor that is compiled for has them, and functions of them.  Each file that includes this has its own copy.
+// Vectors of the width of the target processor, and functions of them.  Each file that includes this has its own copy.
 
 #pragma once
 
@@ -24,13 +24,13 @@ template <int size> struct Lanes {
 typedef Lanes<BYTES>::Floats Vector;
 typedef float Unaligned __attribute__((vector_size(BYTES), aligned(4)));
 
-// exp(x): 2^n times a polynomial of the rest (S. L. Moshier, Cephes, expf.c); error below 2 units in the last place.
+// exp(x): 2^n times a polynomial of the remainder (S. L. Moshier, Cephes, expf.c); error below 2 units in the last place.
 template <int size> typename Lanes<size>::Floats exponential(typename Lanes<size>::Floats x) {
   typedef typename Lanes<size>::Ints Ints;
   typename Lanes<size>::Floats none{};
-  x = x > 89.f ? none + 89.f : x;  // NaN stays
+  x = x > 89.f ? none + 89.f : x;  // NaN is kept
   x = x < -104.f ? none - 104.f : x;
-  auto shifted = x * 1.44269504088896341f + 12582912.f;  // 1.5 * 2^23: the rounded number stands in the lowest digits
+  auto shifted = x * 1.44269504088896341f + 12582912.f;  // adding 1.5 * 2^23 puts the rounded integer into the lowest bits
   Ints n = reinterpret_cast<Ints>(shifted) - 0x4B400000;
   auto whole = shifted - 12582912.f;
   auto rest = x - whole * 0.693359375f + whole * 2.12194440e-4f;
@@ -40,24 +40,24 @@ template <int size> typename Lanes<size>::Floats exponential(typename Lanes<size
   sum = sum * rest + 1.6666665459e-1f;
   sum = sum * rest + 5.0000001201e-1f;
   sum = sum * rest * rest + rest + 1.f;
-  Ints half = n >> 1;  // twice half of the exponent: small results are denormal, large ones infinite
+  Ints half = n >> 1;  // two factors of about 2^(n/2): small results become denormal, large ones infinite
   sum *= reinterpret_cast<typename Lanes<size>::Floats>((half + 127) << 23);
   return sum * reinterpret_cast<typename Lanes<size>::Floats>((n - half + 127) << 23);
 }
 
-// Each lane by itself, in double precision: for what the polynomials are not for.
-template <int size> typename Lanes<size>::Floats each(typename Lanes<size>::Floats x, double (*function)(double)) {
+// Applies a function to each lane in double precision, for arguments that the polynomials do not cover.
+template <int size> typename Lanes<size>::Floats each_lane(typename Lanes<size>::Floats x, double (*function)(double)) {
   for (int lane = 0; lane < size / 4; lane++) x[lane] = static_cast<float>(function(x[lane]));
   return x;
 }
 
 template <int size> bool any(typename Lanes<size>::Ints lanes) {
-  int32_t found = 0;
-  for (int lane = 0; lane < size / 4; lane++) found |= lanes[lane];
-  return found != 0;
+  int32_t bits = 0;
+  for (int lane = 0; lane < size / 4; lane++) bits |= lanes[lane];
+  return bits != 0;
 }
 
-// Polynomials and reductions of what follows: S. L. Moshier, Cephes, tanhf.c, logf.c, sinf.c.
+// Polynomials and range reductions below: S. L. Moshier, Cephes, tanhf.c, logf.c, sinf.c.
 template <int size> typename Lanes<size>::Floats hyperbolic_tangent(typename Lanes<size>::Floats x) {
   auto magnitude = x < 0 ? -x : x;
   auto square = x * x;
@@ -81,7 +81,7 @@ template <int size> typename Lanes<size>::Floats logarithm(typename Lanes<size>:
   Ints power = (bits >> 23) - 126 - (denormal & 25);
   Floats part = reinterpret_cast<Floats>((bits & 0x007fffff) | 0x3f000000);  // from 0.5 to 1
   Ints low = part < 0.707106781186547524f;
-  power += low;  // -1 where it is so
+  power += low;  // adds -1 where low is true
   part = low ? part + part - 1.f : part - 1.f;
   Floats square = part * part, exponent = __builtin_convertvector(power, Floats);
   Floats sum = part * 7.0376836292e-2f - 1.1514610310e-1f;
@@ -93,28 +93,28 @@ template <int size> typename Lanes<size>::Floats logarithm(typename Lanes<size>:
   sum = sum * part - 2.4999993993e-1f;
   sum = sum * part + 3.3333331174e-1f;
   sum = sum * part * square - exponent * 2.12194440e-4f - 0.5f * square;
-  Floats made = part + sum + exponent * 0.693359375f;
-  made = x == INFINITE ? x : made;
-  made = x == 0 ? none - INFINITE : made;
-  return x >= 0 ? made : none + std::numeric_limits<float>::quiet_NaN();
+  Floats result = part + sum + exponent * 0.693359375f;
+  result = x == INFINITE ? x : result;
+  result = x == 0 ? none - INFINITE : result;
+  return x >= 0 ? result : none + std::numeric_limits<float>::quiet_NaN();
 }
 
-// What is lost in 1 + x, to the first order.
+// log(1 + x), corrected to first order for the rounding of 1 + x.
 template <int size> typename Lanes<size>::Floats logarithm_of_more(typename Lanes<size>::Floats x) {
   auto whole = 1.f + x;
-  auto made = logarithm<size>(whole);
-  auto mended = made - ((whole - 1.f) - x) / whole;
-  return x == 0 ? x : (made == made) & (whole != 0) & (whole <= std::numeric_limits<float>::max()) ? mended : made;
+  auto result = logarithm<size>(whole);
+  auto corrected = result - ((whole - 1.f) - x) / whole;
+  return x == 0 ? x : (result == result) & (whole != 0) & (whole <= std::numeric_limits<float>::max()) ? corrected : result;
 }
 
-constexpr float REDUCED = 8192;  // below it three parts of pi / 4 are enough
+constexpr float REDUCED = 8192;  // below it, pi / 4 in three parts is precise enough
 
 // sin(x + quarters * pi / 2)
 template <int size> typename Lanes<size>::Floats sine(typename Lanes<size>::Floats x, int32_t quarters) {
   typedef typename Lanes<size>::Floats Floats;
   typedef typename Lanes<size>::Ints Ints;
   Floats magnitude = x < 0 ? -x : x;
-  if (any<size>(~(magnitude < REDUCED))) return quarters ? each<size>(x, std::cos) : each<size>(x, std::sin);
+  if (any<size>(~(magnitude < REDUCED))) return quarters ? each_lane<size>(x, std::cos) : each_lane<size>(x, std::sin);
   Ints eighths = __builtin_convertvector(magnitude * 1.27323954473516f, Ints);
   eighths += eighths & 1;
   Floats turned = __builtin_convertvector(eighths, Floats);
@@ -125,9 +125,9 @@ template <int size> typename Lanes<size>::Floats sine(typename Lanes<size>::Floa
   odd = (odd * square - 1.6666654611e-1f) * square * rest + rest;
   Floats even = square * 2.443315711809948e-5f - 1.388731625493765e-3f;
   even = (even * square + 4.166664568298827e-2f) * square * square - 0.5f * square + 1.f;
-  Floats made = (quarter & 1) != 0 ? even : odd;
-  made = (quarter & 2) != 0 ? -made : made;
-  return !quarters & (x < 0) ? -made : made;
+  Floats result = (quarter & 1) != 0 ? even : odd;
+  result = (quarter & 2) != 0 ? -result : result;
+  return !quarters & (x < 0) ? -result : result;
 }
 
 }  // namespace

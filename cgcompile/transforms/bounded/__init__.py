@@ -1,1 +1,1 @@
-"""Outputs whose sizes depend on data, computed at fixed sizes: padded to a bound, with the true sizes as further outputs."""
+"""Computes outputs of data-dependent size at a fixed size: padded to a bound, with the true sizes as further outputs."""

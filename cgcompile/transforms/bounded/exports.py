@@ -1,4 +1,4 @@
-"""Exports whose outputs have sizes that depend on data, with bounds, checked against eager PyTorch."""
+"""Gives bounds to outputs whose sizes depend on data, and checks the result against eager PyTorch."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from .rewrite import Bounded, with_bounds
 
 
 def with_bounded_outputs(exported: Exported) -> Exported:
-    """The export with bounds for outputs of sizes that depend on data; its `flat` fills them up from then on.
+    """Returns the export with bounds for outputs of data-dependent size.  Its `flat` pads these outputs from then on.
 
-    As it was where no output has such a size, and where one follows from what `with_bounds` does not support, or differs from
-    what eager PyTorch gives: data-dependent-shape refuses that.
+    Returns the export unchanged if there is no such output.  Sets `unbounded` to the reason if `with_bounds` does not support the
+    program, or if the results differ from eager PyTorch's.  The check data-dependent-shape then refuses it.
     """
     if any(obstacle.rule == "data-dependent-branch" for obstacle in exported.obstacles):
         return exported
@@ -52,7 +52,7 @@ def with_bounded_outputs(exported: Exported) -> Exported:
 
 
 def _rows(exported: Exported, programs: Programs, axes: Sequence[Sequence[tuple[int, int, int]]]) -> tuple[BoundedAxis, ...]:
-    """The padded axes, with their bounds in terms of the declared dimensions.  Raises Unsupported, ModelError."""
+    """Returns the padded axes, with bounds in terms of the declared dimensions.  Raises Unsupported, ModelError."""
     if len(set(map(tuple, axes))) > 1:
         raise Unsupported("axes that change with the sizes")
     source, sizes = exported.source, exported.sizes
@@ -78,21 +78,21 @@ def _output(program: ExportedProgram, index: int) -> torch.Tensor:
 
 
 def _agrees(exported: Exported, programs: Programs, rows: Sequence[BoundedAxis], key: IntKey) -> bool:
-    """Whether the program of an int_key gives what eager PyTorch gives, on inputs of two seeds."""
+    """Whether the program of an int_key agrees with eager PyTorch on inputs of two seeds."""
     bound, sizes = coarsest(programs), dict(zip(exported.sizes, key, strict=True))
     module = ProgramModule([programs.at(key)])
     for seed in (SEED, SELF_TEST_SEED):
         tensors = sample(exported.source, sizes, seed).tensors
-        wanted = bounded_outputs(_seeded(exported.flat, tensors), rows, sizes)
+        expected = bounded_outputs(_seeded(exported.flat, tensors), rows, sizes)
         actual = _seeded(module, tensors)
-        pairs = zip(wanted, actual, strict=True)
+        pairs = zip(expected, actual, strict=True)
         if any(compare(want, got).error > (bound if is_float(want.dtype) else 0.0) for want, got in pairs):
             return False
     return True
 
 
 def _seeded(reference: Reference, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """The outputs, with the same random numbers every time."""
+    """Returns the outputs of a run with a fixed random seed."""
     with torch.random.fork_rng(devices=sorted({tensor.device.index or 0 for tensor in tensors if tensor.is_cuda})):
         torch.manual_seed(SEED)
         return run_eager(reference, tensors).outputs

@@ -1,9 +1,9 @@
-"""A program whose outputs have sizes that depend on data, as one of fixed sizes.
+"""Rewrites a program whose outputs have data-dependent sizes to a program of fixed sizes.
 
-Such an output gets the size that holds whatever is selected (nonzero of n elements gives n rows at the most).  It is filled up with
-zeros, and its true size is one more output.  What leads to it is computed at that size, in the same graph: no host has to wait.
+Such an output gets the largest possible size (nonzero of n elements gives at most n rows).  It is padded with zeros, and its true
+size becomes one more output.  The operations that lead to it run at that size in the same graph, so the host does not have to wait.
 
-Other values keep their operations: a sum over selected rows runs on the host, as it does where no output needs this.
+Other values keep their operations: a sum over selected rows runs on the host, as in a program without such outputs.
 
 Private interface (torch 2.11, 2.13): `torch.fx.traceback.set_current_meta`.
 """
@@ -30,18 +30,16 @@ from ...export.torch_program import copied_graph, with_graph
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bounded:
-    """`program` has counts behind the results of the model.  `axes`: (output, axis, position of its count) of every axis that is
-    padded."""
+    """`program`: the model with counts after its results.  `axes`: (output, axis, position of its count) of every padded axis."""
 
     program: ExportedProgram
     axes: tuple[tuple[int, int, int], ...]
 
 
 def with_bounds(program: ExportedProgram, *, told_gpu: bool) -> Bounded | None:
-    """None where no output of the program has a size that depends on data.  Weights are shared, not copied.  `told_gpu` as for
-    Interpreter.
+    """Returns None if no output has a data-dependent size.  Weights are shared, not copied.  `told_gpu`: as in Interpreter.
 
-    Raises Unsupported where one follows from an operation that is not known to keep rows apart.
+    Raises Unsupported if a size depends on an operation that is not known to keep rows separate.
     """
     root = copied_graph(program)
     output = root.graph.output_node()
@@ -55,7 +53,7 @@ def with_bounds(program: ExportedProgram, *, told_gpu: bool) -> Bounded | None:
     region = chain(nodes, outputs)
     _check_writes(nodes, region)
     replaced = [node for node in dict.fromkeys(results) if isinstance(node, Node) and node in set(region)]
-    padded, counts, axes, known = _inserted(root, region, replaced, told_gpu=told_gpu)
+    padded, counts, axes, known_counts = _inserted(root, region, replaced, told_gpu=told_gpu)
     specs = list(program.graph_signature.output_specs)
     for index, node in enumerate(results):
         if node in padded:
@@ -67,17 +65,17 @@ def with_bounds(program: ExportedProgram, *, told_gpu: bool) -> Bounded | None:
     specs += [OutputSpec(kind=OutputKind.USER_OUTPUT, arg=TensorArgument(name=count.name), target=None) for count in counts]
     output.args = ((*results, *counts),)
     output.meta.pop("val", None)
-    _drop(root, region, known)
+    _drop(root, region, known_counts)
     root.graph.lint()
     root.recompile()
-    made_program = with_graph(program, root, {}, output_specs=specs, other_results=True)
-    forget_symbols(made_program)
-    return Bounded(program=made_program, axes=tuple(rows))
+    bounded_program = with_graph(program, root, {}, output_specs=specs, other_results=True)
+    forget_symbols(bounded_program)
+    return Bounded(program=bounded_program, axes=tuple(rows))
 
 
 def _check_writes(nodes: Sequence[Node], region: Sequence[Node]) -> None:
-    """Raises Unsupported where something is written between the first and the last of these nodes, as they move behind all of it,
-    and where one of them, or what follows from it, is written to."""
+    """Raises Unsupported for a write between the first and the last of these nodes, because the nodes are moved after the last one.
+    Also raises it for a write to one of them, or to a value that depends on them."""
     between = set(nodes[nodes.index(region[0]) : nodes.index(region[-1]) + 1])
     reached = set(region)
     for node in nodes:
@@ -92,36 +90,35 @@ def _check_writes(nodes: Sequence[Node], region: Sequence[Node]) -> None:
 def _inserted(
     root: GraphModule, region: Sequence[Node], outputs: Sequence[Node], *, told_gpu: bool
 ) -> tuple[dict[Node, Node], list[Node], dict[Node, dict[int, int]], Counts]:
-    """Adds the padded operations behind the last of `region`.
+    """Adds the padded operations after the last node of `region`.
 
-    Gives the node that is in the place of each of `outputs`; the nodes of the counts; by output and padded axis the number of its
-    count; and what is known of these."""
-    taken = taken_by(region)
+    Returns the replacement of each of `outputs`; the nodes of the counts; the number of a count by output and axis; the counts."""
+    inputs = taken_by(region)
     sizes = list(dict.fromkeys([expr for node in outputs for expr in node_axes(node).values()]))
-    known = Counts()
-    numbers: dict[Any, int] = {}  # of the counts, by size: one count may be that of several
+    known_counts = Counts()
+    numbers: dict[Any, int] = {}  # number of the count by size; several sizes can share a count
 
     def padded(*values: Any) -> tuple[list[Tensor], list[Tensor]]:
-        run = Interpreter(dict(zip(taken, values, strict=True)), known, told_gpu=told_gpu)
+        run = Interpreter(dict(zip(inputs, values, strict=True)), known_counts, told_gpu=told_gpu)
         for node in region:
             with set_current_meta(node), placed(node):
                 run.run(node)
         with set_current_meta(outputs[-1]):
             counts: list[Tensor] = []
             for expr in sizes:
-                number = next((at for at, count in enumerate(counts) if count is known.of(expr)), len(counts))
-                counts += [known.of(expr)] if number == len(counts) else []
+                number = next((at for at, count in enumerate(counts) if count is known_counts.of(expr)), len(counts))
+                counts += [known_counts.of(expr)] if number == len(counts) else []
                 numbers[expr] = number
             return [run.masked(node).clone() for node in outputs], [count.clone() for count in counts]
 
-    copies, nodes = _copied(root, traced(padded, taken), taken, region[-1])
+    copies, nodes = _copied(root, traced(padded, inputs), inputs, region[-1])
     axes = {node: {axis: numbers[expr] for axis, expr in node_axes(node).items()} for node in outputs}
-    return dict(zip(outputs, copies, strict=True)), nodes, axes, known
+    return dict(zip(outputs, copies, strict=True)), nodes, axes, known_counts
 
 
-def _copied(root: GraphModule, module: GraphModule, taken: Sequence[Node], last: Node) -> Any:
-    """Copies a traced graph behind `last`; gives the nodes of its outputs."""
-    known: dict[Node, Node] = dict(zip(module.graph.find_nodes(op="placeholder"), taken, strict=True))
+def _copied(root: GraphModule, module: GraphModule, inputs: Sequence[Node], last: Node) -> Any:
+    """Copies a traced graph after `last`, and returns the nodes of its outputs."""
+    node_map: dict[Node, Node] = dict(zip(module.graph.find_nodes(op="placeholder"), inputs, strict=True))
     with root.graph.inserting_before(last.next):
         for node in module.graph.nodes:
             if node.op == "get_attr":
@@ -130,32 +127,32 @@ def _copied(root: GraphModule, module: GraphModule, taken: Sequence[Node], last:
                 if not isinstance(value, GraphModule):
                     raise Unsupported("a constant")
                 root.add_module(name, value)
-                known[node] = root.graph.get_attr(name)
-                known[node].meta = {}
+                node_map[node] = root.graph.get_attr(name)
+                node_map[node].meta = {}
             elif node.op == "call_function":
-                known[node] = root.graph.node_copy(node, known.__getitem__)
-                known[node].meta = {"val": node.meta["val"], **{name: node.meta[name] for name in KEPT if name in node.meta}}
-    return map_arg(module.graph.output_node().args[0], known.__getitem__)
+                node_map[node] = root.graph.node_copy(node, node_map.__getitem__)
+                node_map[node].meta = {"val": node.meta["val"], **{name: node.meta[name] for name in KEPT if name in node.meta}}
+    return map_arg(module.graph.output_node().args[0], node_map.__getitem__)
 
 
 def _drop(root: GraphModule, region: Sequence[Node], counts: Counts) -> None:
-    """Takes out those of the nodes that nothing else needs, with what the export asserts of their sizes that is always so.
+    """Removes the nodes that nothing else needs, and assertions of the export about their sizes that always hold.
 
-    Of a size that an operator of another library gives, torch 2.11 asserts that it is 2 or more (`create_unbacked_symint`)."""
-    doomed = {node: None for node in region}
+    For a size that an operator of another library returns, torch 2.11 asserts that it is 2 or more (`create_unbacked_symint`)."""
+    unused = {node: None for node in region}
     others = [node for node in region if getattr(node.target, "namespace", "aten") != "aten"]
     foreign = {expr for node in others for expr in node_axes(node).values()}
     for node in root.graph.nodes:
-        if node not in doomed and any(source in doomed for source in node.all_input_nodes) and _says_nothing(node, counts, foreign):
-            doomed[node] = None
-    for node in reversed([node for node in root.graph.nodes if node in doomed]):
+        if node not in unused and any(source in unused for source in node.all_input_nodes) and _says_nothing(node, counts, foreign):
+            unused[node] = None
+    for node in reversed([node for node in root.graph.nodes if node in unused]):
         if not node.users:
             root.graph.erase_node(node)
 
 
 def _says_nothing(node: Node, counts: Counts, foreign: Set[Any]) -> bool:
-    """Whether a node asserts of a size what is so whatever is selected, or leads to such an assertion.  `foreign`: sizes of which
-    it may also assert that they are 2 or more."""
+    """Whether a node asserts a property of a size that always holds, or leads to such an assertion.  `foreign`: sizes that may also
+    be asserted to be 2 or more."""
     aten = torch.ops.aten
     if node.target in (aten._assert_tensor_metadata.default, aten.sym_constrain_range_for_size.default, aten.sym_size.int):
         return True

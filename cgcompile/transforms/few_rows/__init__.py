@@ -1,1 +1,1 @@
-"""Operations of few rows: what Inductor has faster kernels for, and fewer."""
+"""Rewrites operations with few rows to operations for which Inductor has faster kernels, or fewer."""

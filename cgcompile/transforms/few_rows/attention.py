@@ -1,9 +1,9 @@
-"""Attention of one row in one kernel: a product with the keys, the softmax, the product with the values, and before them the row's
-own key and value, which are put into caches.
+"""Attention of one row in one kernel: the product with the keys, the softmax, and the product with the values.  Before them the
+kernel stores the row's own key and value into caches.
 
-Inductor makes three kernels of it, or four, and one takes 2 to 3 us on an H100 however little it does (torch 2.11).
+Inductor generates three or four kernels for it.  Each takes 2 to 3 us on an H100, however little it does (torch 2.11).
 
-Private interfaces (torch 2.11, 2.13): `torch._higher_order_ops.triton_kernel_wrap`, `PyCodeCache`, those of products.py.
+Private interfaces (torch 2.11, 2.13): `torch._higher_order_ops.triton_kernel_wrap`, `PyCodeCache`, and those of products.py.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from .attention_text import MOST, AttentionText, attention_text
 from .products import SUM, Product, call, one_product, shape_of
 
 LARGE = 1 << 12
-"""Elements of a head's keys that four warps hold."""
+"""The most elements of a head's keys for four warps.  Kernels for more use eight."""
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
 
 def attend_at_once(graph: Graph, *, ahead: bool) -> None:
-    """Changes the graph in place.  `ahead`: further programs bring what comes next into the GPU's cache."""
+    """Changes the graph in place.  `ahead`: additional programs prefetch the next weights into the GPU's L2 cache."""
     for node in graph.find_nodes(op="call_function", target=SUM):
         product = one_product(node, MOST) if node.users else None
         text = None if product is None else attention_text(product, ahead=ahead)
@@ -39,7 +39,7 @@ def _replace(graph: Graph, product: Product, text: AttentionText) -> None:
     with graph.inserting_before(text.outcome):
         arguments = dict(text.arguments)
         for name, node in text.arguments.items():
-            if node.op == "call_function":  # it lies in memory as its strides say
+            if node.op == "call_function":  # its memory must have the strides of its value
                 arguments[name] = call(graph, prims.inductor_force_stride_order.default, node, node.meta["val"].stride())
         named = {"dtype": value.dtype, "device": value.device, "pin_memory": False}
         arguments["out_ptr"] = graph.call_function(aten.empty.memory_format, (list(shape_of(text.outcome)),), named)
@@ -62,7 +62,7 @@ def _replace(graph: Graph, product: Product, text: AttentionText) -> None:
 
 
 def _function(source: str, product: Product) -> Any:
-    """The kernel of a text, which is written to a file, because Triton reads it there."""
+    """Compiles a kernel's text.  It is written to a file, because Triton reads the source from there."""
     import triton
     from torch._inductor.codecache import PyCodeCache
 

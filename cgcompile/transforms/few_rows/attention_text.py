@@ -1,6 +1,6 @@
-"""The text of a Triton kernel for attention of one row: one program for every head, which has all places in its registers.
+"""Generates the text of a Triton kernel for attention of one row: one program per head, with all positions in its registers.
 
-Numbers of half precision are computed with as float32, and rounded where the graph rounds them.
+Half precision values are computed as float32, and rounded where the graph rounds them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .products import SUM, Product, one_product, shape_of
 from .weights_ahead import PROGRAMS, Ahead, lines_of, weights_ahead
 
 MOST = 1 << 14
-"""Elements of a head's keys, at most, as many as are in the registers of one program."""
+"""The most elements of a head's keys.  They must fit the registers of one program."""
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -30,13 +30,13 @@ SOFTMAX = prims.prepare_softmax_online.default
 
 
 class UnknownOperation(Exception):
-    """Something that no text is known for."""
+    """An operation or a layout that the generator does not support."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionText:
-    """A kernel `attention` with pointers in the order of `arguments` and, last, `out_ptr`, where rows of `outcome`'s dtype go.  It
-    writes to the arguments that `writes` names, too.  `programs`: the grid."""
+    """A kernel `attention`.  Its parameters are pointers: `arguments` in order, and `out_ptr` for rows of `outcome`'s dtype.  It
+    also writes to the arguments that `writes` names.  `programs`: the grid."""
 
     source: str
     programs: int
@@ -46,8 +46,8 @@ class AttentionText:
 
 
 def attention_text(mixed: Product, *, ahead: bool) -> AttentionText | None:
-    """A kernel for the product with the values, `mixed`, the softmax before it and the product with the keys before that.  None for
-    a product of something else, and for more than fits into one program.  `ahead`: with programs for what comes next."""
+    """Returns a kernel for the product with the values, `mixed`, the softmax before it, and the product with the keys before that.
+    Returns None for other products, and if one program cannot hold the data.  `ahead`: adds programs that prefetch weights."""
     writer = _Writer(mixed)
     try:
         return writer.written(weights_ahead(mixed.total) if ahead else ())
@@ -57,9 +57,9 @@ def attention_text(mixed: Product, *, ahead: bool) -> AttentionText | None:
 
 @dataclass(slots=True)
 class _Writer:
-    """Lines, growing: all that is `read` is asked for before anything is computed.  No name is given twice: what is read can then
-    be read early (offline/compile/programmatic_launch.py).  `names`: of the values that are there.
-    `reduces`: whether something is computed of all places."""
+    """Collects the lines of a kernel.  All `reads` come before the computation.  Each name is assigned once, so that reads can be
+    moved up (offline/compile/programmatic_launch.py).  `names`: of computed values.  `reduces`: whether all positions are
+    reduced."""
 
     mixed: Product
     reads: list[str] = field(default_factory=list)
@@ -72,7 +72,7 @@ class _Writer:
 
     def written(self, ahead: Sequence[Ahead]) -> AttentionText:
         mixed, length = self.mixed, self.mixed.length
-        if length == mixed.rows:  # a vector of heads would look like one of places
+        if length == mixed.rows:  # a vector over heads would look like one over positions
             raise UnknownOperation
         weights = self.vector(mixed.row)
         if (
@@ -80,7 +80,7 @@ class _Writer:
             or not self.reduces
             or any(_depends(argument, self.scores.total) for argument in self.arguments.values())
         ):
-            raise UnknownOperation  # two products alone are no attention, and have more to read than one program can
+            raise UnknownOperation  # not attention, and one program could not read the operands of two such products
         self.lines.append(f"weights = tl.where(p < {length}, {weights}, 0.0)")
         self.matrix("v", mixed, (-2, -1), mixed.columns)
         users = list(mixed.total.users)
@@ -108,10 +108,10 @@ class _Writer:
         programs = mixed.rows + (PROGRAMS if ahead else 0)
         return AttentionText(source=source, programs=programs, arguments=self.arguments, writes=self.writes, outcome=outcome)
 
-    # --- a number for every place, or one for the head
+    # --- values per position or per head
 
     def vector(self, value: Any) -> str:
-        """The name of a value, which is computed where it is not yet."""
+        """Returns the name of a value, and adds the line that computes it if there is none."""
         if not isinstance(value, Node):
             return repr(value) if isinstance(value, bool | int) or math.isfinite(value) else f'float("{value}")'
         if value not in self.names:
@@ -169,7 +169,7 @@ class _Writer:
         return expression if source_dtype in HALF and dtype is torch.float32 else f"{expression}.to({DTYPES[dtype]})"
 
     def softmax(self, node: Node) -> tuple[str, str]:
-        """The names of the largest element and of the sum of exponentials."""
+        """Returns the names of the largest element and of the sum of exponentials."""
         if node not in self.names:
             self.check_row(node.args[0], node.args[1])
             expression, number = self.vector(node.args[0]), len(self.names)
@@ -187,8 +187,8 @@ class _Writer:
         if len(node.args[1]) != 1 or not keeps or node.meta["val"].dtype is not torch.float32:
             raise UnknownOperation
         self.check_row(node.args[0], node.args[1][0])
-        rest, function = ("0.0", "sum") if node.target is SUM else ('float("-inf")', "max")
-        return f"tl.{function}(tl.where(p < {self.mixed.length}, {self.vector(node.args[0])}, {rest}), 0)"
+        neutral, function = ("0.0", "sum") if node.target is SUM else ('float("-inf")', "max")
+        return f"tl.{function}(tl.where(p < {self.mixed.length}, {self.vector(node.args[0])}, {neutral}), 0)"
 
     def check_row(self, node: Node, axis: int) -> None:
         if self.kind(node) != "row" or axis not in (-1, len(shape_of(node)) - 1) or shape_of(node)[-1] != self.mixed.length:
@@ -206,7 +206,7 @@ class _Writer:
         return f"{text}.to(tl.float32)" if value.dtype in HALF else text
 
     def kind(self, node: Any) -> str:
-        """What a value is: a "row" of numbers for each head, a "statistic" of each, "shared" by all, one "element"; else ""."""
+        """Classifies a value: a "row" of numbers per head, a "statistic" per head, "shared" by all heads, one "element", or ""."""
         shape, mixed = shape_of(node), self.mixed
         if not isinstance(node.meta.get("val"), torch.Tensor) or not all(isinstance(size, int) for size in shape):
             return ""
@@ -218,7 +218,7 @@ class _Writer:
             return "statistic"
         return "element" if count == 1 else ""
 
-    # --- products and what they read
+    # --- products and their operands
 
     def product_with_keys(self, total: Node) -> str:
         scores, mixed = one_product(total, MOST), self.mixed
@@ -234,7 +234,8 @@ class _Writer:
         return "tl.sum(q.to(tl.float32)[None, :] * k, 1)"
 
     def matrix(self, name: str, product: Product, axes: tuple[int, int], width: int) -> None:
-        """Reads a matrix of (places, `width`), which are these `axes` of the product's; what is put into it is written here."""
+        """Adds lines that read a matrix (positions, `width`) along these `axes` of the product's, and that store new values in
+        it."""
         place, length, column = _placed(product.matrix), self.mixed.length, f"{name}_column"
         write = write_into(place)
         memory = place if write is None else on(place, write.cache)
@@ -252,7 +253,7 @@ class _Writer:
             return
         index, values, stored = _placed(write.index), values_of(write, place), DTYPES[write.cache.meta["val"].dtype]
         if values is None or values.strides[axes[0]] or memory.strides[axes[0]] != write.cache.meta["val"].stride(axis_of(write)):
-            raise UnknownOperation  # it is put along another axis than that of the places
+            raise UnknownOperation  # the cache is not written along the axis of positions
         self.reads += [
             f"{name}_index = tl.load({self.pointer(index.base)} + {index.offset})",
             f"{name}_new = tl.load({at(values, '0', column)}, {column} < {width}, other=0)",
@@ -268,15 +269,15 @@ class _Writer:
         self.writes[self.pointer(write.cache)] = write
 
     def heads(self, place: Place) -> list[str | None]:
-        """Coordinates of the program's head along all axes but the last two."""
+        """Returns coordinates of the program's head along all axes but the last two."""
         sizes = place.shape[:-2]
         if math.prod(sizes) != self.mixed.rows:
             raise UnknownOperation
         after = [math.prod(sizes[index + 1 :]) for index in range(len(sizes))]
-        return [None if size == 1 else f"(h // {rest} % {size})" for size, rest in zip(sizes, after, strict=True)]
+        return [None if size == 1 else f"(h // {inner} % {size})" for size, inner in zip(sizes, after, strict=True)]
 
     def at(self, place: Place, coordinates: Sequence[str | None]) -> str:
-        """The address of an element, or of several."""
+        """Returns the address of an element, or of several."""
         both = zip(coordinates, place.strides, strict=True)
         terms = [f"{coordinate} * {stride}" for coordinate, stride in both if coordinate is not None and stride]
         return " + ".join([self.pointer(place.base), str(place.offset), *terms])

@@ -1,6 +1,6 @@
-"""Fewer kernels where one row is computed, as when a language model gives one token: options of Inductor's for a GPU.
+"""Fewer kernels where one row is computed, as when a language model computes one token: options of Inductor for a GPU.
 
-A kernel in a chain takes 1.3 to 3 us on an H100 however little it does (torch 2.11).  A token of a GPT (12 layers, width 768,
+A kernel in a chain takes 1.3 to 3 us on an H100, however little it does (torch 2.11).  A token of a GPT (12 layers, width 768,
 bfloat16) takes 64 kernels instead of 137, and 202 us instead of 366.
 
 Private interfaces (torch 2.11, 2.13): the options `post_grad_custom_post_pass` and `score_fusion_memory_threshold`,
@@ -18,16 +18,16 @@ from torch.fx import Graph
 from . import attention, repeated_reductions, row_blocks
 
 JOINING = 8
-"""Two kernels become one where they read the same bytes, so many at least: an index.  Inductor asks for 10."""
+"""Two kernels are fused if they both read at least this many bytes: an index.  Inductor's default is 10."""
 
 
 def fewer_kernels(*, ahead: bool) -> dict[str, Any]:
-    """The options.  `ahead`: attention brings the weights that come next into the GPU's cache, where kernels do not begin early."""
+    """Returns the options.  `ahead`: attention prefetches the next weights into the L2 cache, where kernels do not start early."""
     return {"post_grad_custom_post_pass": FewerKernels(ahead), "score_fusion_memory_threshold": JOINING}
 
 
 class FewerKernels(CustomGraphPass):
-    """Changes a graph in place."""
+    """A pass after those of Inductor.  Changes a graph in place."""
 
     def __init__(self, ahead: bool) -> None:
         self._ahead = ahead

@@ -1,4 +1,4 @@
-"""What Triton calls dtypes and operations by element."""
+"""Triton's names of dtypes, and its expressions for elementwise operations."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ TEXTS = {
     "maximum": "tl.maximum({}, {}, tl.PropagateNan.ALL)", "minimum": "tl.minimum({}, {}, tl.PropagateNan.ALL)",
     "where": "tl.where({}, {}, {})",
 }  # fmt: skip
-"""What is written for an operation by element."""
+"""Triton expressions of elementwise operations."""
 
 ROUNDED = ("add", "sub", "mul", "div", "exp")
 
 
 def power(number: int) -> int:
-    """The next power of two."""
+    """Returns the smallest power of two that is not less than `number`."""
     return 1 << (number - 1).bit_length()
 
 
 def rounded(text: str, dtype: torch.dtype) -> str:
-    """A number of half precision, which is computed with as float32."""
+    """Rounds an expression to half precision, and converts it back to float32.  Leaves other dtypes unchanged."""
     return f"{text}.to({DTYPES[dtype]}).to(tl.float32)" if dtype in HALF else text

@@ -1,4 +1,4 @@
-"""Where the elements of a value lie, in the memory of what it is a view of."""
+"""The memory of a value's elements, relative to the tensor that the value is a view of."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ VIEWS = {
     aten.split.Tensor, aten.split_with_sizes.default, aten.squeeze.dim, aten.unbind.int, aten.unsqueeze.default,
     aten.view.default,
 }  # fmt: skip
-"""Operations whose result has elements of what they are given; a copy of it need not be made to read them."""
+"""Operations whose result has elements of their operand.  To read the result, no copy is needed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """The element at some coordinates is that many elements behind the first of `base`: `offset`, and a stride for each axis of
-    `shape`.  `chain`: the operations between `base` and the value, from the value on."""
+    """A view: the `offset` from the first element of `base`, and a stride for each axis of `shape`, both in elements.  `chain`: the
+    operations between `base` and the value, from the value on."""
 
     base: Node
     chain: tuple[Node, ...]
@@ -36,8 +36,8 @@ class Place:
 
 
 def place_of(node: Node) -> Place | None:
-    """Beneath views and conversions to float32; None where strides do not tell it.  Axes before the last two may be more than the
-    value has: heads that share a key are expanded in an axis of their own."""
+    """Returns the place of a value, looking through views and conversions to float32, or None if strides cannot describe it.  The
+    place may have more axes before the last two: heads that share a key are expanded in an axis of their own."""
     chain: list[Node] = []
     base = node
     while _keeps_elements(base):
@@ -51,7 +51,8 @@ def place_of(node: Node) -> Place | None:
 
 
 def viewed(place: Place, memory: Tensor) -> Place | None:
-    """`place`, of the value that its chain makes of `memory`, a tensor on the device meta whose offset and strides are told."""
+    """Applies the chain of `place` to `memory`, a meta tensor with the layout of the base.  Returns None if the result is no
+    view."""
     view: Any = memory
     for node in reversed(place.chain):
         if node.target is operator.getitem:
@@ -64,7 +65,7 @@ def viewed(place: Place, memory: Tensor) -> Place | None:
 
 
 def on(place: Place, base: Node) -> Place:
-    """The same place in the memory of another tensor."""
+    """Returns the same place in the memory of another tensor."""
     return replace(place, base=base)
 
 
@@ -79,7 +80,7 @@ def _keeps_elements(node: Node) -> bool:
 
 
 def _view(node: Node, base: Any) -> Any:
-    """The node's value as a view of `base`; None where it is none.  `base` may have more axes before its last two."""
+    """Returns the node's value as a view of `base`, or None if it is none.  `base` may have more axes before its last two."""
     before, after = node.args[0].meta["val"], node.meta["val"]
     if node.target is aten.clone.default:
         return base
@@ -91,8 +92,8 @@ def _view(node: Node, base: Any) -> Any:
             return view if _same_memory(view, base) else base
         if tuple(base.shape) != tuple(before.shape):
             axes = list(node.args[1]) if node.target is aten.permute.default else []
-            turned = [*range(len(axes) - 2), len(axes) - 1, len(axes) - 2]
-            return base.transpose(-1, -2) if axes and [axis % len(axes) for axis in axes] == turned else None
+            swapped = [*range(len(axes) - 2), len(axes) - 1, len(axes) - 2]
+            return base.transpose(-1, -2) if axes and [axis % len(axes) for axis in axes] == swapped else None
     if tuple(base.shape) != tuple(before.shape):
         return None
     view = _applied(node, base)
@@ -100,12 +101,13 @@ def _view(node: Node, base: Any) -> Any:
 
 
 def _applied(node: Node, tensor: Tensor) -> Any:
-    target = aten.reshape.default if node.target is aten.view.default else node.target  # what is no copy here may be no view
+    # `view` raises an error for strides that need a copy; `reshape` makes the copy, which the caller detects
+    target = aten.reshape.default if node.target is aten.view.default else node.target
     return target(tensor, *node.args[1:], **node.kwargs)
 
 
 def _leads_alone(node: Node, before: Sequence[int], after: Sequence[int]) -> bool:
-    """Whether a node gives other axes before the last two, which stay, and all elements their order."""
+    """Whether a node changes only axes before the last two, and keeps the order of all elements."""
     reshapes = (aten.reshape.default, aten.view.default, aten.unsqueeze.default, aten.squeeze.dim, aten.expand.default)
     return node.target in reshapes and tuple(before[-2:]) == tuple(after[-2:])
 

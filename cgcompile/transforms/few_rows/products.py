@@ -1,4 +1,4 @@
-"""Products of one row in a graph of Inductor's, which decompositions.py made sums of, and calls that are put into it."""
+"""Products of one row in a graph of Inductor, which decompositions.py turned into sums, and helpers that add calls."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch.fx import Graph, Node
 
 LONGEST = 1024
-"""Elements of a row, at most: so many are in the registers of one program."""
+"""The most elements of a row.  They must fit the registers of one program."""
 
 aten = torch.ops.aten
 
@@ -19,7 +19,7 @@ SUM = aten.sum.dim_IntList
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Product:
-    """`total`, over the axis before the last one, of `row` (*lead, length, 1) times `matrix` (*lead, length, columns)."""
+    """`total`: the sum over the axis before the last one of `row` (*lead, length, 1) times `matrix` (*lead, length, columns)."""
 
     total: Node
     row: Node
@@ -30,12 +30,12 @@ class Product:
 
     @property
     def rows(self) -> int:
-        """How many rows are multiplied, each with a matrix of its own."""
+        """The number of rows, each of which is multiplied with its own matrix."""
         return math.prod(self.lead)
 
 
 def one_product(total: Node, longest: int = LONGEST) -> Product | None:
-    """None for another sum."""
+    """Returns the product that a sum computes, or None for any other sum."""
     product, axes = total.args[:2]
     if list(axes or ()) != [-2] or len(total.args) > 2 or product.target is not aten.mul.Tensor or len(product.users) > 1:
         return None
@@ -50,10 +50,10 @@ def one_product(total: Node, longest: int = LONGEST) -> Product | None:
     return Product(total=total, row=row, matrix=matrix, lead=tuple(lead), length=length, columns=columns)
 
 
-def call(graph: Graph, target: Any, *args: Any, **named: Any) -> Node:
-    """A new node, with the value that passes of Inductor's read from it."""
-    node: Node = graph.call_function(target, args, named)
-    node.meta["val"] = target(*_values(args), **_values(named))
+def call(graph: Graph, target: Any, *args: Any, **kwargs: Any) -> Node:
+    """Adds a node, with the value that Inductor's passes read from its metadata."""
+    node: Node = graph.call_function(target, args, kwargs)
+    node.meta["val"] = target(*_values(args), **_values(kwargs))
     return node
 
 
@@ -62,6 +62,6 @@ def _values(arguments: Any) -> Any:
 
 
 def shape_of(node: Any) -> tuple[Any, ...]:
-    """() also of what is no tensor."""
+    """Returns the shape of a tensor, or () if the value is no tensor."""
     value = node.meta.get("val")
     return tuple(value.shape) if isinstance(value, torch.Tensor) else ()

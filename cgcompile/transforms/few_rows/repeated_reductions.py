@@ -1,8 +1,8 @@
-"""Norms and softmaxes in front of a product of one row, computed again for every column of the product.
+"""Repeats norms and softmaxes before a product of one row for every column of the product.
 
-A product of one row is a sum for every column (decompositions.py).  What makes a short row costs less than a kernel of its own: one
-less in a chain of them saves 2.9 us on an H100 (torch 2.11), and what is done again takes 0.75.  Inductor fuses reductions of equal
-shapes alone, so the row becomes one for every column, which is never stored.
+A product of one row is a sum for every column (decompositions.py).  Computing a short row costs less than a kernel: one kernel less
+in a chain saves 2.9 us on an H100 (torch 2.11), and the repeated work takes 0.75.  Inductor only fuses reductions of equal shapes,
+so the row is expanded to one per column.  The expanded row is never stored.
 
 Private interfaces (torch 2.11, 2.13): the operators of `torch._inductor.inductor_prims`.
 """
@@ -21,14 +21,14 @@ from torch.fx import Graph, Node
 from .products import SUM, Product, call, one_product, shape_of
 
 MOST = 8192
-"""Columns of a matrix, at most: what is done again for more of them takes longer than a kernel's launch."""
+"""The most columns of a matrix.  For more columns, the repeated work takes longer than a kernel's launch."""
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
 SOFTMAX = prims.prepare_softmax_online.default
 
 PAIRS = {aten.var_mean.correction, SOFTMAX}
-"""Reductions that give two values for every row."""
+"""Reductions with two results for every row."""
 
 REDUCTIONS = {*PAIRS, aten.mean.dim, aten.amax.default, SUM}
 
@@ -36,7 +36,7 @@ VIEWS = {
     aten.expand.default, aten.reshape.default, aten.view.default, aten.unsqueeze.default, aten.squeeze.dim,
     prims.inductor_force_stride_order.default,
 }  # fmt: skip
-"""Operations that keep the elements and their order, where `_is_rows` holds before and after."""
+"""Operations that keep the elements and their order, if `_is_rows` holds before and after."""
 
 
 def repeat_reductions(graph: Graph) -> None:
@@ -62,7 +62,7 @@ def repeat_reductions(graph: Graph) -> None:
 
 
 def _source(product: Product) -> Node:
-    """What the row is, but for views and its dtype, which other products may read, too."""
+    """Returns the row without views and conversions.  Other products may read it too."""
     node = product.row
     while len(node.users) == 1 and (node.target in VIEWS or node.target is prims.convert_element_type.default):
         if not _allowed(node, product):
@@ -72,15 +72,15 @@ def _source(product: Product) -> Node:
 
 
 def _cone(products: Sequence[Product]) -> set[Node]:
-    """What makes the row of the products, and nothing else: operations by element, reductions of rows, and views.  The other factor
-    stays, though it may be computed from the same row (attention of a single token)."""
+    """Returns the nodes that only compute the row of the products: elementwise operations, reductions of rows, and views.  The
+    other factor is not part of it, though it may be computed from the same row (attention of a single token)."""
     cone, factors = {product.total.args[0] for product in products}, {product.matrix for product in products}
     waiting = [product.row for product in products]
     while waiting:
         node = waiting.pop()
         if node not in cone and node not in factors and cone.issuperset(node.users) and _allowed(node, products[0]):
             cone.add(node)
-            waiting += [node for known in cone for node in known.all_input_nodes]
+            waiting += [node for member in cone for node in member.all_input_nodes]
     return cone - {product.total.args[0] for product in products}
 
 
@@ -91,8 +91,8 @@ def _allowed(node: Node, product: Product) -> bool:
         return node.args[0].target in PAIRS
     if node.target in REDUCTIONS:
         axes = node.args[1] if isinstance(node.args[1], list | tuple) else [node.args[1]]
-        kept = node.target is SOFTMAX or node.kwargs.get("keepdim", len(node.args) > 2 and node.args[2])
-        return bool(kept) and _kind(node.args[0], product) == "row" and list(axes) in ([-1], [len(shape_of(node.args[0])) - 1])
+        keepdim = node.target is SOFTMAX or node.kwargs.get("keepdim", len(node.args) > 2 and node.args[2])
+        return bool(keepdim) and _kind(node.args[0], product) == "row" and list(axes) in ([-1], [len(shape_of(node.args[0])) - 1])
     if node.target in VIEWS:
         return _is_rows(node.args[0], product) and _is_rows(node, product)
     if torch.Tag.pointwise not in getattr(node.target, "tags", ()) and node.target is not prims.convert_element_type.default:
@@ -101,7 +101,7 @@ def _allowed(node: Node, product: Product) -> bool:
 
 
 def _kind(node: Node, product: Product) -> str:
-    """What a value is: a "row" for each of the product's, a "statistic" of each, "shared" by all, one "element"; else ""."""
+    """Classifies a value: a "row" for each row of the product, a "statistic" of each, "shared" by all, one "element", or ""."""
     shape = shape_of(node)
     if len(shape) > 1 and shape[-1] == product.length and math.prod(shape) == product.rows * product.length:
         return "row"
@@ -113,14 +113,14 @@ def _kind(node: Node, product: Product) -> str:
 
 
 def _is_rows(node: Node, product: Product) -> bool:
-    """Whether a value is the rows, in order: (..., length) or (..., length, 1)."""
+    """Whether a value has the elements of the rows, in order: (..., length) or (..., length, 1)."""
     shape = shape_of(node)
     last = shape[:-1] if len(shape) > 1 and shape[-1] == 1 else shape
     return math.prod(shape) == product.rows * product.length and last[-1:] == (product.length,)
 
 
 def _repeated(graph: Graph, product: Product, cone: Collection[Node], val_map: dict[Any, Any]) -> Node:
-    """The row for every column, (*lead, columns, length).  `val_map`: by what it was, what is there already."""
+    """Returns the row for every column, (*lead, columns, length).  `val_map`: new nodes by the old ones."""
 
     def operand(node: Any) -> Any:
         if not isinstance(node, Node):
@@ -148,14 +148,14 @@ def _repeated(graph: Graph, product: Product, cone: Collection[Node], val_map: d
             val_map[node] = val_map[first][node.args[1]]
         elif node.target is SOFTMAX:
             largest = call(graph, aten.amax.default, operand(first), [-1], True)
-            less = call(graph, aten.sub.Tensor, operand(first), largest)
-            val_map[node] = largest, call(graph, SUM, call(graph, aten.exp.default, less), [-1], True)
+            shifted = call(graph, aten.sub.Tensor, operand(first), largest)
+            val_map[node] = largest, call(graph, SUM, call(graph, aten.exp.default, shifted), [-1], True)
         elif node.target in PAIRS:
             pair = call(graph, node.target, operand(first), [-1], **{**node.kwargs, "keepdim": True})
             val_map[node] = tuple([call(graph, operator.getitem, pair, place) for place in (0, 1)])
         elif node.target in REDUCTIONS:
-            named = {name: value for name, value in node.kwargs.items() if name != "keepdim"}
-            val_map[node] = call(graph, node.target, operand(first), [-1], True, **named)
+            kwargs = {name: value for name, value in node.kwargs.items() if name != "keepdim"}
+            val_map[node] = call(graph, node.target, operand(first), [-1], True, **kwargs)
         else:
             val_map[node] = call(graph, node.target, *[operand(argument) for argument in node.args], **node.kwargs)
     return operand(product.row)
@@ -163,8 +163,8 @@ def _repeated(graph: Graph, product: Product, cone: Collection[Node], val_map: d
 
 def _replace(graph: Graph, product: Product, row: Node) -> None:
     axes = len(product.lead)
-    turned = call(graph, aten.permute.default, product.matrix, [*range(axes), axes + 1, axes])
-    multiplied = call(graph, aten.mul.Tensor, row, turned)
+    transposed = call(graph, aten.permute.default, product.matrix, [*range(axes), axes + 1, axes])
+    multiplied = call(graph, aten.mul.Tensor, row, transposed)
     total = call(graph, SUM, multiplied, [-1], **product.total.kwargs)
     total.meta = {**product.total.meta, **total.meta}
     product.total.replace_all_uses_with(total)

@@ -1,4 +1,4 @@
-"""Weights and caches that come next, brought into the GPU's cache by a kernel of few programs, which leaves the memory idle."""
+"""Prefetches the next weights and caches into the L2 cache, during a kernel of few programs that leaves the memory idle."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from .places import place_of
 from .products import SUM, one_product
 
 BYTES = 8 << 20
-"""Of weights, at most: about as much as the memory gives while a kernel of few programs runs."""
+"""The most bytes of weights: about what the memory delivers while a kernel of few programs runs."""
 
 CHUNK, PROGRAMS = 8192, 64
-"""Bytes that are asked for at once, and programs that do."""
+"""Bytes of one prefetch, and programs that prefetch."""
 
 ASK = (
     "{{ .reg .pred first; .reg .b32 thread; mov.u32 thread, %tid.x; setp.eq.u32 first, thread, 0; "
     "@first cp.async.bulk.prefetch.L2.global [$1], {bytes}; mov.u32 $0, 0; }}"
 )
-"""PTX of sm_90 and later that nothing waits for; one thread executes it."""
+"""PTX of sm_90 and later.  One thread executes it, and nothing waits for it."""
 
 LONGEST = 1 << 20
-"""Elements of a row, at most."""
+"""The most elements of a row."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ahead:
-    """The first `chunks` of a weight; `step` elements are one."""
+    """The first `chunks` chunks of a weight or cache, each of `step` elements."""
 
     weight: Node
     chunks: int
@@ -37,7 +37,7 @@ class Ahead:
 
 
 def weights_ahead(node: Node) -> tuple[Ahead, ...]:
-    """Those of the products behind a node until the next attention, in order; before them the caches that this one reads."""
+    """Returns the caches that the next attention reads, and then the weights of the products before it, in order."""
     weights: list[Node] = []
     caches: list[Node] = []
     while len(caches) < 2 and (node := node.next).op == "call_function":
@@ -49,18 +49,19 @@ def weights_ahead(node: Node) -> tuple[Ahead, ...]:
         if memory.op == "placeholder" and memory.meta["val"].is_contiguous():
             (weights if product.rows == 1 else caches).append(memory)
     prefetches = []
-    left = BYTES if torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0) else 0
-    for fromkey in dict.fromkeys([*caches, *weights]):
-        value = fromkey.meta["val"]
-        chunks = min(left, value.numel() * value.element_size()) // CHUNK
+    budget = BYTES if torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0) else 0
+    for memory_node in dict.fromkeys([*caches, *weights]):
+        value = memory_node.meta["val"]
+        chunks = min(budget, value.numel() * value.element_size()) // CHUNK
         if chunks > 0:
-            prefetches.append(Ahead(weight=fromkey, chunks=chunks, step=CHUNK // value.element_size()))
-            left -= chunks * CHUNK
+            prefetches.append(Ahead(weight=memory_node, chunks=chunks, step=CHUNK // value.element_size()))
+            budget -= chunks * CHUNK
     return tuple(prefetches)
 
 
 def lines_of(names: Sequence[str], weights: Sequence[Ahead], dtype: str) -> list[str]:
-    """Python for the programs numbered from 0 by `part`.  The compiler keeps what has a result that is stored; none ever is."""
+    """Returns lines for the programs, which `part` numbers from 0.  They have a store, which never runs, so that the compiler keeps
+    them."""
     lines = []
     text = ASK.format(bytes=CHUNK)
     for name, weight in zip(names, weights, strict=True):

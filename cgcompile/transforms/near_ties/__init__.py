@@ -1,3 +1,3 @@
-"""Indices that point at floats: a compiled program is right when it picks another one whose float is equal within tolerance.
+"""Selected indices that differ from eager PyTorch's are right if the floats at both indices are equal within tolerance.
 
-What follows from such a choice is compared with eager PyTorch that made the same choice."""
+The other results are compared with eager PyTorch that made the same choices."""

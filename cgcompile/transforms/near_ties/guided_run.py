@@ -1,4 +1,4 @@
-"""Eager PyTorch that may be told which of nearly equal elements to select."""
+"""Runs eager PyTorch, and can prescribe which of nearly equal elements it selects."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from .selections import COMPARISONS, NONE, Selection, compared, counted_below, s
 aten = torch.ops.aten
 
 Wanted = Mapping[int, Tensor]
-"""By the number of a selection, in the order of the run: int64 indices, one for each that it gives, or NONE."""
+"""Prescribed indices by the number of a selection, in the order of the run: int64, one for each selected index, or NONE."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunSelection:
-    """A selection of a run.  `first`: the number of its first index among all of the run; `ranks`: indices in a row; `chosen`:
-    those with which the run went on, flat; `expected`: those of eager PyTorch; `alternatives`, where they were asked for: other
-    ones that would have been as good, (distance, place, index); `ties`, where asked for: which of the expected have any, flat."""
+    """A selection of a run.  `first`: the number of its first index among all indices of the run.  `ranks`: indices per row.
+    `chosen`: the indices that the run used, flat.  `expected`: those of eager PyTorch.  `alternatives`, if explored: other indices
+    that are as good, (distance, place, index).  `ties`, if requested: which of the expected indices have any, flat."""
 
     first: int
     ranks: int
@@ -35,13 +35,13 @@ class RunSelection:
 
 
 class GuidedRun(TorchDispatchMode):
-    """While it is entered, operators run in eager PyTorch, and selections take the `wanted` indices where these are as good.
+    """A dispatch mode that runs operators in eager PyTorch, and takes the `wanted` indices of selections where these are as good.
 
-    `floor`: the least bound of computed floats.  `explore`: whether alternatives are looked for; `ties`: whether there are any.
-    Branches and loops are run here, so that what is in them is seen, too.
+    `floor`: the smallest bound of computed floats.  `explore`: whether to collect alternatives.  `ties`: whether to find out if
+    there are any.  The mode runs the bodies of branches and loops itself, so that it sees their operators.
 
-    `selections`: the selections, and the comparisons of floats.  `filters`: numbers of comparisons that kept a wanted index from
-    being as good.
+    `selections`: the selections, and the comparisons of floats.  `filters`: the numbers of comparisons because of which a wanted
+    index was not as good.
     """
 
     supports_higher_order_operators = True
@@ -60,10 +60,10 @@ class GuidedRun(TorchDispatchMode):
         if isinstance(func, torch._ops.HigherOrderOperator):
             run = _BODIES.get(func.name())
             if run is None:
-                return func(*args, **kwargs)  # what is in it is not seen
+                return func(*args, **kwargs)  # the operators inside are not seen
             with self:
                 return run(*args, **kwargs)
-        if func not in COMPARISONS and func._can_decompose():  # a composite operator: its parts are what is known here
+        if func not in COMPARISONS and func._can_decompose():  # a composite operator: only its parts are known here
             with self:
                 decomposed = func.decompose(*args, **kwargs)
             if decomposed is not NotImplemented:
@@ -107,22 +107,22 @@ class GuidedRun(TorchDispatchMode):
         return result
 
     def _explain(self, selection: Selection, operand: Tensor, wanted: Tensor, chosen: Tensor) -> None:
-        """Notes comparisons that kept a wanted index from being as good: the one that left the wanted element out, which then has
-        the least or the largest float of its row, else the one that kept the chosen element in."""
+        """Records comparisons because of which a wanted index was not as good.  If the wanted element has the least or the largest
+        float of its row, that is the comparison that excluded it.  Else it is the one that kept the chosen element."""
         origins = self.origins.of(operand)
         refused = (wanted != NONE) & (chosen != wanted)
-        there, values = (None, None) if origins is None else (selection.rows(origins[2]), selection.rows(operand))
-        if there is None or values is None or not bool(refused.any()):
+        comparisons, values = (None, None) if origins is None else (selection.rows(origins[2]), selection.rows(operand))
+        if comparisons is None or values is None or not bool(refused.any()):
             return
-        inside = wanted.clamp(0, there.shape[1] - 1)
+        inside = wanted.clamp(0, comparisons.shape[1] - 1)
         least, largest = values.aminmax(dim=1, keepdim=True)
-        float_there = values.gather(1, inside)
-        left_out = (float_there == least) | (float_there == largest)
-        numbers = there.gather(1, torch.where(left_out, inside, chosen))[refused]
+        wanted_values = values.gather(1, inside)
+        left_out = (wanted_values == least) | (wanted_values == largest)
+        numbers = comparisons.gather(1, torch.where(left_out, inside, chosen))[refused]
         self.filters |= {number for number in numbers.tolist() if number >= 0}
 
     def _counted(self, func: Any, args: Any, result: Any) -> Selection | None:
-        """The selection that a sum of the comparison just before it makes."""
+        """Returns the selection by a sum of the comparison just before it, or None."""
         if self._compared is None or func is not aten.sum.dim_IntList or args[0] is not self._compared[0]:
             return None
         axes = args[1]
@@ -133,15 +133,15 @@ def _branch(condition: Any, true: Callable[..., Any], false: Callable[..., Any],
     return _cloned((true if bool(condition) else false)(*operands))
 
 
-def _loop(condition: Callable[..., Any], body: Callable[..., Any], carried: Any, more: Any = (), *_: Any, **__: Any) -> Any:
+def _loop(condition: Callable[..., Any], body: Callable[..., Any], carried: Any, additional: Any = (), *_: Any, **__: Any) -> Any:
     carried = tuple(carried)
-    while bool(condition(*carried, *more)):
-        carried = tuple(body(*carried, *more))
+    while bool(condition(*carried, *additional)):
+        carried = tuple(body(*carried, *additional))
     return _cloned(carried)
 
 
 def _cloned(result: Any) -> Any:
-    """Results that share no memory with what the bodies were given."""
+    """Clones results, so that they share no memory with the operands of the bodies."""
     return tree_map_only(torch.Tensor, torch.clone, result)
 
 
@@ -149,28 +149,28 @@ _BODIES: dict[str, Callable[..., Any]] = {"cond": _branch, "while_loop": _loop}
 
 
 def asked(selections: Sequence[RunSelection], numbers: Tensor, indices: Tensor) -> dict[int, Tensor]:
-    """`indices` wanted in place of the selected ones with these `numbers`, by selection; no other is wanted."""
+    """Returns by selection the `indices` to take in place of the selected ones with these `numbers`, and NONE for all others."""
     by_number: dict[int, Tensor] = {}
-    for number, here in _by_selection(selections, numbers):
+    for number, mask in _by_selection(selections, numbers):
         wanted = torch.full((selections[number].chosen.numel(),), NONE, dtype=torch.int64)
-        wanted[numbers[here] - selections[number].first] = indices[here]
+        wanted[numbers[mask] - selections[number].first] = indices[mask]
         by_number[number] = wanted
     return by_number
 
 
 def selected(selections: Sequence[RunSelection], numbers: Tensor) -> tuple[Tensor, Tensor]:
-    """The indices with these numbers, int64: those with which the run went on, and eager PyTorch's."""
+    """Returns the indices with these numbers, int64: those that the run used, and eager PyTorch's."""
     both = torch.empty(2, len(numbers), dtype=torch.int64)
-    for number, here in _by_selection(selections, numbers):
-        places = numbers[here] - selections[number].first
-        both[0, here] = selections[number].chosen.cpu()[places].long()
-        both[1, here] = selections[number].expected.cpu()[places].long()
+    for number, mask in _by_selection(selections, numbers):
+        places = numbers[mask] - selections[number].first
+        both[0, mask] = selections[number].chosen.cpu()[places].long()
+        both[1, mask] = selections[number].expected.cpu()[places].long()
     return both[0], both[1]
 
 
 def _by_selection(selections: Sequence[RunSelection], numbers: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """The selections that `numbers` belong to, each with which of these are its own."""
+    """Yields the selections that `numbers` belong to, each with a mask of its numbers."""
     starts = torch.tensor([selection.first for selection in selections])
-    which = torch.searchsorted(starts, numbers, right=True) - 1
-    for number in which.unique().tolist():
-        yield number, which == number
+    owners = torch.searchsorted(starts, numbers, right=True) - 1
+    for number in owners.unique().tolist():
+        yield number, owners == number

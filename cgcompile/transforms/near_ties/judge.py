@@ -1,8 +1,9 @@
-"""Whether what a compiled program gave is what eager PyTorch gives for choices that are as good as its own.
+"""Checks whether the results of a compiled program are those of eager PyTorch for choices that are as good as its own.
 
-Eager PyTorch runs the program once more.  Every selected index that reaches something compared is read from what the compiled
-program gave, and eager PyTorch takes it where the float that it points at is within tolerance.  All else is then compared with
-this run.  A choice that reaches nothing as an index is searched for: TRIES runs, each with one nearly equal element more.
+Eager PyTorch runs the program once more.  Every selected index that reaches a compared tensor is read from the results of the
+compiled program.  Eager PyTorch takes it if the float at this index is within tolerance.  Everything else is then compared with
+this run.  A choice that reaches no compared tensor as an index is searched for, in up to TRIES runs.  Each run selects one more
+nearly equal element.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from ..error_bounds import ErrorBound
 from .guided_run import GuidedRun, RunSelection, Wanted, asked, selected
 
 PASSES = 8
-"""Runs in which choices are read: later ones may appear, or change their places, only when earlier ones are made."""
+"""The most runs in which choices are read.  Later choices may appear or move only after earlier ones are made."""
 
 TRIES = 32
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Seen:
-    """What calls gave: the outputs of each, in order, and what is compared after the last, as `self_test_tensors` has it."""
+    """The results of calls: the outputs of each, in order, and what is compared after the last, as in `self_test_tensors`."""
 
     calls: tuple[tuple[Tensor, ...], ...]
     left: tuple[Tensor, ...]
@@ -33,8 +34,8 @@ class Seen:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """What was compared, tensor by tensor.  `expected`: what eager PyTorch gives for the same choices.  `indices`: of each tensor
-    how many elements are selected indices, and how many of these eager PyTorch selects otherwise when nobody tells it."""
+    """The comparison, tensor by tensor.  `expected`: the results of eager PyTorch for the same choices.  `indices`: per tensor, how
+    many elements are selected indices, and how many of these eager PyTorch selects differently by itself."""
 
     differences: tuple[Difference, ...]
     expected: tuple[Tensor, ...]
@@ -42,20 +43,20 @@ class Verdict:
 
 
 Run = Callable[[], Seen]
-"""Runs the calls in eager PyTorch from the first state on; what it gives has not been put back when it returns."""
+"""Runs the calls in eager PyTorch from the initial state.  The state is not reset when it returns, so results can be state."""
 
 
 def judged(run: Run, got: Seen, bounds: Sequence[ErrorBound], floor: float = 0.0) -> Verdict | None:
-    """How far `got` is from eager PyTorch that makes the same choices where they are as good as its own.  None where that is not
-    within `bounds`, or nothing was selected.  `floor`: the least bound of floats that are selected from."""
+    """Compares `got` with eager PyTorch that makes the same choices where they are as good as its own.  Returns None if the
+    difference exceeds `bounds`, or if nothing was selected.  `floor`: the smallest bound of floats that are selected from."""
     wanted: Wanted = {}
-    turned: dict[int, Tensor] = {}
+    inverted: dict[int, Tensor] = {}
     trial = _trial(run, got, wanted, floor)
     if not trial.guided.selections:
         return None
     for _ in range(PASSES):
-        turned = _with_filters(turned, trial.guided)
-        read = _read(trial, got) | turned
+        inverted = _with_filters(inverted, trial.guided)
+        read = _read(trial, got) | inverted
         if not read or _same(read, wanted):
             break
         wanted, trial = read, _trial(run, got, read, floor)
@@ -70,18 +71,19 @@ def judged(run: Run, got: Seen, bounds: Sequence[ErrorBound], floor: float = 0.0
 
 
 def near_ties(run: Run, floor: float = 0.0) -> tuple[float, ...]:
-    """Of each tensor that is compared the share of elements that are selected indices with another one as good: on another
-    processor rounding may select that one.  `floor` as in `judged`."""
+    """Returns per compared tensor the share of elements that are selected indices with an alternative that is as good.  On another
+    processor, rounding may select that one.  `floor`: as in `judged`."""
     guided = GuidedRun({}, floor, ties=True)
     with torch.no_grad(), guided:
-        left = run().left
-    return tuple([_tied(guided, tensor) / max(1, tensor.numel()) for tensor in left])
+        tensors = run().left
+    return tuple([_tied(guided, tensor) / max(1, tensor.numel()) for tensor in tensors])
 
 
 def judged_beside(
     run: Run, expected: Sequence[Tensor], got: Seen, bounds: Sequence[ErrorBound], floor: float = 0.0
 ) -> Verdict | None:
-    """`judged`, where eager PyTorch runs the exported program, and the user's model gave `expected`: both have to agree, too."""
+    """Runs `judged` on the exported program, where `expected` are results of the user's model.  These must agree with `run` as
+    well."""
     last = got.left[: len(got.calls[-1])]
     model = Seen(calls=(tuple(expected[: len(last)]),), left=tuple(expected))
     return judged(run, got, bounds, floor) if judged(run, model, bounds, floor) else None
@@ -89,7 +91,7 @@ def judged_beside(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Trial:
-    """A guided run, what it gave, and how far the compiled program is from that."""
+    """A guided run, its results, and their differences from the compiled program's."""
 
     guided: GuidedRun
     eager: Seen
@@ -105,42 +107,42 @@ def _trial(run: Run, got: Seen, wanted: Wanted, floor: float, explore: bool = Fa
 
 
 def _read(trial: _Trial, got: Seen) -> dict[int, Tensor]:
-    """The choices that the compiled program made, as far as they reach what it gave; none where this run made the same."""
+    """Returns the choices of the compiled program, as far as they reach its results, or {} if this run made the same."""
     ours = [tensor for call in trial.eager.calls[-len(got.calls) :] for tensor in call] + list(trial.eager.left)
     theirs = [tensor for call in got.calls for tensor in call] + list(got.left)
     selections = trial.guided.selections
-    same: list[tuple[Tensor, Tensor]] = []
-    others: list[tuple[Tensor, Tensor]] = []
+    equal: list[tuple[Tensor, Tensor]] = []
+    different: list[tuple[Tensor, Tensor]] = []
     for eager_tensor, compiled_tensor in zip(ours, theirs, strict=True):
         origins = trial.guided.origins.of(eager_tensor)
         if origins is None or eager_tensor.shape != compiled_tensor.shape:
             continue
         numbers, scales, _ = origins.reshape(3, -1).cpu()
-        here = numbers >= 0
-        numbers, scales = numbers[here], scales[here]
-        apart = (_whole(compiled_tensor) - _whole(eager_tensor))[here]
-        fits = apart % scales == 0
-        numbers, apart = numbers[fits], (apart // scales)[fits]
-        for rows, of in ((same, apart == 0), (others, apart != 0)):
-            rows.append((numbers[of], selected(selections, numbers[of])[0] + apart[of]))
-    if not any(len(numbers) for numbers, _ in others):
+        is_index = numbers >= 0
+        numbers, scales = numbers[is_index], scales[is_index]
+        offsets = (_whole(compiled_tensor) - _whole(eager_tensor))[is_index]
+        fits = offsets % scales == 0
+        numbers, offsets = numbers[fits], (offsets // scales)[fits]
+        for rows, matching in ((equal, offsets == 0), (different, offsets != 0)):
+            rows.append((numbers[matching], selected(selections, numbers[matching])[0] + offsets[matching]))
+    if not any(len(numbers) for numbers, _ in different):
         return {}
-    rows = [*same, *others]  # of two places of one index that differ, the one that differs from this run counts
+    rows = [*equal, *different]  # if an index occurs in two places, the one that differs from this run wins
     return asked(selections, torch.cat([part for part, _ in rows]), torch.cat([part for _, part in rows]))
 
 
-def _with_filters(turned: dict[int, Tensor], guided: GuidedRun) -> dict[int, Tensor]:
-    """Comparisons to turn over, those of `turned` and the run's `filters`, by their numbers among the selections."""
+def _with_filters(inverted: dict[int, Tensor], guided: GuidedRun) -> dict[int, Tensor]:
+    """Returns the comparisons to invert, by selection: those of `inverted`, and the run's `filters`."""
     numbers = torch.tensor(sorted(guided.filters), dtype=torch.int64)
     if not len(numbers):
-        return turned
-    turned_filters = asked(guided.selections, numbers, 1 - selected(guided.selections, numbers)[1])
-    both = {number: torch.maximum(turned_filters[number], turned[number]) for number in turned_filters.keys() & turned.keys()}
-    return {**turned, **turned_filters, **both}
+        return inverted
+    filters = asked(guided.selections, numbers, 1 - selected(guided.selections, numbers)[1])
+    both = {number: torch.maximum(filters[number], inverted[number]) for number in filters.keys() & inverted.keys()}
+    return {**inverted, **filters, **both}
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    """The elements as whole numbers, flat."""
+    """Returns the elements as int64, flat.  Rounds floats."""
     flat = tensor.detach().cpu().reshape(-1)
     return (flat.double().round() if flat.is_floating_point() else flat).long()
 
@@ -154,8 +156,8 @@ def _within(differences: Sequence[Difference], bounds: Sequence[ErrorBound]) -> 
 
 
 def _searched(run: Run, got: Seen, bounds: Sequence[ErrorBound], wanted: Wanted, floor: float) -> _Trial | None:
-    """A run that is within the bounds with other choices of nearly equal elements that nobody can see: the closest first, each kept
-    that brings the run nearer.  None after TRIES runs."""
+    """Searches for a run within the bounds, with other choices of nearly equal elements that no result shows.  Tries the closest
+    first, and keeps a choice that reduces the distance.  Returns None after TRIES runs."""
     best = _trial(run, got, wanted, floor, explore=True)
     tried: set[tuple[int, int, int]] = set()
     for _ in range(TRIES):
@@ -179,7 +181,7 @@ def _searched(run: Run, got: Seen, bounds: Sequence[ErrorBound], wanted: Wanted,
 
 
 def _changed(selection: RunSelection, place: int, index: int) -> Tensor:
-    """The choices with another index at a place; where the row has that one already, the two change places."""
+    """Returns the choices with `index` at a place.  If the row already has this index, the two are exchanged."""
     changed = selection.chosen.cpu().clone()
     first = place - place % selection.ranks
     row = changed[first : first + selection.ranks]
@@ -189,13 +191,13 @@ def _changed(selection: RunSelection, place: int, index: int) -> Tensor:
 
 
 def _distance(trial: _Trial, bounds: Sequence[ErrorBound]) -> float:
-    """How much of the tensors is beyond the bounds."""
+    """Returns a measure of how far the tensors exceed the bounds."""
     pairs = zip(trial.differences, bounds, strict=True)
     return sum([1 + min(difference.error, 1e6) for difference, bound in pairs if difference.error > bound.bound])
 
 
 def _counted(trial: _Trial, tensor: Tensor) -> tuple[int, int]:
-    """How many elements are selected indices, and how many of these eager PyTorch selects otherwise."""
+    """Returns how many elements are selected indices, and how many of these eager PyTorch selects differently."""
     origins = trial.guided.origins.of(tensor)
     if origins is None:
         return 0, 0
@@ -206,7 +208,7 @@ def _counted(trial: _Trial, tensor: Tensor) -> tuple[int, int]:
 
 
 def _tied(guided: GuidedRun, tensor: Tensor) -> int:
-    """How many elements are selected indices with another one as good."""
+    """Returns how many elements are selected indices with an alternative that is as good."""
     origins = guided.origins.of(tensor)
     if origins is None:
         return 0
@@ -216,8 +218,8 @@ def _tied(guided: GuidedRun, tensor: Tensor) -> int:
 
 
 def indices_text(bounds: Sequence[ErrorBound], indices: Sequence[Sequence[tuple[int, int]]]) -> str:
-    """`output token (int64): 2 of 64 indices differ from eager PyTorch's, where the values are equal within tolerance`, of all
-    tensors with such indices; "" without any.  `indices`: as verdicts have them."""
+    """Returns `output token (int64): 2 of 64 indices differ from eager PyTorch's where the values are equal within tolerance`.
+    Names all tensors with such indices, "" if there are none.  `indices`: those of verdicts."""
     sentences = []
     for place, bound in enumerate(bounds):
         total, other = [sum(index[place][at] for index in indices if index) for at in (0, 1)]

@@ -1,9 +1,9 @@
-"""Where the elements of tensors come from: which selected index each one is, whatever moved it there.
+"""Tracks which selected index each element of a tensor comes from, through operators that move elements.
 
-What is known of a tensor is kept for its storage, element by element, so that views need nothing, and writes in place reach all of
-them.  An element that is an index times a number, plus another number, still comes from that index; of any other arithmetic, or of
-two indices together, nothing is known.  Beside that it is known which comparison put an element in its place, as a filter does
-that leaves unlikely tokens out: for elementwise operators the two are told apart by rows of what is kept.
+The information is stored per storage, element by element, so views need nothing, and writes in place reach all of them.  An element
+that is an index times a number, plus another number, still comes from that index.  After any other arithmetic, or arithmetic of two
+indices, the origin is unknown.  The information also contains the comparison that put an element in its place, as a filter of
+unlikely tokens does.  Elementwise operators keep this comparison, but not the index.
 
 Private interfaces (torch 2.11, 2.13): `torch.multiprocessing.reductions.StorageWeakRef`, `UntypedStorage._cdata`.
 """
@@ -25,9 +25,9 @@ FLOAT8 = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})
 
 
 class Known:
-    """What is known of a storage.  `error`: the largest bound of the floating dtypes on the way to it; `origins`, int64
-    (3, elements): the number of the selected index, what it was multiplied by, and the number of the comparison that put the
-    element in its place; None where no element has any."""
+    """The information about a storage.  `error`: the largest bound of the floating dtypes that led to its values.  `origins`, int64
+    (3, elements): the number of the selected index, its factor, and the number of the comparison that put the element in its place;
+    None if no element has any."""
 
     __slots__ = ("error", "origins", "storage")
 
@@ -37,53 +37,53 @@ class Known:
 
 
 class Origins:
-    """What is known of all storages of a run."""
+    """The information about all storages of a run."""
 
     def __init__(self) -> None:
         self._known: dict[int, Known] = {}
 
     def error(self, tensor: Tensor) -> float:
-        """The bound of what a tensor holds, 0 where nothing computed it."""
-        known = self._of(tensor)
-        return known.error if known else 0.0
+        """Returns the error bound of a tensor's values, 0 if nothing computed them."""
+        record = self._of(tensor)
+        return record.error if record else 0.0
 
     def error_of(self, args: Sequence[Any]) -> float:
-        """The largest bound of an operator's operands."""
+        """Returns the largest bound of an operator's operands."""
         return max([self.error(argument) for argument in args if isinstance(argument, Tensor)], default=0.0)
 
     def of(self, tensor: Tensor) -> Tensor | None:
-        """Origins of a tensor's elements, int64 (3, *shape), a view; None without any."""
-        known = self._of(tensor)
-        if known is None or known.origins is None or known.origins.shape[1] != _elements(tensor):
+        """Returns the origins of a tensor's elements, int64 (3, *shape), as a view, or None if there are none."""
+        record = self._of(tensor)
+        if record is None or record.origins is None or record.origins.shape[1] != _elements(tensor):
             return None
-        return known.origins.as_strided((3, *tensor.shape), (known.origins.stride(0), *tensor.stride()), tensor.storage_offset())
+        return record.origins.as_strided((3, *tensor.shape), (record.origins.stride(0), *tensor.stride()), tensor.storage_offset())
 
     def write(self, tensor: Tensor, origins: Tensor | None) -> None:
-        """Sets the origins of a tensor's elements: int64 (3, *shape), which may have to be expanded."""
-        now = self.of(tensor)
-        if now is None:
+        """Sets the origins of a tensor's elements: int64, broadcast to (3, *shape).  None clears them."""
+        current = self.of(tensor)
+        if current is None:
             if origins is None:
                 return
-            known = self._storage_record(tensor)
-            known.origins = torch.full((3, _elements(tensor)), -1, dtype=torch.int64, device=tensor.device)
-            now = self.of(tensor)
-            assert now is not None
-        now.copy_(nothing(tensor) if origins is None else origins)
+            record = self._storage_record(tensor)
+            record.origins = torch.full((3, _elements(tensor)), -1, dtype=torch.int64, device=tensor.device)
+            current = self.of(tensor)
+            assert current is not None
+        current.copy_(nothing(tensor) if origins is None else origins)
 
     def follow(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
-        """Notes what an operator gave or wrote."""
+        """Records the origins and the error bound of an operator's results, or of the tensor that it writes to."""
         tensors = [leaf for leaf in _leaves((args, kwargs)) if _dense(leaf)]
         error = max((self.error(tensor) for tensor in tensors), default=0.0)
         written = _write_target(func, args, kwargs)
         shared = {tensor.untyped_storage()._cdata for tensor in tensors} if written is None else set()
         new_tensors = [leaf for leaf in _leaves(result) if _dense(leaf) and leaf.untyped_storage()._cdata not in shared]
         if written is None and not new_tensors:
-            return  # views: all that is known is known of the storage
+            return  # views: the storage has all information
         for output in [written] if written is not None else new_tensors:
             rounding = 0.0 if output.dtype in FLOAT8 else tolerance(output.dtype)
             if error or rounding:
-                known = self._storage_record(output)
-                known.error = max(known.error, error, rounding)
+                record = self._storage_record(output)
+                record.error = max(record.error, error, rounding)
         if not any(self.of(tensor) is not None for tensor in tensors):
             return
         target = written if written is not None else result
@@ -91,16 +91,16 @@ class Origins:
             self.write(target, self._moved(func, args, kwargs, target))
 
     def _moved(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], target: Tensor) -> Tensor | None:
-        """The origins of what an operator gave, (3, *shape); None where nothing is known."""
+        """Returns the origins of an operator's result, (3, *shape), or None if they are unknown."""
         packet = func.overloadpacket.__name__
         rule = _RULES.get(packet.rstrip("_") if packet != "_to_copy" else packet)
         if rule is None:
             return None
 
         def of(value: Any, like: Tensor | None = None) -> Tensor:
-            known = self.of(value) if isinstance(value, Tensor) else None
-            if known is not None:
-                return known
+            origins_of_value = self.of(value) if isinstance(value, Tensor) else None
+            if origins_of_value is not None:
+                return origins_of_value
             return nothing(value if isinstance(value, Tensor) else target if like is None else like)
 
         origins = rule(of, func, args, kwargs)
@@ -111,14 +111,14 @@ class Origins:
 
     def _storage_record(self, tensor: Tensor) -> Known:
         storage = tensor.untyped_storage()
-        known = self._known.get(storage._cdata)
-        if known is None:
-            known = self._known[storage._cdata] = Known(StorageWeakRef(storage))
-        return known
+        record = self._known.get(storage._cdata)
+        if record is None:
+            record = self._known[storage._cdata] = Known(StorageWeakRef(storage))
+        return record
 
 
 def nothing(tensor: Tensor) -> Tensor:
-    """The origins of elements that come from no index."""
+    """Returns the origins of elements that come from no index."""
     return torch.tensor(-1, device=tensor.device).expand(3, *tensor.shape)
 
 
@@ -126,7 +126,7 @@ Of = Callable[..., Tensor]
 
 
 def _each_row(of: Of, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """An operator that moves elements of its first argument, by sizes or indices: it moves all rows of the origins."""
+    """Applies an operator that moves elements of its first argument, by sizes or indices, to all rows of the origins."""
     return torch.stack([func(row, *args[1:], **kwargs) for row in of(args[0]).unbind(0)])
 
 
@@ -154,30 +154,30 @@ def _filled(of: Of, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> T
 
 
 def _put_there(rows: Tensor, condition: Tensor) -> Tensor:
-    """The origins of elements that a condition puts there."""
+    """Returns the origins of elements that a condition puts in their places."""
     return torch.stack([rows[0], rows[1], torch.where(condition[2] >= 0, condition[2], rows[2])])
 
 
 def _together(*origins: Tensor) -> tuple[Tensor, ...]:
-    """Origins of operands, broadcast to each other as these are."""
+    """Broadcasts the origins of operands to each other."""
     rank = max(origin.dim() for origin in origins) - 1
     return tuple(torch.broadcast_tensors(*[_ranked(origin, rank) for origin in origins]))
 
 
 def _ranked(origins: Tensor, rank: int) -> Tensor:
-    """Origins of a tensor that is seen with so many axes, new ones first."""
+    """Adds leading axes, so that the origins are those of a tensor with `rank` axes."""
     return origins.reshape(3, *[1] * (rank + 1 - origins.dim()), *origins.shape[1:])
 
 
 def _elementwise(of: Of, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """Any operator of one or two operands: what it gives is no index, but stands where a comparison put the operand."""
-    known = [of(argument) for argument in args[:2] if isinstance(argument, Tensor)]
-    rows = known[0] if len(known) == 1 else _only_one(*known)
+    """Handles operators of one or two operands: the result is no index, but keeps the comparison that put the operand there."""
+    operands = [of(argument) for argument in args[:2] if isinstance(argument, Tensor)]
+    rows = operands[0] if len(operands) == 1 else _only_one(*operands)
     return torch.stack([torch.full_like(rows[0], -1), rows[1], rows[2]])
 
 
 def _index_put(of: Of, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor | None:
-    """index_put(self, indices, values, accumulate)."""
+    """Handles index_put(self, indices, values, accumulate)."""
     if (len(args) > 3 and args[3]) or kwargs.get("accumulate"):
         return None
     pairs = zip(of(args[0]).unbind(0), of(args[2]).unbind(0), strict=True)
@@ -185,7 +185,7 @@ def _index_put(of: Of, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -
 
 
 def _scattered(of: Of, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor | None:
-    """scatter(self, dim, index, src), and with a number in place of src."""
+    """Handles scatter(self, dim, index, src), also with a number instead of src."""
     if "reduce" in kwargs or len(args) > 4:
         return None
     rows, values = of(args[0]).unbind(0), of(args[3], args[2]).unbind(0)
@@ -195,7 +195,7 @@ def _scattered(of: Of, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -
 
 
 def _inserted(of: Of, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """slice_scatter and select_scatter(self, src, ...)."""
+    """Handles slice_scatter and select_scatter(self, src, ...)."""
     functional = getattr(torch.ops.aten, func.overloadpacket.__name__).default
     pairs = zip(of(args[0]).unbind(0), of(args[1]).unbind(0), strict=True)
     return torch.stack([functional(row, value, *args[2:], **kwargs) for row, value in pairs])
@@ -206,7 +206,7 @@ def _padded(of: Of, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> T
 
 
 def _scaled(sign: int) -> Callable[..., Tensor]:
-    """add and sub: an index that another number is added to; `sign` is that of the second operand."""
+    """Returns the rule of add and sub, which add a number to an index.  `sign`: that of the second operand."""
 
     def rule(of: Of, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
         factor = sign * kwargs.get("alpha", 1)
@@ -216,7 +216,7 @@ def _scaled(sign: int) -> Callable[..., Tensor]:
 
 
 def _subtracted(of: Of, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """rsub(self, other): other - self."""
+    """Handles rsub(self, other): other - self."""
     return _only_one(_times(of(args[0]), -kwargs.get("alpha", 1)), of(args[1]))
 
 
@@ -229,19 +229,19 @@ def _negated(of: Of, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> 
 
 
 def _times(origins: Tensor, factor: Any) -> Tensor:
-    """The origins of indices times a whole number, which is not 0."""
+    """Returns the origins of indices times an integer that is not 0."""
     if not isinstance(factor, Tensor):
-        whole = isinstance(factor, int)
-        factor = torch.tensor(factor if whole else 0, device=origins.device)
+        is_int = isinstance(factor, int)
+        factor = torch.tensor(factor if is_int else 0, device=origins.device)
     elif factor.is_floating_point() or factor.is_complex():
         factor = torch.zeros((), dtype=torch.int64, device=origins.device)
     origins = _ranked(origins, max(origins.dim() - 1, factor.dim()))
-    number, scale, there = torch.broadcast_tensors(origins[0], origins[1] * factor, origins[2])
-    return torch.stack([torch.where((number >= 0) & (scale != 0), number, -1), scale, there])
+    number, scale, comparisons = torch.broadcast_tensors(origins[0], origins[1] * factor, origins[2])
+    return torch.stack([torch.where((number >= 0) & (scale != 0), number, -1), scale, comparisons])
 
 
 def _only_one(one: Tensor, other: Tensor) -> Tensor:
-    """The origins of elements that one operand alone gives an index to, or a place."""
+    """Returns the origins of elements for which one operand alone has an index, or a comparison."""
     one, other = _together(one, other)
 
     def of_one(row: int) -> Tensor:
@@ -278,7 +278,7 @@ _RULES: dict[str, Callable[..., Tensor | None]] = {
     ),
     **dict.fromkeys(("_softmax", "_log_softmax"), _elementwise),
 }  # fmt: skip
-"""By operator, in place or not: the origins of what it gives."""
+"""Rules by operator, in place or not.  A rule returns the origins of the result."""
 
 
 def _leaves(value: Any) -> list[Tensor]:
@@ -290,7 +290,7 @@ def _leaves(value: Any) -> list[Tensor]:
 
 
 def _elements(tensor: Tensor) -> int:
-    """How many elements of a tensor's dtype its storage holds."""
+    """Returns how many elements of a tensor's dtype its storage holds."""
     return int(tensor.untyped_storage().nbytes() // tensor.element_size())
 
 
@@ -299,7 +299,7 @@ def _dense(tensor: Tensor) -> bool:
 
 
 def _write_target(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor | None:
-    """The tensor that an operator writes to, the first of several."""
+    """Returns the tensor that an operator writes to, the first of several, or None."""
     for place, argument in enumerate(func._schema.arguments):
         if argument.alias_info and argument.alias_info.is_write:
             value = args[place] if place < len(args) else kwargs.get(argument.name)

@@ -1,8 +1,8 @@
-"""Operators that select elements of a tensor of floats by their order, and when other indices are as good as theirs.
+"""Operators that select elements of a float tensor by their order, and the conditions for other indices to be as good.
 
-An index is as good where the float that it points at is within tolerance of the one at the expected index, rank by rank.  Ranks of
-one row never share an index.  A draw from a cumulative distribution is as good where the drawn number is within tolerance of the
-interval that was chosen.  A comparison may come out either way where both sides are within tolerance of each other."""
+An index is as good if the float at it is within tolerance of the one at the expected index, rank by rank.  Ranks of one row never
+share an index.  A draw from a cumulative distribution is as good if the drawn number is within tolerance of the chosen interval.  A
+comparison may have either result if both sides are within tolerance of each other."""
 
 from __future__ import annotations
 
@@ -16,45 +16,46 @@ from torch import Tensor
 aten = torch.ops.aten
 
 NONE = -1
-"""In place of an index: nobody asked for another one than eager PyTorch's."""
+"""In place of an index: no other index than eager PyTorch's is requested."""
 
 
 class Selection(Protocol):
-    """What an operator selected."""
+    """The selection of an operator."""
 
     @property
     def expected(self) -> Tensor:
         """Eager PyTorch's indices, int64 (rows, ranks)."""
 
     def chosen(self, wanted: Tensor, bound: float) -> Tensor:
-        """The indices to go on with, (rows, ranks): the `wanted` ones where they are as good, else the expected ones.  NONE wants
-        nothing.  `bound`: the largest allowed error of the floats."""
+        """Returns the indices to continue with, (rows, ranks): the `wanted` ones where they are as good, else the expected ones.
+        NONE requests nothing.  `bound`: the largest allowed error of the floats."""
 
     def alternatives(self, bound: float) -> list[tuple[float, int, int, int]]:
-        """Other indices that are as good, closest first: (distance as a part of what is allowed, row, rank, index)."""
+        """Returns other indices that are as good, closest first: (distance as a part of the allowed one, row, rank, index)."""
 
     def ties(self, bound: float) -> Tensor:
-        """Which of the expected indices have another one that is as good, bool (rows, ranks)."""
+        """Returns which of the expected indices have an alternative that is as good, bool (rows, ranks)."""
 
     def results(self, chosen: Tensor) -> Any:
-        """What the operator gives for these indices."""
+        """Returns the operator's results for these indices."""
 
     def indices_of(self, result: Any) -> Tensor:
-        """The tensor of indices among what the operator gives."""
+        """Returns the tensor of indices among the operator's results."""
 
     def shaped(self, flat: Tensor) -> Tensor:
-        """A number for each index, (rows, ranks), laid out as the operator's indices are."""
+        """Reshapes a number for each index, (rows, ranks), to the shape of the operator's indices."""
 
     def rows(self, values: Tensor) -> Tensor | None:
-        """A number for each float that is selected from, as (rows, n); None where they are no operand."""
+        """Reshapes a number for each float that is selected from to (rows, n).  Returns None if the floats are no operand."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ranked:
-    """Indices into rows of floats.  `values` (rows, n); `distinct`: no two ranks of a row share one; `ordered`: rank by rank.
+    """Indices into rows of floats.  `values` (rows, n); `distinct`: no two ranks of a row share one; `ordered`: compared rank by
+    rank.
 
-    `result`: the operator's; `place` its tensor of indices, `at` that of the floats there, None where it gives none; `axis` is the
-    axis of the ranks, None where it has been reduced away, and `along` that of the operand, None for all of its elements."""
+    `result`: the operator's results.  `place`: the position of the indices among them; `at`: that of the floats, None if there is
+    none.  `axis`: the axis of the ranks, None if it is reduced.  `along`: this axis of the operand, None for all elements."""
 
     values: Tensor
     expected: Tensor
@@ -67,13 +68,13 @@ class Ranked:
     along: int | None
 
     def chosen(self, wanted: Tensor, bound: float) -> Tensor:
-        asked = torch.where(wanted == NONE, self.expected, wanted)
+        requested = torch.where(wanted == NONE, self.expected, wanted)
         if self.distinct:
-            asked = _completed(asked, wanted, self.expected)
-        fine = self._fine(asked, bound)
+            requested = _completed(requested, wanted, self.expected)
+        accepted = self._fine(requested, bound)
         if self.distinct:
-            fine = fine.all(1, keepdim=True)
-        return torch.where(fine, asked, self.expected)
+            accepted = accepted.all(1, keepdim=True)
+        return torch.where(accepted, requested, self.expected)
 
     def alternatives(self, bound: float) -> list[tuple[float, int, int, int]]:
         limits = self._limits(bound)
@@ -96,7 +97,7 @@ class Ranked:
         alike = (ordered[:, 1:] == ordered[:, :-1]) | (ordered[:, 1:].isnan() & ordered[:, :-1].isnan())
         apart = torch.where(alike, 0.0, (ordered[:, 1:] - ordered[:, :-1]).nan_to_num(nan=float("inf"), posinf=float("inf")))
         end = apart.new_full((apart.shape[0], 1), float("inf"))
-        nearest = torch.minimum(torch.cat([end, apart], 1), torch.cat([apart, end], 1))  # of neighbours in order one is nearest
+        nearest = torch.minimum(torch.cat([end, apart], 1), torch.cat([apart, end], 1))  # the nearest is a neighbour in order
         return torch.empty_like(nearest).scatter(1, order, nearest).gather(1, self.expected) <= self._limits(bound)
 
     def results(self, chosen: Tensor) -> Any:
@@ -117,22 +118,22 @@ class Ranked:
         return indices
 
     def shaped(self, flat: Tensor) -> Tensor:
-        like = self.indices_of(self.result)
-        if self.axis is None or like.dim() == 0:
-            return flat.reshape(like.shape)
-        moved = like.movedim(self.axis, -1)
+        indices = self.indices_of(self.result)
+        if self.axis is None or indices.dim() == 0:
+            return flat.reshape(indices.shape)
+        moved = indices.movedim(self.axis, -1)
         return flat.reshape(moved.shape).movedim(-1, self.axis).contiguous()
 
-    def _fine(self, asked: Tensor, bound: float) -> Tensor:
+    def _fine(self, requested: Tensor, bound: float) -> Tensor:
         count = self.values.shape[1]
-        inside = (asked >= 0) & (asked < count)
-        want, got = self.values.gather(1, self.expected), self.values.gather(1, asked.clamp(0, max(0, count - 1)))
+        inside = (requested >= 0) & (requested < count)
+        want, got = self.values.gather(1, self.expected), self.values.gather(1, requested.clamp(0, max(0, count - 1)))
         limits = self._limits(bound)
         if not self.ordered:
             want, got = want.sort(1).values, got.sort(1).values
             limits = limits.amax(1, keepdim=True)
         alike = (got == want) | (got.isnan() & want.isnan()) | ((got - want).abs() <= limits)
-        return inside & alike & (_distinct(asked) if self.distinct else True)
+        return inside & alike & (_distinct(requested) if self.distinct else True)
 
     def _limits(self, bound: float) -> Tensor:
         return bound * _magnitudes(self.values.gather(1, self.expected))
@@ -140,7 +141,7 @@ class Ranked:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _One:
-    """A selection by an operator that gives its indices alone, in the `result`."""
+    """A selection by an operator whose only `result` are the indices."""
 
     result: Tensor
 
@@ -159,7 +160,7 @@ class _One:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Interval(_One):
-    """Where numbers lie among ascending ones: `edges` (rows, n), `numbers` (rows, ranks), as float64.  The index counts the edges
+    """The positions of `numbers` (rows, ranks) among ascending `edges` (rows, n), both as float64.  The index counts the edges
     below a number.  An interval without width is never as good."""
 
     edges: Tensor
@@ -167,23 +168,23 @@ class Interval(_One):
     expected: Tensor
 
     def chosen(self, wanted: Tensor, bound: float) -> Tensor:
-        asked = torch.where(wanted == NONE, self.expected, wanted)
+        requested = torch.where(wanted == NONE, self.expected, wanted)
         count = self.edges.shape[1]
-        inside = (asked >= 0) & (asked <= count)
+        inside = (requested >= 0) & (requested <= count)
         infinite = self.edges.new_full((self.edges.shape[0], 1), float("inf"))
         padded = torch.cat([-infinite, self.edges, infinite], 1)
-        low = padded.gather(1, asked.clamp(0, count))
-        high = padded.gather(1, asked.clamp(0, count) + 1)
+        low = padded.gather(1, requested.clamp(0, count))
+        high = padded.gather(1, requested.clamp(0, count) + 1)
         limit = bound * _finite(self.edges).amax(1, keepdim=True)
-        fine = inside & (self.numbers >= low - limit) & (self.numbers <= high + limit) & (low < high)
-        return torch.where(fine, asked, self.expected)
+        accepted = inside & (self.numbers >= low - limit) & (self.numbers <= high + limit) & (low < high)
+        return torch.where(accepted, requested, self.expected)
 
     def alternatives(self, bound: float) -> list[tuple[float, int, int, int]]:
         limit = (bound * _finite(self.edges).amax(1, keepdim=True)).clamp(min=1e-300)
         candidates: list[tuple[float, int, int, int]] = []
         for step, edge in ((-1, self.expected - 1), (1, self.expected)):
-            there = self.edges.gather(1, edge.clamp(0, self.edges.shape[1] - 1))
-            apart = ((self.numbers - there).abs() / limit).masked_fill((edge < 0) | (edge >= self.edges.shape[1]), float("inf"))
+            nearest = self.edges.gather(1, edge.clamp(0, self.edges.shape[1] - 1))
+            apart = ((self.numbers - nearest).abs() / limit).masked_fill((edge < 0) | (edge >= self.edges.shape[1]), float("inf"))
             for rank in range(apart.shape[1]):
                 candidates += _listed(apart[:, rank : rank + 1], (self.expected + step)[:, rank : rank + 1], rank)
         return sorted(candidates)
@@ -197,7 +198,7 @@ class Interval(_One):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison(_One):
-    """Which of two floats is larger, element by element: `expected`, bool (1, elements), and whether they are `near` each other."""
+    """A comparison of floats, element by element.  `expected`: bool (1, elements); `apart`: distance; `size`: larger magnitude."""
 
     expected: Tensor
     apart: Tensor
@@ -208,14 +209,14 @@ class Comparison(_One):
         return torch.where(turned, wanted == 1, self.expected)
 
     def alternatives(self, bound: float) -> list[tuple[float, int, int, int]]:
-        return []  # too many: they are turned over where a filter explains a choice
+        return []  # too many; a comparison is inverted if a filter explains a choice
 
     def ties(self, bound: float) -> Tensor:
         return (self.apart <= bound * self.size).reshape(self.expected.shape)
 
 
 def selection_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> Selection | None:
-    """What an operator selected by the order of floats; None of any other operator."""
+    """Returns the selection of an operator by the order of floats, or None for any other operator."""
     if func in _BY_ROW:
         place, at, distinct, default = _BY_ROW[func]
         values = args[0]
@@ -225,14 +226,14 @@ def selection_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result:
         if not values.is_floating_point() or not values.numel() or not indices.numel():
             return None
         along = None if axis is None or values.dim() == 0 else axis % values.dim()
-        rows, kept = _by_row(values, along), distinct or named.get("keepdim", False)
+        rows, keeps_axis = _by_row(values, along), distinct or named.get("keepdim", False)
         if along is None:
             expected = indices.reshape(1, -1)
         else:
-            expected = (indices.movedim(along, -1) if kept else indices.unsqueeze(-1)).reshape(rows.shape[0], -1)
+            expected = (indices.movedim(along, -1) if keeps_axis else indices.unsqueeze(-1)).reshape(rows.shape[0], -1)
         return Ranked(
             values=rows, expected=expected, distinct=distinct, ordered=bool(named.get("sorted", True)), result=result, place=place,
-            at=at, axis=along if kept else None, along=along,
+            at=at, axis=along if keeps_axis else None, along=along,
         )  # fmt: skip
     if func is aten.searchsorted.Tensor and args[0].is_floating_point() and args[0].numel() and kwargs.get("sorter") is None:
         edges = args[0].reshape(-1, args[0].shape[-1]).double()
@@ -242,7 +243,7 @@ def selection_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result:
 
 
 def compared(one: Tensor, other: Any, result: Tensor) -> Selection | None:
-    """The comparison of two tensors of floats; None of anything else."""
+    """Returns the comparison of two float tensors, or None for anything else."""
     if not (isinstance(other, Tensor) and one.is_floating_point() and other.is_floating_point() and result.numel()):
         return None
     apart, size = (one - other).abs(), torch.maximum(one.abs(), other.abs())
@@ -250,8 +251,8 @@ def compared(one: Tensor, other: Any, result: Tensor) -> Selection | None:
 
 
 def counted_below(compared: tuple[Any, Tensor, Tensor], axis: int, result: Tensor) -> Selection | None:
-    """What the sum of a comparison along an axis selected: the number of ascending floats that are below another one.  None of
-    any other sum.  `compared`: the operator, and what it compares."""
+    """Returns the selection by the sum of a comparison along an axis: the number of ascending floats that are below another one.
+    Returns None for any other sum.  `compared`: the operator, and its operands."""
     func, one, other = compared
     if func not in (aten.le.Tensor, aten.lt.Tensor):
         one, other = other, one
@@ -265,7 +266,7 @@ def counted_below(compared: tuple[Any, Tensor, Tensor], axis: int, result: Tenso
 
 
 COMPARISONS = frozenset({aten.le.Tensor, aten.lt.Tensor, aten.ge.Tensor, aten.gt.Tensor})
-"""What `counted_below` knows."""
+"""Comparisons that `counted_below` supports."""
 
 _BY_ROW: dict[Any, tuple[int | None, int | None, bool, int | None]] = {
     aten.argmax.default: (None, None, False, None),
@@ -280,12 +281,12 @@ _BY_ROW: dict[Any, tuple[int | None, int | None, bool, int | None]] = {
     aten.sort.default: (1, 0, True, -1),
     aten.sort.stable: (1, 0, True, -1),
 }
-"""By operator: which result has the indices, None where it gives them alone, and which the floats; whether a row's indices are
-distinct; the axis where none is given."""
+"""By operator: the position of the indices among its results, None if they are the only one, and that of the floats; whether a
+row's indices are distinct; the default axis."""
 
 
 def _by_row(values: Tensor, along: int | None) -> Tensor:
-    """(rows, n): the elements along an axis, or all of them."""
+    """Returns the elements along an axis, or all of them, as (rows, n)."""
     if along is None:
         return values.reshape(1, -1)
     moved = values.movedim(along, -1)
@@ -293,8 +294,8 @@ def _by_row(values: Tensor, along: int | None) -> Tensor:
 
 
 def _magnitudes(values: Tensor) -> Tensor:
-    """How large the floats around each are, (rows, ranks): masks at one end of a row are left out for the rest of it, and a row
-    of small floats counts as the median row does."""
+    """Returns the magnitude of the floats around each one, (rows, ranks).  Masks at one end of a row do not count for the rest of
+    it.  A row of small floats gets the magnitude of the median row."""
     finite = _finite(values)
     magnitudes = torch.minimum(finite.cummax(1).values, finite.flip(1).cummax(1).values.flip(1))
     return torch.maximum(magnitudes, magnitudes.median(0, keepdim=True).values)
@@ -305,24 +306,24 @@ def _finite(values: Tensor) -> Tensor:
 
 
 def _distinct(indices: Tensor) -> Tensor:
-    """(rows, 1): whether no two indices of a row are the same."""
+    """Returns whether no two indices of a row are the same, (rows, 1)."""
     ordered = indices.sort(1).values
     return (ordered[:, 1:] != ordered[:, :-1]).all(1, keepdim=True)
 
 
-def _completed(asked: Tensor, wanted: Tensor, expected: Tensor) -> Tensor:
-    """`asked`, with the ranks that nobody asked for filled by the expected indices that no other rank took, in their order."""
-    open_rows = ((wanted == NONE).any(1) & (asked != expected).any(1)).nonzero().reshape(-1).tolist()
-    indices = asked.clone()
+def _completed(requested: Tensor, wanted: Tensor, expected: Tensor) -> Tensor:
+    """Fills the ranks that are not requested with the expected indices that no other rank took, in their order."""
+    open_rows = ((wanted == NONE).any(1) & (requested != expected).any(1)).nonzero().reshape(-1).tolist()
+    indices = requested.clone()
     for row in open_rows:
         free = wanted[row] == NONE
-        taken = set(wanted[row][~free].tolist())
-        rest = [index for index in expected[row].tolist() if index not in taken]
-        indices[row][free] = torch.tensor(rest[: int(free.sum())], dtype=indices.dtype, device=indices.device)
+        used = set(wanted[row][~free].tolist())
+        unused = [index for index in expected[row].tolist() if index not in used]
+        indices[row][free] = torch.tensor(unused[: int(free.sum())], dtype=indices.dtype, device=indices.device)
     return indices
 
 
 def _listed(distance: Tensor, index: Tensor, rank: int) -> list[tuple[float, int, int, int]]:
-    """(distance, row, rank, index) of what is within what is allowed."""
+    """Returns (distance, row, rank, index) of all distances up to the allowed one."""
     near = (distance <= 1).nonzero().tolist()
     return [(float(distance[row, at]), row, rank, int(index[row, at])) for row, at in near]

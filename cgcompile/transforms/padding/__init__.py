@@ -1,1 +1,1 @@
-"""Whether a call may be padded or chunked, proved operator by operator."""
+"""Proves operator by operator whether a call may be padded or chunked."""

@@ -1,4 +1,4 @@
-"""One operator at a short size and padded at a long one, on the values of the run and on others that its inputs may have."""
+"""Runs one operator at a short size and padded at a long one, on the run's values and on others that its inputs may have."""
 
 from __future__ import annotations
 
@@ -16,41 +16,41 @@ from .padded_values import PaddedDimension, PaddedValue, Spot, Variation, alike,
 from .row_axes import kept_rows, moves
 
 INDEXING = ("index", "gather", "embedding", "scatter", "take", "select", "put", "one_hot")
-"""What the names of operators contain that take integers as positions."""
+"""Parts of the names of operators that use integers as indices."""
 
 ORDERING = frozenset({"topk", "sort", "argsort", "argmax", "argmin", "max", "min", "median", "nanmedian", "kthvalue", "mode"})
-"""Operators that may choose any of several equal entries: not tried with zeros alone."""
+"""Operators that may choose any of several equal elements.  They are not tried with zeros only."""
 
 LARGE = 2**16
-"""Entries from which an operator that surely keeps rows apart is believed to, and one that only moves entries is tried with other
-values once: trying others takes longer than all else."""
+"""From this number of elements on, an operator that certainly keeps rows separate is not tried.  One that only moves elements is
+tried with other values once.  Otherwise the trials would take most of the time."""
 
 
 def padded_operator(call: PaddedCall, along: PaddedDimension) -> Any:
-    """What an operator gives at both sizes, where other values show it to be the same in both.  Raises ChangedByPadding."""
+    """Returns an operator's results at both sizes, after trials with other values.  Raises ChangedByPadding if they differ."""
     base = {id(value): (value.short, value.long) for value in call.values}
     short, spec = tree_flatten(run_once(call, call.at_short, base))
     long, other = tree_flatten(run_once(call, call.at_long, base))
     why = f"{call.name} combines elements along {along.name}{place_of(call.node)}"
     if spec != other:
         raise ChangedByPadding(why)
-    tried = [(short, long)]
-    whole = not any(value.depends and not isinstance(value.short, torch.Tensor) for value in call.values)
+    trials = [(short, long)]
+    full = not any(value.depends and not isinstance(value.short, torch.Tensor) for value in call.values)
     kept, moved = _kept_spot(call), _moved(call)
     for outcome in _variations(call, spec, along.generator, moved) if call.depends and not kept else ():
         if isinstance(outcome, str):
             raise ChangedByPadding(why)
         if outcome is None:
-            whole = False
+            full = False
         else:
-            tried.append(outcome)
-    whole = whole and not (kept or moved)
-    leaves = [_padded_value([(one[at], two[at]) for one, two in tried], call, along, whole, why, kept) for at in range(len(short))]
+            trials.append(outcome)
+    full = full and not (kept or moved)
+    leaves = [_padded_value([(one[at], two[at]) for one, two in trials], call, along, full, why, kept) for at in range(len(short))]
     return tree_unflatten(leaves, spec)
 
 
 def run_once(call: PaddedCall, run: Callable[[Any], Any], chosen: Mapping[int, tuple[Any, Any]]) -> Any:
-    """What a call gives at one of the sizes.  Raises ChangedByPadding where it fails there."""
+    """Runs a call at one of the sizes.  Raises ChangedByPadding if it fails."""
     try:
         return run(chosen)
     except FAILURES as failure:
@@ -60,10 +60,11 @@ def run_once(call: PaddedCall, run: Callable[[Any], Any], chosen: Mapping[int, t
 def _variations(
     call: PaddedCall, spec: TreeSpec, generator: torch.Generator, moved: bool
 ) -> Iterator[tuple[list[Any], list[Any]] | str | None]:
-    """What other values give: at both sizes, "fails" where only the long size fails, None where both do."""
+    """Yields results of other values at both sizes; "fails" if only the long size fails or differs; None if a trial shows
+    nothing."""
     entrywise = _pointwise(call.node)
-    ways = partial(Variation, indices=_indexes(call), entrywise=entrywise, literal=_literal(call.node))
-    for variation in [ways(0, mixed=True)] if moved else [ways(-1), ways(1), ways(0, mixed=call.name in ORDERING)]:
+    vary = partial(Variation, indices=_indexes(call), entrywise=entrywise, literal=_literal(call.node))
+    for variation in [vary(0, mixed=True)] if moved else [vary(-1), vary(1), vary(0, mixed=call.name in ORDERING)]:
         chosen = {id(value): value.varied(variation, generator) for value in call.values}
         try:
             short, structure = tree_flatten(call.at_short(chosen))
@@ -79,7 +80,7 @@ def _variations(
 
 
 def _indexes(call: PaddedCall) -> bool:
-    """Whether integers among the arguments may be positions: by the operator's name, or beside numbers or a body of its own."""
+    """Whether integers among the arguments may be indices: by the operator's name, or because of other dtypes or bodies."""
     dtypes = [value.short.dtype for value in call.values if isinstance(value.short, torch.Tensor)]
     integers = [not (dtype.is_floating_point or dtype.is_complex or dtype is torch.bool) for dtype in dtypes]
     bodies = any(isinstance(leaf, Body) for leaf in tree_leaves(call.short))
@@ -87,32 +88,32 @@ def _indexes(call: PaddedCall) -> bool:
 
 
 def _padded_value(
-    tried: Sequence[tuple[Any, Any]], call: PaddedCall, along: PaddedDimension, whole: bool, why: str, kept: Spot
+    trials: Sequence[tuple[Any, Any]], call: PaddedCall, along: PaddedDimension, full: bool, why: str, kept_spot: Spot
 ) -> PaddedValue:
-    """One value that an operator gives, found in what it gives at the long size; `tried` begins with the values of the run.
+    """Returns one result of an operator, after finding the short result in the long one.  `trials` begins with the run's values.
 
-    `whole`: all variations were tried, so that what is the same in all is fixed.  `kept`: see `_kept_spot`.
+    `full`: all variations were tried, so that elements which are equal in all of them are fixed.  `kept_spot`: see `_kept_spot`.
     """
-    short, long = tried[0]
+    short, long = trials[0]
     if not isinstance(short, torch.Tensor):
-        equal = not call.depends or all(one == two or (one != one and two != two) for one, two in tried)
+        equal = not call.depends or all(one == two or (one != one and two != two) for one, two in trials)
         return PaddedValue(short, long, depends=call.depends, why="" if equal else why)
     if short.shape == long.shape:
-        if all(alike(one, two) for one, two in tried):
+        if all(alike(one, two) for one, two in trials):
             return PaddedValue(short, short, depends=call.depends)
         return PaddedValue(short, long, depends=call.depends, why=why)
     if short.dim() == long.dim():
-        for spot in [kept] if kept else spots(short, long, along.sizes, along.last):
-            if all(two.shape == long.shape and alike(one, front(two, spot)) for one, two in tried):
-                fixed = _fixed([two[padded_part(spot, long.shape)] for _, two in tried], call.depends, whole)
+        for spot in [kept_spot] if kept_spot else spots(short, long, along.sizes, along.last):
+            if all(two.shape == long.shape and alike(one, front(two, spot)) for one, two in trials):
+                fixed = _fixed([two[padded_part(spot, long.shape)] for _, two in trials], call.depends, full)
                 joined = long if torch.equal(short, front(long, spot)) else placed(long, spot, short)
                 return PaddedValue(short, joined, spot, fixed, depends=call.depends)
     return PaddedValue(short, long, depends=call.depends, why=why)
 
 
-def _fixed(padded: Sequence[torch.Tensor], depends: bool, whole: bool) -> torch.Tensor | None:
-    """Which of the padded entries are the same in all that was tried, None for none."""
-    if depends and not whole:
+def _fixed(padded: Sequence[torch.Tensor], depends: bool, full: bool) -> torch.Tensor | None:
+    """Returns a mask of the padded elements that are equal in all trials, or None for none."""
+    if depends and not full:
         return None
     fixed = torch.ones_like(padded[0], dtype=torch.bool)
     for other in padded[1:]:
@@ -123,9 +124,9 @@ def _fixed(padded: Sequence[torch.Tensor], depends: bool, whole: bool) -> torch.
 
 
 def _kept_spot(call: PaddedCall) -> Spot:
-    """Where the call lies in what a large operator gives that keeps its rows apart, () where that has to be tried.
+    """Returns the call's spot in the result of a large operator that keeps its rows separate, or () if trials must show it.
 
-    No padded entry of its inputs may be fixed: none of the result is called fixed, which is more than they have to be.
+    No padded element of its inputs may be fixed.  No element of the result is called fixed, which is always safe.
     """
     values, joined = kept_rows(call.node, call.short)
     if _pointwise(call.node):
@@ -135,22 +136,22 @@ def _kept_spot(call: PaddedCall) -> Spot:
         return ()
     spot = values[0].spot
     others = [value for value in call.values if not any(value is kept_value for kept_value in values)]
-    apart = any(value.spot or value.long is not value.short for value in others)
+    differ = any(value.spot or value.long is not value.short for value in others)
     wider = any(isinstance(value.short, torch.Tensor) and value.short.dim() > len(spot) for value in others)
-    if apart or wider or not all(same_spot(value.spot, spot) for value in values):
+    if differ or wider or not all(same_spot(value.spot, spot) for value in values):
         return ()
-    whole = all(isinstance(spot[axis], slice) and spot[axis] == slice(None) for axis in joined)
-    return spot if whole else ()
+    full = all(isinstance(spot[axis], slice) and spot[axis] == slice(None) for axis in joined)
+    return spot if full else ()
 
 
 def _moved(call: PaddedCall) -> bool:
-    """Whether a large operator does no more than move floating-point numbers, which are all different where they are drawn."""
+    """Whether a large operator only moves floating-point numbers.  Numbers that are drawn for it are all different."""
     values = [value for value in call.values if value.spot]
     return moves(call.node) and _large_and_free(values) and all(value.long.is_floating_point() for value in values)
 
 
 def _large_and_free(values: Sequence[PaddedValue]) -> bool:
-    """Whether there are padded values, large ones, none of whose padded entries is fixed."""
+    """Whether there are padded values, all with unknown padded elements, and the first one is large."""
     free = all(value.spot and value.depends and value.fixed is None for value in values)
     return bool(values) and free and values[0].long.numel() >= LARGE
 
@@ -160,6 +161,6 @@ def _pointwise(node: Node) -> bool:
 
 
 def _literal(node: Node) -> float:
-    """The first number among a node's arguments that an integer holds, 0 without."""
+    """Returns the first number among a node's arguments that an int32 can hold, or 0."""
     numbers = [arg for arg in (*node.args, *node.kwargs.values()) if isinstance(arg, int | float) and abs(arg) < 2**31]
     return numbers[0] if numbers else 0

@@ -1,4 +1,4 @@
-"""A call of one operator at two sizes of a dimension: its arguments as they are, and padded."""
+"""A call of one operator at two sizes of a dimension: with its own arguments, and with padded ones."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from .padded_values import PaddedValue
 SHAPE_ONLY = frozenset(
     {"new_zeros", "new_ones", "new_full", "zeros_like", "ones_like", "full_like", "sym_size", "sym_numel", "sym_stride"}
 )
-"""Operators that take a tensor for its shape, dtype and device alone."""
+"""Operators that only use the shape, dtype and device of a tensor."""
 
 UNWRITTEN = frozenset({"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "empty_permuted"})
-"""Operators whose result holds anything, and is written to before it is read: zeros here."""
+"""Operators whose result is uninitialized, and is written before it is read.  Here it is zeros."""
 
 
 class ChangedByPadding(Exception):
-    """A sentence about an operator."""
+    """The reason why a call must not be padded: a sentence about an operator."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Body:
 
 @dataclass(frozen=True, slots=True)
 class PaddedCall:
-    """A node with its arguments at both sizes; the values in both are the same objects.  `values` are those."""
+    """A node with its arguments at both sizes.  Both contain the same PaddedValue objects, `values`."""
 
     node: Node
     short: tuple[Any, Any]
@@ -77,12 +77,12 @@ class PaddedCall:
         args, kwargs = tree_map(concrete, arguments)
         output = self.node.target(*args, **kwargs)
         if getattr(self.node.target, "namespace", "") == "_c10d_functional":
-            # what a collective gives is there when it was waited for
+            # the result of a collective is valid only after a wait
             output = tree_map(torch.ops._c10d_functional.wait_tensor, output)
         return tree_map(lambda leaf: torch.zeros_like(leaf), output) if self.name in UNWRITTEN else output
 
 
 def place_of(node: Node) -> str:
-    """ " (file:line: text)" of the user's code that a node comes from, or ""."""
+    """Returns " (file:line: text)" of the user's code that a node comes from, or ""."""
     where, line = place(node)
     return f" ({where}: {line})" if where else ""

@@ -1,4 +1,4 @@
-"""Two graphs of the same operators run side by side, at a short size and padded at a long one, each operator tried by itself."""
+"""Runs two graphs of the same operators side by side, at a short size and padded at a long one.  Tries each operator separately."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ BLOCKS = frozenset({"wrap_with_set_grad_enabled", "wrap_with_autocast"})
 """Higher-order operators that run a graph once."""
 
 WHOLE = frozenset({"flex_attention"})
-"""Higher-order operators that are tried as one: their graphs compute single entries."""
+"""Higher-order operators that are tried as one operator, because their graphs compute single elements."""
 
 
 @dataclass(frozen=True, slots=True)
 class PaddedRun:
-    """A run of two graphs, the dimension short in one and padded in the other."""
+    """A run of two graphs.  The dimension is short in one and padded in the other."""
 
     along: PaddedDimension
 
     def graphs(self, short: GraphModule, long: GraphModule, inputs: Sequence[PaddedValue]) -> list[PaddedValue]:
-        """What both graphs give.  Raises ChangedByPadding."""
-        if operators(short) != operators(long):  # also of a branch's or a loop's body
+        """Returns the results of both graphs.  Raises ChangedByPadding."""
+        if operators(short) != operators(long):  # also in the body of a branch or a loop
             raise ChangedByPadding(f"the model has other operators at another size of {self.along.name}")
         values: dict[Node, Any] = {}
         remaining_inputs = iter(inputs)
@@ -76,7 +76,7 @@ class PaddedRun:
         if not isinstance(node.target, torch._ops.HigherOrderOperator) or call.name in WHOLE:
             try:
                 return padded_operator(call, self.along)
-            except FAILURES as failure:  # of comparing: PyTorch has no minimum of some dtypes, or no equality
+            except FAILURES as failure:  # a comparison fails: PyTorch has no minimum or no equality for some dtypes
                 raise ChangedByPadding(f"{call.name} cannot be compared at two sizes{place_of(call.node)}") from failure
         return self._higher_order(call)
 
@@ -99,7 +99,8 @@ class PaddedRun:
         return tuple([self._either(call, output, pair) for output, pair in zip(chosen, zip(*branches, strict=True), strict=True)])
 
     def _either(self, call: PaddedCall, output: PaddedValue, pair: Sequence[PaddedValue]) -> PaddedValue:
-        """What a branch gave; the other may give it, too."""
+        """Returns the output of the taken branch.  Its padded elements are unknown, because another call may take the other
+        branch."""
         why = next((padded.why for padded in pair if padded.why), "")
         if not why and not same_spot(*[padded.spot for padded in pair]):
             why = f"the branches of {call.name} have what lies along {self.along.name} in different places{place_of(call.node)}"
@@ -108,7 +109,7 @@ class PaddedRun:
     def _while_loop(
         self, call: PaddedCall, condition: Body, body: Body, carried: Sequence[PaddedValue], others: Sequence[PaddedValue]
     ) -> Any:
-        """By induction: one round keeps every carried value the same at both sizes, whatever the padded entries are."""
+        """Proves by induction: one iteration keeps every carried value equal at both sizes, whatever the padded elements are."""
         before = [_unknown(padded) for padded in carried]
         (goes_on,) = self.graphs(condition.short, condition.long, [*before, *others])
         after = self.graphs(body.short, body.long, [*before, *others])
@@ -127,17 +128,17 @@ class PaddedRun:
 
 
 def _unknown(value: PaddedValue) -> PaddedValue:
-    """The value with padded entries that may be anything."""
+    """Returns the value with unknown padded elements."""
     return replace(value, fixed=None, depends=True)
 
 
 def operators(module: GraphModule) -> list[str]:
-    """The operators of a graph in order, by which two sizes of a program are alike."""
+    """Returns the operators of a graph in order.  Programs of two sizes can be compared if these are equal."""
     return [f"{node.op} {node.target}" if node.op == "call_function" else node.op for node in module.graph.nodes]
 
 
 def _needed(graph: GraphModule) -> frozenset[Node]:
-    """The operations that lead to what the graph gives.  An assertion gives nothing."""
+    """Returns the nodes that the graph's results depend on.  Assertions are not among them."""
     live_nodes: set[Node] = set()
     for node in reversed(graph.graph.nodes):
         if node.op == "output" or not live_nodes.isdisjoint(node.users):

@@ -1,7 +1,7 @@
-"""One value of a program at two sizes of a dimension: as it is, and padded.
+"""A value of a program at two sizes of a dimension: as it is, and padded.
 
-Each operator is tried by itself, on values that its inputs have in no drawn example: then what one operator hides, such as a
-comparison behind a sum, cannot hide what the one before it did.
+Each operator is tried separately, also on values that its inputs have in no drawn example.  So one operator, such as a comparison
+after a sum, cannot hide a change by the operator before it.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from typing import Any
 import torch
 
 Spot = tuple[slice | torch.Tensor, ...]
-"""Where the entries of the short tensor lie in the long one: positions per axis."""
+"""The positions of the short tensor's elements in the long one, per axis."""
 
 
 @dataclass(frozen=True, slots=True)
 class Variation:
     """How values are changed.
 
-    `sign`: the call's entries become lower than all padded ones (-1), higher (1), or zeros (0), so that a sum shows whatever is
-    added to it; with `mixed` anything instead of zeros.  `indices`: integers may be positions in another tensor, and none appears
-    that was not there.  `entrywise`: an operator that joins nothing takes values of any size, for a threshold in it shows at those
-    beyond it alone, an equality at `literal`.
+    `sign`: the call's elements become lower than all padded ones (-1), higher (1), or zeros (0), so that a sum shows whatever is
+    added to it.  `mixed`: random numbers instead of zeros.  `indices`: integers may be indices into another tensor, and stay in
+    their range.  `entrywise`: the operator does not combine elements, so values of any size are tried.  Only values beyond a
+    threshold show the threshold, and only values equal to `literal` show a test for equality.
     """
 
     sign: int
@@ -35,31 +35,31 @@ class Variation:
 
 
 FAR = 4.0
-"""Values are moved by once to twice this: far enough to change what they are joined with, and so little that a product of two such
-values over a head stays below the -10000 by which some models mask scores."""
+"""Values are moved by one to two times this distance, which changes results that combine them.  Over a head, the product of two
+such values stays smaller in magnitude than the -10000 with which some models mask scores."""
 
 WIDE = {torch.float16: 1e4}
-"""The size of values for operators that join nothing; 1e12 for dtypes that hold it, a million for integers."""
+"""The magnitude of values for operators that do not combine elements.  Other dtypes have 1e12, integers a million."""
 
 ORDINARY = 5000.0
-"""Numbers beyond this mask what they are added to, and stay."""
+"""Numbers of larger magnitude are masks that are added to scores.  Changed values must still mask."""
 
 COARSE = {torch.float32: 2.0**11, torch.float64: 2.0**20}
-"""Units in the last place, of the largest value, by which kernels for two sizes may differ; 8 for the dtypes of 16 bits and less.
-Attention over the values that are tried comes to 2**8 (measured for float32)."""
+"""Units in the last place of the largest value by which kernels for two sizes may differ; 8 for dtypes of 16 bits and less.
+Attention over the tried values reaches 2**8 (measured for float32)."""
 
 
 DRAWN = 262_139
-"""Random numbers that are drawn at most, and repeated in larger tensors: a prime, so that no axis has them twice in step."""
+"""The most random numbers that are drawn; larger tensors repeat them.  A prime, so that no axis has the same period."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PaddedValue:
-    """What a node gives at the short size and at the long one, a tensor or a number.
+    """The value of a node at the short size and at the long one, a tensor or a number.
 
-    `spot`: where `short` lies in `long`, () where both are the same.  `fixed`: the padded entries of `long` that no input of the
-    call changes, a mask of its `padded_part`, or None for none.  `depends`: the value depends on an input.  `why`: what is wrong,
-    where `short` is not in `long`, or other padding would change it there; nothing may be computed with such a value.
+    `spot`: the positions of `short` in `long`, () if both are the same.  `fixed`: a mask of the padded elements of `long` that no
+    input of the call changes, for its `padded_part`, or None for none.  `depends`: the value depends on an input.  `why`: the
+    problem if `short` is not in `long`, or if other padding would change it there.  Nothing may be computed with such a value.
     """
 
     short: Any
@@ -70,7 +70,7 @@ class PaddedValue:
     why: str = ""
 
     def varied(self, variation: Variation, generator: torch.Generator) -> tuple[Any, Any]:
-        """(short, long) with other entries in the call's part, and in the padded part but for the fixed ones."""
+        """Returns (short, long) with other elements in the call's part and in the padded part, except for fixed ones."""
         if not self.depends or not isinstance(self.short, torch.Tensor):
             return self.short, self.long
         part = padded_part(self.spot, self.long.shape)
@@ -89,7 +89,7 @@ class PaddedValue:
 class PaddedDimension:
     """The dimension `name` at `sizes`, the short and the long one.
 
-    `last`: the call is the end of a frame, not its beginning.  `generator`: of the values that operators are tried with.
+    `last`: the call is at the end of a frame, not at its beginning.  `generator`: draws the values of the trials.
     """
 
     name: str
@@ -98,7 +98,7 @@ class PaddedDimension:
     generator: torch.Generator
 
     def framed(self, short: torch.Tensor, frame: torch.Tensor, fixed: bool) -> PaddedValue:
-        """An input of the call in a frame, which is the same for every call where `fixed`."""
+        """Returns an input of the call inside a frame.  `fixed`: the frame is the same for every call."""
         if short.shape == frame.shape:
             return PaddedValue(short, short, depends=True)
         start = (
@@ -115,25 +115,26 @@ class PaddedDimension:
 
 
 def front(value: torch.Tensor, spot: Spot) -> torch.Tensor:
-    """The entries of a long tensor at `spot`."""
+    """Returns the elements of a long tensor at `spot`."""
     return value[_grid(spot, value.shape)] if spot else value
 
 
 def placed(value: torch.Tensor, spot: Spot, short: torch.Tensor) -> torch.Tensor:
-    """A copy of a long tensor with the short one at `spot`, its axes in the same order in memory: views take no other."""
+    """Returns a copy of a long tensor with the short one at `spot`.  Keeps the order of axes in memory, because views need it."""
     copy = value.clone()
     copy[_grid(spot, value.shape)] = short
     return copy
 
 
 def padded_part(spot: Spot, shape: Sequence[int]) -> tuple[slice, ...]:
-    """A part of a long tensor that holds all entries beside `spot`: those alone, where they lie behind or before it."""
+    """Returns the slices of a part that contains all elements outside `spot`.  It has no others if these all follow or precede
+    `spot` along one axis; else it is the whole tensor."""
     inner = [axis for axis, (part, size) in enumerate(zip(spot, shape, strict=True)) if not _covers(part, size)] if spot else []
     inner_part = spot[inner[0]] if len(inner) == 1 else None
     if not isinstance(inner_part, slice) or (inner_part.start and inner_part.stop != shape[inner[0]]):
         return ()
-    rest = slice(0, inner_part.start) if inner_part.start else slice(inner_part.stop, None)
-    return (*[slice(None)] * inner[0], rest)
+    outside = slice(0, inner_part.start) if inner_part.start else slice(inner_part.stop, None)
+    return (*[slice(None)] * inner[0], outside)
 
 
 def same_spot(one: Sequence[Any], other: Sequence[Any]) -> bool:
@@ -146,7 +147,7 @@ def same_spot(one: Sequence[Any], other: Sequence[Any]) -> bool:
 
 
 def _laid_out(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The value with its axes in the order in memory that those of `like` have."""
+    """Returns the value with its axes in the memory order of `like`."""
     return value if value.stride() == like.stride() else torch.empty_like(like).copy_(value)
 
 
@@ -165,8 +166,8 @@ def _grid(spot: Spot, shape: Sequence[int]) -> tuple[Any, ...]:
 
 
 def spots(short: torch.Tensor, long: torch.Tensor, sizes: tuple[int, int], last: bool) -> Iterator[Spot]:
-    """Where the short tensor may lie in the long one, the likeliest first; `sizes` are the dimension's, `last` says that the call's
-    part of an input is its end."""
+    """Yields the spots where the short tensor may be in the long one, likeliest first.  `sizes`: those of the dimension.  `last`:
+    the call is at the end of an input."""
     axes = [list(_axis(*extents, *sizes, last, long.device)) for extents in zip(short.shape, long.shape, strict=True)]
     yield from itertools.islice(itertools.product(*axes), 256)
 
@@ -177,23 +178,23 @@ def _axis(small: int, large: int, short: int, long: int, last: bool, device: tor
         return
     if small > large:
         return
-    more = large - small
-    starts = [more, 0] if last else [0, more]
-    for start in dict.fromkeys([*starts, more // 2]):
+    extra = large - small
+    starts = [extra, 0] if last else [0, extra]
+    for start in dict.fromkeys([*starts, extra // 2]):
         yield slice(start, start + small)
     rows = torch.arange(long - short, long, device=device) if last else torch.arange(short, device=device)
     times = small // short
-    if small % short == 0 and large == times * long:  # the axis has others in it: (batch, seq) as one
+    if small % short == 0 and large == times * long:  # the axis is merged with others, as (batch, seq)
         for inner in [divisor for divisor in range(1, times) if times % divisor == 0]:
             outer = torch.arange(times // inner, device=device).view(-1, 1, 1) * long
             yield ((outer + rows.view(1, -1, 1)) * inner + torch.arange(inner, device=device)).flatten()
-    if small - short == large - long:  # something stands before or behind it
+    if small - short == large - long:  # other elements precede or follow
         extra_rows = torch.arange(small - short, device=device)
         yield torch.cat([extra_rows, rows + small - short] if last else [rows, extra_rows + long])
 
 
 def alike(want: torch.Tensor, got: torch.Tensor) -> bool:
-    """Whether kernels for two sizes gave the same."""
+    """Whether the results of kernels for two sizes are equal up to rounding."""
     if want.shape != got.shape or want.dtype != got.dtype:
         return False
     if torch.equal(want, got):
@@ -212,7 +213,7 @@ def alike(want: torch.Tensor, got: torch.Tensor) -> bool:
 
 
 def same(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Which entries are equal, or are both no number."""
+    """Returns which elements are equal, or both NaN."""
     if one.is_floating_point():
         one, other = _wide(one), _wide(other)
     equal = one == other
@@ -233,7 +234,7 @@ def _varied(
     variation: Variation,
     generator: torch.Generator,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Other entries for the call, and for the `padded` ones, whose mask is `fixed`."""
+    """Returns other elements for the call, and for the `padded` ones.  `fixed`: the mask of fixed padded elements."""
     if not long.numel():
         return short, padded
     if short.dtype == torch.bool:
@@ -244,16 +245,16 @@ def _varied(
         return _varied_integers(short, long, padded, variation, generator)
     sign, base = variation.sign, _wide(padded)
     far = WIDE.get(short.dtype, 1e12) if variation.entrywise else FAR
-    noise, more = (_uniform(tensor, generator).add_(1).mul_(far) for tensor in (short, padded))
+    noise, padded_noise = (_uniform(tensor, generator).add_(1).mul_(far) for tensor in (short, padded))
     ordinary = base.abs() < ORDINARY
     if sign:
         level = 0.0
-        if fixed is not None and not variation.entrywise and bool((known := fixed & ordinary).any()):
-            level = float((base[known] * sign).real.clamp(min=0).max())
-        free = torch.where(ordinary, more.add_(base.abs()).mul_(-sign), base - sign * FAR)
+        if fixed is not None and not variation.entrywise and bool((mask := fixed & ordinary).any()):
+            level = float((base[mask] * sign).real.clamp(min=0).max())
+        free = torch.where(ordinary, padded_noise.add_(base.abs()).mul_(-sign), base - sign * FAR)
         return noise.add_(level).mul_(sign).to(short.dtype), free.to(padded.dtype)
     anything = noise.mul_(2).sub_(3 * far).to(short.dtype) if variation.mixed else torch.zeros_like(short)
-    near = torch.full_like(base, variation.literal) if variation.entrywise else base.abs() - more
+    near = torch.full_like(base, variation.literal) if variation.entrywise else base.abs() - padded_noise
     return anything, torch.where(ordinary, near, base - FAR).to(padded.dtype)
 
 
@@ -261,7 +262,7 @@ def _varied_integers(
     short: torch.Tensor, long: torch.Tensor, padded: torch.Tensor, variation: Variation, generator: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor]:
     least, most = (int(extreme) for extreme in long.aminmax())
-    if variation.indices and not variation.entrywise:  # what is a position at the long size may be none at the short one
+    if variation.indices and not variation.entrywise:  # an index at the long size may be out of range at the short one
         return _varied_indices(short, (least, most), padded, variation, generator)
     limits = torch.iinfo(short.dtype)
     if variation.entrywise and not variation.sign:
@@ -280,7 +281,7 @@ def _varied_integers(
 def _varied_indices(
     short: torch.Tensor, ends: tuple[int, int], padded: torch.Tensor, variation: Variation, generator: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The call's entries within the range that they have at the short size, the padded ones within that of the long size."""
+    """Draws the call's elements within their range at the short size, and the padded ones within that at the long size."""
     short_ends = tuple([int(extreme) for extreme in short.aminmax()]) if short.numel() else ends
     if variation.sign:
         higher = variation.sign > 0
@@ -289,7 +290,7 @@ def _varied_indices(
 
 
 def _drawn(like: torch.Tensor, least: int, most: int, generator: torch.Generator) -> torch.Tensor:
-    """Integers from `least` to `most`."""
+    """Draws integers from `least` to `most`."""
     drawn = (_uniform(like, generator).to(torch.float64) * (most - least + 1)).floor() + least
     return drawn.to(torch.int64).clamp(least, most).to(like.dtype)
 

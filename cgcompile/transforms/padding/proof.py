@@ -1,11 +1,11 @@
-"""The proof that a call may be padded or chunked, per declared dimension.
+"""Proves per declared dimension whether a call may be padded or chunked.
 
-A dimension is "rows" when the rest of a call's frame may hold anything, "zeros" when it may hold zeros (an attention mask makes
-padded positions count for nothing), else "no".  `row_mixing` proves it, operator by operator.  Before that the model itself runs on
-whole, padded and chunked inputs, in eager PyTorch, within the outputs' bounds: what the program of one size hides, such as a branch
-of Python's, shows there.  A dimension may be chunked when it is "rows" from both ends and every output has exactly one axis that is
-a multiple of it.  One program for all sizes computes the same at all of them, so two sizes are tried.  Where each int_key has its
-own program, Python may have taken another branch at any size: every one between the declared sizes is tried.
+A dimension is "rows" if the rest of a call's frame may contain anything.  It is "zeros" if the rest may contain zeros (an attention
+mask removes the effect of padded positions), else "no".  `row_mixing` proves it, operator by operator.  Before that, eager PyTorch
+runs the model itself on whole, padded and chunked inputs, within the outputs' bounds.  That shows what the program of one size
+hides, such as a branch in Python.  To be chunked, a dimension must be "rows" from both ends, and every output must have exactly one
+axis that is a multiple of it.  One program for all sizes computes the same at all of them, so two sizes are tried.  If each int_key
+has its own program, Python may have taken another branch at any size, so every size between the declared ones is tried.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from .row_mixing import Functional, TwoSizes, changed, functional, two_sizes
 Tensors = Sequence[torch.Tensor]
 
 MOST = 128
-"""Sizes of a dimension that are tried where each int_key has its own program; where more lie between the declared ones, no call is
-padded."""
+"""The most sizes of a dimension that are tried if each int_key has its own program.  If there are more between the declared sizes,
+no call is padded."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Trial:
-    """Inputs at the small size, in a frame of the large size: `short` rows of `long`."""
+    """Inputs at the small size in a frame of the large size: `short` rows of `long`."""
 
     short: int
     long: int
@@ -47,7 +47,7 @@ class _Trial:
 
 
 class _Padding(NamedTuple):
-    """As in `Dimension`, before it is known whether a call can be chunked, and what was compared."""
+    """The fields of `Dimension` before chunking is decided, and the compared programs."""
 
     pad: Literal["rows", "zeros", "no"]
     reason: str
@@ -58,7 +58,7 @@ class _Padding(NamedTuple):
 def prove_padding(
     source: Source, prepared: Prepared, sizes: Mapping[str, tuple[int, ...]], tell: Callable[[str], None]
 ) -> tuple[Dimension, ...]:
-    """The declared dimensions, each with what was proved."""
+    """Returns the declared dimensions, each with the result of its proof."""
     with guarded_indices(source.device):
         return _proved(source, prepared, sizes, tell)
 
@@ -70,10 +70,10 @@ def _proved(
     for name, values in sizes.items():
         tell(name)
         pad, reason, not_chunked, compared = _prove_pad(source, prepared, sizes, name, lookup)
-        chunk, cut_reason = (False, reason) if pad != "rows" else _prove_cut(source, prepared, sizes, name, compared)
+        chunk, chunk_reason = (False, reason) if pad != "rows" else _prove_chunk(source, prepared, sizes, name, compared)
         if shared := _partial(prepared, "outputs"):
-            chunk, cut_reason = False, f"output {shared!r} is a part of another output, and parts of a call are joined one by one"
-        shown = reason if pad == "no" or chunk else cut_reason
+            chunk, chunk_reason = False, f"output {shared!r} is a part of another output, and parts of a call are joined one by one"
+        shown = reason if pad == "no" or chunk else chunk_reason
         proved.append(
             Dimension(
                 name=name, sizes=values, pad=pad, chunk=chunk, reason=shown, not_chunked=not_chunked if shown == reason else ""
@@ -83,7 +83,7 @@ def _proved(
 
 
 def unpadded(source: Source, prepared: Prepared) -> str:
-    """Why no call of the entry is padded, whatever a trial shows; else ""."""
+    """Returns the reason why no call of the entry is padded, whatever a trial shows, or ""."""
     if prepared.written:
         return f"{source.entry}() writes to its input {prepared.signature.inputs[prepared.written[0]].name!r}"
     if prepared.generator:
@@ -119,27 +119,27 @@ def _prove_pad(source: Source, prepared: Prepared, sizes: Mapping[str, tuple[int
             pad = "zeros"
         if problem:
             sentence = f"{problem} where a trial with {name}={trial.short} was padded with zeros to {trial.long}"
-            why = _first(two_sizes(source, prepared, sizes, name, lookup), fixed=True)  # the trial knows of no operator
+            why = _first(two_sizes(source, prepared, sizes, name, lookup), fixed=True)  # a trial does not name an operator
             return _Padding("no", f"{why}; {sentence}" if why else sentence, why)
     compared = two_sizes(source, prepared, sizes, name, lookup)
     if not compared:
         return _Padding("no", f"the model was exported per size, and its operators cannot be compared between sizes of {name}")
-    joined = _first(compared, fixed=False)
-    if pad == "rows" and not joined:
+    mixing = _first(compared, fixed=False)
+    if pad == "rows" and not mixing:
         return _Padding(pad, reason, compared=compared)
     if why := _first(compared, fixed=True):
         return _Padding("no", f"{why}; zeros were not proved to change nothing", why)
-    joined = joined or f"outputs depend on what {name} is filled up with"
-    return _Padding("zeros", f"{joined}; zeros were proved to change nothing", joined)
+    mixing = mixing or f"outputs depend on what {name} is filled up with"
+    return _Padding("zeros", f"{mixing}; zeros were proved to change nothing", mixing)
 
 
 def _first(compared: Sequence[TwoSizes], fixed: bool, last: bool = False) -> str:
-    """The first sentence of `row_mixing.changed`, or ""."""
+    """Returns the first reason of `row_mixing.changed`, or ""."""
     return next((why for comparison in compared if (why := changed(comparison, fixed, last))), "")
 
 
 def _partial(prepared: Prepared, memory: str) -> str:
-    """The name of an output that is a view of an input or output, but not the whole of it, or ""."""
+    """Returns the name of an output that is a view of a part of an input or output, or ""."""
     specs = {"inputs": prepared.signature.inputs, "outputs": prepared.signature.outputs}[memory]
     for alias in prepared.aliases:
         spec = prepared.signature.outputs[alias.output]
@@ -150,7 +150,7 @@ def _partial(prepared: Prepared, memory: str) -> str:
 
 
 def _trials(sizes: Mapping[str, tuple[int, ...]], name: str) -> list[_Trial]:
-    """A nearly full and a nearly empty frame of the smallest size above 1; the other dimensions at their smallest."""
+    """Returns a nearly full and a nearly empty frame of the smallest size above 1.  Other dimensions have their smallest size."""
     long = next((size for size in sizes[name] if size > 1), 2)
     others = {other: values[0] for other, values in sizes.items()}
     shorts = sorted({long - 1, max(1, long // 3)}, reverse=True)
@@ -158,8 +158,7 @@ def _trials(sizes: Mapping[str, tuple[int, ...]], name: str) -> list[_Trial]:
 
 
 def _every_trial(sizes: Mapping[str, tuple[int, ...]], name: str) -> list[_Trial]:
-    """Every size up to the largest in the frame that it is padded to; the other dimensions at their smallest, then at their
-    largest."""
+    """Returns all sizes up to the largest, in the frame of their padding, with the smallest and then the largest other sizes."""
     frames = [(short, next(size for size in sizes[name] if size >= short)) for short in range(1, sizes[name][-1])]
     others = [{other: values[pick] for other, values in sizes.items()} for pick in (0, -1)]
     return [
@@ -171,7 +170,7 @@ def _every_trial(sizes: Mapping[str, tuple[int, ...]], name: str) -> list[_Trial
 
 
 def _other_shape(prepared: Prepared, small: Mapping[str, int], expected: Tensors) -> str:
-    """ "" when outputs have the shapes that the signature says."""
+    """Returns a description of an output whose shape differs from the signature, or ""."""
     for spec, want in zip(prepared.signature.outputs, expected, strict=True):
         if tuple(want.shape) != tuple([evaluate(size, small) for size in spec.shape]):
             return f"output {spec.name!r} has the unexpected shape {list(want.shape)}"
@@ -179,7 +178,7 @@ def _other_shape(prepared: Prepared, small: Mapping[str, int], expected: Tensors
 
 
 def _compare(prepared: Prepared, short: Tensors, frame: Tensors, expected: Tensors) -> str:
-    """ "" when the padded run gives the expected outputs in front, else what differs."""
+    """Returns "" if the padded run gives the expected outputs at the front, else the difference."""
     filled = []
     for inner, outer in zip(short, frame, strict=True):
         padded = outer.clone()
@@ -201,14 +200,14 @@ def _compare(prepared: Prepared, short: Tensors, frame: Tensors, expected: Tenso
 
 
 def _changed(expected: torch.Tensor, got: torch.Tensor, bound: ErrorBound) -> str:
-    """ "" within the bound, else by how much an output changes."""
+    """Returns "" if the outputs are equal within the bound, else the difference."""
     difference = compare(expected, got)
     if difference.error <= bound.bound:
         return ""
     return f"changes: {difference.text}," if bound.exact else f"changes by {difference.error:.1e}"
 
 
-def _prove_cut(
+def _prove_chunk(
     source: Source, prepared: Prepared, sizes: Mapping[str, tuple[int, ...]], name: str, compared: Sequence[TwoSizes]
 ) -> tuple[bool, str]:
     inputs, outputs = prepared.signature.inputs, prepared.signature.outputs
@@ -220,12 +219,12 @@ def _prove_cut(
         if any(rule[0] == name and rule[2] != 0 for size in spec.shape if (rule := linear(size))):
             return False, f"input {spec.name!r} has an axis that is not a multiple of {name}, so that a call cannot be chunked"
     others = {other: values[0] for other, values in sizes.items()}
-    for long, at in _cuts(sizes[name], prepared.programs.dynamic):
-        whole = sample(source, {**others, name: long}).tensors
+    for long, at in _chunk_points(sizes[name], prepared.programs.dynamic):
+        full = sample(source, {**others, name: long}).tensors
         try:
-            expected = run_eager(prepared.reference, whole).outputs
+            expected = run_eager(prepared.reference, full).outputs
             for start, stop in ((0, at), (at, long)):
-                part = [_range(tensor, spec.shape, name, start, stop) for tensor, spec in zip(whole, inputs, strict=True)]
+                part = [_range(tensor, spec.shape, name, start, stop) for tensor, spec in zip(full, inputs, strict=True)]
                 actual = run_eager(prepared.reference, part).outputs
                 for spec, bound, want, output in zip(outputs, error_bounds(prepared), expected, actual, strict=True):
                     if changed := _changed(_range(want, spec.shape, name, start, stop), output, bound):
@@ -237,8 +236,8 @@ def _prove_cut(
     return True, f"rows along {name} do not depend on each other"
 
 
-def _cuts(sizes: Sequence[int], dynamic: bool) -> list[tuple[int, int]]:
-    """Sizes to chunk, and where.  Programs of their own are also compared with each other, and with sizes beyond the largest."""
+def _chunk_points(sizes: Sequence[int], dynamic: bool) -> list[tuple[int, int]]:
+    """Returns (size, split position).  Programs per int_key are also compared with each other, and beyond the largest size."""
     long = max(3, next((size for size in sizes if size > 1), 2))
     if dynamic:
         return [(long, 1)]

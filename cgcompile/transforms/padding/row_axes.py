@@ -1,4 +1,4 @@
-"""What is known of operators without trying them: along which axes they join entries, and which only move them."""
+"""Facts about operators that need no trials: the axes along which they combine elements, and which operators only move them."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from torch.fx import Node
 from .padded_values import PaddedValue
 
 Arguments = Mapping[str, Any]
-"""By the names of the operator's schema; tensors are padded values."""
+"""Arguments by the names of the operator's schema.  Tensors are padded values."""
 
 Rows = tuple[tuple[str, ...], Sequence[int]]
-"""The arguments whose rows an operator keeps apart, all of one rank, which is the result's; and the axes that it joins, negative
-ones from the last.  All its other arguments are the same for every call."""
+"""The arguments whose rows an operator keeps separate, all of the rank of the result; and the axes along which it combines
+elements, negative ones from the last.  All its other arguments are the same for every call."""
 
 MOVES = frozenset({
     "view", "_unsafe_view", "reshape", "flatten", "unflatten", "transpose", "permute", "movedim", "t", "numpy_T", "squeeze",
     "unsqueeze", "expand", "expand_as", "repeat", "select", "slice", "narrow", "split", "split_with_sizes", "chunk", "unbind",
     "clone", "contiguous", "alias", "detach", "cat", "stack", "roll", "flip", "constant_pad_nd",
 })  # fmt: skip
-"""Operators whose entries are those of their inputs, wherever these hold what; and constants."""
+"""Operators that only move elements of their inputs, whatever the values are, or add constants."""
 
 
 def _last(arguments: Arguments) -> Rows:
@@ -77,28 +77,28 @@ ROWS: Mapping[str, Callable[[Arguments], Rows]] = {
 
 
 def kept_rows(node: Node, inputs: tuple[Sequence[Any], Mapping[str, Any]]) -> tuple[list[PaddedValue], list[int]]:
-    """The values whose rows an operator of aten keeps apart, and the axes of these that it joins; no values where that is not
-    known.  `inputs`: its arguments, tensors as padded values."""
-    known = ROWS.get(_name(node))
-    named = (
+    """Returns the values whose rows an aten operator keeps separate, and the axes along which it combines elements.  Returns no
+    values for an unknown operator.  `inputs`: its arguments, tensors as padded values."""
+    rule = ROWS.get(_name(node))
+    by_name = (
         {**dict(zip([argument.name for argument in node.target._schema.arguments], inputs[0], strict=False)), **inputs[1]}
-        if known
+        if rule
         else {}
     )
-    names, axes = known(named) if known else ((), ())
-    values = [named[name] for name in names]
+    names, axes = rule(by_name) if rule else ((), ())
+    values = [by_name[name] for name in names]
     if not all(isinstance(value, PaddedValue) and isinstance(value.short, torch.Tensor) for value in values):
         return [], []
     return values, [axis % value.short.dim() for value in values[:1] for axis in axes]
 
 
 def moves(node: Node) -> bool:
-    """Whether an operator is one of MOVES."""
+    """Whether an operator only moves elements (MOVES)."""
     return _name(node) in MOVES
 
 
 def _name(node: Node) -> str:
-    """An operator of aten without its overload, "" for any other."""
+    """Returns the name of an aten operator without its overload, or "" for any other."""
     target = node.target
     is_aten = isinstance(target, torch._ops.OpOverload) and target.namespace == "aten"
     return target._schema.name.removeprefix("aten::") if is_aten else ""

@@ -1,13 +1,13 @@
-"""Whether padding a declared dimension changes what a program computes: decided operator by operator.
+"""Decides operator by operator whether padding a declared dimension changes what a program computes.
 
-The program runs at a short size and, padded, at a long one, side by side.  After every operator what it gives for the call must be
-the same in both.  It must stay so when its inputs hold other values: the call's entries are moved below and above all padded ones,
-and made zero; the padded ones are moved too, unless no input of the call can change them, as behind a mask.  So a sum over rows is
-padded where what is added are zeros whatever the call holds, a softmax where scores are masked, a maximum where padded entries are
--inf.  What the outputs make of a changed sum plays no part.
+The program runs at a short size and, padded, at a long one, side by side.  After every operator, the call's part of the result must
+be the same in both.  It must stay the same for other input values: the call's elements are moved below and above all padded ones,
+and set to zero.  The padded elements are moved too, unless no input of the call can change them, as after a mask.  So a sum over
+rows is accepted if padded addends are always zero, a softmax if scores are masked, a maximum if padded elements are -inf.  It does
+not matter how the outputs use a changed sum.
 
-Premises: integers have the range that inputs() draws; a mask by a large number, such as -10000, is large enough for the model's
-scores, and no mask hides a whole row of the call; padded rows are finite where they are for the inputs drawn.
+Assumptions: integers have the range that inputs() draws.  A mask by a large number, such as -10000, is large enough for the model's
+scores.  No mask hides a whole row of the call.  Padded rows are finite if they are finite for the drawn inputs.
 """
 
 from __future__ import annotations
@@ -30,16 +30,17 @@ from .padded_run import PaddedRun, operators
 from .padded_values import PaddedDimension
 
 SEED = 0
-"""Of the values that operators are tried with: a verdict is the same in every build."""
+"""The seed of the values that operators are tried with, so that every build gets the same verdict."""
 
 SMALL = 8
-"""A program for all sizes is run at declared ones up to this, or at this: it computes the same at all, and large ones take long."""
+"""The largest size of trials with a program for all sizes, if the model allows it: it computes the same at all, and large ones are
+slow."""
 
 
 @dataclass(frozen=True, slots=True)
 class TwoSizes:
-    """A program at a short and a long size of the dimension `name`, with inputs as `inputs()` draws them; programs of their own are
-    made of the same operators."""
+    """A program at a short and a long size of the dimension `name`, with inputs that `inputs()` draws.  Two programs of different
+    int_keys have the same operators."""
 
     name: str
     sizes: tuple[int, int]
@@ -49,16 +50,16 @@ class TwoSizes:
 
 
 Functional = Callable[[ExportedProgram], GraphModule]
-"""`functional`, or what remembers its modules."""
+"""`functional`, or a function that caches its modules."""
 
 
 def two_sizes(
     source: Source, prepared: Prepared, sizes: Mapping[str, tuple[int, ...]], name: str, lookup: Functional
 ) -> tuple[TwoSizes, ...]:
-    """What is compared for the dimension `name`, the other dimensions at their smallest sizes; modules are those that are `lookup`.
+    """Returns comparisons for the dimension `name`, with other dimensions at their smallest sizes.  `lookup` returns modules.
 
-    Programs of their own are compared with that of the next size, or where there is one size alone, of a smaller one; none where
-    their operators differ.
+    If each int_key has its own program, it is compared with that of the next size.  If there is only one size, it is compared with
+    a program exported at another size.  Returns () if their operators differ.
     """
     values = sizes[name]
     others = {other: other_sizes[0] for other, other_sizes in sizes.items()}
@@ -81,7 +82,7 @@ def two_sizes(
 
 
 def _by_size(source: Source, prepared: Prepared, sizes: Mapping[str, tuple[int, ...]], name: str) -> dict[int, ExportedProgram]:
-    """The programs of the dimension's sizes, and of a smaller one where it has one alone, which is exported for this."""
+    """Returns the programs of the dimension's sizes.  If there is only one size, exports the model at it and a neighbouring one."""
     others = {other: values[:1] for other, values in sizes.items()}
     programs, values = prepared.programs, sizes[name]
     if len(values) == 1:
@@ -102,13 +103,13 @@ def _at(source: Source, module: GraphModule, others: Mapping[str, int], name: st
 
 
 def _small(source: Source, module: GraphModule, others: Mapping[str, int], name: str, declared: int) -> TwoSizes | None:
-    """A dynamic program at sizes smaller than declared, None where there are none, or the model does not take them."""
+    """Returns a dynamic program at sizes smaller than declared, or None if there are none, or if the model rejects them."""
     if max(declared, *others.values(), 0) <= SMALL:
         return None
     try:
         comparison = _at(source, module, {other: min(size, SMALL) for other, size in others.items()}, name, min(declared, SMALL))
         with torch.no_grad(), traced_per_size():
-            for drawn in (comparison.short, comparison.long):  # without the module's own checks: its declared sizes begin higher
+            for drawn in (comparison.short, comparison.long):  # skips the module's own checks: its declared sizes are larger
                 Interpreter(module).run(*drawn, enable_io_processing=False)
     except (*FAILURES, ModelError):
         return None
@@ -116,9 +117,9 @@ def _small(source: Source, module: GraphModule, others: Mapping[str, int], name:
 
 
 def changed(compared: TwoSizes, fixed: bool, last: bool = False) -> str:
-    """ "" where padding changes nothing that the outputs need, else a sentence about the operator that it changes.
+    """Returns "" if padding changes nothing that the outputs need, else a sentence about the operator that it changes.
 
-    The call is the beginning of a larger one, or where `last` its end.  `fixed`: it is padded with zeros; else with anything.
+    The call is at the beginning of a larger one, or with `last` at its end.  `fixed`: it is padded with zeros, else with anything.
     """
     device = next((tensor.device for tensor in compared.short), torch.device("cpu"))
     along = PaddedDimension(compared.name, compared.sizes, last, torch.Generator(device).manual_seed(SEED))
@@ -142,7 +143,7 @@ def changed(compared: TwoSizes, fixed: bool, last: bool = False) -> str:
 
 
 def functional(program: ExportedProgram) -> GraphModule:
-    """The program as a module whose operators write to none of their inputs."""
+    """Returns the program as a module whose operators write to none of their inputs."""
     parts = [module for module in program.graph_module.modules() if isinstance(module, GraphModule)]
     targets = {node.target for part in parts for node in part.graph.nodes}
     if any(isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable for target in targets):

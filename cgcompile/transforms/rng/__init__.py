@@ -1,3 +1,3 @@
-"""Random operators become arithmetic over a counter-based generator whose state is a buffer.
-A replay then draws new numbers, and the program says which.
+"""Replaces random operators by arithmetic over a counter-based generator whose state is a buffer of the program.
+Every replay draws new numbers, and the program determines which.
 """

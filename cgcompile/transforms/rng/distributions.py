@@ -1,7 +1,7 @@
-"""Random numbers of the distributions that PyTorch has, from the words of a counter-based generator.
+"""Random numbers of PyTorch's distributions, from the words of a counter-based generator.
 
-Each draw takes one block of four words per element from a Stream.  The numbers are not those of PyTorch's own generators; the
-distributions, and the bits per number, are.
+Each draw takes one block of four words per element from a Stream.  The numbers are not those of PyTorch's own generators.  The
+distributions, and the bits per number, are the same.
 
     uniform       float32 24 bits, float64 53, float16 11, bfloat16 8, in [0, 1): at::transformation::uniform_real
     normal        Box and Muller, "A Note on the Generation of Random Normal Deviates" (1958), from two numbers per element, of
@@ -34,36 +34,36 @@ _LIBRARY.impl("philox", block, "CompositeExplicitAutograd")
 torch.library.register_fake("cgcompile::philox", lambda x, *_: tuple([torch.empty_like(x) for _ in range(4)]), lib=_LIBRARY)
 
 BLOCK = torch.ops.cgcompile.philox.default
-"""philox.block as one operator, so that a trace holds one node per draw and not its 150 operations."""
+"""philox.block as one operator, so that a trace has one node per draw instead of its 150 operations."""
 
 DIGITS = {torch.float16: 11, torch.bfloat16: 8}
-"""Bits of a uniform number of the dtypes narrower than float32, whose 24 do not fit."""
+"""Bits of a uniform number for dtypes that are too narrow for the 24 bits of float32."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stream:
-    """The random words of one call.  `shared`: what philox.schedule gives; `numbers`: one for each draw of the program."""
+    """The random words of one call.  `shared`: the result of philox.schedule.  `numbers`: one for each draw of the program."""
 
     shared: Tensor
     numbers: Iterator[int]
 
     def block(self, like: Tensor) -> Words:
-        """Four words per element of a tensor of this shape, device and order in memory."""
+        """Returns four words per element of a tensor with this shape, device and memory order."""
         element = torch.arange(like.numel(), dtype=torch.int64, device=like.device)
         words: Words = BLOCK(_in_order_of(element, like), self.shared, next(self.numbers))
         return words
 
 
 def _in_order_of(values: Tensor, like: Tensor) -> Tensor:
-    """One value per element of `like`, in the order of its memory: the result is dense, with the axes in the same order."""
+    """Returns one value per element of `like`, in its memory order.  The result is dense, with its axes in the same order."""
     order = axes_in_memory(like)
-    back = sorted(range(like.dim()), key=lambda axis: order[axis])
+    inverse = sorted(range(like.dim()), key=lambda axis: order[axis])
     reshaped = values.view([like.shape[axis] for axis in order])
-    return reshaped if back == order == sorted(order) else reshaped.permute(back)
+    return reshaped if inverse == order == sorted(order) else reshaped.permute(inverse)
 
 
 def axes_in_memory(tensor: Tensor) -> list[int]:
-    """The axes from outermost to innermost; in their own order where a stride depends on data."""
+    """Returns the axes from outermost to innermost, or in their own order if a stride depends on data."""
     strides = [stride if isinstance(stride, int) else stride.node.maybe_as_int() or stride.node.hint for stride in tensor.stride()]
     if any(stride is None for stride in strides):
         return list(range(tensor.dim()))
@@ -74,12 +74,12 @@ def axes_in_memory(tensor: Tensor) -> list[int]:
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """What numbers of a dtype are computed in."""
+    """Returns the dtype in which numbers of a dtype are computed."""
     return torch.float64 if dtype in (torch.float64, torch.int64, torch.int32) else torch.float32
 
 
 def uniform01(words: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """In [0, 1), each a multiple of 2^-digits: exact, so that nothing is rounded up to 1.  float64 takes two words."""
+    """Returns numbers in [0, 1), exact multiples of 2^-digits, so that none is rounded up to 1.  float64 takes two words."""
     if dtype == torch.float64:
         return bits53(words).to(dtype) * 2.0**-53
     digits = DIGITS.get(dtype, 24)
@@ -87,32 +87,32 @@ def uniform01(words: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 
 
 def positive01(words: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """In (0, 1], float32 (of 32 bits, so that the smallest is 2^-32) or float64: its logarithm is finite."""
+    """Returns float32 (of 32 bits, so that the smallest is 2^-32) or float64 numbers in (0, 1].  Their logarithms are finite."""
     if dtype == torch.float64:
         return (bits53(words) + 1).to(dtype) * 2.0**-53
     return (words[0].to(dtype) + 1) * 2.0**-32
 
 
 def normal01(words: Words, dtype: torch.dtype) -> Tensor:
-    """Standard normal, float32 or float64."""
-    radius = (positive01(words, dtype).log() * -2).clamp_min(0).sqrt()  # a fast logarithm may be above 0
+    """Returns standard normal numbers, float32 or float64."""
+    radius = (positive01(words, dtype).log() * -2).clamp_min(0).sqrt()  # a fast logarithm may be positive
     return radius * (uniform01(words[2:], dtype) * (2 * math.pi)).cos()
 
 
 def exponential01(words: Words, dtype: torch.dtype) -> Tensor:
-    """Of rate 1, never 0: samplers divide by it.  PyTorch takes half an epsilon in its place, too."""
+    """Returns numbers of rate 1, never 0, because samplers divide by them.  PyTorch also replaces 0 by half an epsilon."""
     return (-positive01(words, dtype).log()).clamp_min(torch.finfo(dtype).eps / 2)
 
 
 def integers(words: Words, span: int | torch.SymInt | Tensor) -> Tensor:
-    """int64 in [0, span); `span` is at least 1 and below 2^63."""
+    """Returns int64 in [0, span).  `span` is at least 1 and below 2^63."""
     if isinstance(span, int) and span <= 1 << 31:
         return (words[1] * span + ((words[0] * span) >> 32)) >> 32
     return bits63(words) % span
 
 
 def bits63(words: Sequence[Tensor]) -> Tensor:
-    """int64 in [0, 2^63)."""
+    """Returns int64 in [0, 2^63)."""
     return ((words[1] & 0x7FFFFFFF) << 32) | words[0]
 
 

@@ -1,4 +1,4 @@
-"""The random operators of PyTorch, each as a function of a Stream and of the operator's own arguments."""
+"""The random operators of PyTorch, each as a function of a Stream and of the operator's arguments."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _uniform(stream: Stream, x: Tensor, low: float = 0.0, high: float = 1.0, **_
 
 
 def _between(unit: Tensor, low: float, high: float) -> Tensor:
-    """[0, 1) stretched to [low, high); what is rounded to `high` is put at `low`, as on PyTorch's GPUs."""
+    """Scales [0, 1) to [low, high).  A number that is rounded to `high` becomes `low`, as in PyTorch's CUDA kernels."""
     if (low, high) == (0, 1):
         return unit
     scaled = (unit.to(wide(unit.dtype)) * (high - low) + low).to(unit.dtype)
@@ -44,7 +44,7 @@ def _normal_wide(stream: Stream, x: Tensor) -> Tensor:
 
 
 def _normal_around(stream: Stream, mean: Tensor | float, std: Tensor | float = 1.0, **_: Any) -> Tensor:
-    """normal() with a tensor of means, of standard deviations, or both, which broadcast."""
+    """Implements normal() with a tensor of means, of standard deviations, or both, which broadcast."""
     tensors = [parameter for parameter in (mean, std) if isinstance(parameter, Tensor)]
     like = torch.empty_like(torch.add(*tensors) if len(tensors) == 2 else tensors[0])
     return (_normal_wide(stream, like) * std + mean).to(like.dtype)
@@ -59,7 +59,7 @@ def _exponential(stream: Stream, x: Tensor, rate: float = 1.0, **_: Any) -> Tens
 
 
 def _cauchy(stream: Stream, x: Tensor, median: float = 0.0, sigma: float = 1.0, **_: Any) -> Tensor:
-    """The tangent of an odd multiple of 2^-25 of a half turn (float64: 2^-54): never that of a quarter turn."""
+    """Takes the tangent of an odd multiple of 2^-25 half turns (float64: 2^-54), which is never a quarter turn."""
     words, dtype = stream.block(x), wide(x.dtype)
     odd, digits = (bits53(words) - (1 << 52), 53) if dtype == torch.float64 else ((words[0] >> 8) - (1 << 23), 24)
     turn = (odd * 2 + 1).to(dtype) * (math.pi * 2.0 ** -(digits + 1))
@@ -72,12 +72,12 @@ def _geometric(stream: Stream, x: Tensor, p: float, **_: Any) -> Tensor:
 
 
 def _happens(stream: Stream, like: Tensor, p: float) -> Tensor:
-    """bool, true with probability p: a comparison of integers."""
+    """Returns bools that are true with probability p, by comparing integers."""
     return stream.block(like)[0] < round(p * (1 << 32))
 
 
 def _bernoulli(stream: Stream, x: Tensor, p: Tensor | float | None = None, **_: Any) -> Tensor:
-    """`p`: None for the elements of `x` themselves."""
+    """Draws with the probabilities `p`, or with those in `x` if `p` is None."""
     p = x if p is None else p
     if not isinstance(p, Tensor):
         return _happens(stream, x, p).to(x.dtype)
@@ -90,8 +90,8 @@ def _bernoulli_half(stream: Stream, x: Tensor, p: float = 0.5, **_: Any) -> Tens
 
 
 def _native_dropout(stream: Stream, x: Tensor, p: float, train: bool | None = True) -> tuple[Tensor, Tensor]:
-    kept = _happens(stream, torch.empty_like(x), 1 - p)
-    return x * kept * (1 / (1 - p) if p < 1 else 0.0), kept
+    keep_mask = _happens(stream, torch.empty_like(x), 1 - p)
+    return x * keep_mask * (1 / (1 - p) if p < 1 else 0.0), keep_mask
 
 
 def _dropout(stream: Stream, x: Tensor, p: float, train: bool) -> Tensor:
@@ -102,7 +102,7 @@ def _attention(
     stream: Stream, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
-    """In PyTorch's own plain operations, the dropout among them; no fused kernel draws our numbers."""
+    """Uses PyTorch's plain operations, which include the dropout.  A fused kernel would draw PyTorch's own numbers."""
     outputs = aten._scaled_dot_product_attention_math.default(
         query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )
@@ -172,7 +172,7 @@ def _randint_like(stream: Stream, x: Tensor, high: Limit | Tensor, **options: An
 
 
 def _within(stream: Stream, like: Tensor, low: Limit, high: Limit) -> Tensor:
-    """Integers in [low, high), in the dtype of `like`."""
+    """Returns integers in [low, high), in the dtype of `like`."""
     words = stream.block(like)
     if isinstance(low, int) and isinstance(high, int) and high - low >= 1 << 63:
         return _folded(words, low, high - 1).to(like.dtype)
@@ -180,7 +180,7 @@ def _within(stream: Stream, like: Tensor, low: Limit, high: Limit) -> Tensor:
 
 
 def _folded(words: Words, low: int, last: int) -> Tensor:
-    """int64 in [low, last], of which there are 2^63 at least: 64 random bits, of which those outside are put inside."""
+    """Returns int64 in [low, last], a range of at least 2^63 numbers.  Maps 64 random bits outside the range into it."""
     sign = 1 << 31
     drawn = ((words[1] ^ sign) - sign) * (1 << 32) + words[0]
     below, above = last - (drawn & ((1 << 63) - 1)), (drawn.clamp_min(last) - last - 1).clamp_min(0) + low
@@ -200,7 +200,7 @@ def _random(stream: Stream, x: Tensor, **_: Any) -> Tensor:
 
 
 def _last(dtype: torch.dtype) -> int:
-    """The largest number of random_() without limits: of a floating dtype, the largest up to which it holds every integer."""
+    """Returns the largest number of random_() without limits.  For a floating dtype, every integer up to it is exact."""
     if dtype == torch.bool:
         return 1
     return round(2 / torch.finfo(dtype).eps) if dtype.is_floating_point else torch.iinfo(dtype).max
@@ -212,10 +212,10 @@ def _randperm(stream: Stream, count: Limit, *, dtype: Dtype = None, device: Devi
 
 
 def _multinomial(stream: Stream, x: Tensor, count: int, replacement: bool = False, **_: Any) -> Tensor:
-    """int64 [..., count] of weights [..., categories].
+    """Returns int64 [..., count] for weights [..., categories].
 
-    Without replacement: a race of exponential times, whose rates are the weights; those of weight 0 come last.  With it: where a
-    uniform number lies among the sums of the weights, in float64, so that it is below their total.
+    Without replacement: a race of exponential times, whose rates are the weights; weights of 0 come last.  With replacement: the
+    position of a uniform number among the cumulative sums of the weights, in float64, so that it is below their total.
     """
     if not replacement:
         race = x.to(wide(x.dtype)) / exponential01(stream.block(torch.empty_like(x)), wide(x.dtype))
@@ -226,7 +226,7 @@ def _multinomial(stream: Stream, x: Tensor, count: int, replacement: bool = Fals
 
 
 def _into(function: Operator, stream: Stream, x: Tensor, *args: Any, **options: Any) -> Tensor:
-    """The operator that writes to its first argument what `function` makes."""
+    """Writes the result of `function` to the first argument, and returns it."""
     return x.copy_(function(stream, x, *args, **options))
 
 
@@ -279,7 +279,7 @@ LEAVES: Mapping[torch._ops.OpOverload, Operator] = {
     aten.rrelu_with_noise_functional.default: _rrelu_functional,
     aten.scaled_dot_product_attention.default: _attention,
 }
-"""What each operator becomes: a function of the stream and of the operator's own arguments."""
+"""The function that replaces each operator."""
 
 COMPOSITES: frozenset[torch._ops.OpOverload] = frozenset({
     aten.alpha_dropout.default,
@@ -291,4 +291,4 @@ COMPOSITES: frozenset[torch._ops.OpOverload] = frozenset({
     aten.rrelu.default,
     aten.rrelu_.default,
 })  # fmt: skip
-"""Operators that PyTorch itself writes with those of LEAVES."""
+"""Operators that PyTorch composes of those in LEAVES."""

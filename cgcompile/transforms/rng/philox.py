@@ -1,9 +1,8 @@
 """Philox 4x32-10, a counter-based random generator, in ordinary operations on tensors.
 
 Salmon, Moraes, Dror and Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3", SC11 (2011); the reference is their library
-Random123.  A block of four 32-bit words is a function of a counter (four words) and a key (two words).  There is no state to keep
-in order: every element computes its own numbers, the same wherever it runs.
-
+Random123.  A block of four 32-bit words is a function of a counter (four words) and a key (two words).  There is no sequential
+state: every element computes its own numbers, and they are the same on every device.
 A word is an int64 tensor with values in [0, 2^32).  No operation overflows: in C++, which Inductor writes, the overflow of a
 signed integer is undefined.
 """
@@ -25,17 +24,16 @@ MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 """PHILOX_M4x32_0 and _1 of Random123."""
 
 BUMPS = (0x9E3779B9, 0xBB67AE85)
-"""PHILOX_W32_0 and _1 of Random123: what a round adds to the words of the key (the golden ratio, and the square root of 3)."""
+"""PHILOX_W32_0 and _1 of Random123, which each round adds to the words of the key (the golden ratio, and the square root of 3)."""
 
 ROUNDS = 10
 
 
 def schedule(state: Tensor) -> Tensor:
-    """What all draws of a call share: int64 [2 * ROUNDS + 2], the left and right keys of the rounds, the two words of the calls.
+    """Returns the words that all draws of a call share: int64 [2 * ROUNDS + 2], left and right keys of the rounds, number of calls.
 
-    `state`: int64 [seed, calls so far].  Indices are masked before they are multiplied: Inductor would take the product for a
-    larger index, and 32 bits for that.  as_strided makes Inductor store the keys in memory; else it computes them in each place
-    that takes one.
+    `state`: int64 [seed, calls so far].  Indices are masked before they are multiplied.  Otherwise Inductor would take the product
+    for a larger index, and use 32 bits for it.  as_strided makes Inductor store the keys in memory, not compute them at every use.
     """
     lane, turn = [torch.arange(count, dtype=torch.int64, device=state.device) & MASK for count in (2, ROUNDS)]
     words = (state.unsqueeze(1) >> (lane * 32)) & MASK
@@ -45,18 +43,18 @@ def schedule(state: Tensor) -> Tensor:
 
 
 def block(element: Tensor, shared: Tensor, number: int) -> Words:
-    """The four words of every element in one draw.  `element`: int64, whose low word counts; `shared`: what `schedule` gives, on
-    the same device; `number`: that of the draw in its program, below 2^32.
+    """Returns the four words of every element in one draw.  `element`: int64, of which the low word counts.  `shared`: the result
+    of `schedule`, on the same device.  `number`: that of the draw in its program, below 2^32.
 
     key = seed, counter = (element, number, calls low, calls high): no block occurs twice in 2^64 calls.
     """
     keys = [(shared.select(0, turn), shared.select(0, ROUNDS + turn)) for turn in range(ROUNDS)]
-    which = torch.full((), number, dtype=torch.int64, device=element.device)
-    return philox((element & MASK, which, shared.select(0, 2 * ROUNDS), shared.select(0, 2 * ROUNDS + 1)), keys)
+    draw = torch.full((), number, dtype=torch.int64, device=element.device)
+    return philox((element & MASK, draw, shared.select(0, 2 * ROUNDS), shared.select(0, 2 * ROUNDS + 1)), keys)
 
 
 def philox(counter: Words, keys: Sequence[Key]) -> Words:
-    """The block of four words that belongs to a counter, with the keys of the rounds."""
+    """Returns the block of four words for a counter, with the keys of the rounds."""
     first, second, third, fourth = counter
     for left, right in keys:
         high_a, low_a = _multiply(first, MULTIPLIERS[0])
@@ -66,10 +64,10 @@ def philox(counter: Words, keys: Sequence[Key]) -> Words:
 
 
 def _multiply(word: Tensor, constant: int) -> tuple[Tensor, Tensor]:
-    """The high and the low word of word * constant.
+    """Returns the high and the low word of word * constant.
 
-    The product may reach 2^64.  With constant - 2^32 in its place, which is above -2^30, it stays above -2^62.  That leaves out
-    2^32 * word, which is `word` more in the high word and nothing in the low one.
+    The product may reach 2^64.  So it is computed with constant - 2^32, which is above -2^30, and stays above -2^62.  The missing
+    2^32 * word adds `word` to the high word and nothing to the low one.
     """
     product = word * (constant - (1 << 32))
     return (product >> 32) + word, product & MASK

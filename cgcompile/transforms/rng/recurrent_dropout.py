@@ -1,7 +1,7 @@
-"""Recurrent networks with dropout between their layers: one operator per layer, and the dropouts as operators of their own.
+"""Recurrent networks with dropout between their layers: one operator per layer, and the dropouts as separate operators.
 
-PyTorch 2.11 and 2.13 write LSTM, GRU and RNN with others where they compile them (torch/_decomp/decompositions.py, `_rnn_helper`),
-and leave the dropout out there.
+PyTorch 2.11 and 2.13 decompose LSTM, GRU and RNN where they compile them, and leave out the dropout
+(torch/_decomp/decompositions.py, `_rnn_helper`).
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ RECURRENT = frozenset({aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, ate
 
 
 def split_layers(node: Node, origin: Mapping[str, Any]) -> dict[Node, Node]:
-    """Inserts before a node of RECURRENT with dropout, (input, hx, params, has_biases, num_layers, dropout, train, bidirectional,
-    batch_first), what it does layer by layer.  Gives what stands for each of its users, which take its results apart."""
-    x, states, params, biases, layers, p, _, both_ways, batch_first = node.args
+    """Inserts the layers one by one before a node of RECURRENT with dropout, (input, hx, params, has_biases, num_layers, dropout,
+    train, bidirectional, batch_first).  Returns a replacement for each of its users, which are getitem nodes."""
+    x, states, params, biases, layers, p, _, bidirectional, batch_first = node.args
     outputs = node.meta["val"]
-    graph, ways, per_layer = node.graph, 2 if both_ways else 1, len(params) // layers
+    graph, dirs, per_layer = node.graph, 2 if bidirectional else 1, len(params) // layers
     states = list(states) if isinstance(states, list | tuple) else [states]
     last: list[list[Node]] = [[] for _ in states]
 
@@ -35,16 +35,16 @@ def split_layers(node: Node, origin: Mapping[str, Any]) -> dict[Node, Node]:
     with graph.inserting_before(node), outputs[0].fake_mode:
         for layer in range(layers):
             parts = [
-                call(aten.narrow.default, state, 0, layer * ways, ways, value=state.meta["val"].narrow(0, layer * ways, ways))
+                call(aten.narrow.default, state, 0, layer * dirs, dirs, value=state.meta["val"].narrow(0, layer * dirs, dirs))
                 for state in states
             ]
             layer_states = parts if node.target is aten.lstm.input else parts[0]
             weights = list(params[layer * per_layer : (layer + 1) * per_layer])
             values = (outputs[0], *[part.meta["val"] for part in parts])
-            ran = call(node.target, x, layer_states, weights, biases, 1, 0.0, False, both_ways, batch_first, value=values)
-            x = call(operator.getitem, ran, 0, value=outputs[0])
+            call_node = call(node.target, x, layer_states, weights, biases, 1, 0.0, False, bidirectional, batch_first, value=values)
+            x = call(operator.getitem, call_node, 0, value=outputs[0])
             for index, ends in enumerate(last):
-                ends.append(call(operator.getitem, ran, index + 1, value=values[index + 1]))
+                ends.append(call(operator.getitem, call_node, index + 1, value=values[index + 1]))
             if layer < layers - 1:
                 x = call(aten.dropout.default, x, p, True, value=outputs[0])
         results = [x, *[call(aten.cat.default, ends, value=value) for ends, value in zip(last, outputs[1:], strict=True)]]

@@ -1,10 +1,10 @@
-"""Random numbers in a program: its random operators are rewritten so that the program computes the numbers itself.
+"""Rewrites the random operators of a program, so that the program computes the random numbers itself.
 
-Those inside of branches and loops are rewritten there (bodies.py).
+Operators inside branches and loops are rewritten there (bodies.py).
 
-The program gets one more buffer, RNG: int64 [seed, calls so far].  Every random operator becomes ordinary operations that make its
-numbers from that buffer, and the last operation adds 1 to the calls.  All other nodes keep their names and metadata.  The new ones
-carry the metadata of the operator whose place they take, and the one that gives its result takes its name.
+The program gets one more buffer, RNG: int64 [seed, calls so far].  Every random operator becomes ordinary operations that compute
+its numbers from that buffer, and the last operation adds 1 to the calls.  All other nodes keep their names and metadata.  New nodes
+get the metadata of the operator that they replace, and the one with its result gets its name.
 """
 
 from __future__ import annotations
@@ -33,30 +33,30 @@ from .recurrent_dropout import RECURRENT, split_layers
 aten = torch.ops.aten
 
 RNG = "cgcompile_rng"
-"""The buffer that the program gets: int64 [seed, calls so far], zeros at first."""
+"""The buffer that the program gets: int64 [seed, calls so far], initially zeros."""
 
 ORIGIN = ("stack_trace", "nn_module_stack", "source_fn_stack", "torch_fn", "custom", "from_node")
-"""What a node's metadata says of the user's code."""
+"""Keys of a node's metadata that describe the user's code."""
 
 
 def supported() -> frozenset[torch._ops.OpOverload]:
-    """The random operators that `with_generator` rewrites."""
+    """Returns the random operators that `with_generator` rewrites."""
     return frozenset(LEAVES) | COMPOSITES | RECURRENT
 
 
 def is_random(node: Node) -> bool:
-    """Whether a node draws random numbers: an operator tagged `nondeterministic_seeded`, or attention, that is not switched off."""
+    """Whether a node draws random numbers: an operator tagged `nondeterministic_seeded`, or attention, unless switched off."""
     tagged = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
     return node.op == "call_function" and (tagged or node.target is aten.scaled_dot_product_attention.default) and not _off(node)
 
 
 def can_rewrite(node: Node) -> bool:
-    """Whether a random node is one that `with_generator` rewrites: one of `supported`, without a generator of the user's."""
+    """Whether `with_generator` can rewrite a random node: an operator of `supported`, without a generator of the user."""
     return node.target in supported() and arguments(node).get("generator") is None
 
 
 def drawn(module: GraphModule) -> Iterator[Node]:
-    """The random nodes of a program's graph and of the bodies of its branches and loops."""
+    """Yields the random nodes of a program's graph and of the bodies of its branches and loops."""
     for node in module.graph.nodes:
         if is_random(node):
             yield node
@@ -71,20 +71,20 @@ def draws(program: ExportedProgram) -> bool:
 
 
 def generator_buffer(program: ExportedProgram) -> str:
-    """The buffer of the random numbers' state, by its name in the program, "" without."""
+    """Returns the program's name of the generator's buffer, or ""."""
     return next(iter(generator_buffers(program)), "")
 
 
 def generator_buffers(program: ExportedProgram) -> tuple[str, ...]:
-    """All buffers RNG, with a prefix where a program was saved after it was rewritten, and loaded as (a part of) a model."""
+    """Returns all buffers RNG.  They have a prefix if a rewritten program was saved, and loaded as (a part of) a model."""
     buffers = program.graph_signature.inputs_to_buffers.values()
     return tuple([name for name in buffers if name.rpartition(".")[2] == RNG])
 
 
 def with_generator(program: ExportedProgram, first: Tensor | None = None) -> ExportedProgram:
-    """The program whose random operators are computed from the buffer RNG, which it adds to; itself when it draws nothing.
+    """Returns the program with random operators computed from a new buffer RNG, or the program itself if it draws nothing.
 
-    `first`: what the buffer is, int64 [2], for programs that share one; zeros by default.  Weights are shared, not copied.
+    `first`: the value of the buffer, int64 [2], for programs that share one; zeros by default.  Weights are shared, not copied.
     Every random operation of the graph must be one that `can_rewrite`.
     """
     if not draws(program):
@@ -113,7 +113,7 @@ def _draws_inside(node: Node, module: GraphModule) -> bool:
 
 
 def _rewrite(module: GraphModule, shared: Node, numbers: Iterator[int]) -> dict[str, str]:
-    """Rewrites the random operators of a graph and of the bodies in it; gives what `_stand_in` gives, of the graph's own."""
+    """Rewrites the random operators of a graph and of the bodies in it.  Returns the renames of `_stand_in` in the graph itself."""
     renamed: dict[str, str] = {}
     stream = Stream(shared=shared.meta["val"], numbers=numbers)
     for node in list(module.graph.nodes):
@@ -135,7 +135,7 @@ def _rewrite(module: GraphModule, shared: Node, numbers: Iterator[int]) -> dict[
 
 
 def _replace(node: Node, shared: Node, stream: Stream) -> dict[str, str]:
-    """Puts ordinary operations in the place of a random one.  Gives what `_stand_in` gives."""
+    """Replaces a random operation by ordinary ones.  Returns the renames of `_stand_in`."""
     assert can_rewrite(node), node.format_node()
     flat, spec = pytree.tree_flatten((node.args, node.kwargs))
     operands = list(dict.fromkeys([leaf for leaf in flat if isinstance(leaf, Node)]))
@@ -143,8 +143,8 @@ def _replace(node: Node, shared: Node, stream: Stream) -> dict[str, str]:
     target = table.get(node.target, node.target)
 
     def draw(_: Tensor, *values: Any) -> Any:
-        known = dict(zip(operands, values, strict=True))
-        args, kwargs = pytree.tree_unflatten([known[leaf] if isinstance(leaf, Node) else leaf for leaf in flat], spec)
+        by_operand = dict(zip(operands, values, strict=True))
+        args, kwargs = pytree.tree_unflatten([by_operand[leaf] if isinstance(leaf, Node) else leaf for leaf in flat], spec)
         return pytree.tree_map(_in_order, target(*args, **kwargs), node.meta["val"])
 
     draws = insert(node, [shared, *operands], draw, table, _origin(node))
@@ -152,8 +152,8 @@ def _replace(node: Node, shared: Node, stream: Stream) -> dict[str, str]:
 
 
 def _stand_in(node: Node, stand_ins: Mapping[Node, Node]) -> dict[str, str]:
-    """Removes a node for which, or for whose elements, others stand in, which take the names over.  Gives old name -> name, for the
-    case that one stands in for two."""
+    """Replaces a node, or the getitem nodes of its results, by other nodes, which take over the names.  Returns old name -> new
+    name, which differ if one node replaces two."""
     renamed: dict[str, str] = {}
     for old, new in stand_ins.items():
         old.replace_all_uses_with(new)
@@ -171,16 +171,16 @@ def _origin(node: Node) -> dict[str, Any]:
 
 
 def _in_order(tensor: Tensor, expected: Tensor) -> Tensor:
-    """`tensor` with the order of the axes in memory that the rest of the program was exported for."""
+    """Returns `tensor` with the memory order of axes that the rest of the program was exported for."""
     order = axes_in_memory(expected)
     if order == axes_in_memory(tensor):
         return tensor
-    back = sorted(range(len(order)), key=lambda axis: order[axis])
-    return tensor.permute(order).contiguous().permute(back)
+    inverse = sorted(range(len(order)), key=lambda axis: order[axis])
+    return tensor.permute(order).contiguous().permute(inverse)
 
 
 def _expand(graph: Graph) -> None:
-    """Puts the operations of philox.block in the place of each BLOCK.  Those that read only what all draws share are there once."""
+    """Replaces each BLOCK by the operations of philox.block.  Operations that only read the shared words are inserted once."""
     blocks = graph.find_nodes(op="call_function", target=BLOCK)
     if not blocks:  # dropout with probability 1 draws nothing
         return
@@ -198,31 +198,31 @@ def _expand(graph: Graph) -> None:
                 once[operation] = graph.node_copy(operation, {second: shared}.__getitem__)
                 once[operation].meta = {"val": operation.meta["val"]}
     for node in blocks:
-        known = {first: node.args[0], **once}
+        node_map = {first: node.args[0], **once}
         with graph.inserting_before(node):
             for operation in operations:
                 if operation not in once:
-                    known[operation] = graph.node_copy(operation, known.__getitem__)
-                    known[operation].meta = {
+                    node_map[operation] = graph.node_copy(operation, node_map.__getitem__)
+                    node_map[operation].meta = {
                         **node.meta,
                         "val": (operation if operation.meta["val"].dim() == 0 else node.args[0]).meta["val"],
                     }
                     if operation.target is aten.full.default:
-                        known[operation].update_arg(1, node.args[2])
+                        node_map[operation].update_arg(1, node.args[2])
         for user in list(node.users):
-            user.replace_all_uses_with(known[output.args[0][user.args[1]]])
+            user.replace_all_uses_with(node_map[output.args[0][user.args[1]]])
             graph.erase_node(user)
         graph.erase_node(node)
         for operation in reversed(operations):
-            if not known[operation].users and operation not in once:
-                graph.erase_node(known[operation])
+            if not node_map[operation].users and operation not in once:
+                graph.erase_node(node_map[operation])
 
 
 def _off(node: Node) -> bool:
-    """Whether a random operator draws nothing as it is called."""
+    """Whether the arguments of a random operator switch it off."""
     values = arguments(node)
     if values.get("train") is False or values.get("training") is False or values.get("dropout_p") == 0:
         return True
-    if "num_layers" in values:  # dropout of recurrent networks is between the layers
+    if "num_layers" in values:  # recurrent networks have dropout only between layers
         return values["dropout"] == 0 or values["num_layers"] == 1
     return "dropout" in str(node.target) and values.get("p") == 0
