@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import (
 from torch.export import Dim, ExportedProgram
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.fx.traceback import preserve_node_meta
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_wrapper
 from torch.utils._pytree import tree_leaves
 
 from cgbundle.format.schema import Size
@@ -171,12 +172,24 @@ def _export(flat: FlatModule, tensors: Sequence[torch.Tensor], dynamic: Any) -> 
     with torch.no_grad(), redirect_stderr(text), _quiet(LOGGERS[0]), preserve_node_meta(), unregistered_attributes_kept(flat.model):
         program = body_constants.lifted(untraced.export(flat, _separate(tensors), dynamic))
     sys.stderr.write(text.getvalue())
+    _make_plain(program)
     _move_constants(program, flat.device)
     _make_dense(program)
     settle_assertions(program)
     give_sizes_at_once(program)
     copy_shared(program.graph_module)
     return without_composites(expanded(program))
+
+
+def _make_plain(program: ExportedProgram) -> None:
+    """Replaces parameters of a class of a library by torch's own parameters over the same memory.  Inductor's fake tensors do not
+    know such a class (torch 2.11; geoopt's ManifoldParameter)."""
+    plain: dict[int, torch.nn.Parameter] = {}
+    for name, value in program.state_dict.items():
+        if isinstance(value, torch.nn.Parameter) and type(value) is not torch.nn.Parameter and not is_wrapper(value):
+            with torch._C.DisableTorchFunctionSubclass():
+                memory = value.detach().as_subclass(torch.Tensor)
+            program.state_dict[name] = plain.setdefault(id(value), torch.nn.Parameter(memory, value.requires_grad))
 
 
 def _move_constants(program: ExportedProgram, device: torch.device) -> None:

@@ -187,9 +187,9 @@ def _compiled(
             "torch-unsupported", f"torch {torch.__version__}: aot_compile gave no shared object; cgcompile was tested with {TESTED}"
         )
     libtorch = work / LIBTORCH
-    for context in (target, libtorch):
-        if context.exists():
-            _make_reproducible(context, work)
+    for library in (target, libtorch):
+        if library.exists():
+            _make_reproducible(library, work)
     features = needed(compilers.plain, wrapped.options(), os.uname().machine, processor_flags())
     alone = standalone_code.is_in(target.read_bytes())
     return Compiled(path=target, features=features, standalone=alone, libtorch=libtorch if libtorch.exists() else None)

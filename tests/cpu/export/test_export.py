@@ -597,3 +597,23 @@ def test_the_operation_whose_size_torch_cannot_follow_is_told_with_its_line() ->
     message = size_in(program, AssertionError(f"should have been constant\n\nWhile executing %{sized.name} : [num_users=2] = ..."))
     assert message.startswith("tests/cpu/export/test_export.py:") and message.endswith(": the size of a tensor depends on data")
     assert size_in(program, AssertionError("should have been constant")) == ""
+
+
+class Named(nn.Parameter):
+    """A parameter of a class of its own, as libraries for manifolds have them."""
+
+
+def test_parameters_of_another_class_become_torchs_over_the_same_memory() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = Named(torch.rand(4))
+            self.same = self.scale
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.scale + self.same
+
+    model = Model()
+    program = export(load_source(model, rows), {"batch": (1, 8)}).programs.first
+    assert {type(value) for value in program.state_dict.values()} == {nn.Parameter}
+    assert {value.data_ptr() for value in program.state_dict.values()} == {model.scale.data_ptr()}
