@@ -80,7 +80,7 @@ PARTS: dict[str, Callable[[dict[str, Any]], float]] = {
 
 
 def measure(case: Case, bundle: Path, inputs: list[str], cache: Path, repeat: int, say: Callable[[str], None]) -> Measured:
-    """Runs all ways `repeat` times, alternating, after one round that fills the page cache and torch.compile's. Raises ChildFailed."""
+    """Runs all ways `repeat` times alternately, after one round that fills the caches. Raises ChildFailed."""
     measured = Measured(case=case)
     compiled = cache / f"{case.name}.inductor"
     shutil.rmtree(compiled, ignore_errors=True)
