@@ -1,4 +1,4 @@
-"""What is shown of a command's output, against what it printed."""
+"""The output of commands that pages show is what they printed."""
 
 from __future__ import annotations
 
