@@ -15,7 +15,7 @@ import numpy
 import torch
 
 Inputs = Callable[..., Any]
-"""As in a model file: the parameters are the declared dimensions."""
+"""A function as in a model file: the parameters are the declared dimensions."""
 
 Made = tuple[torch.nn.Module, Inputs]
 

@@ -55,8 +55,8 @@ class Answers:
         return cls(cases)
 
     def judge(self, program: Any) -> str:
-        """ "right", "refused", or "wrong: ..." with the first different answer. State is not compared, because calls follow each
-        other."""
+        """Returns "right", "refused", or "wrong: ..." with the first different answer. State is not compared: it depends on earlier
+        calls."""
         verdict = "refused"
         stateful = program.manifest.random is not None or any(row.memory == "state" for row in program.manifest.weights)
         for case in self.cases:

@@ -36,7 +36,7 @@ TEXTS = (
     "graphs/modules.bin", "9" * 5000, "x" * 5000, "//" * 3000, "\u202e", "\x9b2J", "ﬁ", "é", "\U0001f600", "None", "lambda", "a\nb",
     "<script>", '"', "'", "\\", "]", "[" * 300, "%s{}", "x" * 1024, "\udcff",
 )  # fmt: skip
-"""Texts with a meaning elsewhere, or without any."""
+"""Texts that are valid in some other field, or in none."""
 
 OTHERS: tuple[Any, ...] = (None, True, False, 0.5, -0.0, 1e308, [], {}, [[]], [0], "x", {"x": 0}, [None])
 

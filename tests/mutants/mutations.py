@@ -23,7 +23,7 @@ ARITHMETIC: dict[type[ast.operator], tuple[type[ast.operator], ...]] = {
 """The replacements of each operator."""
 
 ERRORS = ("BundleError", "BuildError", "CallError", "ModelError", "ValueError", "invalid", "_broken", "_overlap")
-"""Functions that make errors; their arguments after the code are texts."""
+"""Functions that make errors. Their arguments after the code are messages, which are not mutated."""
 
 MODULE = "module"
 """Name for code outside of functions."""

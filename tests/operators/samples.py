@@ -1,4 +1,4 @@
-"""The samples that PyTorch tests its operators with, in groups that are modules.
+"""The samples that PyTorch tests its operators with, grouped into modules.
 
 Uses a private interface (torch 2.11, 2.13), `torch.testing._internal.common_methods_invocations.op_db`, which needs the package
 expecttest.

@@ -17,7 +17,7 @@ from typing import Any
 from tests.bench.common import serving
 
 HEADS = 12
-"""As in examples/gpt.py, which cannot be imported without torch."""
+"""The same as in examples/gpt.py, which cannot be imported without torch."""
 
 
 def weights_of(path: str) -> dict[str, Any]:

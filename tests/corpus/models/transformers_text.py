@@ -18,7 +18,7 @@ def two_dimensions(batch: int, seq: int) -> dict[str, object]:
 
 
 LONGFORMER = {"attention_window": 8, **SIZE, "max_position_embeddings": 80}
-"""With a mask as input, a branch tests whether any token has global attention. Without one, the model's own mask decides it."""
+"""If the mask is an input, a branch tests whether any token has global attention. Otherwise the model's own mask decides it."""
 
 CASES = [
     transformer("text/bert", "BertModel", "BertConfig", SENTENCE, **BERT),

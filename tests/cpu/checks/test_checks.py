@@ -631,7 +631,7 @@ def test_other_failures_stay_errors() -> None:
 
 
 def test_a_loop_without_bound_is_told_with_its_line_where_torch_export_stops_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As for torchdiffeq's dopri5: no program shows the obstacle, so the error is the only report."""
+    """For torchdiffeq's dopri5, too, no program shows the obstacle, so the error is the only report."""
 
     def stopped(*_args: Any, **_options: Any) -> Any:
         turns = TooManyTurns("solver.py:7", "while t < end:", ", called from model.py:3")

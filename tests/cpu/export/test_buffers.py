@@ -21,7 +21,7 @@ def rows(batch: int) -> torch.Tensor:
 
 
 class Unread(nn.Module):
-    """As the alignment heads of openai-whisper: a sparse buffer that only other methods than forward() read."""
+    """A sparse buffer that only other methods than forward() read, like the alignment heads of openai-whisper."""
 
     def __init__(self, *, read: bool) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Unread(nn.Module):
 
 
 class Filled(nn.Module):
-    """As timm's ConViT: the first call creates the buffer with its final shape."""
+    """The first call creates the buffer with its final shape, as in timm's ConViT."""
 
     def __init__(self, *, kept: bool) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ def test_a_buffer_of_another_shape_is_refused_at_the_line_of_the_class_that_assi
 
 
 class FirstCall(nn.Module):
-    """As k-means that are initialized by the first batch: a flag tells whether they are."""
+    """A flag tells whether the first batch has initialized the means, as in some k-means models."""
 
     def __init__(self) -> None:
         super().__init__()

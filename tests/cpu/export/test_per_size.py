@@ -260,7 +260,7 @@ def test_sizes_without_a_rule_are_listed_up_to_a_limit() -> None:
 
 
 def while_exported(m: Holding, x: torch.Tensor) -> torch.Tensor:
-    """As a library that omits a mask during export."""
+    """Omits a mask during export, as some libraries do."""
     return m.linear(x) if torch.compiler.is_exporting() else m.linear(x) * 2
 
 
@@ -269,7 +269,7 @@ def is_fake(x: torch.Tensor) -> bool:
 
 
 def on_fake(m: Holding, x: torch.Tensor) -> torch.Tensor:
-    """As transformers, which keeps a mask of ones if it cannot read it."""
+    """Keeps a mask of ones if it cannot be read, as transformers does."""
     return m.linear(x) * (2 if is_fake(torch.ones(3, 8)) else 3)
 
 
@@ -279,7 +279,7 @@ def on_fake_inputs(m: Holding, x: torch.Tensor) -> torch.Tensor:
 
 
 def warned(m: Holding, x: torch.Tensor) -> torch.Tensor:
-    """As transformers, which looks for padding in inputs that it can read, and in its own mask of ones."""
+    """Looks for padding in inputs that it can read, and in its own mask of ones, as transformers does."""
     if not is_fake(x) and x.sum() < -1e9:
         raise ValueError
     mask = torch.ones(x.shape[0], 7)

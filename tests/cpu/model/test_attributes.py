@@ -22,7 +22,7 @@ from cgcompile.pipeline.build import export_entries
 
 
 class Levels(nn.Module):
-    """As torchvision's RAFT: every call creates the list again."""
+    """Every call creates the list again, as in torchvision's RAFT."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -204,7 +204,7 @@ def test_the_model_is_afterwards_what_it_was() -> None:
 
 
 class Placed(nn.Module):
-    """As pyqtorch's circuits: the module stores the device of the tensors that it creates, which `to()` does not change."""
+    """The module stores the device of the tensors that it creates, and `to()` does not change it, as in pyqtorch's circuits."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -247,7 +247,7 @@ def test_what_one_entry_writes_is_state_of_those_before_it_too() -> None:
 
 
 class Distribution:
-    """As in stable-baselines3: an object that every call fills again."""
+    """Every call fills the object again, as in stable-baselines3."""
 
     def __init__(self) -> None:
         self.mean: Any = None
@@ -304,7 +304,7 @@ class Cell(nn.Module):
 
 
 class Listed(nn.Module):
-    """As the reservoirs of auto-esn: torch does not know modules in a Python list or dict."""
+    """torch does not know modules in a Python list or dict, as in the reservoirs of auto-esn."""
 
     def __init__(self, cells: Any) -> None:
         super().__init__()

@@ -132,7 +132,7 @@ def test_an_object_that_cannot_be_looked_at(method: str) -> None:
 
 
 class Refusing(tuple[int, ...]):
-    """As e3nn's irreps: a tuple whose length cannot be read."""
+    """A tuple whose length cannot be read, like e3nn's irreps."""
 
     def __len__(self) -> int:
         raise NotImplementedError

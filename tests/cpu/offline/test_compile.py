@@ -1,4 +1,4 @@
-"""Kernels are compiled for GPUs that this machine does not have and cached by content; images have the launch's requirements."""
+"""Kernels are compiled for GPUs that this machine does not have, and cached by content. Their images state what a launch needs."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ def test_clusters_multiply_the_blocks(cache: Path) -> None:
 
 
 def test_equal_variants_give_equal_bytes_wherever_they_are_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also for kernels with assertions, which contain their source's name. Triton settings in the environment have no effect."""
+    """This includes kernels with assertions, which contain their source's name. Triton settings have no effect."""
     builds = []
     for name, setting in (("here", "0"), ("there", "1")):
         (tmp_path / name).mkdir()

@@ -510,7 +510,7 @@ def test_convolutions(case: tuple) -> None:
 
 
 def test_a_depthwise_convolution_is_one_kernel() -> None:
-    """Also for many positions, and if the consumer has another shape: tokens with one more in front, normalized."""
+    """This includes many positions and consumers of another shape: tokens with one more in front, normalized."""
 
     class Positions(nn.Module):
         def __init__(self) -> None:
@@ -565,7 +565,7 @@ def test_the_vector_of_a_product_is_computed_once() -> None:
 
 
 def test_programs_of_a_product_of_one_row_are_few_enough_to_begin_at_once() -> None:
-    """Also if each of them computes the norm before it; Inductor would start 4096 programs."""
+    """This holds even if each of them computes the norm before it. Inductor would start 4096 programs."""
     model = nn.Sequential(nn.LayerNorm(512), nn.Linear(512, 4096), nn.GELU(), nn.Linear(4096, 512))
     traced = lowered(model, floats(512), batch=1)
     first, second = launches(traced)

@@ -92,7 +92,7 @@ def test_what_ends_a_forked_process_is_one_line(tmp_path: Path, monkeypatch: pyt
 
 
 class OwnParameter(nn.Parameter):
-    """As in geoopt: detach() returns a plain tensor."""
+    """detach() returns a plain tensor, as in geoopt."""
 
 
 class Halved(nn.Module):

@@ -222,7 +222,7 @@ def write_to_what_crossed(m: Model, x: Tensor) -> Any:
 
 
 def view_of_what_is_written(m: Model, x: Tensor) -> Any:
-    """The view is made before the write and read after it, behind an obstacle."""
+    """The view is made before a host read, and is used after its tensor was mutated."""
     h = m.a(x)
     view = h.flatten(1)
     total = h.sum().item()
@@ -526,7 +526,7 @@ def test_a_part_of_a_host_regions_result_crosses_instead_of_the_whole() -> None:
 
 
 def test_an_assertion_that_gives_a_number_its_value_stays() -> None:
-    """Without it a bundle returned a result although the model raises an error."""
+    """Without the assertion a bundle returned a result although the model raises an error."""
     _, parts = cut_of(number_asserted)
     kinds = {part.kind: sum("_assert_scalar" in name for name in part.nodes) for part in parts.regions}
     assert kinds["host"] >= 1 and kinds["graph"] == 0

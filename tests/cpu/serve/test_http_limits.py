@@ -167,7 +167,7 @@ def test_a_body_that_is_declared_too_long_is_refused_unread(shared: Running, ser
 
 
 def test_who_asks_before_sending_is_told_before_sending(shared: Running) -> None:
-    """As curl does for large bodies."""
+    """curl asks in this way before it sends large bodies."""
     with shared.connect() as connection:
         connection.sendall(head(1 << 30, "Expect: 100-continue"))
         assert connection.recv(100).startswith(b"HTTP/1.1 413 ")

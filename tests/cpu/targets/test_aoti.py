@@ -20,7 +20,7 @@ class Scaled(nn.Module):
 
 
 def test_constants_are_buffers_under_their_names() -> None:
-    """As plain attributes torch 2.11 would name them _tensor_constant0, which is not a weight of the model."""
+    """torch 2.11 would name plain attributes _tensor_constant0, which is not a weight of the model."""
     program = torch.export.export(Scaled(), (torch.randn(2, 2),))
     module = with_buffers(program.module())
     named = {str(node.target) for node in module.graph.find_nodes(op="get_attr")}

@@ -171,7 +171,7 @@ def test_rounding_inside_widens_the_bound() -> None:
 
 
 class LookedUp(nn.Module):
-    """As `OneLogit` with tokens: an input has no rounding, but the norm after the embedding has."""
+    """A model like `OneLogit` with tokens: an input has no rounding, but the norm after the embedding has."""
 
     def __init__(self) -> None:
         super().__init__()

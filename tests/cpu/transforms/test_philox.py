@@ -80,7 +80,7 @@ def same(word: int) -> Words:
     ("dtype", "digits"), [(torch.float64, 53), (torch.float32, 24), (torch.float16, 11), (torch.bfloat16, 8)], ids=str
 )
 def test_a_uniform_number_has_the_digits_of_its_dtype_and_is_never_1(dtype: torch.dtype, digits: int) -> None:
-    """As in at::transformation::uniform_real: a multiple of 2^-digits in [0, 1)."""
+    """The values are multiples of 2^-digits in [0, 1), as in at::transformation::uniform_real."""
     assert uniform01(same(0), dtype).item() == 0
     assert uniform01(same(MASK), dtype).item() == 1 - 2.0**-digits
     assert uniform01(same(1 << 31), dtype).dtype == dtype
@@ -115,7 +115,7 @@ def stream() -> Stream:
     ("low", "high"), [(-(1 << 63), (1 << 63) - 1), (-(1 << 62), 1 << 62), (-5, (1 << 63) - 1), (-(1 << 63), 1)]
 )
 def test_ranges_of_more_than_63_bits(low: int, high: int) -> None:
-    """As torch.randint, which accepts any range of int64."""
+    """Any range of int64 is accepted, as by torch.randint."""
     numbers = LEAVES[torch.ops.aten.randint.low](stream(), low, high, [COUNT])
     assert low <= int(numbers.min()) and int(numbers.max()) < high
     assert numbers.double().mean().item() == pytest.approx((low + high) / 2, abs=(high - low) * 0.005)
@@ -130,7 +130,7 @@ def test_a_shuffle_holds_every_number_once() -> None:
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (1, 2, 0)], ids=str)
 def test_numbers_lie_in_memory_as_the_tensor_that_they_are_for(order: tuple[int, ...]) -> None:
-    """As torch.rand_like, which keeps the strides."""
+    """The strides are kept, as by torch.rand_like."""
     like = torch.empty(24).view(2, 3, 4).permute(order)
     numbers = LEAVES[torch.ops.aten.rand_like.default](stream(), like)
     assert (numbers.shape, numbers.stride(), axes_in_memory(numbers)) == (like.shape, like.stride(), axes_in_memory(like))
@@ -193,7 +193,7 @@ def test_two_seeds_give_other_numbers(left: int, right: int) -> None:
 
 
 def test_no_block_occurs_twice_in_10000_calls_of_3_draws() -> None:
-    """4 elements each: among 120,000 numbers of 63 bits two are equal once in 10^9."""
+    """4 elements each. Two of 120,000 random numbers of 63 bits are equal with a probability of 10^-9."""
     shared = torch.stack([schedule(torch.tensor([11, call])) for call in range(10_000)], -1).unsqueeze(-1)
     blocks = [bits63(block(torch.arange(4), shared, number)) for number in range(3)]
     assert {numbers.shape for numbers in blocks} == {(10_000, 4)}

@@ -250,7 +250,7 @@ def test_samples_of_monte_carlo_dropout_differ_within_a_call() -> None:
     ids=str,
 )
 def test_dropout_between_the_layers_of_recurrent_networks(kind: type[nn.RNNBase], options: dict[str, Any]) -> None:
-    """As in PyTorch, outputs and last states have the same distributions, and the batch stays dynamic."""
+    """Outputs and last states have the same distributions as in PyTorch, and the batch stays dynamic."""
     model, first = Recurrent(kind, **options), options.get("batch_first")
     inputs = lambda batch: (torch.ones(batch, 3, 4) if first else torch.ones(3, batch, 4),)  # noqa: E731
     program = exported(model, inputs, batch=(2, 3000)).programs.first

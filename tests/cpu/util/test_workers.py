@@ -98,7 +98,7 @@ def test_whatever_else_ends_it_is_its_death(kind: Mapping[str, Any]) -> None:
 
 
 def test_there_are_as_many_workers_as_processors_may_be_used(kind: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a container or under taskset that is less than the machine has."""
+    """In a container or under taskset the number is less than the machine's."""
     monkeypatch.setattr(os, "cpu_count", lambda: 3)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {5})
     answers = ask(Kind(**kind), {number: Request(content="who", what="doing it") for number in range(3)})

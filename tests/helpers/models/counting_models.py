@@ -90,7 +90,7 @@ class Swapped(nn.Module):
 
 
 class SwappedNumbers(nn.Module):
-    """As `Swapped`, but only the number of rows is used."""
+    """A model like `Swapped`, of which only the number of rows is used."""
 
     def forward(self, x: Tensor) -> Tensor:
         """`x` [n, 4]."""

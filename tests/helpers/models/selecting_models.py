@@ -55,7 +55,7 @@ class Experts(nn.Module):
 
 
 class Assigned(Experts):
-    """As `Experts`, with index assignments and an early `continue`."""
+    """A model like `Experts`, with index assignments and an early `continue`."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`x` [n, 4]."""

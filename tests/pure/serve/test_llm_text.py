@@ -165,7 +165,7 @@ def test_what_a_folder_says(modules: SimpleNamespace, tmp_path: Path) -> None:
 
 
 def test_versions_share_a_tokenizer_that_is_the_same(modules: SimpleNamespace, tmp_path: Path) -> None:
-    """tokenizers never frees the tokens of words of a dropped tokenizer."""
+    """The package tokenizers keeps the words and tokens of a dropped tokenizer forever, so equal versions share one."""
     folders = [tmp_path / name for name in ("first", "second", "third")]
     for folder, letters in zip(folders, (120, 120, 100), strict=True):
         folder.mkdir()

@@ -1,4 +1,4 @@
-"""The processor features that compiled code needs: asked from the compiler, in the kernel's names."""
+"""The processor features that compiled code needs: the compiler reports them, and they get the kernel's names."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def hifi_gan() -> Made:
 
 
 def big_vgan() -> Made:
-    """As HiFi-GAN, with anti-aliased activations."""
+    """A network like HiFi-GAN, with anti-aliased activations."""
     from bigvgan import BigVGAN
     from bigvgan.env import AttrDict
 

@@ -280,7 +280,7 @@ def test_constants_that_hold_the_same_are_one() -> None:
 
 
 def test_tensors_of_two_shapes_are_not_equal_and_no_question() -> None:
-    """As in gpytorch: points of the model are compared with points of a call, which may have another count."""
+    """Compares points of the model with points of a call, which may have another count, as gpytorch does."""
 
     def compared(m: Function, x: torch.Tensor) -> torch.Tensor:
         points = torch.arange(12.0).view(3, 4) * x.mean()

@@ -69,7 +69,7 @@ class Flattening(nn.Module):
 
 def test_flattened_parameters_start_no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     def acceptable(tensor: torch.Tensor) -> bool:
-        """As in torch with CUDA, with or without a GPU."""
+        """Answers as torch with CUDA does, with or without a GPU."""
         return tensor.device.type == "cuda"
 
     monkeypatch.setattr(torch.backends.cudnn, "is_acceptable", acceptable)

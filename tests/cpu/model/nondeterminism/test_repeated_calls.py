@@ -54,7 +54,7 @@ def findings(function: Callable[..., Any], sizes: tuple[int, ...] = (1, 8)) -> l
 
 
 def layerdrop(model: Model, x: torch.Tensor, *seen: Any) -> torch.Tensor:
-    """As transformers' MusicGen and Data2VecAudio: always drawn, but only used in training."""
+    """Always draws numbers but uses them only in training, as transformers' MusicGen and Data2VecAudio do."""
     for _ in range(20):
         drawn, another = random.uniform(0, 1), numpy.random.random()
         if model.training and (drawn < 0.1 or another < 0.1):
@@ -71,7 +71,7 @@ def timed(model: Model, x: torch.Tensor, *seen: Any) -> torch.Tensor:
 
 
 def reseeded(model: Model, x: torch.Tensor, *seen: Any) -> torch.Tensor:
-    """As transformers' BigBird: the same numbers in every call."""
+    """Draws the same numbers in every call, as transformers' BigBird does."""
     numpy.random.seed(0)
     return x + torch.from_numpy(numpy.random.rand(8)).float()
 
