@@ -625,7 +625,7 @@ EXTREMES = torch.iinfo(torch.int64)
 @pytest.mark.parametrize("largest", [False, True])
 @pytest.mark.parametrize("k", [17, 40])
 def test_topk_of_a_vocabulary_is_that_of_its_pieces(k: int, largest: bool) -> None:
-    """As in a stable sort, the first of equal elements comes first, and NaN is the largest. Padding does not count."""
+    """The first of equal elements comes first, as in a stable sort, and NaN is the largest. Padding does not count."""
     words = torch.randn(2, 30001)
     numbers = torch.randint(-9, 9, (2, 30001))
     numbers[:, ::7], numbers[:, ::11] = EXTREMES.max, EXTREMES.min
@@ -651,7 +651,7 @@ def test_distances_and_trilinear() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_histograms(dtype: torch.dtype) -> None:
-    """Elements outside the range, at both ends, and inside."""
+    """The elements lie outside the range, at both ends, and inside."""
     x = torch.tensor([-1.0, 0.0, 0.5, 1.0, 2.9, 3.0, 3.1, 1.0], dtype=dtype)
     for bins in (1, 3, 4, 7):
         torch.testing.assert_close(decompositions.histogram(x, bins, 0, 3), torch.histc(x, bins, 0, 3))

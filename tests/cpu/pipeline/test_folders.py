@@ -149,7 +149,7 @@ def test_a_missing_package_names_the_extra(llama: Path, monkeypatch: pytest.Monk
 
 
 def test_a_model_by_hand_has_the_same_configuration(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """examples/causal_lm.py with int8 weights."""
+    """The model is that of examples/causal_lm.py with int8 weights."""
     from cgcompile.model.load import load_sources
 
     monkeypatch.setenv("CAUSAL_LM", str(llama))

@@ -275,7 +275,7 @@ def test_half_of_a_next_request_keeps_no_connection(strict: Running) -> None:
 
 
 def test_an_answer_that_nobody_takes_keeps_no_connection(serve: ModuleType) -> None:
-    """Endless requests whose answers are not read."""
+    """The client sends requests without end and reads no answers."""
     running = Running(serve, SECONDS)
     try:
         with running.connect() as connection:

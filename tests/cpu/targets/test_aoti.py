@@ -29,7 +29,7 @@ def test_constants_are_buffers_under_their_names() -> None:
 
 
 def test_code_that_does_not_compile_is_made_again_without_vectors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Happens for Swin with torch 2.11."""
+    """This happens for Swin with torch 2.11."""
     asked, messages = [], []
 
     def refused(module: Any, inputs: Any, options: Any) -> str:

@@ -136,7 +136,7 @@ def both_inputs(rows: int) -> tuple[Tensor, ...]:
 
 @pytest.mark.parametrize("standalone", [None, False])
 def test_a_bundle_calls_them(tmp_path: Path, standalone: bool | None) -> None:
-    """Linked beside torch's libraries, and instead of them."""
+    """The operators are linked beside torch's libraries, and instead of them."""
     torch.manual_seed(0)
     model = Both().eval()
     built = cgcompile.build(model, both_inputs, sizes=[5], out=tmp_path / "both.cgb", target="cpu", standalone=standalone)

@@ -169,7 +169,7 @@ def test_whichever_call_fails_nothing_is_left(fake: FakeDriver, path: Path) -> N
             install(patch, failing)
             try:
                 graphs = cgbundle.attach(path, tensors(x, out), lazy=False)
-                failing.fail_at = -1  # close ignores errors
+                failing.fail_at = -1  # a close that fails may leave objects
                 graphs.close()
             except CgbundleError:
                 failures += 1

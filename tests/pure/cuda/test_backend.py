@@ -185,7 +185,7 @@ def test_whichever_call_fails_nothing_is_left(monkeypatch: pytest.MonkeyPatch, b
             call(backend, 0, values)
             kept = [backend.copy_out(run(backend, 1, [None])[0], 256, None)]
         finally:
-            fake.fail_at = -1  # close ignores errors
+            fake.fail_at = -1  # a close that fails may leave objects
             backend.close()
         kept[0].free()
 

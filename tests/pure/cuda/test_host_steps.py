@@ -393,7 +393,7 @@ def test_whichever_call_fails_nothing_is_left(
             call(backend, 0, values)
             backend.poison(0x22)
         finally:
-            fake.fail_at = -1  # close ignores errors
+            fake.fail_at = -1  # a close that fails may leave objects
             backend.close()
 
     counted = LateDriver()

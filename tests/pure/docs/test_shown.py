@@ -1,4 +1,4 @@
-"""The output of commands that pages show is what they printed."""
+"""Compares the output that a page shows with what its command printed."""
 
 from __future__ import annotations
 

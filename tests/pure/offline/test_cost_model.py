@@ -75,7 +75,7 @@ def test_a_partial_wave_costs_a_whole_one() -> None:
     full, one_more = problem(64 * 132, 64, 512), problem(64 * 132 * 40 + 1, 64, 512)
     one = candidate(64, 64, 32, 3, 4)
     assert cost(one_more, one, H200) > cost(full, one, H200)
-    assert cost(replace(full, m=1), one, H200) == cost(replace(full, m=64), one, H200)  # rows beyond m cost as much
+    assert cost(replace(full, m=1), one, H200) == cost(replace(full, m=64), one, H200)  # unused rows of a block cost as much
 
 
 def test_table() -> None:

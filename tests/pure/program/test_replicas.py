@@ -214,7 +214,7 @@ def test_whichever_call_fails_nothing_is_left(monkeypatch: pytest.MonkeyPatch, p
         except CgbundleError:
             refused += 1
         else:  # calls of threads mix, and their number varies a little
-            fake.fail_at = -1  # close ignores errors
+            fake.fail_at = -1  # a close that fails may leave objects
             replica_set.close()
         give_back = ("Destroy", "Free", "Unload", "Release", "PopCurrent")  # after these the object may remain
         if not any(word in fake.calls[number] for word in give_back):
