@@ -1,17 +1,17 @@
-"""Builds models that others published, and compares them with eager PyTorch.
+"""Builds third-party models and compares them with eager PyTorch.
 
     python -m tests.corpus --target cpu --jobs 2 --only 'transformers/text' --results corpus.jsonl
     python -m tests.corpus --target cuda --jobs 64 --gpus 4 --minutes 8 --results corpus.jsonl
     python -m tests.corpus --target sm_90 --keep bundles --bare where there is no GPU ...
     python -m tests.corpus --target sm_90 --replay bundles      ... and where it is, with the same results
     python -m tests.corpus --list
-    python -m tests.corpus --target sm_90 --left                what has no row yet
+    python -m tests.corpus --target sm_90 --left                cases without a row
     python -m tests.corpus --table corpus.jsonl
 
-A row per case goes to the results as it ends, and onto the disk.  What is there already is left out: a run that was killed, or
-stopped (an interrupt, --minutes), is given again as it was, and goes on.  Families take turns, so that the part of a run that was
-made stands for the whole.  Exit status 1 when a case was wrong, crashed, took too long, or was stopped by anything but a finding
-about a line of the model; 130 after an interrupt.
+When a case ends, its row is written to the results file and synced to disk.  Cases that have a row are skipped.  So a run that was
+killed or stopped (an interrupt, --minutes) continues when it is started again.  The order mixes the families, so that a stopped
+run is a fair sample.  Exit status 1 if a case was wrong, crashed, timed out, or failed without a finding about a line of the
+model; 130 after an interrupt.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def main() -> int:
     def tell(row: Row) -> None:
         if args.replay and (built := before.get((row.name, row.target))):
             row = replace(row, seconds=built.seconds + row.seconds, stages={**(built.stages or {}), **(row.stages or {})})
-        if not (args.replay and row.verdict in UNDONE):  # the bundle waits for another run
+        if not (args.replay and row.verdict in UNDONE):  # keep the old row: the bundle waits for another run
             append(args.results, row)
         print(f"{row.seconds:6.1f} s  {row.target:5}  {row.verdict:14}  {row.name}  {row.message[:160]}", flush=True)
 
@@ -103,7 +103,7 @@ def main() -> int:
 
 
 def spread(cases: Sequence[Case]) -> list[Case]:
-    """The cases in an order whose every beginning holds each family by its share, so that a run cut short is an even sample."""
+    """Returns the cases in an order in which every prefix has each family in proportion, so that a stopped run is a fair sample."""
     families: dict[str, list[Case]] = {}
     for case in cases:
         families.setdefault(case.family, []).append(case)

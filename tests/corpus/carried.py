@@ -1,4 +1,4 @@
-"""A bundle without the weights that its case makes again: hundreds of them are built on one machine and compared on another."""
+"""Removes weights from a bundle that its case can make again. Bundles are built on one machine and compared on another."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import torch
 from cgbundle.format import archive, file_names, safetensors
 
 KEPT = "weights.kept"
-"""In place of the weights: a line of JSON with the names and ranges that are left out, and all other bytes in their order."""
+"""File that replaces the weights: a line of JSON with the names and ranges left out, then all other bytes in order."""
 
 
 def draw_alike_everywhere() -> None:
-    """Makes truncated normal weights the same on every machine, for this process: torch draws them with a function of MKL, which
-    has other code for other makers of processors.  The other way to them is torch's own, in double."""
+    """Makes truncated normal weights the same on every machine, for this process. torch draws them with an MKL function whose code
+    depends on the processor's vendor. This replaces it by torch's own function, in double."""
 
     def erfinv_(self: torch.Tensor) -> torch.Tensor:
         return self.copy_(torch.special.ndtri((self.double() + 1) / 2) / math.sqrt(2))
@@ -28,7 +28,7 @@ def draw_alike_everywhere() -> None:
 
 
 def leave_out_weights(bundle: Path, module: torch.nn.Module) -> None:
-    """Changes a bundle in place: it cannot be loaded until `with_weights`."""
+    """Removes the weights of a bundle in place; it cannot be loaded until `with_weights`."""
     path, tensors = bundle / file_names.WEIGHTS, _tensors(module)
     with open(path, "rb") as file:
         entries = safetensors.read_header(file, str(path))
@@ -49,7 +49,7 @@ def leave_out_weights(bundle: Path, module: torch.nn.Module) -> None:
 
 
 def with_weights(bundle: Path, module: torch.nn.Module, into: Path) -> Path:
-    """The bundle, or a copy in the folder `into` that has the weights again.  Raises ValueError where they are others."""
+    """Returns the bundle, or a copy in the folder `into` with its weights. Raises ValueError if the module's weights differ."""
     if not (bundle / KEPT).exists():
         return bundle
     bundle_copy, tensors = into / bundle.name, _tensors(module)
@@ -72,6 +72,6 @@ def _tensors(module: torch.nn.Module) -> Mapping[str, torch.Tensor]:
 
 
 def _bytes(tensor: torch.Tensor) -> bytes:
-    """Row-major."""
+    """Returns the row-major bytes of a tensor."""
     plain = tensor.detach().cpu().contiguous().reshape(-1)
     return plain.view(torch.uint8).numpy().tobytes() if plain.numel() else b""

@@ -1,4 +1,4 @@
-"""What a model of the corpus is."""
+"""The record of a model in the corpus."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ import numpy
 import torch
 
 Inputs = Callable[..., Any]
-"""As in a model.py: the parameters are the declared dimensions."""
+"""A function as in a model file: the parameters are the declared dimensions."""
 
 Made = tuple[torch.nn.Module, Inputs]
 
 BATCH: Mapping[str, tuple[int, ...]] = {"batch": (1, 4)}
-"""Sizes that are recorded unless a case says otherwise; those between them are padded or chunked."""
+"""Recorded sizes by default; sizes between them are padded or chunked."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """A model: `make` gives the module and its `inputs`, with the same weights in every process.
+    """A model of the corpus. `make` returns the module and its `inputs` function, with the same weights in every process.
 
-    `name` is `package/model`, `needs` the packages beside torch.  `sizes` are recorded.  `members` are the cases that
-    are tried one by one where this one, which holds them all, is not right.
+    `name` is `package/model`; `needs` lists the packages besides torch. `sizes` are recorded. `members` are run one by one if this
+    case, which contains them all, is not right.
     """
 
     name: str
@@ -39,15 +39,15 @@ class Case:
 
     @property
     def family(self) -> str:
-        """What the summary counts together."""
+        """Returns the group of the case in the summary."""
         return self.name.rpartition("/")[0]
 
     def missing(self) -> tuple[str, ...]:
-        """The packages that are not installed."""
+        """Returns the packages that are not installed."""
         return tuple([name for name in self.needs if importlib.util.find_spec(name) is None])
 
     def broken(self) -> str:
-        """Why a package that is installed cannot be imported, "" where all can be."""
+        """Returns why an installed package cannot be imported, or ""."""
         for name in self.needs:
             try:
                 importlib.import_module(name)
@@ -56,7 +56,7 @@ class Case:
         return ""
 
     def build(self) -> Made:
-        """The module in eval mode, and its inputs."""
+        """Returns the module in eval mode, and its inputs."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             random.seed(0)
@@ -65,7 +65,7 @@ class Case:
         return module.eval(), inputs
 
     def between(self) -> dict[str, int]:
-        """A size per dimension that is not recorded, but lies below the largest; {} where there is none."""
+        """Returns a size for each dimension, at least one of which is not recorded and below the largest; {} if there is none."""
         inner_sizes = {}
         for name, sizes in self.sizes.items():
             inner = [size for size in range(sizes[0] + 1, sizes[-1]) if size not in sizes]
@@ -75,8 +75,8 @@ class Case:
 
 @contextmanager
 def as_for(target: str) -> Iterator[None]:
-    """Meanwhile torch finds a GPU only where one is built for that is here: packages ask, when they are imported and when a model
-    is made, and draw other weights then.  What is cross-compiled is made where no GPU is, and has to be made so again."""
+    """Hides the GPU from torch in this block when cross-compiling. Packages check for a GPU when they are imported and when a model
+    is made, and then draw other weights. Cross-compiled models are made without a GPU, so they must be made so again."""
     if not target.startswith("sm_"):
         yield
         return

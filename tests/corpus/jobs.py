@@ -1,4 +1,4 @@
-"""The processes of a run: several at a time, each with a limit, spread over the GPUs."""
+"""Runs the processes of the cases: several at a time, each with a time limit, spread over the GPUs."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from .case import Case
 from .results import BUILT, CRASHED, GOOD, MISSING, STOPPED, TIMEOUT, Row
 
 LOADING = 30.0
-"""Seconds that a bundle which was built has at least to be loaded and compared."""
+"""Minimum seconds for loading and comparing a bundle after its build."""
 
 OFTEN = 0.5
-"""Seconds between two looks at whether the run was stopped."""
+"""Seconds between two checks whether the run was stopped."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """How a run is done.  `limit`: seconds of a case; `until`: when the run is stopped (`time.time`), 0 for never.
+    """Settings of a run. `limit`: seconds of a case. `until`: time at which the run stops (`time.time`), 0 for never. `keep`: a
+    folder in which bundles are kept, or None. `bare`: keep them without weights that cases make again. `replay`: only compare
+    bundles of this folder.
 
-    `keep`: a folder that bundles are left in, or None; `bare`: without the weights that cases make again; `replay`: they are there,
-    and are compared alone.
-    `gpus`: how many there are to share out, 0 for what the processes find.  Where there are some, they also run what was built
-    as if there were none (`sm_90`).
+    `gpus`: number of GPUs to share out, 0 to use what the processes find. If there are GPUs, cross-compiled bundles (`sm_90`) run
+    on them too.
     """
 
     jobs: int
@@ -59,8 +59,8 @@ class Job:
 
 
 def run(plan: Plan, jobs: Iterable[Job], tell: Callable[[Row], None]) -> None:
-    """Runs the jobs in order, and those of a group's members where the group is not right.  `tell` is called under a lock.  What is
-    running when the run is stopped, by `until` or an interrupt, is ended and told as such; the interrupt goes on."""
+    """Runs the jobs in order; if a group is not right, also its members. `tell` is called under a lock. When the run is stopped by
+    `until` or an interrupt, running jobs are ended and reported as stopped. The interrupt is raised again."""
     todo, lock, stop = deque(jobs), threading.Lock(), threading.Event()
 
     def work(number: int) -> None:
@@ -80,27 +80,28 @@ def run(plan: Plan, jobs: Iterable[Job], tell: Callable[[Row], None]) -> None:
             for future in [pool.submit(work, number) for number in range(plan.jobs)]:
                 future.result()
         finally:
-            stop.set()  # the threads are waited for
+            stop.set()  # the executor waits for its threads
 
 
 def place_of(folder: Path, job: Job) -> Path:
-    """Where the bundle of a job lies."""
+    """Returns the path of a job's bundle."""
     return folder / f"{job.target}+{job.case.name.replace('/', '+')}.cgb"
 
 
 def _share(number: int, jobs: int) -> set[int]:
-    """The processors of one of so many jobs at a time: two at least, so that a build compiles no more kernels at once than that."""
+    """Returns the processors of one of `jobs` concurrent jobs; at least two, the number of kernels that a build compiles at
+    once."""
     every = sorted(os.sched_getaffinity(0))
     return {every[(number * len(every) // jobs + more) % len(every)] for more in range(max(2, len(every) // jobs))}
 
 
 def _own(jobs: int) -> int:
-    """The processors of a job that no other of the jobs has, at least one."""
+    """Returns the number of processors that only this job uses, at least one."""
     return max(1, len(os.sched_getaffinity(0)) // jobs)
 
 
 def _gpu(number: int, gpus: int, visible: str) -> str | None:
-    """The GPU of a job, by its name in CUDA_VISIBLE_DEVICES where that is set; None where there are none to share out."""
+    """Returns the GPU of a job, by its name in CUDA_VISIBLE_DEVICES if that is set; None if GPUs are not shared out."""
     names = visible.split(",") if visible else [str(index) for index in range(gpus)]
     return names[number % min(gpus, len(names))] if gpus else None
 
@@ -133,16 +134,16 @@ def _stopped(plan: Plan, stop: threading.Event) -> bool:
 def _process(
     plan: Plan, job: Job, number: int, stop: threading.Event, bundle: Path, scratch: Path, gpu: str | None, *more: str
 ) -> Row:
-    """What a process of the case says, or how it ended.  `gpu`: its number, "" for none, None for what the machine has."""
+    """Runs a process of the case and returns its row. `gpu` is the GPU's name, "" for none, None for the GPUs of the machine."""
     begun = time.perf_counter()
     nothing = Row(name=job.case.name, target=job.target, verdict=CRASHED)
     arguments = [job.case.name, job.target, str(bundle), plan.prove, str(os.getpid()), *more]
     command = [sys.executable, "-m", "tests.corpus.worker", *arguments]
     share = _share(number, plan.jobs)
-    # one thread each; kernels are compiled by as many processes as the case has processors for itself
+    # one thread each; the number of compile processes is the number of processors that only this case uses
     environment = {
         **os.environ, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": str(_own(plan.jobs)), "TMPDIR": str(scratch),
-        "CACHE_PATH": str(scratch),  # se3-transformer-pytorch keeps tensors there, on the GPU where the first process has one
+        "CACHE_PATH": str(scratch),  # se3-transformer-pytorch caches tensors there, on the GPU if the first process has one
         **({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu}),
     }  # fmt: skip
     with open(scratch / "log", "w+b") as log:

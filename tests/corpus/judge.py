@@ -1,4 +1,4 @@
-"""One case for one target: built, loaded, called with inputs that the build has not seen, compared with eager PyTorch."""
+"""Judges one case for one target: builds it, loads it, and compares calls with new inputs with eager PyTorch."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ from .case import Case, as_for
 from .results import BUILT, FAILED, REFUSED, RIGHT, WRONG, Row
 
 SEED = 2026
-"""Of the inputs that are compared; a build draws its own from seed 0."""
+"""Seed of the inputs that are compared; a build uses seed 0."""
 
 CHECK = "check"
 TARGETS = (CHECK, "cpu", "sm_90", "cuda")
-"""`check` exports and looks for findings, and builds nothing."""
+"""`check` exports the model and looks for findings, but builds nothing."""
 
 FINDINGS = frozenset({
     "check-refused", "data-dependent-branch", "state-changed", "structure-unsupported", "data-dependent-output",
     "operator-without-kernel", "size-excluded", "eager-failed", "data-dependent-shape", "dtype-unsupported", "outputs-shared",
     "operator-without-code", "export-differs", "state-shared", "input-changed", "random-operation", "numpy-untraceable",
 })  # fmt: skip
-"""Errors that say what in the model cannot be in a bundle.  Every other is a defect of the compiler's."""
+"""Error codes for models that cannot be in a bundle. Every other error is a defect of the compiler."""
 
 PLACE = re.compile(r"[^\s:'\"()]+\.py:\d+")
 
 
 def judge(case: Case, target: str, bundle: Path, prove: str) -> Row:
-    """Builds `case` at `bundle` and compares it where it runs here.  What is no error of ours is raised."""
+    """Builds `case` at `bundle` and compares it if this machine can run it. Errors that are not CgbundleError are raised."""
     begun = time.perf_counter()
     module, inputs = case.build()
     stages = {"make": time.perf_counter() - begun}
@@ -63,7 +63,7 @@ def judge(case: Case, target: str, bundle: Path, prove: str) -> Row:
 
 
 def checked(case: Case, module: torch.nn.Module, inputs: Any) -> Row:
-    """The verdict of `cgcompile.check` for a GPU, which exports and cuts but compiles nothing."""
+    """Returns the verdict of `cgcompile.check` for a GPU, which exports and partitions but compiles nothing."""
     begun = time.perf_counter()
     try:
         report = cgcompile.check(module, inputs, sizes=dict(case.sizes), target="cuda")
@@ -82,7 +82,7 @@ def checked(case: Case, module: torch.nn.Module, inputs: Any) -> Row:
 
 
 def refusal(case: Case, target: str, error: CgbundleError) -> Row:
-    """The verdict on an error of ours: a finding that names a line of the model's, a wrong result, or a defect."""
+    """Returns the verdict on a CgbundleError: a finding that names a line of the model, a wrong result, or a defect."""
     text = str(error)
     model_line = next((place for place in PLACE.findall(text) if "-packages/torch/" not in place), "")
     verdict = REFUSED if error.code in FINDINGS and error.exit_code == 1 and model_line else FAILED
@@ -92,8 +92,8 @@ def refusal(case: Case, target: str, error: CgbundleError) -> Row:
 
 
 def replayed(case: Case, target: str, bundle: Path, stages: Mapping[str, float]) -> Row:
-    """Loads a bundle and calls it at every recorded size and between them; `stages` are kept beside those of this."""
-    # eager PyTorch's convolutions use TF32: the bounds of a captured bundle allow for that, those of a cross-compiled one do not
+    """Loads a bundle and calls it at every recorded size and between them. Adds its times to `stages`."""
+    # eager PyTorch's convolutions use TF32: captured bundles have bounds that allow for it, cross-compiled ones have not
     torch.backends.cudnn.allow_tf32 = target == "cuda"
     taken = dict(stages)
     begun = time.perf_counter()
@@ -107,7 +107,7 @@ def replayed(case: Case, target: str, bundle: Path, stages: Mapping[str, float])
 
 
 def _calls(case: Case, program: cgbundle.Program, target: str) -> tuple[float, str, str]:
-    """(largest error as a part of its bound, what is wrong first, what became of the size between)."""
+    """Returns (the largest error relative to its bound, the first wrong result, the outcome at the size between recorded ones)."""
     device = "cpu" if target == "cpu" else "cuda"
     with as_for(target):
         built = case.build()
@@ -130,8 +130,8 @@ def _calls(case: Case, program: cgbundle.Program, target: str) -> tuple[float, s
 
 @contextmanager
 def _on_device(module: torch.nn.Module, inputs: Any, device: torch.device) -> Iterator[tuple[torch.nn.Module, Any]]:
-    """The model on `device`, as a build places it: with the tensors and devices that objects among its attributes hold (the layers
-    of a cache), which `module.to()` leaves where they are."""
+    """Moves the model to `device` as a build does. This includes tensors and devices in objects among its attributes (the layers of
+    a cache), which `module.to()` does not move."""
     with placed(load_source(module, inputs), device) as source, current_buffers(source.model, held_buffers(source.model), device):
         yield source.model, inputs
 
@@ -150,7 +150,7 @@ def _call(
     with torch.no_grad():
         try:
             expected = list(_leaves(_copied(module)(*own_args, **own_kwargs)))
-        except RuntimeError:  # a model may make tensors on the CPU whatever its device: eager PyTorch runs it there alone
+        except RuntimeError:  # a model may create tensors on the CPU whatever its device is: eager PyTorch can only run it there
             if device == "cpu":
                 raise
             with as_for(target):
@@ -160,7 +160,7 @@ def _call(
 
 
 def _copied(module: torch.nn.Module) -> torch.nn.Module:
-    """A copy, so that no call changes the next; the module itself where torch cannot copy it (the weights of `weight_norm`)."""
+    """Returns a copy, so that no call changes the next one. Returns the module itself if torch cannot copy it (`weight_norm`)."""
     try:
         return copy.deepcopy(module)
     except RuntimeError:
@@ -170,8 +170,8 @@ def _copied(module: torch.nn.Module) -> torch.nn.Module:
 def _compared(
     manifest: Manifest, expected: Sequence[tuple[str, torch.Tensor]], got: Mapping[str, torch.Tensor]
 ) -> tuple[float, str]:
-    """The largest error as a part of its bound, and the first tensor beyond it.  Bounds are those of the manifest, which are in the
-    order of the outputs."""
+    """Returns the largest error relative to its bound, and the first tensor beyond its bound. Bounds are those of the manifest, in
+    the order of the outputs."""
     bounds = manifest.entries[0].self_test.bounds if len(expected) == len(manifest.entries[0].outputs) else ()
     worst = 0.0
     for index, (path, want) in enumerate(expected):
@@ -187,7 +187,7 @@ def _compared(
 
 
 def _arguments(arguments: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """As `inputs()` may give them: (args, kwargs), a tuple, a dict by name, or a tensor."""
+    """Returns (args, kwargs) from the result of `inputs()`: (args, kwargs), a tuple, a dict by name, or a tensor."""
     if isinstance(arguments, tuple) and len(arguments) == 2 and isinstance(arguments[0], tuple) and isinstance(arguments[1], dict):
         return arguments
     if isinstance(arguments, Mapping):
@@ -196,12 +196,12 @@ def _arguments(arguments: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def _moved(value: Any, device: str) -> Any:
-    """The same nesting with its tensors on a device."""
+    """Moves the tensors of a nested structure to a device."""
     return torch.utils._pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), value)
 
 
 def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a result by their path: keys, indices and fields."""
+    """Yields the tensors of a result with their paths: keys, indices and fields."""
     if isinstance(value, torch.Tensor):
         yield path or "output", value
     elif isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Rows as tables for people."""
+"""Rows as readable tables."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ VERDICTS = (RIGHT, BUILT, REFUSED, FAILED, WRONG, CRASHED, TIMEOUT, STOPPED, MIS
 
 
 def summary(rows: Sequence[Row]) -> str:
-    """A table per target by family, then everything that is neither right nor built, then what was slow."""
+    """Returns, for each target, a table by family, all cases that are neither right nor built, and slow cases."""
     return "\n".join([line for target in sorted({row.target for row in rows}) for line in _target(target, rows)])
 
 

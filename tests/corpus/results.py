@@ -1,5 +1,5 @@
-"""The file of a run: a line of JSON for every row, as the cases end, so that whatever ends a run leaves the rows that were done.
-Of several rows of one case and target the last one counts.  Needs no torch."""
+"""The results file of a run: a line of JSON for every row, written when its case ends, so that a killed run keeps its rows. The
+last row of a case and target counts. Needs no torch."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from typing import Any, Protocol, TypeVar
 RIGHT, REFUSED, MISSING, BUILT = "right", "refused", "not installed", "built"
 FAILED, WRONG, CRASHED, TIMEOUT, STOPPED = "compiler error", "wrong", "crash", "timeout", "stopped"
 GOOD = (RIGHT, REFUSED, BUILT)
-"""`built` is right as far as a machine without the GPU can say."""
+"""Verdicts that count as passed. `built` means that this machine has no GPU to run the bundle."""
 
 UNDONE = (MISSING, STOPPED)
-"""What a later run does again: a package was missing, or the run was stopped meanwhile."""
+"""Verdicts of cases that a later run repeats: a package was missing, or the run was stopped."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """What became of a case.  `seconds` are of the whole process, `stages` of the build's stages and of what follows.  `between`
-    says what came of a call at a size that was not recorded: right, not proved, or none."""
+    """The result of a case. `seconds` are those of the whole process; `stages` are those of the build's stages and of later steps.
+    `between` is the outcome of a call at a size that was not recorded: right, not proved, or none."""
 
     name: str
     target: str
@@ -36,27 +36,27 @@ class Row:
     stages: Mapping[str, float] | None = None
 
     def plain(self) -> dict[str, Any]:
-        """For JSON."""
+        """Returns the row as plain values for JSON."""
         return asdict(self)
 
 
 class Named(Protocol):
-    """What `left` needs of a case."""
+    """The attributes of a case that `left` uses."""
 
     @property
     def name(self) -> str:
-        """The case's."""
+        """The name of the case."""
 
     @property
     def members(self) -> Sequence[Any]:
-        """Cases that are run where this one is not right."""
+        """Cases that run if this one is not right."""
 
 
 Each = TypeVar("Each", bound=Named)
 
 
 def append(path: Path, row: Row) -> None:
-    """A row behind those that are there.  It is on the disk when this returns.  A line that was cut off is ended first."""
+    """Appends a row and syncs it to disk. Ends an incomplete last line first."""
     with open(path, "ab+") as file:
         if file.tell():
             file.seek(-1, os.SEEK_END)
@@ -68,7 +68,7 @@ def append(path: Path, row: Row) -> None:
 
 
 def read(*paths: Path) -> list[Row]:
-    """The last row of each case and target, [] where there is no file; lines that were cut off are left out."""
+    """Returns the last row of each case and target; [] if there is no file. Skips incomplete lines."""
     rows: dict[tuple[str, str], Row] = {}
     for line in [line for path in paths if path.exists() for line in path.read_text(errors="replace").splitlines()]:
         try:
@@ -80,7 +80,7 @@ def read(*paths: Path) -> list[Row]:
 
 
 def left(cases: Iterable[Each], target: str, rows: Iterable[Row], undone: Sequence[str] = UNDONE) -> list[Each]:
-    """The cases that have no row for a target but of the verdicts `undone`, and such members of groups that are not right."""
+    """Returns the cases without a row for a target, or with a verdict in `undone`; also members of groups that are not right."""
     verdicts = {row.name: row.verdict for row in rows if row.target == target and row.verdict not in undone}
     every = {case.name: case for case in cases}
     alone = [member for case in every.values() if verdicts.get(case.name, RIGHT) not in GOOD for member in case.members]

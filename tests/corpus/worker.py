@@ -1,5 +1,5 @@
-"""The process of one case: `python -m tests.corpus.worker NAME TARGET BUNDLE PROVE PARENT [replay] [bare]` prints its row as
-JSON, last line.  It ends when the process PARENT, which started it, is no more."""
+"""The process of one case: `python -m tests.corpus.worker NAME TARGET BUNDLE PROVE PARENT [replay] [bare]`. It prints its row as
+JSON on the last line. It ends when the process PARENT, which started it, ends."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from .results import BUILT, CRASHED, MISSING, Row
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Judges, or with `replay` compares a bundle that is there; what it prints before the row is log.  With `bare` the bundle loses
-    the weights that the case makes again."""
+    """Judges the case; with `replay`, only compares an existing bundle. Output before the row is a log. With `bare`, the bundle
+    loses the weights that the case can make again."""
     name, target, bundle, prove, parent, *rest = arguments
     end_with_parent(int(parent))
     begun = time.perf_counter()
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str]) -> None:
             row = judge(case, target, Path(bundle), prove)
             if "bare" in rest and row.verdict == BUILT:
                 leave_out_weights(Path(bundle), case.build()[0])
-    except Exception as error:  # noqa: BLE001 (whatever it is, it is the find)
+    except Exception as error:  # noqa: BLE001 (any error is a result of the case)
         traceback.print_exc()
         frame = traceback.extract_tb(error.__traceback__)[-1]
         row = Row(

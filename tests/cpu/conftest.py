@@ -1,4 +1,4 @@
-"""One tiny bundle for all tests of this folder, built twice: compiling takes ten seconds."""
+"""One tiny bundle for all tests of this folder, built twice, because compiling takes ten seconds."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import pytest
 
 from tests.helpers.bundles.shared_builds import shared_build
 
-with suppress(ImportError):  # a machine with a GPU may have no more than torch and pytest
+with suppress(ImportError):  # a machine with a GPU may only have torch and pytest
     from hypothesis import HealthCheck, settings
 
-    # the machine may be busy: nothing fails for the time that it took
+    # no deadline, because the machine may be busy
     settings.register_profile("cpu", deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("cpu")
 
@@ -30,12 +30,12 @@ def model() -> nn.Module:
 def inputs(batch: int) -> tuple[torch.Tensor]:
     return (torch.randn(batch, 6),)
 """
-"""A perceptron of two layers whose rows are independent."""
+"""An MLP with two layers, whose rows are independent."""
 
 
 @pytest.fixture(scope="session")
 def model_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The source of the tiny model."""
+    """Returns the source file of the tiny model."""
     path = tmp_path_factory.mktemp("model") / "tiny.py"
     path.write_text(MODEL)
     return path
@@ -43,13 +43,13 @@ def model_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def bundle() -> Path:
-    """The tiny model's bundle for batch 1 and 4.  Copy it before changing a file."""
+    """Returns the tiny model's bundle for batch 1 and 4. Copy it before you change a file."""
     return _built("bundle")
 
 
 @pytest.fixture(scope="session")
 def rebuilt() -> Path:
-    """The same, compiled once more, from another folder."""
+    """Returns the same bundle, compiled again in another folder."""
     pytest.importorskip("torch")
     from cgcompile.targets.cpu import object_cache
 

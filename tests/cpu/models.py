@@ -1,4 +1,4 @@
-"""Small models that together hold everything a bundle must carry."""
+"""Small models that together contain everything that a bundle must store."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from torch import nn
 
 
 class State(NamedTuple):
-    """A named tuple among the inputs and outputs."""
+    """A named tuple in the inputs and outputs."""
 
     hidden: torch.Tensor
     steps: torch.Tensor
 
 
 class Everything(nn.Module):
-    """Nested inputs and outputs, tied weights, buffers of both kinds, a literal, mixed dtypes, a scalar parameter."""
+    """Nested inputs and outputs, tied weights, persistent and other buffers, a literal, mixed dtypes, a scalar parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ def everything_inputs(batch: int) -> tuple:
 
 
 class Image(nn.Module):
-    """Channels last, input and weights, and an output that is not row-major."""
+    """Channels-last input and weights, and an output that is not row-major."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ def image_inputs(batch: int, side: int) -> torch.Tensor:
 
 
 class Batched(nn.Module):
-    """One function of a (batch, 4) tensor."""
+    """A function of a (batch, 4) tensor."""
 
     def __init__(self, function: object) -> None:
         super().__init__()

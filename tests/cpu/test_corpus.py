@@ -1,4 +1,4 @@
-"""A few models of the corpus: exported and checked, and one built; all of it is `python -m tests.corpus`."""
+"""A few models of the corpus: exported and checked, and one built. `python -m tests.corpus` runs all."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_what_is_cross_compiled_is_made_again_as_where_no_gpu_is(monkeypatch: py
 
 
 def weights() -> dict[str, float]:
-    """The sum of a case's weights by its name, for every layer of torch.nn."""
+    """Returns the sum of a case's weights by its name, for every layer of torch.nn."""
     return {
         case.name: sum([tensor.double().sum().item() for tensor in case.build()[0].state_dict().values()])
         for case in layers.CASES
@@ -87,8 +87,8 @@ def weights() -> dict[str, float]:
 
 
 def test_truncated_normals_are_torchs_but_for_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of MKL are other ones on another maker's processor, which no machine shows alone."""
-    monkeypatch.setattr(torch.Tensor, "erfinv_", torch.Tensor.erfinv_)  # to be put back
+    """MKL's values differ on processors of another vendor, which one machine cannot show."""
+    monkeypatch.setattr(torch.Tensor, "erfinv_", torch.Tensor.erfinv_)  # so that it is restored
 
     def drawn() -> torch.Tensor:
         torch.manual_seed(0)
@@ -103,7 +103,7 @@ def test_truncated_normals_are_torchs_but_for_rounding(monkeypatch: pytest.Monke
 
 
 def test_layers_have_the_same_weights_in_every_process() -> None:
-    # a layer made when the module is imported, before the seed, has others: torch's generator begins anywhere
+    # a layer made at import, before the seed, differs: torch's generator starts with any seed
     other = subprocess.run([sys.executable, "-c", WEIGHTS], cwd=ROOT, capture_output=True, text=True, check=True)
     assert other.stdout.strip() == str(weights())
 
@@ -129,7 +129,7 @@ def test_a_bundle_is_called_with_other_inputs_and_between_the_sizes(bundle: Path
     case = Case(name="tiny", make=tiny_model)
     row = replayed(case, "cpu", bundle, {"export": 1.0})
     assert (row.verdict, row.message, row.between) == (RIGHT, "", "right")
-    assert 0 < row.error < 1  # other inputs than the self-test's, rounded elsewhere
+    assert 0 < row.error < 1  # other inputs than the self-test's, with other rounding
     assert row.stages is not None and row.stages.keys() == {"export", "load", "compare"}
 
     def changed() -> Made:
@@ -164,7 +164,7 @@ def test_errors_are_told_apart_by_what_they_name() -> None:
     case = find("layers/Linear")
     place = "/site-packages/transformers/modeling.py:12"
     assert refusal(case, "cpu", ModelError("check-refused", f"{place}: rule: message")).verdict == REFUSED
-    elsewhere = "../../opt/torch/lib/site-packages/torchaudio/models.py:12"  # a folder above is called torch, too
+    elsewhere = "../../opt/torch/lib/site-packages/torchaudio/models.py:12"  # a parent folder is called torch too
     assert refusal(case, "cpu", ModelError("data-dependent-branch", f"{elsewhere}: rule: message")).verdict == REFUSED
     assert refusal(case, "cpu", ModelError("operator-without-kernel", f"no kernel for aten.x ({place})")).place == place
     assert refusal(case, "cpu", ModelError("check-refused", "model: rule: message")).verdict == FAILED
@@ -187,7 +187,7 @@ def test_what_runs_when_a_run_is_stopped_is_told_as_such_and_left_for_the_next(t
     plan = Plan(jobs=2, limit=60.0, until=time.time() + 1.0, prove="none", keep=None, bare=False, replay=False, gpus=0)
     names = ("layers/group-01", "layers/group-02", "layers/Linear")
     run(plan, [Job(find(name), CHECK) for name in names], rows.append)
-    assert [(row.verdict, row.seconds < 10) for row in rows] == [(STOPPED, True)] * 2  # no members, and the third was not begun
+    assert [(row.verdict, row.seconds < 10) for row in rows] == [(STOPPED, True)] * 2  # no members; the third did not start
 
 
 def test_a_signal_ends_the_processes_and_leaves_the_rows(tmp_path: Path) -> None:
@@ -198,12 +198,12 @@ def test_a_signal_ends_the_processes_and_leaves_the_rows(tmp_path: Path) -> None
         while not results.exists() or not read(results):
             assert process.poll() is None
             time.sleep(0.1)
-        process.send_signal(signal.SIGTERM)  # as `timeout` does; a shell lets what it runs in the background ignore SIGINT
+        process.send_signal(signal.SIGTERM)  # as `timeout` does; background processes of a shell ignore SIGINT
         assert process.wait(30) == 130
     finally:
         process.kill()
     done = [row.name for row in read(results) if row.verdict != STOPPED]
-    assert len(done) == 1  # a second one is begun when the first has a row
+    assert len(done) == 1  # the second one starts when the first has a row
     rest = subprocess.run([*command, "--left", "--results", str(results)], cwd=ROOT, capture_output=True, text=True, check=True)
     assert sorted(rest.stdout.split()[1::2] + done) == [f"layers/group-0{number}" for number in (1, 2, 3)]
 
@@ -223,5 +223,5 @@ def test_a_bundle_gets_the_weights_back_that_its_case_makes_again(bundle: Path, 
         next(other.parameters()).add_(0.01)
     with pytest.raises(ValueError, match="other weights"):
         with_weights(bare, other, tmp_path / "other")
-    leave_out_weights(again, other)  # what is not the same stays with the bundle
+    leave_out_weights(again, other)  # different weights stay in the bundle
     assert (with_weights(again, other, tmp_path / "third") / file_names.WEIGHTS).read_bytes() == whole

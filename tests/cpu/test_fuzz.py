@@ -1,4 +1,4 @@
-"""A sample of the fuzzer (`make fuzz` runs it for longer): mutated goldens of every version are refused or answer rightly."""
+"""A sample of the fuzzer (`make fuzz` runs it longer): mutated goldens of every version are refused or give right answers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.helpers.places import GOLDEN
 
 GOLDENS = sorted(GOLDEN.glob("v*/*.cgb"))
 CASES = {"cuda": 400, "cpu": 200}
-"""A second of a processor for every golden; those for a CPU are called, too."""
+"""A CPU second for every golden; CPU goldens are also called."""
 
 
 @pytest.mark.parametrize("golden", GOLDENS, ids=lambda path: f"{path.parent.name}/{path.stem}")

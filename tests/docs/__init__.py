@@ -1,1 +1,1 @@
-"""The documentation: its reference is written from the code, its links are followed, its blocks are run."""
+"""Documentation tools: they write the reference from the code, check links, and run the code blocks of pages."""

@@ -1,8 +1,8 @@
-"""Writes the reference (`make docs`), or runs the blocks of pages.
+"""Writes the reference (`make docs`), or runs the code blocks of pages.
 
-python -m tests.docs                              writes cli/docs/reference anew
+python -m tests.docs                              writes cli/docs/reference
 python -m tests.docs run cli/docs/tutorial.md     runs a page as the tests do
-python -m tests.docs run --slow PAGE              its dear blocks, too, whole (--gpu: those for a GPU)
+python -m tests.docs run --slow PAGE              also runs its slow blocks (--gpu: blocks that need a GPU)
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from tests.docs.reference import FOLDER, written
 
 
 def main() -> None:
-    """Exit status 1 where a block fails."""
+    """Returns 1 if a block fails."""
     parser = argparse.ArgumentParser(prog="python -m tests.docs", description="Write the reference, or run pages.")
     commands = parser.add_subparsers(dest="command")
     running = commands.add_parser("run", help="run the blocks of pages")

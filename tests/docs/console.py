@@ -1,4 +1,4 @@
-"""The commands of a block of a page, and whether their options exist."""
+"""Commands in the console blocks of a page, and a check that their options exist."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from cgcompile_cli.main import app
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Command:
-    """A line behind `$`, and what the page shows below it ("" for nothing, which promises nothing)."""
+    """A line after `$`, and the output that the page shows below it ("" if none is shown; then none is checked)."""
 
     line: str
     shown: str
 
 
 def commands(text: str) -> list[Command]:
-    """Of a console block; every line of a `sh` block is a command."""
+    """Returns the commands of a console block. Every line of a `sh` block is a command."""
     pairs: list[tuple[str, list[str]]] = []
     for line in text.splitlines():
         if line.startswith("$ "):
@@ -34,7 +34,7 @@ def commands(text: str) -> list[Command]:
 
 
 def words(line: str) -> tuple[dict[str, str], list[str]]:
-    """(variables, words) of a simple command line; comments are left out."""
+    """Returns (variables, words) of a simple command line, without comments."""
     split = shlex.split(line, comments=True)
     variables = {}
     while split and re.fullmatch(r"[A-Z_]+=.*", split[0]):
@@ -43,12 +43,12 @@ def words(line: str) -> tuple[dict[str, str], list[str]]:
 
 
 def is_simple(line: str) -> bool:
-    """Whether a line calls `cgcompile` and needs no shell."""
+    """Tells whether a line calls `cgcompile` and needs no shell."""
     return words(line)[1][:1] == ["cgcompile"] and not re.search(r"[|&;<>*?~`]|\$\(", re.sub(r"'[^']*'", "", line))
 
 
 def check_options(arguments: Sequence[str]) -> None:
-    """Raises AssertionError where `cgcompile ARGUMENTS` has an option or a value that does not exist."""
+    """Raises AssertionError if `cgcompile ARGUMENTS` has an option or a value that does not exist."""
     command: Any = typer.main.get_command(app)
     context = command.context_class(command, info_name="cgcompile")
     rest, name = list(arguments), "cgcompile"
@@ -65,7 +65,7 @@ def check_options(arguments: Sequence[str]) -> None:
 
 
 def as_check(arguments: Sequence[str]) -> list[str]:
-    """A build as the check of the same model: what costs too much in every run is exported and looked at."""
+    """Turns a `build` into a `check` of the same model: blocks that are too slow for every run are only checked."""
     kept = [arguments[1]]
     for option, value in zip(arguments[2:], [*arguments[3:], ""], strict=True):
         if option in ("--sizes", "--fallback-op"):

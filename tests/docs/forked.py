@@ -1,7 +1,7 @@
-"""`cgcompile` many times, torch imported once: a process that forks for every command.
+"""Runs `cgcompile` many times but imports torch once: a process that forks for every command.
 
-A line of JSON on stdin is {"arguments": [...], "folder": ..., "environment": {...}}, the answer a line of JSON on stdout:
-{"status": ..., "output": ..., "seconds": ...}: processor time, and stderr and stdout as one.
+Reads lines of JSON from stdin, {"arguments": [...], "folder": ..., "environment": {...}}. Answers each with a line of JSON on
+stdout, {"status": ..., "output": ..., "seconds": ...}: the output is stderr and stdout together, the seconds are CPU time.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ MODULES = (
     "torch", "torch._dynamo", "torch._inductor", "torch.export", "cgcompile.pipeline.build", "cgcompile.pipeline.check",
     "cgcompile_cli.main",
 )  # fmt: skip
-"""What the commands of pages import, and what starts no threads, which a fork would lose."""
+"""Modules that the pages' commands import. None of them starts a thread, which a fork would lose."""
 
 
 def main() -> None:
@@ -40,7 +40,7 @@ def main() -> None:
 
 
 def run(arguments: list[str], folder: str, environment: dict[str, str], output: int) -> None:
-    """In the child, and ends it."""
+    """Runs a command in the child and ends the child."""
     import traceback
 
     from cgcompile_cli.main import main as cgcompile

@@ -1,4 +1,4 @@
-"""The pages, as text: blocks, headings and links of Markdown as GitHub shows it."""
+"""The Markdown pages as text: blocks, headings and links, as GitHub shows them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from pathlib import Path
 from tests.helpers.places import ROOT
 
 USERS = ROOT / "cli/docs"
-"""Where users' pages are; maintainers' pages are the README.md of the folder that they explain."""
+"""Folder of the users' pages. Maintainers' pages are the README.md of the folder that they explain."""
 
 SKIPPED = {".git", ".venv", ".cache", ".pytest_cache", ".mypy_cache", ".ruff_cache", ".hypothesis", "dist"}
-"""Folders at the top that hold no text of this project's."""
+"""Top-level folders without pages of this project."""
 
 FENCE = re.compile(r"^(`{3,})(.*)$")
 AFTER = re.compile(r"^<!-- after: (\S+) -->$")
@@ -21,7 +21,7 @@ AFTER = re.compile(r"^<!-- after: (\S+) -->$")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Block:
-    """A fenced block: its language, the words behind it, its text, and the line of the page where the text begins."""
+    """A fenced block: its language, the words after it, its text, and the line of the page where the text begins."""
 
     language: str
     words: tuple[str, ...]
@@ -30,13 +30,13 @@ class Block:
 
 
 def pages() -> list[Path]:
-    """Every page of the repository."""
+    """Returns every page of the repository."""
     paths = (path for path in ROOT.rglob("*.md") if not SKIPPED & set(path.relative_to(ROOT).parts))
     return sorted(paths)
 
 
 def blocks(text: str) -> Iterator[Block]:
-    """The fenced blocks, in order."""
+    """Yields the fenced blocks, in order."""
     fence, opened, lines = "", (), []
     for number, line in enumerate(text.splitlines(), 1):
         fence_match = FENCE.match(line)
@@ -52,12 +52,12 @@ def blocks(text: str) -> Iterator[Block]:
 
 
 def begins_after(text: str) -> list[str]:
-    """The pages whose folders this page's folder begins with."""
+    """Returns the pages whose folders are copied to this page's folder before it runs."""
     return [after_match[1] for line in text.splitlines() if (after_match := AFTER.match(line))]
 
 
 def prose(text: str) -> str:
-    """The text without its blocks."""
+    """Returns the text without its blocks."""
     kept, fence = [], ""
     for line in text.splitlines():
         fence_match = FENCE.match(line)
@@ -71,7 +71,7 @@ def prose(text: str) -> str:
 
 
 def anchors(text: str) -> set[str]:
-    """What `#...` may name on a page: its headings, as GitHub spells them."""
+    """Returns the anchors (`#...`) of a page: its headings, as GitHub spells them."""
     names: set[str] = set()
     for heading in re.findall(r"^#+ (.*)$", prose(text), re.MULTILINE):
         name = plain = re.sub(r"[^\w\- ]", "", re.sub(r"\[([^]]*)]\([^)]*\)", r"\1", heading)).strip().lower().replace(" ", "-")
@@ -84,5 +84,5 @@ def anchors(text: str) -> set[str]:
 
 
 def links(text: str) -> list[str]:
-    """The targets of all links of a page, in order; those in `code` are none."""
+    """Returns the targets of all links of a page, in order, except those in `code`."""
     return re.findall(r"]\(([^)\s]+)\)", re.sub(r"`[^`]*`", "", prose(text)))

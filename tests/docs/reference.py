@@ -1,4 +1,4 @@
-"""The pages of cli/docs/reference, written from the code.  Nothing here imports torch."""
+"""Writes the pages of cli/docs/reference from the code. Does not import torch."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from tests.docs.pages import USERS
 FOLDER = USERS / "reference"
 
 COMPILER = {name: getattr(cgcompile, name) for name in sorted(cgcompile.__all__) if not name.startswith("_")}
-"""What `import cgcompile` gives, and what it raises."""
+"""Public names of `cgcompile`, with its errors."""
 
 
 def written() -> dict[str, str]:
-    """Every page of the reference by its file name."""
+    """Returns every page of the reference by its file name."""
     return {
         "commands.md": commands(),
         "cgcompile.md": python("cgcompile", cgcompile.__doc__, COMPILER),
@@ -46,7 +46,7 @@ def written() -> dict[str, str]:
 
 
 def runtime() -> dict[str, Any]:
-    """What `import cgbundle` gives, what its objects hand out, and what it raises."""
+    """Returns the public names of `cgbundle`, with its errors."""
     return {name: getattr(cgbundle, name) for name in sorted(cgbundle.__all__)}
 
 
@@ -63,7 +63,7 @@ def _page(title: str, opening: str, parts: Iterator[str]) -> str:
 
 
 def python(package: str, doc: str | None, names: Mapping[str, Any]) -> str:
-    """The reference of a package: functions and classes first, then what it raises."""
+    """Returns the reference page of a package: functions and classes first, then errors."""
     opening = _prose(doc or "")
     ordered = sorted(names.items(), key=lambda pair: (_is_error(pair[1]), not callable(pair[1]) or isinstance(pair[1], type)))
     return _page(f"import {package}", opening, (part for name, value in ordered for part in _member(package, name, value)))
@@ -84,7 +84,8 @@ def _member(package: str, name: str, value: Any) -> Iterator[str]:
 
 
 def _aliases(function: Any) -> Iterator[str]:
-    """What names in a signature stand for that nobody imports: those of types that its module takes from one of ours, or has."""
+    """Yields the type aliases of a signature that users cannot import: those of its module, and of project modules that it
+    imports."""
     named = {
         word
         for parameter in inspect.signature(function).parameters.values()
@@ -101,8 +102,8 @@ def _aliases(function: Any) -> Iterator[str]:
 
 
 def _below(name: str) -> list[Any]:
-    """The modules of ours that a module imports names from, also those for annotations alone; what its functions import is late
-    and may be torch."""
+    """Returns the project modules from which a module imports names, including those for annotations only. Imports inside functions
+    are skipped; they may import torch."""
     body = ast.parse(inspect.getsource(sys.modules[name])).body
     body += [inner for node in body if isinstance(node, ast.If) for inner in node.body]
     imports = [node for node in body if isinstance(node, ast.ImportFrom) and node.level]
@@ -117,7 +118,7 @@ def _class(name: str, value: type) -> Iterator[str]:
     if dataclasses.is_dataclass(value):
         yield "\n".join(f"- `{field.name}: {_annotation(field.type)}`" for field in dataclasses.fields(value))
     if _is_error(value) and value is not cgbundle.errors.CgbundleError:
-        return  # what they have is their base's
+        return  # their attributes are those of the base
     for member, attribute in members(value).items():
         if isinstance(attribute, property):
             yield f"### {name}.{member}"
@@ -131,12 +132,12 @@ def _class(name: str, value: type) -> Iterator[str]:
 
 
 SPECIAL = ("__call__", "__getitem__", "__setitem__")
-"""Methods behind an operator that users are meant to use."""
+"""Operator methods that are public."""
 
 
 def members(value: type) -> dict[str, Any]:
-    """The public methods and properties that a class defines itself or takes from a base of ours, in the order of their
-    definition, `__call__` and its kind first."""
+    """Returns the public methods and properties that a class defines or inherits from a class of the project. They are in the order
+    of their definition, special methods first."""
     attributes = {
         member: attr
         for base in reversed(value.__mro__)
@@ -148,7 +149,7 @@ def members(value: type) -> dict[str, Any]:
 
 
 def signature(name: str, function: Any) -> str:
-    """`build(model, inputs=None, *, ...) -> Built`, a parameter a line where it is long."""
+    """Returns `build(model, inputs=None, *, ...) -> Built`, with a line per parameter if it is long."""
     sig = inspect.signature(function)
     params = [parameter for parameter in sig.parameters.values() if parameter.name != "self"]
     shown: list[str] = []
@@ -177,7 +178,7 @@ def _code(text: str) -> str:
 
 
 def _prose(doc: str) -> str:
-    """A docstring as Markdown: what is indented in it is code."""
+    """Converts a docstring to Markdown; indented paragraphs become code."""
     paragraphs: list[str] = []
     for paragraph in inspect.cleandoc(doc).split("\n\n"):
         if all(line.startswith("    ") for line in paragraph.splitlines() if line):
@@ -188,7 +189,7 @@ def _prose(doc: str) -> str:
 
 
 def _escaped(text: str) -> str:
-    """Text outside of `code` without what Markdown would take for its own."""
+    """Escapes Markdown characters outside of `code`."""
     parts = re.split(r"(`[^`]*`)", text)
     return "".join(part if part.startswith("`") else re.sub(r"([*_<])", r"\\\1", part) for part in parts)
 
@@ -197,7 +198,7 @@ def _escaped(text: str) -> str:
 
 
 def commands() -> str:
-    """The reference of the command line."""
+    """Returns the reference page of the command line."""
     group: Any = typer.main.get_command(app)
     opening = _prose(_help(group))
     every = "Every command has `--help`. `--name / -n` are two spellings of one option."
@@ -205,7 +206,7 @@ def commands() -> str:
 
 
 def _tree(group: Any, before: str = "cgcompile") -> Iterator[tuple[str, Any]]:
-    """Every command by its full name, those of groups too."""
+    """Yields every command by its full name, including those of groups."""
     context = group.context_class(group, info_name=before)
     for name in group.list_commands(context):
         command = group.get_command(context, name)
@@ -223,7 +224,7 @@ def _command(name: str, command: Any) -> Iterator[str]:
     yield f"## {name}"
     arguments = [parameter for parameter in command.params if parameter.param_type_name == "argument"]
     yield _code_plain(" ".join([name, *[_argument(argument) for argument in arguments], "[OPTIONS]"]))
-    text, _, example = _help(command).partition("\b\n")  # behind it Typer breaks no lines
+    text, _, example = _help(command).partition("\b\n")  # Typer does not rewrap the text after this mark
     yield _prose(text)
     if example.strip():
         yield _code_plain(textwrap.dedent(example.strip("\n")).strip())
@@ -245,7 +246,7 @@ def _option(option: Any) -> str:
 
 
 def _choices(option: Any) -> tuple[str, ...]:
-    """Of an option that is a Literal; Typer has had two ways to say so since 0.26."""
+    """Returns the choices of a Literal option. Typer has stored them in two ways since 0.26."""
     kind = getattr(option, "type", None)
     return tuple(kind.choices) if hasattr(kind, "choices") else typing.get_args(option.type_descriptor.annotation)
 
@@ -265,7 +266,7 @@ FIELDS = {"what": "Looks for", "why": "Why", "effect": "Effect", "fix": "What to
 
 
 def findings() -> str:
-    """Every rule."""
+    """Returns the page of all rules."""
     known = [explanation for explanation in explanations() if explanation.kind == "finding"]
     opening = (
         "`cgcompile check` and `build` report these findings; `cgcompile explain NAME` shows the same text. Severity `refuse` "
@@ -288,7 +289,7 @@ TITLES = {
 
 
 def errors() -> str:
-    """Every code of every catalogue."""
+    """Returns the page of all error codes."""
     known = [explanation for explanation in explanations({"cgcompile_cli": UsageError.catalogue}) if explanation.kind == "error"]
     opening = (
         "An error is one line with the cause, the place, what was expected and what was given. A `hint:` line says what to do. "
@@ -312,7 +313,7 @@ def _catalogue(package: str, known: list[Explanation]) -> Iterator[str]:
 
 
 def padding() -> str:
-    """Every reason not to pad."""
+    """Returns the page of all reasons not to pad."""
     opening = f"{HEADLINE} `cgcompile explain padding` shows the same.\n\n{ALWAYS[0].upper()}{ALWAYS[1:]}:"
     rows = "\n".join([f"| {_cell(reason.printed)} | {_cell(reason.meaning)} | {_cell(reason.cure)} |" for reason in REASONS])
     return _page("Padding", opening, iter([f"| reason | what it means | what to do |\n|---|---|---|\n{rows}"]))

@@ -1,6 +1,6 @@
-"""Runs the blocks of pages in order, each page in a folder of its own, and compares what they print.
+"""Runs the code blocks of pages in order, each page in its own folder, and compares their output.
 
-tests/README.md says what the words behind a block's language mean.
+tests/README.md explains the words after a block's language.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from tests.docs.shown import difference
 from tests.helpers.places import ROOT
 
 FILE = re.compile(r"# (\w[\w.-]*\.\w+)\n")
-"""The first line of a block that is a file."""
+"""First line of a block that is a file."""
 
 PORT = "8123"
-"""In pages; while they are run, another that is free."""
+"""Port number in pages; a free port replaces it."""
 
 DEAR = ("slow", "gpu")
 PATIENCE = 300
-"""Seconds that a command in the background has to print its first line."""
+"""Seconds within which a background command must print its first line."""
 
 
 class Runner:
-    """The folders of pages below `base`, and the processes that run their blocks.  A context manager that ends them.
+    """Runs pages in folders below `base`. It is a context manager, which ends its processes.
 
-    `seconds` are the processor time of every command of `cgcompile`.
-    `whole`: "slow", "gpu": blocks of that kind are run, too.  A build that another page has made is copied.
+    `seconds` has the CPU time of every `cgcompile` command. `whole` may hold "slow" and "gpu" to run blocks of that kind too. A
+    build that another page has made is copied.
     """
 
     def __init__(self, base: Path, whole: Collection[str] = ()) -> None:
@@ -67,7 +67,8 @@ class Runner:
             self._commands.close()
 
     def page(self, page: Path) -> Path:
-        """Runs a page, once, after those that it begins after.  Returns its folder; raises AssertionError with the page's line."""
+        """Runs a page once, after the pages that it begins after, and returns its folder. Raises AssertionError with the page's
+        line."""
         page = page.resolve()
         if page not in self._ran:
             text = page.read_text(encoding="utf-8")
@@ -83,7 +84,7 @@ class Runner:
         return self._ran[page]
 
     def cgcompile(self, arguments: Sequence[str], folder: Path, variables: dict[str, str]) -> dict[str, Any]:
-        """{"status", "output"} of a command.  A build of the same file with the same options is copied."""
+        """Returns {"status", "output"} of a command. A repeated build of the same file with the same options is copied."""
         key = self._key(arguments, folder)
         if key in self._built and not (folder / self._built[key][0].name).exists():
             bundle, answer = self._built[key]
@@ -116,7 +117,7 @@ class Worker:
         )  # fmt: skip
 
     def ask(self, asked: dict[str, Any]) -> dict[str, Any]:
-        """The answer.  Raises AssertionError where the process has ended."""
+        """Sends a request and returns the answer. Raises AssertionError if the process has ended."""
         assert self._process.stdin and self._process.stdout
         self._process.stdin.write(json.dumps(asked) + "\n")
         self._process.stdin.flush()
@@ -126,7 +127,7 @@ class Worker:
         return answer
 
     def close(self) -> None:
-        """Ends it."""
+        """Ends the process."""
         self._process.communicate()
 
 
@@ -151,7 +152,7 @@ class PageRun:
             self._python.close()
 
     def all(self, page_blocks: Sequence[Block]) -> None:
-        """Runs the blocks.  Raises AssertionError."""
+        """Runs the blocks. Raises AssertionError."""
         for block, after in zip(page_blocks, [*page_blocks, None][1:], strict=True):
             shown = after.text if after is not None and after.language == "text" and not FILE.match(after.text) else ""
             try:
@@ -194,7 +195,7 @@ class PageRun:
         assert not shown or not (missing := difference(shown, got)), f"expected: {missing}\ngot:\n{got}"
 
     def _look(self, one: Command, run_as_check: bool) -> None:
-        """What a command that is not run can be told of: its options, its files, and of a build what its model's check says."""
+        """Checks a command without running it: its options and its files, and for a build the check of its model."""
         if not is_simple(one.line):
             assert subprocess.run(["bash", "-n", "-c", one.line], check=False).returncode == 0, one.line
             return
@@ -220,7 +221,7 @@ class PageRun:
                 stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
             )  # fmt: skip
             answer = {"status": done.returncode, "output": done.stdout}
-        got = answer["output"].replace(", kept before", "")  # where another page has built the same model first
+        got = answer["output"].replace(", kept before", "")  # another page may have built the same model first
         assert answer["status"] == status, f"$ {one.line}\nexit status {answer['status']}, expected {status}:\n{got}"
         assert not one.shown or not (missing := difference(one.shown, got)), f"$ {one.line}\nexpected: {missing}\ngot:\n{got}"
 
@@ -246,7 +247,7 @@ def _parses(text: str) -> None:
 
 
 def run_pages(pages: Sequence[Path], whole: Collection[str] = ()) -> None:
-    """Runs pages in a folder that is removed afterwards."""
+    """Runs pages in a temporary folder."""
     import tempfile
 
     with tempfile.TemporaryDirectory(prefix="cgcompile-docs-") as base, Runner(Path(base) / "pages", whole) as runner:

@@ -1,7 +1,7 @@
-"""The Python blocks of a page: one process, one namespace.
+"""Runs the Python blocks of a page in one process and one namespace.
 
-A line of JSON on stdin is {"code": ..., "name": ...}, the answer on stdout a line {"output": ..., "failed": ...}: what the block
-printed, and where it raised, the last line of the traceback.
+Reads lines of JSON from stdin, {"code": ..., "name": ...}. Answers each with a line on stdout, {"output": ..., "failed": ...}: the
+output of the block and, if it raised, the last line of the traceback.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def main() -> None:
         with redirect_stdout(printed):
             try:
                 exec(compile(asked["code"], asked["name"], "exec"), names)
-            except Exception as error:  # noqa: BLE001 (a page may show any)
+            except Exception as error:  # noqa: BLE001 (a page may show any error)
                 failed = "".join(traceback.format_exception_only(error)).strip()
                 traceback.print_exc()
         answers.write(json.dumps({"output": printed.getvalue(), "failed": failed}) + "\n")

@@ -1,7 +1,7 @@
-"""Whether a command printed what a page shows of it.
+"""Compares the output of a command with the output that a page shows.
 
-`...` stands for anything, in a line, or for lines where it is all of one.  A number with a unit, a fraction or an exponent stands
-for any number, and its unit for any of the same kind; widths of columns do not count.  All else has to be the same.
+`...` in a line matches any text; as a whole line it matches any lines. A number with a unit, a fraction or an exponent matches any
+number with a unit of the same kind. Column widths do not count. All other text must be equal.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ UNITS = (
     ("B", "KB", "MB", "GB", "KiB", "MiB", "GiB"),
     ("%",),
 )  # fmt: skip
-"""A second for a millisecond, a KiB for a MiB."""
+"""Kinds of units, each of which matches the others of its kind."""
 
 WORD = re.compile(rf"(?<![\w.])({NUMBER})( ?)(min \d+ s|[A-Za-z]+|%)?(?![\w])")
 
 
 def difference(shown: str, got: str) -> str:
-    """The first line of `shown` that is not in `got` where it should be, or ""."""
+    """Returns the first line of `shown` that `got` does not have in its place, or ""."""
     lines = [line.rstrip() for line in got.splitlines()]
     parts: list[list[str]] = [[]]
     for line in shown.splitlines():
@@ -49,7 +49,7 @@ def difference(shown: str, got: str) -> str:
 
 
 def pattern(line: str) -> re.Pattern[str]:
-    """A line that is shown, as an expression."""
+    """Returns a regular expression for a shown line."""
     indent = len(line) - len(line.lstrip())
     pieces = [_piece(piece) for piece in line.strip().split(ANYTHING)]
     return re.compile(r"\s*" * bool(indent) + ".*".join(pieces))

@@ -1,1 +1,1 @@
-"""Every causal language model that transformers has, from pages as `cgcompile build FOLDER` makes it, beside `generate`."""
+"""Compares every causal language model of transformers, with the paged attention of `cgcompile build FOLDER`, with `generate`."""

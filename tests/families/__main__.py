@@ -1,13 +1,13 @@
-"""Compares every causal language model of transformers with its `generate`, small and in eager PyTorch.
+"""Compares a small copy of every causal language model of transformers with its `generate`, in eager PyTorch.
 
 python -m tests.families                 # all of them: equal, refused (and why), WRONG, traceback
 python -m tests.families llama4_text "llama, dynamic rope" "qwen2_5_vl, text half"
-python -m tests.families --build 10      # the first ten that are equal once more, from a bundle for the CPU
-python -m tests.families --build 1 --target cuda llama    # captured on the GPU here; sm_90: cross-compiled and replayed there
-python -m tests.families --tokens 18     # fewer tokens behind each prompt
+python -m tests.families --build 10      # builds the first ten equal ones and compares their bundles for the CPU
+python -m tests.families --build 1 --target cuda llama    # captured on this GPU; sm_90: cross-compiled and replayed on it
+python -m tests.families --tokens 18     # fewer tokens after each prompt
 
-Prompts of 3, 17 and 30 tokens share every call.  Their texts go beyond every window, chunk and original context of the small copy.
-When the first has ended, another text takes its pages and its slot beside those that go on.  All of it is `generate`'s.
+Prompts of 3, 17 and 30 tokens share every call.  Their texts are longer than every window, chunk and original context of the small
+copy.  When the first text has ended, another one takes its pages and its slot beside the others.  All texts must equal `generate`.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from .cases import FEATURES, NEEDED
 HALF = ", text half"
 
 TOKENS = 18
-"""Behind each prompt, unless more are asked for."""
+"""Default number of tokens after each prompt."""
 
 warnings.filterwarnings("ignore")
 
 
 def main() -> int:
-    """0 where every family is equal or refused by name."""
+    """Returns 0 if every family is equal or refused by name."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.families", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -49,7 +49,7 @@ def main() -> int:
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    torch.set_num_threads(1)  # of work so small, more threads take longer
+    torch.set_num_threads(1)  # more threads are slower for such small work
     counts: Counter[str] = Counter()
     for name in wanted or [*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *FEATURES, *halves()]:
         start = time.perf_counter()
@@ -63,7 +63,7 @@ def main() -> int:
 
 
 def halves() -> list[str]:
-    """Models that read more than text, and have a part that is a language model."""
+    """Returns multimodal models that contain a language model."""
     from cgcompile.language_models.architectures.text_half import WHOLE
 
     configs = {config.model_type: config for kind in WHOLE for config in kind._model_mapping}
@@ -71,7 +71,7 @@ def halves() -> list[str]:
 
 
 def judged_half(name: str, tokens: int) -> str:
-    """`judged` of the text half of a model: what `build` takes out of a folder that the whole of it was saved to."""
+    """Returns `judged` of the text part of a multimodal model, which `build` takes from a folder with the complete model."""
     import torch
     from transformers import AutoConfig
 
@@ -87,7 +87,7 @@ def judged_half(name: str, tokens: int) -> str:
         config = AutoConfig.for_model(name, **NEEDED.get(name, {}))
         kind = next(kind for kind in WHOLE if type(config) in kind._model_mapping)
         reference = small_reference(config, kind)
-    except Exception as error:  # noqa: BLE001 transformers' own
+    except Exception as error:  # noqa: BLE001 an error of transformers
         return f"no small copy: {error_text(error)}"
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -96,15 +96,15 @@ def judged_half(name: str, tokens: int) -> str:
             compare_texts(folder_network(folder, torch.float32), reference, small, tokens, tokens)
         except ModelError as error:
             return f"{'WRONG' if 'text differs' in str(error) else 'refused'}: {error}"
-        except Exception as error:  # noqa: BLE001 what it is about
+        except Exception as error:  # noqa: BLE001 any error is a result
             return f"traceback: {error_text(error)}"
     return "equal"
 
 
 def built(name: str, tokens: int, target: str) -> str:
-    """`equal, built`, `WRONG: where` or `not built: why` of a model type or feature whose text is right in eager PyTorch.
+    """Builds a model type or feature that is equal in eager PyTorch. Returns `equal, built`, `WRONG: where` or `not built: why`.
 
-    The bundle gives `tokens` behind each prompt.  `target` as `cgcompile build` takes it.
+    The bundle generates `tokens` tokens after each prompt. `target` is that of `cgcompile build`.
     """
     from transformers import AutoConfig
 
@@ -119,7 +119,7 @@ def built(name: str, tokens: int, target: str) -> str:
     network, reference = texts.small_networks(config)
     model = CausalLM(network, texts.PAGES, texts.SLOTS, 0).eval()
     inputs = ExampleInputs(config=network.config, pages=texts.PAGES, slots=texts.SLOTS, turns=0).entries()
-    del inputs["choose"]  # which no family changes
+    del inputs["choose"]  # no family changes this entry
     step = {"batch": [len(texts.PROMPTS)], "blocks": [texts.BLOCKS]}
     prompts = [[4 + (31 * place + length) % 150 for place in range(length)] for length in texts.PROMPTS]
     with tempfile.TemporaryDirectory() as scratch:
@@ -146,10 +146,10 @@ def built(name: str, tokens: int, target: str) -> str:
 
 
 def judged(name: str, tokens: int = TOKENS) -> str:
-    """`equal`, `refused: why`, `WRONG: where` or `traceback: what` of a model type or feature; `no configuration: why` where
-    transformers cannot make the default one.
+    """Returns `equal`, `refused: why`, `WRONG: where` or `traceback: what` of a model type or feature. Returns `no configuration:
+    why` if transformers cannot make the default one.
 
-    WRONG is a text that only the comparison knows to be another: no rule names what the model does.
+    WRONG means that only the comparison notices a different text: no rule names the feature of the model.
     """
     from transformers import AutoConfig
 
@@ -161,14 +161,14 @@ def judged(name: str, tokens: int = TOKENS) -> str:
     options = FEATURES.get(name) or {"model_type": name, **NEEDED.get(name, {})}
     try:
         config = AutoConfig.for_model(**options)
-    except Exception as error:  # noqa: BLE001 transformers' own
+    except Exception as error:  # noqa: BLE001 an error of transformers
         return f"no configuration: {error_text(error)}"
     try:
         compare_small(config, small, tokens, tokens)
     except ModelError as error:
         kind = "WRONG" if "text differs" in str(error) else "refused"
         return f"{kind}: {error}"
-    except Exception as error:  # noqa: BLE001 what it is about
+    except Exception as error:  # noqa: BLE001 any error is a result
         return f"traceback: {error_text(error)}"
     return "equal"
 

@@ -1,4 +1,4 @@
-"""Which configurations are tried: the default one of every model type, and what real models have that no default shows."""
+"""Configurations to compare: the default one of every model type, and features of real models that no default has."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HEADS = {"head_dim": 128}
 
 
 def long_rope(angles: int) -> dict[str, Any]:
-    """A `longrope` of so many angles."""
+    """Returns a `longrope` for this number of angles."""
     return {
         "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 4096,
         "short_factor": [1.0 + 0.1 * angle for angle in range(angles)],
@@ -57,7 +57,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 6, "moe_intermediate_size": 1407},
     "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1},
 }
-"""What a default configuration lacks to make a model, or a decoder."""
+"""Options that a default configuration needs to make a model, or a decoder."""
 
 FEATURES: dict[str, dict[str, Any]] = {
     "llama, linear rope": {"model_type": "llama", "rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}},
@@ -105,4 +105,4 @@ FEATURES: dict[str, dict[str, Any]] = {
     "deepseek_v3, yarn rope": {"model_type": "deepseek_v3", "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}},
     "hrm_text, prefixes": {"model_type": "hrm_text", "prefix_lm": True},
 }  # fmt: skip
-"""By name: what the masks, ropes and caches of real models have."""
+"""By name: features of the masks, ropes and caches of real models."""

@@ -1,4 +1,4 @@
-"""The mutation fuzzer: bundles that were changed at random, hashes redone, must be refused or answer rightly.
+"""The mutation fuzzer: randomly changed bundles, with correct hashes, must be refused or give right answers.
 
 python -m tests.fuzz --minutes 20 --jobs 2
 """

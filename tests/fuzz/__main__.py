@@ -1,11 +1,11 @@
-"""Runs the fuzzer: processes that are watched, and a table of what was found.
+"""Runs the fuzzer: watches its processes and prints a table of the results.
 
-    python -m tests.fuzz --minutes 20 --jobs 2             every golden bundle that there is
-    python -m tests.fuzz --cases 20000 --golden v1/mlp     so many cases of each
-    python -m tests.fuzz --minutes 60 --first 1000000      other cases than those of a machine that begins at 0
+    python -m tests.fuzz --minutes 20 --jobs 2             every golden bundle
+    python -m tests.fuzz --cases 20000 --golden v1/mlp     this number of cases of each
+    python -m tests.fuzz --minutes 60 --first 1000000      different cases than on a machine that begins at 0
     python -m tests.fuzz --replay v1/cpu_mlp 1234          one case again, with its traceback
 
-Exit status 1 when a process crashed, an exception was none of ours, an answer was wrong, or a case took over 5 s or 500 MiB.
+Exit status 1 if a process crashed, an exception was not a CgbundleError, an answer was wrong, or a case took over 5 s or 500 MiB.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from tests.fuzz.answers import Answers
 from tests.helpers.places import GOLDEN, ROOT
 
 HANG = 5.0
-"""Seconds of a processor that a case may take."""
+"""CPU seconds that a case may take."""
 
 START = 60.0
-"""Seconds in which a process has to come to its next case, however many others run."""
+"""Seconds within which a process must reach its next case, however many others run."""
 
 BATCH = 2000
 """Cases of one process."""
 
 FINDS = ("wrong", "foreign", "memory", "crashed", "hung")
-"""What is a find: how an outcome begins."""
+"""Prefixes of outcomes that count as finds."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Tally:
-    """Cases by kind and by outcome, and the finds as lines."""
+    """Number of cases by kind and by outcome, and the finds as lines."""
 
     kinds: Counter[str] = field(default_factory=Counter)
     outcomes: Counter[str] = field(default_factory=Counter)
@@ -61,7 +61,7 @@ class Tally:
 
 
 def batch(golden: Path, first: int, last: int, until: float = 0.0) -> Tally:
-    """Runs cases in a process of their own, until a time, and goes on behind one that killed it."""
+    """Runs cases in a child process until a time. If a case kills the process, continues with the next case."""
     tally = Tally()
     name = f"{golden.parent.name}/{golden.stem}"
     while first < last and not (until and time.time() > until):
@@ -83,7 +83,7 @@ def batch(golden: Path, first: int, last: int, until: float = 0.0) -> Tally:
                 raise RuntimeError(
                     f"{name}: the process ended before its first case, with status {process.returncode}: {last_words}"
                 )
-            if not open_case:  # after a case: what it left behind did it
+            if not open_case:  # the last case had ended: its side effects killed the process
                 open_case = done.splitlines()[-1].rpartition(" ")[0]
             number, kind, *_ = [*open_case.split(" "), "", ""]
             how = f"hung: over {HANG} s" if hung else f"crashed: status {process.returncode}: {_where(err)}"
@@ -93,8 +93,8 @@ def batch(golden: Path, first: int, last: int, until: float = 0.0) -> Tally:
 
 
 def _watch(process: subprocess.Popen[bytes], log: Path) -> bool:
-    """Waits for the end; kills a process whose log has not grown for as long as a case may take, and says so.  The processor's
-    time counts, since there may be many processes; and the clock's, for one that waits for something."""
+    """Waits for the end. Kills a process whose log has not grown for as long as a case may take, and returns whether it did. CPU
+    time counts, because there may be many processes; wall time counts for a process that waits."""
     size, since, spent = 0, time.monotonic(), 0.0
     while process.poll() is None:
         time.sleep(0.05)
@@ -109,7 +109,7 @@ def _watch(process: subprocess.Popen[bytes], log: Path) -> bool:
 
 
 def _seconds(pid: int) -> float:
-    """What a process has used of the processors."""
+    """Returns the CPU seconds that a process has used."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -118,14 +118,14 @@ def _seconds(pid: int) -> float:
 
 
 def _where(err: Path) -> str:
-    """The innermost lines of ours in what Python's fault handler wrote."""
+    """Returns the innermost lines of the project's code in the output of faulthandler."""
     lines = [line.strip() for line in err.read_text(errors="replace").splitlines() if line.strip()]
     ours = [line for line in lines if "bundles/cgbundle" in line or "tests/fuzz" in line]
     return "; ".join([line.rpartition("/")[2] for line in ours[:3]]) or "; ".join(lines[-2:])[:300]
 
 
 def run(goldens: list[Path], first: int, last: int, jobs: int, until: float = 0.0) -> Tally:
-    """Cases FIRST..LAST of every golden, as many processes as `jobs` at a time."""
+    """Runs cases FIRST..LAST of every golden bundle, with `jobs` processes at a time."""
     tally, lock = Tally(), threading.Lock()
     begins = itertools.takewhile(lambda begin: begin < last, itertools.count(first, BATCH))
     todo = ((golden, begin, min(begin + BATCH, last)) for begin in begins for golden in goldens)
@@ -174,7 +174,7 @@ def main() -> int:
 
 
 def replay(name: str, number: str) -> int:
-    """One case again, in this process; its traceback is not caught."""
+    """Runs one case again in this process, without catching its error."""
     golden = worker.Golden(GOLDEN / f"{name}.cgb", Path(tempfile.mkdtemp(prefix="fuzz-")))
     kind = worker.mutate(golden, int(number))
     print(kind, "in", golden.folder)

@@ -1,4 +1,4 @@
-"""The right answers of a golden bundle, from its own self-test, and whether a changed bundle gives them."""
+"""The right answers of a golden bundle, from its self-test, and a check whether a changed bundle gives them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cgbundle.tensors.tensor import Tensor, from_bytes
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """The inputs and outputs of one int_key of an entry, as (dtype, shape, bytes), and by how much each output may differ."""
+    """Inputs and outputs of one int_key of an entry, as (dtype, shape, bytes), and the tolerance of each output."""
 
     entry: str
     inputs: tuple[tuple[str, tuple[int, ...], bytes], ...]
@@ -26,14 +26,14 @@ class Case:
 
 
 class Answers:
-    """What a sound bundle gives for the self-test's inputs."""
+    """The answers of the unchanged bundle for the inputs of its self-test."""
 
     def __init__(self, cases: list[Case]) -> None:
         self.cases = cases
 
     @classmethod
     def of(cls, path: str) -> Answers | None:
-        """Those of the bundle at `path`; None where this machine cannot run it."""
+        """Returns the answers of the bundle at `path`; None if this machine cannot run it."""
         manifest = archive.read_manifest(path)
         try:
             cgbundle.load(path).close()
@@ -55,7 +55,8 @@ class Answers:
         return cls(cases)
 
     def judge(self, program: Any) -> str:
-        """ "right", "refused", or "wrong: ..." of the first answer that differs.  State is not judged: calls follow each other."""
+        """Returns "right", "refused", or "wrong: ..." with the first different answer. State is not compared: it depends on earlier
+        calls."""
         verdict = "refused"
         stateful = program.manifest.random is not None or any(row.memory == "state" for row in program.manifest.weights)
         for case in self.cases:

@@ -1,4 +1,4 @@
-"""The command line over a fuzzed bundle: what it prints is text, whatever the bundle's names are, and its errors are ours."""
+"""Runs the command line on a fuzzed bundle: its output must be printable text for any names, and its errors must be known."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from cgcompile_cli import main
 
 @cache
 def _group() -> Any:
-    """The commands, made once: that takes longer than most of them."""
+    """Returns the Typer commands. They are made once, which takes longer than most commands."""
     return typer.main.get_command(main.app)
 
 
 def command(arguments: list[str]) -> str:
-    """How `cgcompile ARGUMENTS` ended: "exit 0", or "wrong: ..." for output that could drive a terminal or is not what it is said
-    to be.  Raises what the command raises and does not foresee."""
+    """Returns how `cgcompile ARGUMENTS` ended: "exit 0", or "wrong: ..." for output that could control a terminal or that has the
+    wrong format. Raises every error that the command does not handle."""
     out, err = io.StringIO(), io.StringIO()
     with redirect_stdout(out), redirect_stderr(err):
         try:
@@ -41,7 +41,7 @@ def command(arguments: list[str]) -> str:
 
 
 def shown(error: CgbundleError) -> str:
-    """The code of an error; "wrong: ..." for a message that is no printable line, or one that floods."""
+    """Returns the code of an error; "wrong: ..." if its message is not printable or too long."""
     message = str(error)
     if not message.isprintable() or not error.hint.isprintable() or len(message) > 2100:
         return f"wrong: a message of {len(message)} characters: {message[:200]!r}"

@@ -1,6 +1,6 @@
-"""Mutations of a bundle's files, drawn from a `random.Random`.  Pure, bytes in, bytes out, but for `planted`.
+"""Mutations of a bundle's files, drawn from a `random.Random`. All are pure functions from bytes to bytes, except `planted`.
 
-Hashes are redone afterwards (`seal`), so that the checks behind them are reached.
+Hashes are recomputed afterwards (`seal`), so that later checks are reached.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ INTEGERS = (
     0, 1, -1, 2, 3, 7, 8, 16, 63, 64, 65, 72, 127, 128, 255, 256, 4096, 65535, 1 << 20, 2**31 - 1, 2**31, 2**32, 10**9, 2**40,
     2**62, 2**63 - 1, 2**63, 2**64, 2**64 + 1, -(2**31), -(2**63), 10**30, 10**400,
 )  # fmt: skip
-"""Whole numbers at the edges of types and limits."""
+"""Integers at the limits of types and of the format."""
 
 TEXTS = (
     "", " ", "-", "x", "..", "/", "/etc/passwd", "../weights.safetensors", "a\x00b", "\x1b[31m", "²", "\ud800", "batch", "seq",
@@ -36,7 +36,7 @@ TEXTS = (
     "graphs/modules.bin", "9" * 5000, "x" * 5000, "//" * 3000, "\u202e", "\x9b2J", "ﬁ", "é", "\U0001f600", "None", "lambda", "a\nb",
     "<script>", '"', "'", "\\", "]", "[" * 300, "%s{}", "x" * 1024, "\udcff",
 )  # fmt: skip
-"""Texts that mean something somewhere else, or nothing anywhere."""
+"""Texts that are valid in some other field, or in none."""
 
 OTHERS: tuple[Any, ...] = (None, True, False, 0.5, -0.0, 1e308, [], {}, [[]], [0], "x", {"x": 0}, [None])
 
@@ -47,11 +47,11 @@ INSERTED = (
     b"[" + b"{}," * 20_000 + b"0]", b'["+",' * 70 + b"1" + b",1]" * 70, b"[" + b"1," * 120_000 + b"1]", b'"' + b"/" * 70_000 + b'"',
     b'"\\ud800"', b'"\\u0000"', b'"\xff"', b"tru", b'"' + b"\\\\" * 30_000 + b'"',
 )  # fmt: skip
-"""What takes the place of a number in a manifest's text."""
+"""Texts that replace a number in a manifest."""
 
 
 def manifest(plain: dict[str, Any], draw: random.Random) -> dict[str, Any]:
-    """A copy of a decoded manifest with one to three changes."""
+    """Returns a copy of a decoded manifest with one to three changes."""
     changed: dict[str, Any] = json.loads(json.dumps(plain))
     for _ in range(draw.choice((1, 1, 1, 2, 3))):
         _change(changed, draw)
@@ -59,7 +59,7 @@ def manifest(plain: dict[str, Any], draw: random.Random) -> dict[str, Any]:
 
 
 def swapped(plain: dict[str, Any], draw: random.Random) -> dict[str, Any]:
-    """A copy in which values of one type change places once or twice: most often of fields of one name."""
+    """Returns a copy in which values of one type are swapped once or twice, mostly between fields of the same name."""
     changed: dict[str, Any] = json.loads(json.dumps(plain))
     for _ in range(draw.choice((1, 1, 2))):
         places = list(_places(changed))
@@ -68,14 +68,14 @@ def swapped(plain: dict[str, Any], draw: random.Random) -> dict[str, Any]:
         others = [(one, other) for one, other in places if type(one[other]) is kind and (not same_key or other == key)]
         other, place = draw.choice(others)
         if draw.random() < 0.5:
-            tree[key], other[place] = deepcopy(other[place]), deepcopy(tree[key])  # one may lie in the other
+            tree[key], other[place] = deepcopy(other[place]), deepcopy(tree[key])  # one may contain the other
         else:
             tree[key] = deepcopy(other[place])
     return changed
 
 
 def _places(tree: Any) -> Iterator[tuple[Any, Any]]:
-    """(container, key) of everything in a JSON value."""
+    """Yields (container, key) of everything in a JSON value."""
     for key in list(tree) if isinstance(tree, dict) else range(len(tree)):
         yield tree, key
         if isinstance(tree[key], dict | list):
@@ -83,7 +83,7 @@ def _places(tree: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _change(tree: Any, draw: random.Random) -> None:
-    """Changes one place of a JSON value, found by walking down at random."""
+    """Changes one place of a JSON value, found by a random walk."""
     while True:
         keys = list(tree) if isinstance(tree, dict) else list(range(len(tree)))
         if not keys:
@@ -128,12 +128,12 @@ def _replace(tree: Any, key: Any, draw: random.Random) -> None:
 
 
 def _other(draw: random.Random) -> Any:
-    """A copy: later changes of the case may fill it."""
+    """Returns a copy, because later changes of the case may modify it."""
     return deepcopy(draw.choice(OTHERS))
 
 
 def _nested(value: Any, depth: int) -> Any:
-    """The value in so many lists; as it is where it is nested already: Python's json writes 990 levels at most."""
+    """Nests the value in `depth` lists, unless it is deeply nested already: Python's json writes at most 990 levels."""
     if _depth(value) > 100:
         return value
     for _ in range(depth):
@@ -154,7 +154,7 @@ def _depth(value: Any) -> int:
 
 
 def text(data: bytes, draw: random.Random) -> bytes:
-    """A manifest's text, sealed anew, with what no dict can hold: in the place of a number, or a field that stands twice."""
+    """Changes a manifest's text in ways that no dict can hold, and seals it: a number is replaced, or a field occurs twice."""
     zeroed = _SEAL.sub(_EMPTY, data)
     if draw.random() < 0.9:
         match = draw.choice(list(NUMBER.finditer(zeroed)))
@@ -170,7 +170,7 @@ PAIR = re.compile(rb'\{\n?("[^"\\]*":)')
 
 
 def twice(data: bytes, draw: random.Random) -> bytes:
-    """A manifest, sealed anew, or a safetensors file, in which a name of an object stands twice."""
+    """Returns a sealed manifest or a safetensors file in which a name of an object occurs twice."""
     if data.startswith(b"{"):
         manifest_text = _twice(_SEAL.sub(_EMPTY, data), draw)
         return manifest_text.replace(_EMPTY, b'\n"sha256":"' + hashlib.sha256(manifest_text).hexdigest().encode() + b'"')
@@ -185,7 +185,7 @@ def _twice(text: bytes, draw: random.Random) -> bytes:
 
 
 def planted(folder: Path, folders: Sequence[str], draw: random.Random) -> Path:
-    """Puts a file, folder, link or pipe into a folder of a bundle that its manifest does not name; where it is."""
+    """Puts a file, folder, link or pipe that the manifest does not name into a folder of a bundle. Returns its path."""
     place = folder / draw.choice(folders) / draw.choice(("stranger", ".hidden", "weights.safetensors.old", "graph", "\udcff"))
     how = draw.randrange(5)
     if how == 0:
@@ -200,12 +200,12 @@ def planted(folder: Path, folders: Sequence[str], draw: random.Random) -> Path:
 
 
 Row = tuple[int, int, int]
-"""Memory, first byte, and the one behind the last."""
+"""Memory, first byte, end."""
 
 
 def writing(data: bytes, marks: Sequence[tuple[int, int]], draw: random.Random) -> tuple[bytes, list[Row]]:
-    """A recording with a memset or memcpy more, and the rows of bytes that this one writes; `marks` are places where something
-    begins or ends, by memory."""
+    """Adds a memset or memcpy to a recording. Returns the recording and the rows of bytes that it writes. `marks` are (memory,
+    offset) where a value begins or ends."""
     recording = decode(data)
     memory, offset = draw.choice(marks)
     offset = max(0, offset + draw.choice((0, 0, -1, 1, -4, 4, -64, 256)))
@@ -227,7 +227,7 @@ def writing(data: bytes, marks: Sequence[tuple[int, int]], draw: random.Random) 
 
 
 def table(data: bytes, draw: random.Random) -> bytes:
-    """Bytes of a table or another binary file with a few bytes or words changed, or its length."""
+    """Changes a few bytes or words, or the length, of a table or another binary file."""
     changed = bytearray(data)
     for _ in range(draw.choice((1, 1, 2, 4))):
         how = draw.random()
@@ -251,7 +251,7 @@ def table(data: bytes, draw: random.Random) -> bytes:
 
 
 def columns(data: bytes, draw: random.Random) -> bytes:
-    """A table whose columns have other numbers: of a neighbour, of a limit, or of another column; its structure is kept."""
+    """Changes numbers in the columns of a table: to a neighbour, a limit, or a number of another column. The structure stays."""
     layout = STATES
     if data[:8] == RECORDING.magic:
         layout = BRANCHING if int.from_bytes(data[8:16], "little") == BRANCHING.version else RECORDING
@@ -269,7 +269,7 @@ def columns(data: bytes, draw: random.Random) -> bytes:
         numbers[row] %= most
     try:
         return pack(layout, counts, contents)
-    except CgbundleError:  # a column that its type cannot hold
+    except CgbundleError:  # the column's type cannot hold the number
         return data
 
 
@@ -279,7 +279,7 @@ def _put(data: bytearray, at: int, form: str, value: int) -> None:
 
 
 def tensors(data: bytes, draw: random.Random) -> bytes:
-    """A safetensors file whose JSON header was changed; its length is made to fit in three of four."""
+    """Changes the JSON header of a safetensors file; three times of four its length field is correct."""
     size = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + size])
     (_change if draw.random() < 0.8 else _exchange)(header, draw)
@@ -289,7 +289,7 @@ def tensors(data: bytes, draw: random.Random) -> bytes:
 
 
 def _exchange(header: dict[str, Any], draw: random.Random) -> None:
-    """Two entries change places."""
+    """Swaps two entries."""
     one, other = draw.choice(list(header)), draw.choice(list(header))
     header[one], header[other] = header[other], header[one]
 
@@ -299,7 +299,7 @@ _EMPTY = b'\n"sha256":"' + b"0" * 64 + b'"'
 
 
 def seal(plain: dict[str, Any], files: dict[str, bytes]) -> bytes:
-    """manifest.json with the hashes and lengths of the changed `files` and its own hash redone."""
+    """Returns manifest.json with new hashes and lengths of the changed `files`, and its own new hash."""
     rows = plain.get("files")
     for row in rows if isinstance(rows, list) else ():
         if isinstance(row, dict) and isinstance(row.get("path"), str) and row["path"] in files:

@@ -1,8 +1,8 @@
 """A fuzzing process: `python -m tests.fuzz.worker GOLDEN SCRATCH FIRST LAST UNTIL`.
 
-Runs the cases FIRST..LAST of a golden bundle, one after the other, until the time UNTIL (seconds since 1970, 0 for no end).  For
-every case it writes a line to `SCRATCH/log`: its number when it begins, its kind when it is made, and what became of it when it
-ends.  So nothing is lost where a case kills the process.
+Runs the cases FIRST..LAST of a golden bundle one after the other, until the time UNTIL (seconds since 1970, 0 for no end). For
+every case it writes a line to `SCRATCH/log`: its number at the start, its kind when it is made, and its outcome at the end. So the
+log is complete even if a case kills the process.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ VIEWS = (
     ("inspect", "--memory", "--json"), ("inspect", "--kernels"), ("inspect", "--kernels", "--json"), ("verify",),
     ("verify", "--json"), ("diff",), ("diff", "--json"), ("inspect", "--graph"), ("inspect", "--graph", "--json"),
 )  # fmt: skip
-"""What the command line shows of a bundle: one of these for every accepted case, and for one of a few refused ones."""
+"""Commands that show a bundle: one of them runs for every accepted case, and for a few refused ones."""
 
 REFUSED_SHOWN = 0.03
 
 KILLED = "CGC_FUZZ_KILLED"
-"""Environment: the cases that end their process, for the fuzzer's own test."""
+"""Environment variable: the cases that kill their process, for the fuzzer's own test."""
 
 
 class Golden:
-    """A bundle whose files are read once; every case changes some of them, and puts them back."""
+    """A bundle whose files are read once. Every case changes some of them and restores them."""
 
     def __init__(self, path: Path, scratch: Path) -> None:
         self.folder, self.origin = scratch / "case.cgb", scratch / "origin.cgb"
@@ -65,13 +65,13 @@ class Golden:
         self.inputs = scratch / "inputs.safetensors"
         self.folders = ["", *sorted({name.rpartition("/")[0] for name in names} - {""})]
         self.refused = ""
-        """Why the case must not be accepted, where that is known."""
+        """Why the bundle must be refused, if that is known."""
         self.planted: Path | None = None
         shutil.copytree(self.origin, self.folder, dirs_exist_ok=True)
         self._changed: list[str] = []
 
     def write(self, files: dict[str, bytes], manifest: bytes) -> None:
-        """The bundle with these changes, and without the last case's."""
+        """Writes these changes, and undoes those of the last case."""
         self.refused = ""
         if self.planted is not None:
             self.planted.rmdir() if self.planted.is_dir() and not self.planted.is_symlink() else self.planted.unlink()
@@ -85,7 +85,7 @@ class Golden:
 
 
 def mutate(golden: Golden, number: int) -> str:
-    """Writes case `number`; says what kind it is."""
+    """Writes case `number` and returns its kind."""
     draw = random.Random(number)
     how = draw.random()
     if how < 0.02:
@@ -136,7 +136,7 @@ def mutate(golden: Golden, number: int) -> str:
 
 
 def run(golden: Golden, answers: Answers | None, kind: str, number: int) -> str:
-    """What becomes of the written case: a code, "accepted", "right", "refused", "another model", or "wrong: ..."."""
+    """Returns the outcome of the written case: a code, "accepted", "right", "refused", "another model", or "wrong: ..."."""
     draw = random.Random(-number)
     path = str(golden.folder)
     if kind == "inputs":
@@ -167,7 +167,7 @@ def run(golden: Golden, answers: Answers | None, kind: str, number: int) -> str:
 
 
 def marks(plain: dict[str, Any]) -> list[tuple[int, int]]:
-    """(memory, byte) where values, weights and memories of a manifest begin and end."""
+    """Returns (memory, byte) where values, weights and memories of a manifest begin and end."""
     places = [(0, 0)]
     for row in [*plain["weights"], *[value for _, program in programs(plain) for value in program["values"]]]:
         memory = MEMORIES.index(row.get("memory", "weights"))
@@ -177,7 +177,7 @@ def marks(plain: dict[str, Any]) -> list[tuple[int, int]]:
 
 
 def stray_write(plain: dict[str, Any], file: str, rows: list[mutations.Row]) -> str:
-    """Which of the bytes in `rows` no call of a program of `file` may change, worked out byte by byte; "" for none."""
+    """Returns a text about the first byte in `rows` that no call of a program of `file` may change, or ""."""
     for entry, program in programs(plain):
         if not any(step.get("file") == file for step in program["steps"]):
             continue
@@ -195,18 +195,18 @@ def stray_write(plain: dict[str, Any], file: str, rows: list[mutations.Row]) -> 
 
 
 def programs(plain: dict[str, Any]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Every program of a manifest, after the record of its entry."""
+    """Returns every program of a manifest with its entry."""
     return [(entry, program) for entry in plain["entries"] for program in entry["programs"]]
 
 
 def size_of(row: dict[str, Any]) -> int:
-    """Bytes from a tensor's first element to the end of its last."""
+    """Returns the bytes from a tensor's first element to the end of its last."""
     last = sum((size - 1) * stride for size, stride in zip(row["shape"], row["strides"], strict=True))
     return 0 if 0 in row["shape"] else (last + 1) * DTYPES[row["dtype"]]
 
 
 def weights_of(manifest: Manifest) -> dict[str, str]:
-    """The tensor behind every constant of the code: with others it is another model, and no answer is known."""
+    """Returns the tensor of every constant of the code. If they change, it is another model, whose answers are unknown."""
     return {name: manifest.weights[weight].tensor for region in manifest.regions for name, weight in region.constants}
 
 
@@ -227,20 +227,20 @@ def main(arguments: list[str]) -> int:
             os.kill(os.getpid(), signal.SIGKILL)
         try:
             outcome = run(golden, answers, kind, number)
-        except Exception as error:  # noqa: BLE001 (what it is, is what is looked for)
+        except Exception as error:  # noqa: BLE001 (any such error is a find)
             outcome = f"foreign: {type(error).__name__}: {error}"
         grown = peak() - settled
         if grown > LIMIT:
             outcome = f"memory: {grown} MiB"
         if grown > LIMIT // 5:
-            Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+            Path("/proc/self/clear_refs").write_text("5")  # resets the peak
         line = "".join([c if c.isprintable() else "?" for c in outcome[:400]])
         os.write(log, f"{line}\n".encode())
     return 0
 
 
 def peak() -> int:
-    """MiB that this process had in memory at the most since it began, or since the peak was reset."""
+    """Returns the peak memory of this process in MiB, since its start or since the peak was reset."""
     match = re.search(rb"VmHWM:\s+(\d+)", Path("/proc/self/status").read_bytes())
     return int(match[1]) >> 10 if match else 0
 

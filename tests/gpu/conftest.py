@@ -1,4 +1,4 @@
-"""Bundles that the tests of this folder share: building one takes half a minute."""
+"""Bundles that the tests of this folder share, because a build takes half a minute."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="session")
 def cases() -> dict[str, Case]:
-    """A GPT (bf16, Inductor) and a perceptron (fp32, eager); copy a bundle before changing it."""
+    """Returns a GPT (bf16, Inductor) and an MLP (fp32, eager). Copy a bundle before you change it."""
     from tests.gpu.helpers import built
 
     return {"gpt": built.build_gpt(), "mlp": built.build_mlp()}

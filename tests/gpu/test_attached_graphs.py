@@ -1,4 +1,4 @@
-"""Graphs that a hand-written engine captured: saved by two processes, attached by a third, beside capturing them again."""
+"""Graphs of a hand-written engine: two processes save them, a third attaches them; the reference captures them again."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Answers = dict[str, dict[str, Any]]
 
 
 def process(role: str, folder: Path) -> dict[str, Any]:
-    """What one process of the engine answers."""
+    """Returns the JSON of one process of the engine."""
     paths = [str(ROOT), str(ROOT / "bundles"), os.environ.get("PYTHONPATH", "")]
     caches = {f"{name}_CACHE_DIR": str(folder / name) for name in ("TORCHINDUCTOR", "TRITON")}
     environment = os.environ | caches | {"PYTHONPATH": os.pathsep.join(paths)}

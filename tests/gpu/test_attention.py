@@ -1,4 +1,4 @@
-"""Attention of one row in one kernel: steps over a cache that is state, beside eager PyTorch, on a GPU."""
+"""Attention of one row in one kernel: decoding steps over a cache in state equal eager PyTorch on a GPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WIDTH = HEADS * HEAD
 
 
 class Step(nn.Module):
-    """One row: `shared` heads of keys and values, two layers, a perceptron behind each."""
+    """One decoding step: keys and values with `shared` heads, two layers, an MLP after each."""
 
     def __init__(self, shared: int, dtype: torch.dtype) -> None:
         super().__init__()

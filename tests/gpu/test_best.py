@@ -1,4 +1,4 @@
-"""`--autotune` on a GPU: what is tried is recorded, proved and timed, and what is chosen answers as the model does."""
+"""`--autotune` on a GPU: candidates are recorded, verified and timed, and the chosen ones give the model's results."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.gpu.helpers.models import GPT  # noqa: E402
 SIZES = [1, 8]
 TOKENS, VOCABULARY, WIDTH = 16, 256, 64
 SLOWEST = 10_000
-"""Microseconds that no graph of this model takes."""
+"""Microseconds that no graph of this model needs."""
 
 
 def inputs(batch: int) -> tuple[Any]:
@@ -35,7 +35,7 @@ def network() -> Any:
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A cache without an earlier choice."""
+    """Uses an empty cache, without an earlier choice."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CGCOMPILE_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield
@@ -47,7 +47,7 @@ def built(cache: None, tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def chosen(manifest: Manifest) -> list[str]:
-    """The lowering of every int_key."""
+    """Returns the chosen lowering of every int_key."""
     return [row.name for program in manifest.entries[0].programs for row in program.lowerings if row.chosen]
 
 

@@ -1,4 +1,4 @@
-"""From a model to its replay on a GPU: built by cgcompile, loaded by cgbundle, called as users call it."""
+"""Models are built by cgcompile, loaded by cgbundle and called on a GPU."""
 
 from __future__ import annotations
 
@@ -76,10 +76,10 @@ def test_the_callers_stream_is_honoured(case: Case, program: Any) -> None:
     for source, want in zip(sources * 5, expected * 5, strict=True):
         with torch.cuda.stream(side):
             value = torch.empty_like(source)
-            torch.cuda._sleep(2_000_000)  # the input is not there yet when the call is made
+            torch.cuda._sleep(2_000_000)  # the input is written only after the call was made
             value.copy_(source)
             got = program(value)
-            value.zero_()  # and is gone right after
+            value.zero_()  # and overwritten right after it
         side.synchronize()
         assert torch.equal(got, want)
 
@@ -100,7 +100,7 @@ def test_streams_in_turn_do_not_disturb_each_other(case: Case, program: Any) -> 
 
 
 def test_a_lazy_program_and_its_sessions_run_what_they_were_loaded_with(cases: dict[str, Case], tmp_path: Path) -> None:
-    """The bundle is built again in its place, with other tables, kernels and weights, before any graph of it was made."""
+    """The path is replaced by a bundle with other tables, kernels and weights before any graph was built."""
     case, path = cases["gpt"], tmp_path / "model.cgb"
     shutil.copytree(case.path, path)
     with cgbundle.load(path, lazy=True) as program:
@@ -178,7 +178,7 @@ def test_wrong_calls_name_the_input(cases: dict[str, Case]) -> None:
         program(torch.zeros(4, built.WIDTH + 1, device="cuda"))
 
 
-# --- several at once, and the end --------------------------------------------------------------------------------
+# --- concurrent calls, and close ----------------------------------------------------------------------------------
 
 
 def test_threads_share_a_program(case: Case, program: Any) -> None:

@@ -1,4 +1,4 @@
-"""The capture recorder on a GPU: what it records replays bit for bit in a fresh process, and what it refuses it names."""
+"""The capture recorder on a GPU: recordings replay bit for bit in a new process, and refused models give named errors."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def the_arena_holds_one_key_at_a_time(recorded: Recorded) -> None:
 
 
 CHECKS = {"fft": fft_keeps_its_table, "counting": the_changed_buffer_is_named, "mlp_small": the_arena_holds_one_key_at_a_time}
-"""What else holds of a recording of a case."""
+"""Additional checks of the recording of a case."""
 
 
 @gpu

@@ -1,4 +1,4 @@
-"""The capture recorder on a GPU, of what Inductor lowered: it replays bit for bit in a fresh process."""
+"""Captured Inductor kernels replay bit for bit in a new process on a GPU."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_what_was_compiled_serves_other_weights_and_one_more_size(tmp_path: Path
     monkeypatch.setenv("CGCOMPILE_CACHE", str(tmp_path / "cache"))
 
     def lowered(seed: int, sizes: list[int]) -> set[str]:
-        """The int_keys that were lowered before the recording."""
+        """Returns the int_keys that were lowered before the recording."""
         torch.manual_seed(seed)
         model, texts = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Tanh()).eval(), set[str]()
         path = tmp_path / f"{seed}.cgb"

@@ -1,4 +1,4 @@
-"""Collectives of our own between two GPUs: what they give, the same bits on both, in any order, and a rank that is missing."""
+"""cgcompile's collectives between two GPUs: right results, the same bits on both, any order of launches, and a missing rank."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.gpu.helpers.ranks import Collective, Ranks  # noqa: E402
 
 WORLD = 2
 SIZES = (16, 48, 8 << 10, 100_000, 512 << 10, (1 << 20) + 16, 4 << 20)
-"""Bytes from one rank to the other."""
+"""Bytes that one rank sends to the other."""
 
 SPACE = 16 << 20
 
@@ -37,12 +37,12 @@ def ranks() -> Iterator[Ranks]:
 
 @pytest.fixture(scope="module")
 def places() -> list[tuple[Any, Any]]:
-    """Room for inputs and outputs on each GPU."""
+    """Returns memory for inputs and outputs on each GPU."""
     return [tuple(torch.zeros(SPACE, dtype=torch.uint8, device=f"cuda:{rank}") for _ in range(2)) for rank in range(WORLD)]
 
 
 def fill(places: list[tuple[Any, Any]], size: int, dtype: Any, seed: int) -> list[Any]:
-    """Numbers of a dtype in the inputs, and copies of them on the CPU."""
+    """Fills the inputs with random numbers of a dtype. Returns copies on the CPU."""
     generator = torch.Generator().manual_seed(seed)
     drawn = [torch.randn(size // dtype.itemsize, generator=generator).to(dtype) for _ in range(WORLD)]
     for (source, target), values in zip(places, drawn, strict=True):

@@ -1,4 +1,4 @@
-"""Branches and loops as nodes of a graph, on a GPU: rows made by hand, then traced bundles."""
+"""Conditional nodes on a GPU: handmade rows, then cross-compiled bundles."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.helpers.drivers.fake_driver import install
 
 
 def missing() -> str:
-    """Why these tests cannot run here, or ""."""
+    """Returns why these tests cannot run here, or ""."""
     try:
         driver.require()
     except CgbundleError as error:
@@ -90,7 +90,7 @@ def test_a_callers_capture_takes_them_node_by_node(bench: Bench) -> None:
 
 
 def test_how_long_a_turn_takes(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
-    """Prints what a turn of the loop costs, of which 4 nodes are copies, one a branch and one a fill; asserts nothing of it."""
+    """Prints the time of one loop iteration with 4 copies, a branch and a fill; asserts nothing about it."""
     executor, stream = bench.executor("graph"), bench.context.stream
     begin, end = (check("cuEventCreate", cu.cuEventCreate(0)) for _ in range(2))
     times = {}
@@ -108,7 +108,7 @@ def test_how_long_a_turn_takes(bench: Bench, capsys: pytest.CaptureFixture[str])
 
 
 def test_how_long_a_switch_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Prints a launch that takes the last of eight ways: by a switch, and by branches inside of each other; asserts what it set."""
+    """Prints the time of a launch that takes the last of eight branches, with a switch and with nested branches."""
     from cgcompile.targets.kernels.conditions import condition_image
 
     context, ways = Context(0), 8
@@ -135,11 +135,11 @@ def test_how_long_a_switch_takes(tmp_path: Path, capsys: pytest.CaptureFixture[s
         print(f"\nthe last of {ways} ways: a switch {times[0]:.1f} us, branches inside of each other {times[1]:.1f} us")
 
 
-# --- traced bundles -------------------------------------------------------------------------------------------
+# --- cross-compiled bundles ------------------------------------------------------------------------------------
 
 
 def traced(name: str, folder: Path, recorder: str) -> tuple[Path, Any, list[Any]]:
-    """The bundle, the model on the GPU, and inputs."""
+    """Returns the bundle, the model on the GPU, and inputs."""
     torch = pytest.importorskip("torch")
     from tests.helpers.models.conditional_models import MODELS
 

@@ -1,4 +1,4 @@
-"""Branches and loops of captured bundles, on a GPU: every way is eager PyTorch's, in both modes, in one launch."""
+"""Branches and loops of captured bundles on a GPU: every path equals eager PyTorch, in both modes, in one launch."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def build(model: nn.Module, inputs: Callable[[], Any], path: Path, lower: str) -
 
 def recordings(path: Path) -> list[Recording]:
     contents = [file.read_bytes() for file in sorted((path / "graphs").iterdir())]
-    return [decode(data) for data in contents if data.startswith(RECORDING.magic)]  # beside them are module variables
+    return [decode(data) for data in contents if data.startswith(RECORDING.magic)]  # other files hold module variables
 
 
 def types(path: Path) -> list[str]:
@@ -51,7 +51,7 @@ def types(path: Path) -> list[str]:
 
 
 def described(path: Path) -> str:
-    """The rows of a bundle's graphs, for a failed test's message."""
+    """Returns the rows of a bundle's graphs as text for assertion messages."""
     lines = []
     for recording in recordings(path):
         for place, node in enumerate(recording.nodes):
@@ -68,7 +68,7 @@ def leaves(value: Any) -> list[Any]:
 
 
 def compare(path: Path, model: nn.Module, examples: list[Any]) -> None:
-    """Each of `examples` is the arguments of a call; the model, on the GPU, changes none of its buffers."""
+    """Compares calls with each of `examples`, in both modes. The model on the GPU must not change its buffers."""
     for mode in MODES:
         with cgbundle.load(path, mode=mode) as program:
             assert [step.kind for step in program.manifest.entries[0].programs[0].steps] == ["graph"], "one graph, one launch"
@@ -142,7 +142,7 @@ def test_random_numbers_and_state_in_a_loop(tmp_path: Path) -> None:
 
 
 class BesideTheHost(nn.Module):
-    """A graph with a branch, an operation on the host, and a graph with a loop."""
+    """A graph with a branch, a host operation, and a graph with a loop."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -173,7 +173,7 @@ def test_conditional_nodes_beside_a_region_of_the_host(tmp_path: Path) -> None:
 
 
 class HostInside(nn.Module):
-    """A loop whose body asks the host how many elements are above 0."""
+    """A loop whose body reads the number of positive elements on the host."""
 
     def forward(self, x: Tensor) -> Tensor:
         def turn(i: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -211,7 +211,7 @@ def test_the_host_waits_for_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_what_a_branch_costs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Prints what twelve layers of half precision take with a branch in their middle; asserts nothing of it."""
+    """Prints the time of twelve float16 layers with a branch in the middle; asserts nothing about it."""
     torch.manual_seed(1)
     model, x = Middle(512).eval().half(), torch.randn(8, 512).half()
     path = build(model, lambda: (x,), tmp_path / "made.cgb", "inductor").path

@@ -1,4 +1,4 @@
-"""Convolutions in Triton, beside eager PyTorch: their padding is a mask, whose indices LLVM and ptxas compute in 16 bits."""
+"""Convolutions in Triton equal eager PyTorch: their padding is a mask, whose indices LLVM and ptxas compute in 16 bits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cgcompile.util.tolerance import compare, tolerance  # noqa: E402
 
 
 def test_the_padding_of_a_traced_convolution_is_zeros(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """DPT's first convolution behind its upsampling, which ptxas 12.8 compiled wrongly (`offline/compile/packed_adds.py`)."""
+    """DPT's first convolution after its upsampling, which ptxas 12.8 miscompiled (`offline/compile/packed_adds.py`)."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.ConvTranspose2d(16, 8, 4, stride=4), torch.nn.Conv2d(8, 16, 3, padding=1, bias=False))
 

@@ -1,4 +1,4 @@
-"""Models of several regions on a GPU: graphs with the host between them."""
+"""Models with several regions on a GPU: graphs with host regions between them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.helpers.drivers.cuda_calls import synchronize  # noqa: E402
 
 SIZES = (1, 8)
 POISON = 0xFF
-"""NaN in every floating dtype."""
+"""NaN in every floating-point dtype."""
 
 Case = tuple[Path, Any]
 
@@ -91,14 +91,14 @@ def test_many_calls_without_waiting_keep_their_values(case: Case) -> None:
 
 
 def test_dead_memory_may_hold_anything(case: Case) -> None:
-    """After every step the arena is overwritten but for the values that are still to be read."""
+    """After every step the arena is overwritten, except the values that are still read."""
     path, _ = case
     manifest = archive.read_manifest(str(path))
     backend = CudaBackend(ArchiveOf(path, manifest))
     stored = Mapped(str(path / file_names.SELF_TEST), file_names.SELF_TEST)
     try:
         for number, program in enumerate(manifest.entries[0].programs):
-            tensors = self_test.inputs_of(stored, manifest.entries[0], program.key)  # held: the addresses are theirs
+            tensors = self_test.inputs_of(stored, manifest.entries[0], program.key)  # keeps the memory of these addresses alive
             addresses = [tensor.address for tensor in tensors]
             clean = read(backend, program, number, addresses, poisoned=False)
             assert read(backend, program, number, addresses, poisoned=True) == clean
@@ -108,10 +108,10 @@ def test_dead_memory_may_hold_anything(case: Case) -> None:
 
 
 def read(backend: CudaBackend, program: Program, number: int, addresses: Any, poisoned: bool) -> list[bytes]:
-    """The outputs' bytes of one replay."""
+    """Returns the bytes of the outputs of one replay."""
     arena = dict(backend._manifest.memories)["arena"]
     with backend.locked(None) as stream:
-        backend.run(number, addresses, None, stream)  # puts the inputs into their places
+        backend.run(number, addresses, None, stream)  # copies the inputs to their buffers
         bound = backend._bound[number]
         if poisoned:
             backend._memories.poison(POISON, stream)
@@ -138,7 +138,7 @@ def read(backend: CudaBackend, program: Program, number: int, addresses: Any, po
 
 
 def dead(program: Program, place: int, arena: int) -> list[tuple[int, int]]:
-    """The pieces of the arena that hold nothing which a step after `place`, or the caller, reads."""
+    """Returns the ranges of the arena that neither a step after `place` nor the caller reads."""
     written = {index for step in program.steps[: place + 1] for index in step.outputs}
     later = written & ({index for step in program.steps[place + 1 :] for index in step.inputs} | set(program.outputs))
     alive = sorted(
@@ -153,7 +153,7 @@ def dead(program: Program, place: int, arena: int) -> list[tuple[int, int]]:
 
 
 class OneWay(torch.nn.Module):
-    """Fails for what is not a number, and for lengths that do not fit."""
+    """Fails for NaN, and for lengths that do not match."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Outputs whose sizes depend on data, on a GPU: captured and cross-compiled, beside eager PyTorch."""
+"""Outputs with data-dependent sizes on a GPU: captured and cross-compiled bundles equal eager PyTorch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves  # noqa: E402
 from tests.helpers.models.selecting_models import Head, boxes  # noqa: E402
 
 SIZES = (12, 100)
-"""Triton takes 40 seconds to compile a kernel that sorts 300 numbers."""
+"""Small sizes: Triton needs 40 seconds to compile a kernel that sorts 300 numbers."""
 
 
 @pytest.mark.parametrize("record", ["capture", "cross-compile"])
@@ -28,7 +28,7 @@ def test_calls_return_true_sizes(record: str, tmp_path: Path) -> None:
     model, path = Head().eval(), tmp_path / "head.cgb"
     proof = {"prove": "none"} if record == "cross-compile" else {}
     cgcompile.build(model, boxes, sizes=SIZES, out=path, target="cuda", record=record, **proof)
-    nothing = -30 * torch.linalg.pinv(model.scores.weight.detach()).sum(1)  # all scores of such a box are low
+    nothing = -30 * torch.linalg.pinv(model.scores.weight.detach()).sum(1)  # a box with low scores only
     eager, seen = model.cuda(), set()
     for mode in MODES:
         for outputs in ("copy", "view"):

@@ -1,5 +1,5 @@
-"""Calls that go straight to their replay: in every mode of torch, on other streams, from other threads and in a capture they
-answer as the first call of their kind does."""
+"""Calls on the fast path give the results of a first call: in all modes of torch, on other streams and threads, and in a
+capture."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def kept(output: Any) -> Any:
 
 
 def wanted(program: Any, value: Any) -> Any:
-    """By the first call of another program."""
+    """Returns the result of a first call, from another program."""
     with cgbundle.load(BUNDLE) as other:
         return other(value.cpu()).cuda()
 
@@ -84,7 +84,7 @@ def test_every_way_to_call_answers_alike(program: Any) -> None:
 
 
 def test_copies_are_part_of_the_launch(program: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each is kept while hundreds of calls follow, of this key and of others, direct and not."""
+    """Outputs stay unchanged during hundreds of later calls of this key and others, on the fast path and off it."""
     aimed: list[int] = []
     call = driver.cu.cuGraphExecMemcpyNodeSetParams
     monkeypatch.setattr(driver.cu, "cuGraphExecMemcpyNodeSetParams", lambda *arguments: aimed.append(1) or call(*arguments))
@@ -158,7 +158,7 @@ def test_threads_take_turns(program: Any) -> None:
                 if not torch.equal(kept(program(values[seed])), expected[seed]):
                     wrong.append(seed)
             except cgbundle.CallError as error:
-                if error.code != "stale-view":  # another thread's call came between
+                if error.code != "stale-view":  # unless a call of another thread came between
                     raise
 
     threads = [threading.Thread(target=calls, args=(seed,)) for seed in range(4)]
@@ -166,7 +166,7 @@ def test_threads_take_turns(program: Any) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert not wrong or program._views  # a view is read after the call, which another thread's may overwrite meanwhile
+    assert not wrong or program._views  # a view is read after the call, and a call of another thread may overwrite it
 
 
 def test_a_profile_times_the_steps_of_direct_calls(program: Any) -> None:

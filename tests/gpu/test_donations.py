@@ -1,5 +1,5 @@
-"""Outputs that another entry takes where they lie, captured and traced: right beside eager PyTorch, copied nowhere, kept as long as
-they are good."""
+"""Donated outputs of captured and cross-compiled bundles: results equal eager PyTorch, nothing is copied, views stay valid as
+promised."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def program(bundle: Path) -> Iterator[cgbundle.Program]:
 
 
 class Counted:
-    """The driver's functions, counting copies on the GPU that are made by calls."""
+    """Passes calls to the driver and counts GPU copies."""
 
     def __init__(self, driver: Any) -> None:
         self.driver, self.copies = driver, 0
@@ -98,16 +98,16 @@ def test_a_donated_input_is_not_copied(program: cgbundle.Program, monkeypatch: p
     first, words = program.encode(drawn(8, 16, FEATURES)), ids(8)
     counted.copies = 0
     output = program.step(first, words)
-    assert counted.copies == 1  # of the ids
+    assert counted.copies == 1  # a copy of the ids
     program.step(first.tensor.clone(), words)
     assert counted.copies == 3
     output = program.step(first, words)
     assert counted.copies == 4
     program.score(output["logits"], output["hidden"])
     assert counted.copies == 4
-    again = program.step(output["hidden"], words)  # its own output: it would write over it
+    again = program.step(output["hidden"], words)  # a donation to itself would overwrite its own output
     assert counted.copies == 6
-    program.score(again["logits"], first)  # of two entries
+    program.score(again["logits"], first)  # outputs of two entries
     assert counted.copies == 6
 
 
@@ -172,7 +172,7 @@ def test_graphs_that_are_built_late_or_timed(bundle: Path, how: str) -> None:
 
 
 def test_memory_is_what_the_manifest_says(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By what is asked of the driver: other processes use the GPU as well."""
+    """Counts the allocations of this process, because other processes use the GPU too."""
     asked: list[int] = []
     allocate = memory.allocate
 
@@ -184,7 +184,7 @@ def test_memory_is_what_the_manifest_says(bundle: Path, monkeypatch: pytest.Monk
         monkeypatch.setattr(module, "allocate", counted)
     with cgbundle.load(bundle, outputs="view") as program:
         program.score(program.step(program.encode(drawn(8, 16, FEATURES)), ids(8))["logits"], drawn(8, WIDTH))
-        sizes = [size for name, size in program.memory.items() if name != "code"]  # which the driver holds
+        sizes = [size for name, size in program.memory.items() if name != "code"]  # the driver allocates code
     assert sorted(asked) == sorted(max(size, memory.SMALLEST) for size in sizes)
 
 

@@ -1,4 +1,4 @@
-"""Several entries in one bundle, captured and traced: every call beside eager PyTorch, in any order, in every session."""
+"""Several entries in one bundle, captured and cross-compiled: calls in any order and any session equal eager PyTorch."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_what_the_bundle_holds(bundle: Path) -> None:
     assert memories["inputs"] == max(program.static for program in programs)
     names = {weight.tensor for weight in manifest.weights}
     literals = {name for name in names if name.startswith(("lifted_tensor", "cgcompile."))}
-    assert names - literals == set(lanes().state_dict()) - {"head.weight"}  # stored once: it is the embedding's
+    assert names - literals == set(lanes().state_dict()) - {"head.weight"}  # stored once, as the embedding
 
 
 @pytest.mark.parametrize("mode", ["graph", "stream"])
@@ -59,7 +59,7 @@ def test_views_are_stale_after_another_entry(bundle: Path) -> None:
 def test_sessions_have_a_state_of_their_own(bundle: Path) -> None:
     with cgbundle.load(bundle) as program:
         failures: list[AssertionError] = []
-        models = [lanes().cuda() for _ in range(3)]  # not in the threads: they share the generator that weights are drawn with
+        models = [lanes().cuda() for _ in range(3)]  # not in the threads, which share the generator of the weights
 
         def work(seed: int) -> None:
             try:
@@ -80,7 +80,7 @@ def test_sessions_have_a_state_of_their_own(bundle: Path) -> None:
 @pytest.mark.alone
 def test_memory_is_what_the_manifest_says(bundle: Path) -> None:
     torch.zeros(1, device="cuda")
-    with cgbundle.load(bundle) as warm:  # the context and the driver's own
+    with cgbundle.load(bundle) as warm:  # creates the context and the driver's memory
         warm.decode(torch.zeros(1, dtype=torch.int64, device="cuda"))
     before = torch.cuda.mem_get_info()[0]
     with cgbundle.load(bundle) as program:
@@ -89,7 +89,7 @@ def test_memory_is_what_the_manifest_says(bundle: Path) -> None:
         taken = before - torch.cuda.mem_get_info()[0]
         promised = sum(size for name, size in program.memory.items() if name != "host")
         print(f"{bundle.stem}: {taken / 2**20:.1f} MiB taken, {promised / 2**20:.1f} MiB promised, {dict(program.memory)}")
-        assert taken <= promised + (16 << 20)  # allocations in steps of 2 MiB, graphs of the driver
+        assert taken <= promised + (16 << 20)  # allocations in steps of 2 MiB, and the driver's graphs
 
 
 def test_a_lazy_load_builds_what_is_called(bundle: Path) -> None:
@@ -104,7 +104,7 @@ def test_calls_from_the_host(bundle: Path) -> None:
             with torch.no_grad():
                 expected = getattr(model, name)(*inputs)
             got = program[name](*inputs)
-            assert got is expected is None or error(got, expected) <= 1e-3  # the CPU's sums are in another order
+            assert got is expected is None or error(got, expected) <= 1e-3  # the CPU sums in another order
 
 
 def test_the_self_test_passes_without_torch(bundle: Path) -> None:
@@ -138,7 +138,7 @@ def test_random_numbers_and_padding_are_an_entrys_own(tmp_path: Path) -> None:
     path = cgcompile.build(model, entries, sizes=[2, 4], out=tmp_path / "noisy.cgb", target="cuda").path
     with cgbundle.load(path) as program:
         x = torch.randn(3, 4, device="cuda")
-        assert program(x).shape == (3, 4)  # padded: it only reads the state
+        assert program(x).shape == (3, 4)  # padded, because it only reads state
         with pytest.raises(cgbundle.CallError, match="batch"):
             program.train_like(x)
         ones = torch.ones(4, 4, device="cuda")

@@ -1,4 +1,4 @@
-"""What `cgcompile doctor` says of a machine with a GPU, where torch knows it, too."""
+"""The output of `cgcompile doctor` on a machine with a GPU agrees with torch."""
 
 from __future__ import annotations
 

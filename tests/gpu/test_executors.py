@@ -1,4 +1,4 @@
-"""The CUDA backend on a GPU: a small bundle made by hand, compiled here with NVRTC."""
+"""The CUDA backend on a GPU: a small handmade bundle, compiled with NVRTC."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tests.helpers.raising import raises
 
 
 def missing() -> str:
-    """Why these tests cannot run here, or ""."""
+    """Returns why these tests cannot run here, or ""."""
     try:
         driver.require()
     except CgbundleError as error:
@@ -48,7 +48,7 @@ pytestmark = pytest.mark.skipif(bool(missing()), reason=f"no GPU: {missing()}")
 
 @pytest.fixture(scope="module")
 def context() -> Iterator[Context]:
-    """A share in the context that lasts as long as these tests: what is free in it can be compared."""
+    """Keeps the context alive during these tests, so that its free memory can be compared."""
     device_context = Context(0)
     yield device_context
     device_context.release()
@@ -56,7 +56,7 @@ def context() -> Iterator[Context]:
 
 @pytest.fixture(scope="module")
 def image(context: Context) -> bytes:
-    """The source of `cuda_bundles`, compiled for this GPU."""
+    """Compiles the source of `cuda_bundles` for this GPU."""
     nvrtc = pytest.importorskip("cuda.bindings.nvrtc")
 
     def ask(result: tuple[Any, ...]) -> Any:
@@ -112,11 +112,11 @@ def test_close_gives_every_byte_back(context: Context, bundle: tuple[Manifest, P
             check("cuCtxSynchronize", cu.cuCtxSynchronize())
             free.append(driver.free_bytes())
     print("\nfree bytes:", sorted(set(free)), "first rounds:", free[:6])
-    assert len(set(free[10:])) == 1  # the driver keeps what the first rounds made it take
+    assert len(set(free[10:])) == 1  # the driver keeps the memory of the first rounds
 
 
 def test_the_last_share_ends_the_context(bundle: tuple[Manifest, Path]) -> None:
-    """In a process of its own, because this one holds the context."""
+    """Runs in another process, because this one holds the context."""
     import pickle
     import subprocess
     import sys
@@ -151,7 +151,7 @@ def test_device_inputs_and_callers_streams(context: Context, bundle: tuple[Manif
             memory.copy(source.address, values.buffer_info()[0], size, handle, source_on_device=False)
         (output,) = run(backend, 1, [(source.address, True, size)], stream)
         kept = backend.copy_out(output, size, stream)
-        backend.poison(0xFF)  # on another stream, and yet behind the copy
+        backend.poison(0xFF)  # on another stream, but ordered after the copy
         result = array("f", bytes(size))
         to_host(backend, result.buffer_info()[0], kept.address, size, stream)
         assert result == expected(values)
@@ -198,7 +198,7 @@ def test_parameters_are_those_of_the_image(bundle: tuple[Manifest, Path]) -> Non
         opened(manifest, folder)
 
 
-# --- rows that the bundle does not have -----------------------------------------------------------------------
+# --- nodes that the bundle does not have ----------------------------------------------------------------------
 
 
 class Bench:
@@ -214,7 +214,7 @@ class Bench:
         self.cleanup.callback(self.modules.close)
 
     def words(self, recording: Recording, mode: str, count: int) -> list[int]:
-        """The arena's first words after a run over an arena of ones."""
+        """Returns the first words of the arena after a run over an arena of ones."""
         table = Table(tables.encode(recording), "bench")
         check_recording(table, {"arena": cuda_bundles.ARENA}, {self.image})
         bases, stream = self.memories.bases, self.context.stream
@@ -300,7 +300,7 @@ def test_an_empty_recording(bench: Bench, mode: str) -> None:
 
 
 def test_how_long_a_long_chain_takes(bench: Bench, context: Context, capsys: pytest.CaptureFixture[str]) -> None:
-    """Prints what building and launching 500 nodes costs; asserts only that a launch costs no Python per node."""
+    """Prints the time to build and launch 500 nodes; asserts only that a launch runs no Python per node."""
     function = Function(image=bench.image, symbol="add", params=cuda_bundles.ADD, attributes=())
     node = launch(0, bytes(24) + pack("<i", 8), relocations((0, ARENA_AT, 0), (8, ARENA_AT, 512), (16, ARENA_AT, 1024)))
     recording = Recording(key=(), functions=(function,), nodes=(node,) * 500, edges=tuple(edge(i, i + 1) for i in range(499)))

@@ -1,5 +1,5 @@
-"""The golden bundles for a GPU replay their self-test on a GPU of their architecture, whatever version recorded them: bit for bit,
-and within the tolerance of eager PyTorch those that were cross-compiled."""
+"""Golden GPU bundles of every version replay their self-test on a GPU of their architecture: captured ones bit for bit,
+cross-compiled ones within the tolerance of eager PyTorch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FOR_A_GPU = [path for path in GOLDENS if archive.read_manifest(str(path)).target
 
 @pytest.fixture(params=FOR_A_GPU, ids=lambda path: f"{path.parent.name}/{path.stem}")
 def golden(request: pytest.FixtureRequest) -> Path:
-    """Skips where this machine cannot run it."""
+    """Skips the test if this machine cannot run the bundle."""
     path: Path = request.param
     try:
         cgbundle.load(path).close()

@@ -1,4 +1,4 @@
-"""Inputs of the GPU that a launch reads where the caller has them: the bits of copied ones, many calls on their way at once."""
+"""GPU inputs that a launch reads in place: the results equal those of copied inputs, even with many calls in flight."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def bundle(request: pytest.FixtureRequest) -> Path:
 
 
 def on_gpu(bundle: Path, program: Any) -> dict[tuple[int, ...], list[Any]]:
-    """The self-test's first inputs of every key."""
+    """Returns the first self-test inputs of every key, on the GPU."""
     self_test = Mapped(str(bundle / SELF_TEST), SELF_TEST)
     try:
         rows = {key: inputs_of(self_test, program.manifest.entries[0], key) for key in program.int_keys}
@@ -52,7 +52,7 @@ def on_gpu(bundle: Path, program: Any) -> dict[tuple[int, ...], list[Any]]:
 
 
 def elsewhere(value: Any, at: int) -> Any:
-    """A copy of a tensor `at` bytes behind a place that is aligned as fresh tensors are."""
+    """Returns a copy of a tensor that starts `at` bytes after an aligned address."""
     raw = torch.empty(value.nbytes + at, dtype=torch.uint8, device="cuda")[at:]
     copy = raw.view(value.dtype).view(value.shape)
     copy.copy_(value)
@@ -98,7 +98,7 @@ def test_any_tensors_in_any_order(bundle: Path, monkeypatch: pytest.MonkeyPatch)
             else:
                 tensors = [elsewhere(tensor, 0 if way == "fresh" else 16) for tensor in row]
             results.append((key, which, flat(program(*tensors))))
-            del tensors  # its memory may be another tensor's from here on, in the order of the stream
+            del tensors  # from here on the stream may reuse its memory
         for key, which, outputs in results:
             for one, other in zip(outputs, wanted[key, which], strict=True):
                 assert torch.equal(one.cpu(), other.cpu())
@@ -106,7 +106,7 @@ def test_any_tensors_in_any_order(bundle: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_large_inputs_and_outputs_of_the_host(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As threads copy them, in small chunks here: the bits of copies by the driver."""
+    """Threads copy them in small chunks; the result equals copies by the driver."""
     with cgbundle.load(bundle) as program:
         inputs = {key: [tensor.cpu() for tensor in row] for key, row in on_gpu(bundle, program).items()}
         wanted = {key: flat(program(*row)) for key, row in inputs.items()}

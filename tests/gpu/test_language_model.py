@@ -1,4 +1,4 @@
-"""Language models on a GPU: the tokens of transformers, family by family, over decode's kernel; and a bundle of it."""
+"""Language models on a GPU: with decode's kernel every family generates the tokens of transformers; also from a bundle."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_bundle_of_which_pages_are_used_again(family: str, lower: str, tmp_pat
 
 
 def test_a_folder(tmp_path: Path) -> None:
-    """With the defaults of a GPU: a loop of 32 tokens, two lengths of chunks, and a cache that the memory takes."""
+    """Builds with the defaults of a GPU: a loop of 32 tokens, two chunk lengths, and a cache that fills the memory."""
     model = causal_model("llama")
     model.network.save_pretrained(tmp_path / "hub")
     (tmp_path / "hub/tokenizer.json").write_text("{}")

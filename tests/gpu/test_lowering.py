@@ -1,5 +1,5 @@
-"""What is exported is captured without another trace: models that Dynamo refuses, higher-order operators, and as many kernels as
-torch.compile's.  Every bundle is right at each of its sizes, on inputs other than the self-test's."""
+"""Exported programs are captured without a second trace: models that Dynamo rejects, higher-order operators, and no more kernels
+than torch.compile. Every bundle is right at each of its sizes, on new inputs."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Flex(nn.Module):
 
 
 class Loop(nn.Module):
-    """Turns until data says so, between two layers."""
+    """A data-dependent loop between two layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class Loop(nn.Module):
 
 
 class Together(nn.Module):
-    """Modules side by side in one program: each takes one input."""
+    """Modules side by side in one program; each takes one input."""
 
     def __init__(self, *parts: nn.Module) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class Together(nn.Module):
 
 
 class AllLoop(nn.Module):
-    """Nothing but a loop: one host region, and no graph."""
+    """A model that is only a loop: one host region, no graph."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.while_loop(lambda t, y: t < 3, lambda t, y: (t + 1, y.tanh()), (torch.zeros((), dtype=torch.int64), x))[1]
@@ -141,7 +141,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[torch.Ten
     "regions": (lambda: Together(Loop(), Branch()), lambda batch: (rows(batch), rows(batch))),
     "all_loop": (AllLoop, lambda batch: (rows(batch),)),
 }
-"""Each is one build: what is captured as one graph, what has host regions, and what is one."""
+"""Each row is one build: one graph, one with host regions, and one host region."""
 
 
 @pytest.mark.parametrize("name", list(MODELS))
@@ -184,7 +184,7 @@ class Block(nn.Module):
 
 
 def launches(call: Callable[[], Any]) -> list[str]:
-    """The kernels that a call launches."""
+    """Returns the kernels that a call launches."""
     with torch.no_grad():
         for _ in range(3):
             call()

@@ -1,4 +1,4 @@
-"""What depends on the process and on the inputs' values: forks, indices out of range, variables of kernels beside sessions."""
+"""Effects of the process and of input values: forks, indices out of range, kernel variables beside sessions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A bundle whose graphs are built in the background, used at once: right answers from several threads, and inside a capture."""
+"""A bundle is used while its graphs are built in the background: right results from several threads, and inside a capture."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Branches of plain Python on a GPU: captured, and cross-compiled for it, a call goes the way that eager PyTorch goes."""
+"""Python branches on a GPU, captured and cross-compiled: a call takes the path that eager PyTorch takes."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ import cgcompile  # noqa: E402
 
 CLOSE = {"rtol": 2e-3, "atol": 2e-3}
 DIFFERENT, TURNS = 200, 5
-"""Inputs, and how often a program is called with all of them, in another order."""
+"""Number of inputs, and how often a program runs all of them in another order."""
 
 MODELS = ("EarlyReturns", "Breaks", "Numbers", "State", "Written", "Parts", "Best", "Again", "Nested", "Twelve")
 RAISING = ("Numbers",)
-"""Of these: the model raises on some ways, so that the host reads a flag after the launch."""
+"""Models that raise an error on some paths, so that the host reads a flag after the launch."""
 
 TARGETS = ("captured", "cross-compiled")
 
@@ -40,7 +40,7 @@ def build(name: str, how: str, folder: Path) -> Path:
 
 
 def outputs(call: Any, x: Any) -> list[Any] | str:
-    """The tensors of one call on the host, with the input behind it; "raised" where it raises."""
+    """Returns the tensors of one call and its input, on the host; "raised" if the call raises."""
     try:
         result = call(x)
     except (CallError, AssertionError):
@@ -68,7 +68,7 @@ def test_a_call_goes_every_way_as_eager_pytorch_does(tmp_path: Path, name: str, 
 
 @pytest.mark.parametrize("how", TARGETS)
 def test_random_numbers_of_either_way(tmp_path: Path, how: str) -> None:
-    """The first example of PyTorch's trees: what follows the branch is multiplied by numbers between 0 and 1."""
+    """In the first example of PyTorch's trees, the result of the branch is multiplied by numbers between 0 and 1."""
     path, factors = build("Foo", how, tmp_path), []
     for mode in MODES:
         with cgbundle.load(path, mode=mode) as program:
@@ -102,7 +102,7 @@ def test_the_numbers_of_one_way_are_no_others(tmp_path: Path, how: str) -> None:
 
 
 def test_a_size_that_depends_on_data_before_the_question(tmp_path: Path) -> None:
-    """What a mask selects is summed in the graph, at the size that holds any selection."""
+    """The selection of a mask is summed in the graph, at the size of the largest possible selection."""
     model = path_models.Chosen().eval()
     built = cgcompile.build(
         copy.deepcopy(model), lambda: (path_models.rows(),), out=tmp_path / "chosen.cgb", target="cuda", record="capture"

@@ -1,4 +1,4 @@
-"""A model that is built for the GPU that is here lives and runs on it from the start, and on the host only while it is made."""
+"""A model that is built for this machine's GPU runs on it from the start; it is on the host only while it is made."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from tests.helpers.raising import raises  # noqa: E402
 
 
 class Counted(torch.nn.Module):
-    """`histc` of integers has no kernel for the CPU, as in the mixtures of experts of transformers."""
+    """`histc` of integers has no CPU kernel, as in transformers' mixtures of experts."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layer = torch.nn.Linear(16, 8)
-        self.kept = torch.arange(8.0)  # registered nowhere
+        self.kept = torch.arange(8.0)  # neither parameter nor buffer
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.layer(x) + self.kept + torch.arange(8) + torch.tensor([1.0] * 8)
@@ -40,7 +40,7 @@ class Counted(torch.nn.Module):
 
 
 class Moving(torch.nn.Module):
-    """A part of it is on the host because the code says so, with a weight of its own."""
+    """The code moves a part of the model to the host, with its own weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Moving(torch.nn.Module):
 
 
 class Drawing(torch.nn.Module):
-    """Random numbers, state that is counted, and autocast."""
+    """Random numbers, counted state, and autocast."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class Recurrent(torch.nn.Module):
 
 
 class Literals(torch.nn.Module):
-    """Constants that torch makes on the CPU, moved to the input's device, as in pytorch-tabnet."""
+    """Constants that torch creates on the CPU and moves to the input's device, as in pytorch-tabnet."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class Literals(torch.nn.Module):
 
 
 class DrawnOnce(torch.nn.Module):
-    """The first call draws a parameter, as that of gpytorch's variational strategies does."""
+    """The first call draws a parameter, as gpytorch's variational strategies do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -137,7 +137,7 @@ def test_a_model_runs_on_the_gpu_alone_and_is_the_callers_again(model_class: Any
 
 
 def test_numbers_that_the_first_call_draws_are_refused(tmp_path: Path) -> None:
-    """inputs() are drawn after torch.manual_seed(0), which seeds the GPU's generator too."""
+    """inputs() runs after torch.manual_seed(0), which seeds the GPU's generator too."""
     with raises("check-refused", match="earlier-calls: forward.. sets 'drawn' at its first call"):
         cgcompile.build(DrawnOnce().eval(), inputs, sizes=[1, 4], out=tmp_path / "x.cgb", target="cuda")
 
@@ -145,7 +145,7 @@ def test_numbers_that_the_first_call_draws_are_refused(tmp_path: Path) -> None:
 def test_random_numbers_state_and_autocast(tmp_path: Path) -> None:
     built = cgcompile.build(Drawing().eval(), inputs, sizes=[1, 4], out=tmp_path / "x.cgb", target="cuda", lower="eager")
     assert {proof.method for proof in built.manifest.entries[0].self_test.proofs} == {"replay"}
-    program = torch.export.load(tmp_path / "x.cgb" / "program.pt2")  # for the CPU, wherever it was exported
+    program = torch.export.load(tmp_path / "x.cgb" / "program.pt2")  # the program is for the CPU wherever it was exported
     devices = {node.meta["val"].device.type for node in program.graph.nodes if isinstance(node.meta.get("val"), torch.Tensor)}
     assert devices == {"cpu"}
 
@@ -164,7 +164,7 @@ def inputs(batch):
 
 
 def test_the_host_holds_the_weights_once(tmp_path: Path) -> None:
-    """What a build of a small model takes is that of the processes; the rest are weights."""
+    """The memory of a build with small weights is that of the processes; the rest is weights."""
     took = {}
     for width in (64, 8192):  # 8 x 8192 x 8192 x 4 bytes: 2.1 GB
         (tmp_path / f"wide{width}.py").write_text(BIG.replace("WIDTH", str(width)))
@@ -188,7 +188,7 @@ def test_a_saved_program_for_the_cpu_is_built_for_the_gpu(tmp_path: Path) -> Non
 
 
 def read_where_no_gpu_is(path: Path) -> None:
-    """Raises unless a process without a GPU reads the program of a bundle."""
+    """Raises an error unless a process without a GPU can read the program of a bundle."""
     code = (
         "import json, sys, torch; import cgcompile.model.devices.markers; program = torch.export.load(sys.argv[1]); "
         "print(json.dumps([torch.cuda.is_available(), len(program.graph.nodes) > 3]))"
@@ -201,7 +201,7 @@ def read_where_no_gpu_is(path: Path) -> None:
 
 
 class Cache:
-    """Keeps a buffer of the model's, and where it was made, as a cache of transformers does."""
+    """Stores a buffer of the model and its device, as a cache of transformers does."""
 
     def __init__(self, keys: torch.Tensor) -> None:
         self.keys, self.device = keys, keys.device

@@ -1,4 +1,4 @@
-"""Kernels that begin before the one in front of them has ended give what they give one after the other."""
+"""Kernels that start before the previous one has ended (programmatic dependent launch) give the same results as in sequence."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LAYERS, WIDTH, TOKENS, CALLS = 3, 256, 48, 100
 
 
 class Chain(torch.nn.Module):  # type: ignore[misc]
-    """Products, norms and sums, one behind the other, and a buffer that counts calls."""
+    """A chain of products, norms and sums, and a buffer that counts calls."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Bundles for a GPU whose models take and give classes of their own: captured, and driven beside eager PyTorch."""
+"""GPU bundles of models with their own classes as inputs and outputs: captured, and compared with eager PyTorch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A bundle on two GPUs, called as one; against one program.  Needs two GPUs of the architecture of a golden bundle."""
+"""Replicas of a bundle, called as one program, equal a single program. Needs two GPUs of a golden bundle's architecture."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def replicas() -> Iterator[cgbundle.Replicas]:
 
 
 def self_test(program: cgbundle.Program, key: tuple[int, ...], kind: str) -> Any:
-    """The self-test's first tensor of a kind, as torch has it on the CPU."""
+    """Returns the first self-test tensor of a kind, as a CPU torch tensor."""
     opened = program.open_self_test()
     try:
         name = self_test_entry(key, kind, 0)

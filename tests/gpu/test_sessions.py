@@ -1,4 +1,4 @@
-"""Sessions, state, static inputs and the caller's own captures on a GPU, beside eager PyTorch."""
+"""Sessions, state, static inputs and captures by the caller on a GPU equal eager PyTorch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SPIN = 1000
 
 
 class Cell(torch.nn.Module):
-    """A recurrent cell: `memory` fades and takes in the mean of the rows, `steps` counts the calls."""
+    """A recurrent cell: `memory` decays and adds the mean of the rows; `steps` counts the calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Cell(torch.nn.Module):
 
 
 class Plain(torch.nn.Module):
-    """Without state: what a captured graph of the caller's may contain several times."""
+    """A model without state, which a graph of the caller may contain several times."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -186,7 +186,7 @@ def test_the_memory_of_sessions_is_the_prediction_and_they_give_every_byte_back(
         free, _ = torch.cuda.mem_get_info()
         more = [loaded.session() for _ in range(8)]
         taken = free - torch.cuda.mem_get_info()[0]
-        graphs = 8 * len(SIZES) * (1 << 20)  # executable graphs and streams, which the driver takes in steps of its own
+        graphs = 8 * len(SIZES) * (1 << 20)  # executable graphs and streams, which the driver allocates in its own steps
         assert taken <= 8 * planned(sizes) + graphs
         for session in more:
             session.close()
@@ -229,7 +229,7 @@ def test_a_call_with_the_static_buffers_copies_nothing_in(plain: cgbundle.Progra
             x = torch.from_dlpack(program.buffers((batch,))[0])
             assert x.is_cuda and x.is_contiguous() and x.data_ptr() == program.buffers((batch,))[0].address
             x.copy_(example(batch, 3))
-            program(x)  # the calls after the first copy their outputs alike
+            program(x)  # calls after the first use the same path for outputs
             with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
                 output = program(x)
                 torch.cuda.synchronize()
@@ -238,14 +238,14 @@ def test_a_call_with_the_static_buffers_copies_nothing_in(plain: cgbundle.Progra
             into = [event.name for event in profile.events() if "Memcpy DtoD" in event.name]
             fresh = example(batch, 3)
             odd = torch.empty(fresh.nbytes + 16, dtype=torch.uint8, device="cuda")[16:].view(fresh.dtype).view(fresh.shape)
-            odd.copy_(fresh)  # where no launch may read it: what is aligned is not copied either
+            odd.copy_(fresh)  # a misaligned input must be copied before a launch reads it; an aligned one is not copied
             with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
                 program(odd)
                 torch.cuda.synchronize()
             assert len(into) < len([event.name for event in profile.events() if "Memcpy DtoD" in event.name])
 
 
-# --- captures of the caller's --------------------------------------------------------------------------------------
+# --- captures by the caller ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("outputs", ["copy", "view"])

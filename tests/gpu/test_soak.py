@@ -1,4 +1,4 @@
-"""Half a minute of the soak (`python -m tests.soak --gpu`): random calls, sessions, lazy loads, closes and reloads in 8 threads."""
+"""Half a minute of the soak test (`python -m tests.soak --gpu`) in 8 threads."""
 
 from __future__ import annotations
 

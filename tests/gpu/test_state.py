@@ -1,4 +1,4 @@
-"""Bundles for a GPU whose models keep state, or hand out what they share: captured, and driven beside eager PyTorch."""
+"""Captured GPU bundles of models with state or with outputs that share memory equal eager PyTorch."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_dead_memory_may_hold_anything(stateful: Path) -> None:
 
 
 class Swapping(torch.nn.Module):
-    """Buffers that take each other's values, one by an addition of nothing; and the largest of a row that is cut into parts."""
+    """Buffers that swap their values, one through an addition of zero; and the maximum of a row, computed in parts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ def test_buffers_are_swapped_and_the_largest_is_found(tmp_path: Path) -> None:
     eager = Swapping().cuda()
     with cgbundle.load(path) as program:
         for number in range(4):
-            x = torch.randint(0, 900, (4, 20000), generator=generator).float().cuda()  # the first of several that are the largest
+            x = torch.randint(0, 900, (4, 20000), generator=generator).float().cuda()  # the first of several equal maxima
             x[number, [5000, 15000]] = float("nan")
             for got, want in zip(program(x), eager(x), strict=True):
                 assert torch.equal(got.nan_to_num(-1.0), want.nan_to_num(-1.0))

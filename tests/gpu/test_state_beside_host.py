@@ -1,4 +1,4 @@
-"""State, written inputs and random numbers in bundles with host regions beside graphs, of both recorders."""
+"""State, mutated inputs and random numbers in bundles with host regions beside graphs, with both recorders."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.helpers.models.state_models import SIZES, Between, HostDraws, between
 
 
 def built(model: Any, inputs: Any, folder: Path, recorder: str) -> Path:
-    """The path of a bundle; a traced one is not interpreted (tests/cpu does that), for the tests replay it."""
+    """Builds a bundle and returns its path. Cross-compiled ones are not interpreted, because the tests replay them."""
     sizes, path, prove = list(SIZES), folder / "host.cgb", "none" if recorder == "cross-compile" else "interpret"
     return cgcompile.build(model.eval(), inputs, sizes=sizes, out=path, target="cuda", record=recorder, prove=prove).path
 

@@ -1,5 +1,5 @@
-"""State whose number of rows a load chooses, on a GPU: captured and cross-compiled, and a language model with two sizes of its
-cache."""
+"""State with a number of rows chosen at load time, on a GPU: captured and cross-compiled; and a language model with two sizes of
+its cache."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_the_self_test_holds(paged: Path) -> None:
 
 
 def test_nobody_says_how_many(paged: Path) -> None:
-    """Nine tenths of what is free become pages."""
+    """By default, pages take nine tenths of the free memory."""
     free, _ = torch.cuda.mem_get_info()
     with cgbundle.load(paged) as program:
         assert program.state.rows["slots"] == 50
@@ -64,7 +64,7 @@ def test_kernels_of_pytorch_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("record", ["capture", "cross-compile"])
 def test_a_language_model_with_two_sizes_of_its_cache(tmp_path: Path, record: str) -> None:
-    """Its tokens are those of transformers' `generate`, with the fewest pages and with many, by steps and by its loop."""
+    """Tokens equal those of transformers' `generate`, with the fewest pages and with many, by single steps and by the loop."""
     pytest.importorskip("transformers")
     from tests.helpers.models.causal_lm import Engine, causal_model, prompt, reference
     from tests.helpers.models.language_models import network
@@ -81,7 +81,7 @@ def test_a_language_model_with_two_sizes_of_its_cache(tmp_path: Path, record: st
         with cgbundle.load(path, state=None if pages is None else {"pages": pages}) as program:
             rows = program.state.rows["pages"]
             assert rows == (9 if pages is None else pages)
-            for place in range(2):  # the first pages, then the last
+            for place in range(2):  # the first pages, then the last ones
                 engine = Engine(program, lanes=1, blocks=4, chunk=64)
                 engine.free, engine.slots = list(range(1, 5)) if place == 0 else list(range(rows - 4, rows)), [1, 2]
                 engine.add("text", prompt(20, place), 40)

@@ -1,4 +1,4 @@
-"""State, written inputs and random numbers in traced bundles."""
+"""State, mutated inputs and random numbers in cross-compiled bundles."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def traced(name: str, folder: Path, recorder: str) -> Path:
 
 
 def build(model: Any, inputs: Any, sizes: Any, path: Path, recorder: str = "cross-compile") -> Path:
-    """The path of a bundle; a traced one is not interpreted (tests/cpu does that), for the tests replay it."""
+    """Builds a bundle and returns its path. Cross-compiled ones are not interpreted, because the tests replay them."""
     prove = "none" if recorder == "cross-compile" else "interpret"
     return cgcompile.build(model, inputs, sizes=sizes, out=path, target="cuda", record=recorder, prove=prove, train=True).path
 

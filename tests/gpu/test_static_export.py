@@ -1,4 +1,4 @@
-"""Models that are exported once per size, captured: every size is right, and so is what lies between where it is padded."""
+"""Models that are exported once per size, captured: every size is right, and sizes between them if they are padded."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from cgbundle.format import archive, file_names  # noqa: E402
 
 
 class Branching(nn.Module):
-    """Python asks for the batch size; with `state` it counts the calls of large batches only."""
+    """Python branches on the batch size; with `state` it counts only calls of large batches."""
 
     def __init__(self, state: bool) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Branching(nn.Module):
 
 
 class Statistic(nn.Module):
-    """An order statistic whose rank Python computes from a size: every size has its own program, of the same operations."""
+    """An order statistic whose rank Python computes from a size: every size has its own program with the same operations."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x.sort(dim=1).values[:, int(x.shape[1] * 0.5)] * (1.0 + 0.0 * int(x.shape[0]))

@@ -1,4 +1,4 @@
-"""Tables of the build's, which lie in a file beside the weights: replayed on a GPU, and found by each length."""
+"""Tables that the build computed, in a file beside the weights: replayed on a GPU, and used at every length."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BUNDLE = GOLDEN / "v1/traced_tables.cgb"
 
 
 def model(weights: dict[str, numpy.ndarray], x: numpy.ndarray) -> numpy.ndarray:
-    """tests/golden/models.py, Positions."""
+    """Computes the model Positions of tests/golden/models.py with NumPy."""
     read = x @ weights["read.weight"].T + weights["read.bias"]
     return read + numpy.tanh(weights["places"][: len(x)] @ weights["mixed.weight"].T + weights["mixed.bias"])
 
@@ -68,7 +68,7 @@ def test_an_update_leaves_tables_as_they_are() -> None:
 
 @pytest.mark.parametrize("record", ["cross-compile", "capture"])
 def test_a_build_here_has_its_tables_beside_the_weights(record: str, tmp_path: Path) -> None:
-    """Traced, those that were folded; captured, those of cuFFT."""
+    """Cross-compiled bundles have tables from constant folding, captured ones those of cuFFT."""
     import cgcompile
     from tests.golden import models
 
@@ -88,7 +88,7 @@ def test_a_build_here_has_its_tables_beside_the_weights(record: str, tmp_path: P
 
 
 class Spectrum(torch.nn.Module):
-    """A transform behind a model."""
+    """A Fourier transform after a model."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A bundle that was changed is refused before anything runs on the GPU, each change with its own error."""
+"""A changed bundle is refused before anything runs on the GPU, with an error for each kind of change."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LAUNCHES = ("cuGraphLaunch", "cuLaunchKernelEx", "cuGraphInstantiate")
 
 @pytest.fixture
 def bundle(cases: dict[str, Case], monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The GPT's; from here on no call that runs a kernel may be made."""
+    """Returns the GPT's bundle; launches of kernels fail the test from here on."""
 
     def refuse(*_arguments: Any) -> None:
         pytest.fail("something was launched")
@@ -132,7 +132,7 @@ def flip(path: Path) -> None:
 
 
 def first_kernel(recording: Recording) -> tuple[int, KernelNode]:
-    """With a relocation."""
+    """Returns the first kernel with a relocation."""
     return next((i, node) for i, node in enumerate(recording.nodes) if isinstance(node, KernelNode) and node.relocations)
 
 
@@ -141,7 +141,7 @@ def put_node(recording: Recording, index: int, node: KernelNode) -> Recording:
 
 
 def change_table(folder: Path, manifest: Manifest, change: Any) -> Manifest:
-    """Decodes, changes and encodes the first program's table."""
+    """Decodes, changes and encodes the table of the first program."""
     path = folder / manifest.entries[0].programs[0].steps[0].file
     path.write_bytes(tables.encode(change(tables.decode(path.read_bytes()))))
     return manifest

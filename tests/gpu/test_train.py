@@ -1,4 +1,4 @@
-"""A training step, captured and traced: eager PyTorch's losses, and saved state that goes on bit for bit."""
+"""A training step, captured and cross-compiled: losses equal eager PyTorch, and saved state continues bit for bit."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_steps_are_those_of_eager_pytorch(built: cgcompile.Built, batches: Batch
 
 
 def test_saved_state_goes_on_bit_for_bit(built: cgcompile.Built, batches: Batches, tmp_path: Path) -> None:
-    """Nothing in a step depends on the order in which threads come to add."""
+    """No result in a step depends on the order of atomic additions."""
     file = tmp_path / "state.safetensors"
     with cgbundle.load(built.path) as program:
         first = losses(program, batches[: STEPS // 2])

@@ -1,4 +1,4 @@
-"""`program.update` on a GPU: other weights in place under load, beside eager PyTorch, for every way of lowering; and adapters."""
+"""`program.update` on a GPU: new weights under load equal eager PyTorch, for every lowering; and adapters."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SPIN = 300
 
 
 def other(network: Any, seed: int) -> Any:
-    """The network with weights of the same kind."""
+    """Returns a copy of the network with other weights of the same kind."""
     clone = copy.deepcopy(network)
     generator = torch.Generator(device="cuda").manual_seed(seed)
     with torch.no_grad():
@@ -102,7 +102,7 @@ def test_what_does_not_fit_changes_nothing(cases: dict[str, Case], tmp_path: Pat
 
 @pytest.mark.parametrize("level", ["eager", "inductor", "max-autotune"])
 def test_no_recording_holds_what_a_weight_was(tmp_path: Path, level: str) -> None:
-    """Scales of one element, normalizations, convolutions that a library may pack, recurrence, an embedding, tied weights."""
+    """Covers one-element scales, normalizations, convolutions that a library may pack, recurrence, an embedding, tied weights."""
 
     class Mixed(torch.nn.Module):
         def __init__(self) -> None:
@@ -161,7 +161,7 @@ def test_every_answer_is_by_the_old_weights_or_the_new_ones_entirely(cases: dict
                     begun.wait()
                     last = False
                     while not last:
-                        last = done.is_set() and len(seen[place]) >= SPIN  # then this call begins behind the last update
+                        last = done.is_set() and len(seen[place]) >= SPIN  # then this call starts after the last update
                         got = callers[place](value)
                         matches = [number for number, want in enumerate(expected) if torch.equal(got, want)]
                         assert len(matches) == 1, "an answer by neither"

@@ -1,4 +1,4 @@
-"""A model over two GPUs: one process that drives both, and a process for each rank.  A small bundle made by hand."""
+"""A model over two GPUs, driven by one process or by a process for each rank, with a small handmade bundle."""
 
 from __future__ import annotations
 
@@ -155,13 +155,13 @@ def test_a_call_of_another_size_is_an_error(path: Path, tmp_path: Path) -> None:
 
 
 def kill(path: Path, meeting: Path, killed: int, pause: float) -> None:
-    """Two processes that call, one of which is killed after so many seconds; what the other one says is looked at."""
+    """Starts two ranks, kills one after `pause` seconds, and checks the output of the other."""
     processes = [started(path, rank, meeting, 1_000_000) for rank in range(2)]
     for process in processes:
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
-    time.sleep(pause)  # a call takes 0.1 to 0.3 ms: it dies in one of some hundred
+    time.sleep(pause)  # a call takes 0.1 to 0.3 ms, so the process dies after some hundred calls
     os.kill(processes[killed].pid, signal.SIGKILL)
-    said, _ = processes[1 - killed].communicate(timeout=90)  # the driver may clear the killed process first
+    said, _ = processes[1 - killed].communicate(timeout=90)  # the driver may clean up after the killed process first
     processes[killed].wait()
     code, seconds, calls, text = said.split(" ", 3)
     print(f"killed: rank {killed}; the other one raised after {calls} calls, within {seconds} s")
@@ -169,7 +169,7 @@ def kill(path: Path, meeting: Path, killed: int, pause: float) -> None:
 
 
 def test_a_rank_that_is_killed(path: Path, tmp_path: Path) -> None:
-    """In the middle of many calls: the other one raises and ends, and both load again."""
+    """If a rank is killed in the middle of calls, the other one raises and ends, and both can load again."""
     for killed, pause in ((1, 0.02), (0, 0.05), (1, 0.1), (0, 0.2)):
         kill(path, tmp_path / f"meeting{pause}", killed, pause)
     processes = [started(path, rank, tmp_path / "again", 100) for rank in range(2)]
@@ -181,7 +181,7 @@ def test_no_memory_stays_of_a_rank_that_is_killed(path: Path, tmp_path: Path) ->
     free = [torch.cuda.mem_get_info(device)[0] for device in range(2)]
     for killed in (1, 0):
         kill(path, tmp_path / f"meeting{killed}", killed, 0.1)
-    for _ in range(50):  # the driver takes a while to clear what a killed process had
+    for _ in range(50):  # the driver needs time to clean up after a killed process
         after = [torch.cuda.mem_get_info(device)[0] for device in range(2)]
         left = [one - other for one, other in zip(free, after, strict=True)]
         if max(left) < 64 << 20:

@@ -1,4 +1,4 @@
-"""Models that write to their inputs, captured: the caller's tensors, of GPU or CPU, hold what eager PyTorch leaves there."""
+"""Captured models that mutate their inputs leave in the caller's tensors, on GPU or CPU, what eager PyTorch leaves."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Case = tuple[Path, Any, Any, tuple[int, ...]]
 
 @pytest.fixture(scope="module", params=BUILDS, ids=lambda pair: "-".join(pair))
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
-    """A bundle, its model on the GPU, the model's inputs, and the inputs that it writes to."""
+    """Returns a bundle, its model on the GPU, the model's inputs, and the inputs that it mutates."""
     name, level = request.param
     make, inputs, written = MODELS[name]
     path = tmp_path_factory.mktemp("written") / f"{name}.cgb"
@@ -49,7 +49,7 @@ def outputs(result: Any) -> list[Any]:
 
 
 def spread(tensor: torch.Tensor) -> torch.Tensor:
-    """The same numbers with gaps between them."""
+    """Returns the same numbers with a stride of 2."""
     return torch.stack([tensor, tensor], -1)[..., 1]
 
 
@@ -103,7 +103,7 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 def test_a_cache_fills_call_by_call_on_any_stream(decoder: Path, device: str) -> None:
-    """No call waits for the GPU: the order of the stream alone brings the cache from one to the next."""
+    """No call waits for the GPU: only stream order passes the cache from call to call."""
     network = MODELS["step"][0]().to(device)
     streams = [torch.cuda.current_stream(), torch.cuda.Stream()]
     with cgbundle.load(decoder) as program, torch.no_grad():

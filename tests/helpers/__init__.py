@@ -1,1 +1,1 @@
-"""What tests share: models, bundles made by hand, fake drivers; places, errors, imports."""
+"""Shared test helpers: models, handmade bundles, fake drivers, paths, error checks and the import graph."""

@@ -1,4 +1,4 @@
-"""How the words of two takes were classified, counted."""
+"""Counts how the words of two takes were classified."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from cgcompile.capture.take import RawGraph, RawKernel, Take
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Census:
-    """How many 8-byte words (the last may be shorter) of all blocks were of each kind; `one_sided` counts the undefined
-    words that were an address in one recording only, `shifted` the relocations whose address differed between the two."""
+    """Number of 8-byte words of each kind in all parameter blocks. `one_sided` counts undefined words that were an address in only
+    one recording. `shifted` counts relocations whose address differed between the two.
+    """
 
     words: int
     relocations: int
@@ -23,7 +24,7 @@ class Census:
 
 
 def count(a: Take, b: Take) -> list[Census]:
-    """One for each graph."""
+    """Returns one census for each graph."""
     paired = pair_takes(a, b)
     return [_count(x, y, paired) for x, y in zip(a.graphs, b.graphs, strict=True)]
 

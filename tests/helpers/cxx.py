@@ -1,11 +1,9 @@
 #!/usr/bin/env -S python3 -IS
-"""g++ with precompiled headers: CXX names this file while tests run (tests/conftest.py).
+"""g++ with precompiled headers. tests/conftest.py sets CXX to this file while tests run.
 
-Every source that AOTInductor writes begins with the same headers, which take half of the compiler's time.  They are compiled once
-per run and set of options, into the folder that `SHARED` names.  The object files are equal byte for byte to those made without.
-
-A build asks its compiler a dozen questions for every source, which take as long as to start Python: what is imported late is for
-sources alone.
+Every source that AOTInductor writes starts with the same headers, which take half of the compile time. They are compiled once per
+test run and set of options, into the folder that `SHARED` names. The object files are byte for byte those of plain g++. A build
+queries its compiler a dozen times per source, so start-up time matters: modules that only compiling needs are imported late.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ SOURCES = (".wrapper.cpp", ".kernel.cpp")
 
 
 def main(arguments: list[str]) -> None:
-    """Becomes the compiler; of other commands than `SOURCE OPTIONS -c -o OBJECT` nothing changes."""
+    """Replaces this process by the compiler. Only commands of the form `SOURCE OPTIONS -c -o OBJECT` are changed."""
     ahead: tuple[str, ...] = ()
     if arguments and arguments[0].endswith(SOURCES) and arguments[-3:-1] == ["-c", "-o"] and SHARED in os.environ:
         ahead = precompiled(arguments[0], arguments[1:-3], os.path.join(os.environ[SHARED], "headers"))
@@ -27,7 +25,9 @@ def main(arguments: list[str]) -> None:
 
 
 def precompiled(source: str, options: list[str], folder: str) -> tuple[str, ...]:
-    """The options that include the headers of `source`, compiled with `options`; none for the first source of its kind."""
+    """Returns the options that include the precompiled headers of `source`; none for the first source with these headers and
+    options.
+    """
     import fcntl
     import hashlib
     import subprocess
@@ -41,18 +41,18 @@ def precompiled(source: str, options: list[str], folder: str) -> tuple[str, ...]
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not os.path.exists(header):
             with open(header, "w") as file:
-                file.write(headers)  # one source alone costs less than its headers
+                file.write(headers)  # a single source compiles faster without precompiled headers
             return ()
         if not os.path.exists(f"{header}.gch"):
             temporary = f"{header}.made"
             if subprocess.run([COMPILER, "-x", "c++-header", *options, header, "-o", temporary], check=False).returncode:
-                return ()  # the source itself will say what is wrong
+                return ()  # the compiler reports the error when it compiles the source
             os.rename(temporary, f"{header}.gch")
     return ("-include", header)
 
 
 def leading_includes(source: str) -> str:
-    """The `#include` lines before the first line of code."""
+    """Returns the `#include` lines before the first line of code."""
     includes = []
     for line in source.splitlines():
         if line.startswith("#include"):

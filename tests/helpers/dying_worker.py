@@ -1,4 +1,4 @@
-"""What tests of recorder processes fork: it ends in the middle of its work."""
+"""A worker for tests of recorder processes: it ends in the middle of its work."""
 
 from __future__ import annotations
 

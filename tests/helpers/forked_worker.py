@@ -1,4 +1,4 @@
-"""What tests of the fork server fork: it answers lines, or ends as its argument says."""
+"""A worker for tests of the fork server: it echoes lines, or fails as its argument says."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a piece of work costs: its time and memory, seen in a process that is forked for it alone."""
+"""Measures the time and memory of a function in a forked process."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from collections.abc import Callable
 
 
 def cost(work: Callable[[], str], limit: int = 20) -> tuple[str, float, float]:
-    """(what `work` returned, seconds, MiB by which the process grew at the most).  Killed after `limit` seconds of processor time.
-
-    The child shares the parent's pages: what the parent holds does not count, what it had freed may hide a few MiB.
+    """Returns (the result of `work`, seconds, MiB by which the process grew at most). The child is killed after `limit` seconds of
+    CPU time. It shares the parent's pages: live memory of the parent does not count, and memory that the parent freed may hide a
+    few MiB.
     """
     read, write = os.pipe()
     gc.collect()
@@ -27,7 +27,7 @@ def cost(work: Callable[[], str], limit: int = 20) -> tuple[str, float, float]:
             begin = time.process_time()
             try:
                 outcome = work()
-            except BaseException as error:  # noqa: BLE001 (the parent asserts what it is)
+            except BaseException as error:  # noqa: BLE001 (the parent checks which error it is)
                 outcome = f"{type(error).__module__}.{type(error).__name__}: {error}"[:500]
             seconds = time.process_time() - begin
             grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024 - before
@@ -46,6 +46,6 @@ def cost(work: Callable[[], str], limit: int = 20) -> tuple[str, float, float]:
 
 
 def _resident() -> float:
-    """MiB that are in memory now: the most ever of a forked process begins there."""
+    """Returns the resident memory in MiB. In a forked process, ru_maxrss starts at this value."""
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * resource.getpagesize() / (1 << 20)

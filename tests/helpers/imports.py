@@ -1,4 +1,4 @@
-"""The imports of our packages as a graph of modules: late ones and those of TYPE_CHECKING included."""
+"""The import graph of the project's packages. It includes late imports and those under TYPE_CHECKING."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PACKAGES = {
 
 @cache
 def modules() -> dict[str, Path]:
-    """The file of every module of ours, by its dotted name; a package's is its __init__.py."""
+    """Returns the file of every module by its dotted name; for a package, its __init__.py."""
     return {
         ".".join(path.relative_to(folder.parent).with_suffix("").parts).removesuffix(".__init__"): path
         for folder in PACKAGES.values()
@@ -27,7 +27,7 @@ def modules() -> dict[str, Path]:
 
 @cache
 def graph() -> dict[str, set[str]]:
-    """The modules of ours that every module of ours imports."""
+    """Returns, for every module of the project, the modules of the project that it imports."""
     return {name: set(_ours(name, path)) - {name} for name, path in modules().items()}
 
 

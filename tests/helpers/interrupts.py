@@ -1,8 +1,8 @@
-"""Interrupts at every point of some code where the interpreter can raise that of a signal's handler: one run for each point.
+"""Raises an interrupt at every point of some code where CPython can run a signal handler; one run for each point.
 
-CPython (3.11 to 3.14) asks for signals before the first line of a function of Python, behind a call of one of C, and where a loop
-goes back.  A profile function is called at the first two, and an exception that it raises lands where a handler's would.  It is
-also called where a generator is thrown away, where nobody asks: generators have no points here.
+CPython (3.11 to 3.14) checks for signals before the first line of a Python function, after a call of a C function, and where a loop
+jumps back. A profile function is called at the first two, and an exception that it raises appears where a handler's would. It is
+also called when a generator is destroyed, where CPython does not check: code of generators has no points here.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from typing import Any
 from tests.helpers.places import ROOT
 
 MOST = 5000
-"""Points of one run."""
+"""Largest number of points in one run."""
 
 INSIDE = (*[str(path) for path in (ROOT / "bundles/cgbundle").rglob("*.py")], "/threading.py", "/contextlib.py")
-"""Files in which there are points."""
+"""Files whose code has points."""
 
 
 class Interrupt(BaseException):
-    """What a handler raises."""
+    """The exception that stands for the one a signal handler raises."""
 
 
 @contextmanager
 def interrupted_at(number: int, behind: str = "") -> Iterator[list[str]]:
-    """Raises Interrupt at the point with this number, from 0; the list has that point then.  `behind`: the qualified name of a
-    function of Python that stands for those of C: there is a point behind each of its calls."""
-    met, count = list[str](), 0
+    """Raises Interrupt at the point with this number, counted from 0, and yields a list that then holds the point. `behind` is the
+    qualified name of a Python function that is treated like a C function: the only points are after its calls."""
+    points, count = list[str](), 0
 
     def profile(frame: Any, event: str, argument: Any) -> None:
         nonlocal count
@@ -47,30 +47,30 @@ def interrupted_at(number: int, behind: str = "") -> Iterator[list[str]]:
             return
         count += 1
         if count == number + 1:
-            met.append(at)
+            points.append(at)
             raise Interrupt
 
     sys.setprofile(profile)
     try:
-        yield met
+        yield points
     finally:
         sys.setprofile(None)
 
 
 def at_every_point(act: Callable[[], object], check: Callable[[str], None], behind: str = "") -> list[str]:
-    """Runs `act` once for each of its points, interrupted there, and `check` behind it, which is told the point.  Gives the points
-    whose interrupts were lost."""
+    """Runs `act` once for each of its points and interrupts it there. Then calls `check` with the point. Returns the points whose
+    interrupts were swallowed."""
     lost = list[str]()
     for number in range(MOST):
-        met: list[str] = []
+        points: list[str] = []
         try:
-            with interrupted_at(number, behind) as met:
+            with interrupted_at(number, behind) as points:
                 act()
         except Interrupt:
             pass
         else:
-            lost += met
-        if not met:
+            lost += points
+        if not points:
             return lost
-        check(met[0])
+        check(points[0])
     raise AssertionError(f"more than {MOST} points")

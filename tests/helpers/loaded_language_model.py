@@ -1,4 +1,4 @@
-"""A repository of `cgserve` with one language model in it, which no bundle is behind."""
+"""A repository for `cgserve` with one language model and no bundle."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class Loaded:
-    """What `Application` asks of a repository; `served` is a `ServedModel`."""
+    """The part of a repository that `Application` uses; `served` is a `ServedModel`."""
 
     looked = True
 
@@ -33,5 +33,5 @@ class Loaded:
         await self._engine.__aexit__()
 
     def serving(self) -> list[Any]:
-        """The one version."""
+        """Returns the only version."""
         return [self._version]

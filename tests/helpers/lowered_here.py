@@ -1,4 +1,4 @@
-"""Cross-compiled builds, lowered in this process: a worker imports torch and Inductor first, for five seconds."""
+"""Lowers cross-compiled builds in this process: a worker would first import torch and Inductor, which takes five seconds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cgcompile.util.workers import Kind, Request
 
 
 def lower_here(patch: pytest.MonkeyPatch) -> None:
-    """As long as `patch` holds.  Builds with workers: tests/cpu/pipeline/test_build_offline.py."""
+    """Patches `jobs.ask` as long as `patch` lives. tests/cpu/pipeline/test_build_offline.py tests builds with workers."""
 
     def answers(kind: Kind, requests: Mapping[Hashable, Request], seconds: float | None = None) -> Iterator[tuple[Hashable, Any]]:
         for name, request in requests.items():

@@ -1,4 +1,4 @@
-"""Rows of lowered programs that are one graph."""
+"""Assembles a lowered program into one graph."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def assembled(
     written: Sequence[int] = (),
     memory: str = "weights",
 ) -> RecordedGraph:
-    """`weights`: offsets in `memory`."""
+    """Returns the graph; `weights` are offsets in `memory`."""
     places = {name: Address(memory=MEMORIES.index(memory), offset=offset) for name, offset in weights.items()}
-    whole = RegionEvents(name="model", start=0, stop=len(lowered.events), inputs=lowered.inputs, outputs=lowered.outputs)
-    program = LoweredProgram(lowered=lowered, regions=(whole,))
+    region = RegionEvents(name="model", start=0, stop=len(lowered.events), inputs=lowered.inputs, outputs=lowered.outputs)
+    program = LoweredProgram(lowered=lowered, regions=(region,))
     (graph,) = assemble(program, compiled, plan, places, inputs, written, function("cd" * 32))
     return graph

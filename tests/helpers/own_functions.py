@@ -1,4 +1,4 @@
-"""Functions that bundles for the CPU bring in libtorch's place, as a shared object of their own that takes torch's tensors."""
+"""The shared object with the functions that CPU bundles use instead of libtorch; tests call it with torch tensors."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ typedef float Vector __attribute__((vector_size(4 * LANES)));
   }
 APPLIED(exp, u10) APPLIED(log, u10) APPLIED(log1p, u10) APPLIED(tanh, u10) APPLIED(sin, u35) APPLIED(cos, u35)
 """
-"""Functions of vectors, which are no arguments of ctypes', over arrays of a multiple of 16 numbers."""
+"""C++ wrappers that apply the Sleef vector functions to arrays of a multiple of 16 floats: ctypes cannot pass vectors."""
 
 DTYPES = (
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8,
@@ -46,7 +46,7 @@ DTYPES = (
 
 
 def own_functions(target: Path, level: str = "native", sources: Sequence[Path] = ()) -> Code:
-    """Compiles them to `target` for processors of `level`, with other `sources` beside them."""
+    """Compiles the functions for processors of `level` into `target`, together with other `sources`."""
     vectors = target.with_suffix(".cpp")
     vectors.write_text(VECTORS)
     command = [word for word in standalone.command(compiler(), target) if word != "-c"]
@@ -56,7 +56,7 @@ def own_functions(target: Path, level: str = "native", sources: Sequence[Path] =
 
 
 class Code:
-    """The functions as a shared object of their own, called with torch's tensors."""
+    """The loaded shared object, whose functions are called with torch tensors."""
 
     def __init__(self, path: Path) -> None:
         self.library = ctypes.CDLL(str(path))
@@ -79,7 +79,7 @@ class Code:
         return code
 
     def taken(self, handle: c_void_p, like: torch.Tensor) -> torch.Tensor:
-        """A copy of a tensor that it has made, which is deleted; laid out by its own strides."""
+        """Copies a float32 tensor that the library made, with its own strides, and deletes the original."""
         torch_library = libtorch.LibTorch(self.library)
         _, shape, strides = torch_library.layout(handle.value or 0)
         place = c_void_p()
@@ -91,7 +91,7 @@ class Code:
         return data.as_strided(shape, strides)
 
     def dense(self, handle: c_void_p, like: torch.Tensor) -> torch.Tensor:
-        """A copy of a tensor that it has made, which is deleted; laid out as `like`, without gaps."""
+        """Copies a dense tensor that the library made, with the layout of `like`, and deletes the original."""
         torch_library, place = libtorch.LibTorch(self.library), c_void_p()
         _, sizes, strides = torch_library.layout(handle.value or 0)
         assert (tuple(sizes), tuple(strides)) == (tuple(like.shape), like.stride())
@@ -101,7 +101,7 @@ class Code:
         return torch.frombuffer(data, dtype=like.dtype).view(like.shape) if data else torch.empty_like(like)
 
     def result(self, handle: c_void_p) -> torch.Tensor:
-        """A copy of a tensor that it has made, which is deleted: of its dtype, shape and strides."""
+        """Copies a tensor that the library made, with its dtype, shape and strides, and deletes the original."""
         torch_library, place = libtorch.LibTorch(self.library), c_void_p()
         number, shape, strides = torch_library.layout(handle.value or 0)
         dtype = next(candidate for candidate in DTYPES if torch_library.dtype(str(candidate).removeprefix("torch.")) == number)

@@ -1,4 +1,4 @@
-"""`raises`: pytest.raises for an error of the catalogue, by its code."""
+"""`raises`: pytest.raises that checks the code of a `CgbundleError`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cgbundle.errors import CgbundleError
 
 @contextmanager
 def raises(expected: str | type[Exception], match: str | None = None) -> Iterator[pytest.ExceptionInfo[Exception]]:
-    """As `pytest.raises`; a text is the code that an error of ours must have, and `match` is then for its message or its hint."""
+    """Works like `pytest.raises`. If `expected` is a text, it is the error code, and `match` must match the message or the hint."""
     if not isinstance(expected, str):
         with pytest.raises(expected, match=match) as caught:
             yield caught

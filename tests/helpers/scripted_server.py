@@ -1,4 +1,4 @@
-"""A server of OpenAI's protocol in a thread, over a model that is quick and known."""
+"""An OpenAI-compatible server in a thread, over a fast fake model with known output."""
 
 from __future__ import annotations
 
@@ -21,10 +21,9 @@ PAGES = 40
 
 
 class Scripted:
-    """A model that says SCRIPT, from a place that the seed and the place in the text give; at place `top_k` it says END.  Where a
-    grammar leaves out what it would say, it ends JSON as soon as it may, else it says the first token that may come.
-
-    `gate` holds its calls; the calls of texts longer than `fails` fail.  It checks that the pages hold what was put there.
+    """A model that generates SCRIPT, starting at a place that the seed and the position give; at position `top_k` it generates END.
+    If a grammar forbids that token, it ends the JSON as soon as possible, or generates an allowed token. `gate` blocks its calls;
+    calls of texts longer than `fails` fail. It checks that the pages still hold what was written.
     """
 
     def __init__(self) -> None:
@@ -85,7 +84,7 @@ class Scripted:
 
 
 def said(start: int, count: int) -> str:
-    """What Scripted says with seed 0 from a place on: `count` bytes."""
+    """Returns `count` bytes that Scripted generates with seed 0 from position `start` on."""
     data = SCRIPT.encode()
     return bytes([data[(start + offset) % len(data)] for offset in range(count)]).decode(errors="replace")
 
@@ -113,7 +112,7 @@ class Running:
         self.until(lambda: self.uvicorn.started)
 
     def ask(self, path: str, body: Any = None, method: str = "") -> tuple[int, Any, dict[str, str]]:
-        """(status, body, headers); the body as JSON where it is, and a list of events where it is a stream."""
+        """Returns (status, body, headers). The body is parsed JSON, a list of events for a stream, or text."""
         connection = self.send(path, body, method)
         answer = connection.getresponse()
         text, headers = answer.read().decode(), dict(answer.getheaders())
@@ -150,7 +149,7 @@ class Running:
             time.sleep(0.005)
 
     def until_free(self) -> None:
-        """Waits until nobody has a page."""
+        """Waits until no request holds a page."""
         self.until(lambda: self.served.engine.state.pages_free == PAGES and not self.served.engine.open_requests)
         assert (self.served.engine.state.running, self.served.engine.state.waiting) == (0, 0)
 

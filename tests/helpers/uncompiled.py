@@ -1,4 +1,4 @@
-"""Host regions that are not compiled, for tests of builds that do not run them: a compiler takes 8 s for each."""
+"""Host regions that are not compiled, for tests that do not run the bundle: compiling one takes 8 s."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cgcompile.targets.cuda.host_regions import HostRegions, SplitProgram
 def uncompiled(
     split: SplitProgram, weights: Sequence[Weight], scratch: Path, stage: Path, tell: object, level: object = None
 ) -> HostRegions:
-    """In the place of `compile_host_regions`: rows and files of its kind."""
+    """Replaces `compile_host_regions`: returns rows and writes dummy files of the same kind."""
     rows = {}
     for key, planned in split.partitions.items():
         for region in [region for region in planned.regions if region.kind == "host" and region.operations]:

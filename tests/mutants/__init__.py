@@ -1,1 +1,1 @@
-"""Mutation testing of what decides whether a bundle is sound and what a call does: `python -m tests.mutants`."""
+"""Mutation testing of the code that validates bundles and runs calls: `python -m tests.mutants`."""

@@ -1,8 +1,8 @@
-"""`python -m tests.mutants --count 300 --seed 1 --jobs 1`: how many random mutations the tests of tests/pure notice.
+"""`python -m tests.mutants --count 300 --seed 1 --jobs 1`: counts how many random mutations the tests of tests/pure detect.
 
-Each mutation meets the tests that fit its module, and when these pass all of tests/pure.  The tree itself is not touched.  A
-mutation of equivalent.txt changes nothing that can be seen, for the reason that is given there: it is counted by itself.
-Exit status 1 when fewer than 97 % of the others are killed, or the tests fail without any mutation.
+Each mutation runs with the tests of its module and, if these pass, with all of tests/pure. The working tree is not changed. A
+mutation in equivalent.txt has no visible effect, for the reason given there, and is counted separately. Exit status 1 if fewer than
+97 % of the others are killed, or if the tests fail without a mutation.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ LIMIT = 600.0
 """Seconds that the tests may take without a mutation."""
 
 SLACK, FACTOR = 10.0, 4.0
-"""A mutant has FACTOR times as long as the tests take without it, and SLACK seconds."""
+"""A mutant may take FACTOR times as long as the tests without it, plus SLACK seconds."""
 
 LEAST = 0.97
 
 
 def draw(modules: dict[str, str], count: int, seed: int) -> list[Mutation]:
-    """`count` mutations of the sources, by path, without repetition; fewer where there are no more."""
+    """Draws `count` different mutations of the sources, by path; fewer if there are not enough."""
     every = [edit for path in sorted(modules) for edit in edits(path, modules[path])]
     random.Random(seed).shuffle(every)
     mutations: dict[tuple[str, str], Mutation] = {}
@@ -44,7 +44,7 @@ def draw(modules: dict[str, str], count: int, seed: int) -> list[Mutation]:
 
 
 def equivalents(text: str) -> dict[tuple[str, str, tuple[str, ...], tuple[str, ...]], str]:
-    """Names of mutations -> the reason why nobody can tell."""
+    """Returns the names of equivalent mutations, with the reason."""
     reasons = {}
     for block in text.split("\n\n"):
         lines = [line for line in block.splitlines() if not line.startswith("#")]
@@ -56,7 +56,7 @@ def equivalents(text: str) -> dict[tuple[str, str, tuple[str, ...], tuple[str, .
 
 
 class Bench:
-    """The trees in which mutants run, one per job, and how long the tests take in them."""
+    """The trees in which mutants run, one per job, and the times of the tests without a mutation."""
 
     def __init__(self, folder: Path, jobs: int) -> None:
         self.free = [copy_tree(folder / f"tree{number}") for number in range(jobs)]
@@ -64,8 +64,8 @@ class Bench:
         self.times: dict[tuple[str, ...], float] = {}
 
     def prove(self, tests: tuple[str, ...]) -> None:
-        """Raises SystemExit unless `tests` pass as they are, in every tree."""
-        trials = [start(tree, tests, LIMIT, keep_bytecode=True) for tree in self.free]  # what it compiles, mutants need not
+        """Raises SystemExit unless `tests` pass without a mutation in every tree."""
+        trials = [start(tree, tests, LIMIT, keep_bytecode=True) for tree in self.free]  # keeps bytecode for the mutants
         for trial in trials:
             if (status := _wait(trial)) != PASSED:
                 raise SystemExit(f"{' '.join(tests)}: status {status} without a mutation\n{trial.output()}")
@@ -76,7 +76,7 @@ class Bench:
         self.sources.setdefault(mutation.path, target.read_text(encoding="utf-8"))
         target.write_text(mutation.source, encoding="utf-8")
         for stale in (target.parent / "__pycache__").glob(f"{target.stem}.*"):
-            stale.unlink()  # compiled files are told apart by size and second alone
+            stale.unlink()  # Python tells stale bytecode only by the source's size and second
         return start(tree, tests, FACTOR * self.times[tests] + SLACK)
 
     def restore(self, tree: Path, mutation: Mutation) -> None:
@@ -90,7 +90,7 @@ def _wait(trial: Trial) -> int:
 
 
 def run(bench: Bench, mutations: list[Mutation], *, module_tests_only: bool) -> Iterator[tuple[Mutation, bool, str]]:
-    """Every mutation, whether it was killed, and by what; `module_tests_only`: by the tests of its module alone."""
+    """Yields every mutation, whether it was killed, and by what. `module_tests_only`: only the tests of its module run."""
     waiting = [(mutation, MODULES[mutation.path]) for mutation in reversed(mutations)]
     running: list[tuple[Trial, Mutation, tuple[str, ...]]] = []
     try:

@@ -1,6 +1,6 @@
-"""What is mutated, and the tests that are meant to notice.
+"""The modules that are mutated, and the tests that should detect it.
 
-These decide whether a bundle is sound, what a call does, and how a recording is made: nobody sees it when they are wrong.
+These modules validate bundles, run calls and make recordings: their errors would go unnoticed.
 """
 
 from __future__ import annotations
@@ -30,6 +30,6 @@ MODULES: dict[str, tuple[str, ...]] = {
     "cgcompile/offline/assemble/arena.py": (*PLACED, "tests/pure/offline/test_arena_sizes.py"),
     "cgcompile/offline/assemble/plan_check.py": PLACED,
 }
-"""Module -> the tests that run first; one that they let live meets all of `ALL`."""
+"""Module -> the tests that run first. A mutation that survives them runs with all of `ALL`."""
 
 ALL = ("tests/pure",)

@@ -1,7 +1,6 @@
-"""The mutations of a source file: small edits of its syntax tree, each written back as text.  Pure, and the same in every run.
+"""The mutations of a source file: small edits of its syntax tree, written back as text. Pure, and the same in every run.
 
-Left alone: annotations, docstrings, imports, what stands in an f-string, and the words of an error.  They change what is said and
-not what is done.
+Annotations, docstrings, imports, the contents of f-strings and the texts of errors are not mutated: they do not change behaviour.
 """
 
 from __future__ import annotations
@@ -21,22 +20,22 @@ ARITHMETIC: dict[type[ast.operator], tuple[type[ast.operator], ...]] = {
     ast.Mod: (ast.FloorDiv,), ast.Pow: (ast.Mult,), ast.LShift: (ast.RShift,), ast.RShift: (ast.LShift,), ast.BitAnd: (ast.BitOr,),
     ast.BitOr: (ast.BitAnd,), ast.BitXor: (ast.BitAnd,),
 }  # fmt: skip
-"""What an operator is replaced by."""
+"""The replacements of each operator."""
 
 ERRORS = ("BundleError", "BuildError", "CallError", "ModelError", "ValueError", "invalid", "_broken", "_overlap")
-"""What makes an error: its arguments behind the code are words."""
+"""Functions that make errors. Their arguments after the code are messages, which are not mutated."""
 
 MODULE = "module"
-"""What stands in no function, in words."""
+"""Name for code outside of functions."""
 
 SYMMETRIC = ("max", "min")
-"""Their arguments may change places."""
+"""Functions whose arguments can be swapped."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mutation:
-    """`path` from the root, with its `source` after the edit; `removed` and `added` are the lines that differ, without indentation.
-    `within` is the function that holds them, "" outside of any."""
+    """`path` from the root, with its `source` after the edit. `removed` and `added` are the lines that differ, without indentation.
+    `within` is the function that contains them, "" outside of any."""
 
     path: str
     line: int
@@ -48,7 +47,7 @@ class Mutation:
 
     @property
     def name(self) -> tuple[str, str, tuple[str, ...], tuple[str, ...]]:
-        """What stays when lines above are added or taken away."""
+        """Returns an identity that does not change when lines above are added or removed."""
         return self.path, self.within, self.removed, self.added
 
     def __str__(self) -> str:
@@ -58,7 +57,7 @@ class Mutation:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Edit:
-    """`new` in the place of `node`."""
+    """Replaces `node` by `new`."""
 
     path: str
     within: str
@@ -68,7 +67,7 @@ class Edit:
 
 
 def edits(path: str, source: str) -> list[Edit]:
-    """All edits of a file, by place."""
+    """Returns all edits of a file, by position."""
     return [
         Edit(path=path, within=within, kind=kind, node=target, new=new)
         for node, within in _nodes(ast.parse(source), "")
@@ -77,7 +76,7 @@ def edits(path: str, source: str) -> list[Edit]:
 
 
 def apply(edit: Edit, source: str) -> Mutation | None:
-    """The edit of a file's `source`; None when the result is no Python, or the same program."""
+    """Applies an edit to a file's `source`. Returns None if the result is not valid Python, or the same program."""
     node, new = edit.node, edit.new
     lines = source.encode().splitlines(keepends=True)
     begin = sum(map(len, lines[: node.lineno - 1])) + node.col_offset
@@ -98,7 +97,7 @@ def apply(edit: Edit, source: str) -> Mutation | None:
 
 
 def _nodes(node: ast.AST, within: str) -> Iterator[tuple[ast.expr | ast.stmt | ast.Slice, str]]:
-    """Everything that may be edited, and the function that it stands in."""
+    """Yields every node that may be edited, with the function that contains it."""
     if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
         within = f"{within}.{node.name}".removeprefix(".")
         children: list[ast.AST] = list(node.body)
@@ -109,7 +108,7 @@ def _nodes(node: ast.AST, within: str) -> Iterator[tuple[ast.expr | ast.stmt | a
     ):
         return
     elif isinstance(node, ast.keyword) and node.arg == "strict":
-        return  # of a zip: a claim about lengths that hold anyway
+        return  # `strict` of a zip: the lengths are equal anyway
     elif isinstance(node, ast.AnnAssign):
         children = [node.value] if node.value else []
     elif isinstance(node, ast.Call) and _called(node) in ERRORS:
@@ -128,7 +127,7 @@ def _called(node: ast.AST) -> str:
 
 
 def _edits(node: ast.expr | ast.stmt | ast.Slice) -> Iterator[tuple[str, ast.expr | ast.stmt | ast.Slice, ast.AST]]:
-    """The kinds of edit that a node allows, each with what it replaces and by what."""
+    """Yields the edits that a node allows: kind, node to replace, replacement."""
     for kind, new in _replacements(node):
         yield kind, node, new
     conditions = [node.test] if isinstance(node, (ast.If, ast.IfExp, ast.While, ast.Assert)) else []
@@ -211,7 +210,7 @@ def _with(node: ast.AST, field: str, index: int, value: object) -> ast.AST:
 
 
 def _difference(before: list[str], after: list[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The lines that differ, from the first to the last."""
+    """Returns the lines that differ, from the first to the last."""
     first = next(place for place, (one, other) in enumerate(zip(before, after, strict=False)) if one != other)
     last = next(place for place, (one, other) in enumerate(zip(before[::-1], after[::-1], strict=False)) if one != other)
     rows = before[first : len(before) - last], after[first : len(after) - last]

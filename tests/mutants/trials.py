@@ -1,4 +1,4 @@
-"""Running tests over a mutated copy of the tree: each time in a child of a process that has the test tools imported."""
+"""Runs tests over a mutated copy of the tree, each time in a child of a process that has imported the test tools."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ ROOT = Path(__file__).resolve().parents[2]
 COPIED = (
     "bundles", "cgcompile", "cli", "examples", "tests", ".ci", "pyproject.toml", "README.md", "LICENSE", "Makefile",
 )  # fmt: skip
-"""What the tests of tests/pure read."""
+"""Files and folders that the tests of tests/pure read."""
 
 OURS = ("tests", "cgbundle", "cgcompile", "cgcompile_cli")
 
 MEMORY = 4 << 30
-"""Bytes that a mutant may take: one that never stops appending ends here."""
+"""Memory limit of a mutant in bytes: it ends a mutant that appends forever."""
 
 PASSED, FAILED = 0, 1
 
 
 def copy_tree(folder: Path) -> Path:
-    """A copy of the tree in `folder`, for one child at a time."""
+    """Copies the tree to `folder`, for one child at a time."""
     ignored = shutil.ignore_patterns("__pycache__", ".hypothesis")
     for name in COPIED:
         if (ROOT / name).is_dir():
@@ -43,7 +43,7 @@ def copy_tree(folder: Path) -> Path:
 
 @dataclass(kw_only=True, slots=True)
 class Trial:
-    """Tests that run in a child process over the tree in `folder`; `limit` seconds from `started` on."""
+    """Tests that run in a child process over the tree in `folder`, for at most `limit` seconds after `started`."""
 
     folder: Path
     process: int
@@ -51,7 +51,7 @@ class Trial:
     started: float = field(default_factory=time.monotonic)
 
     def poll(self) -> int | None:
-        """pytest's status, or that of a process that was ended; None while it runs."""
+        """Returns pytest's exit status, or that of a killed process; None while it runs."""
         done, status = os.waitpid(self.process, os.WNOHANG)
         if not done and time.monotonic() - self.started < self.limit:
             return None
@@ -61,7 +61,7 @@ class Trial:
         return os.waitstatus_to_exitcode(status)
 
     def end(self) -> None:
-        """Ends the child, if it runs, and whatever it has started."""
+        """Kills the child and its children."""
         with suppress(ProcessLookupError):
             os.killpg(self.process, signal.SIGKILL)
 
@@ -70,7 +70,7 @@ class Trial:
 
 
 def start(folder: Path, tests: Sequence[str], limit: float, *, keep_bytecode: bool = False) -> Trial:
-    """Begins to run `tests`, paths below `folder`, until one fails.  `keep_bytecode` as pytest and Python do by default."""
+    """Starts `tests`, paths below `folder`, which stop at the first failure. `keep_bytecode` writes .pyc files."""
     sys.stdout.flush()
     process = os.fork()
     if process:
@@ -101,7 +101,7 @@ def _run(folder: Path, tests: Sequence[str], *, keep_bytecode: bool) -> int:
     if not keep_bytecode:
         os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
     os.chdir(folder)
-    # examples are the same in every run, none is kept, and a failing one is not made smaller
+    # hypothesis: the same examples in every run, no database, no shrinking
     phases = (hypothesis.Phase.explicit, hypothesis.Phase.generate)
     hypothesis.settings.register_profile("mutants", derandomize=True, database=None, phases=phases, deadline=None)
     hypothesis.settings.load_profile("mutants")

@@ -1,1 +1,1 @@
-"""PyTorch's own samples of its operators, built and compared: `python -m tests.operators`."""
+"""PyTorch's samples of its operators, built and compared: `python -m tests.operators`."""

@@ -1,10 +1,10 @@
-"""Builds PyTorch's own samples of its operators for the CPU, and compares them with eager PyTorch (needs the package expecttest).
+"""Builds PyTorch's samples of its operators for the CPU, and compares them with eager PyTorch (needs the package expecttest).
 
     python -m tests.operators --jobs 2 --results operators.jsonl
     python -m tests.operators --only 'fft|linalg' --dtype bfloat16
 
-Some operators share a module; those of one that is not right are tried again apart.  A row per module goes to the results as it
-ends, and what is there already is left out.  Exit status 1 when one was wrong, or ended in what is no error of ours.
+Some operators share a module; if it is not right, its operators are tried again one by one.  A row per module is written to the
+results when it ends; samples that have a row are skipped.  Exit status 1 if one was wrong, or raised an unexpected error.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .samples import Sample, group, parsed, samples
 
 EAGER = "eager PyTorch fails"
 SECONDS = 60.0
-"""Of a module, and as much again for each of its operators."""
+"""Seconds for a module, and again for each of its operators."""
 
 
 def main() -> int:
@@ -88,7 +88,7 @@ def _process(chosen: Sequence[Sample], dtype: str) -> dict[str, Any]:
 
 
 def judged(chosen: Sequence[Sample], dtype: torch.dtype) -> dict[str, str]:
-    """What became of a module of some samples.  What is no error of ours is raised."""
+    """Returns the outcome of a module of some samples. Raises unexpected errors."""
     import cgbundle
     import cgcompile
     from cgbundle.errors import CgbundleError

@@ -1,9 +1,9 @@
-"""Forms of what bundles for the CPU bring in libtorch's place, beside torch's own: ranks, broadcasts, strides of 0, gaps, empty
-tensors, alpha and beta, dtypes.
+"""Compares the operators that CPU bundles bring instead of libtorch with those of torch. Forms vary ranks, broadcasts, strides of
+0, gaps, empty tensors, alpha and beta, and dtypes.
 
-    python -m tests.operators.forms 1000    # of every function; exit status 1 when one was wrong
+    python -m tests.operators.forms 1000    # forms of every function; exit status 1 if one was wrong
 
-A function of ours gives torch's result or an error, which makes the build take libtorch's.  Anything else is wrong.
+A function must give torch's result or return an error, in which case the build uses libtorch.  Anything else is wrong.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ SEED = 7
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Form:
-    """A call of a function of ours.  `run` makes its results, None where it returns an error; `wanted` makes torch's.  `plain`: all
-    is float32 and as torch's compiler gives it, so that it must not be an error."""
+    """A call of a function. `run` computes its results, None if it returns an error; `wanted` computes torch's. `plain` marks a
+    float32 form that torch's compiler uses, which must not return an error."""
 
     text: str
     run: Callable[[], Sequence[Tensor] | None]
@@ -66,7 +66,7 @@ class Draw:
         return drawn
 
     def tensor(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
-        """Numbers with the axes in any order in memory, some repeated by a stride of 0, with gaps or without."""
+        """Draws a tensor with axes in any memory order, some with stride 0, with or without gaps."""
         order = self._random.sample(range(len(shape)), len(shape))
         lengths = [1 if self.rarely() else shape[axis] for axis in order]
         gap = self.one((0, 0, 0, 1, 5))
@@ -81,26 +81,26 @@ class Draw:
         )
 
     def room(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
-        """Where a result is written: nothing repeated."""
+        """Returns an output tensor, without strides of 0."""
         axes = list(range(len(shape)))[:: -1 if self.rarely(3) else 1]
         memory = torch.zeros([shape[axis] for axis in axes], dtype=dtype).permute(axes)
         return memory.fill_(float("nan") if dtype.is_floating_point else 1)
 
     def broadcast(self, shape: Sequence[int]) -> list[int]:
-        """A shape that is broadcast to `shape`: fewer axes, some of them 1."""
+        """Draws a shape that broadcasts to `shape`: fewer axes, some of them 1."""
         kept = shape[self._random.randint(0, len(shape)) :]
         return [1 if self.rarely(3) else size for size in kept]
 
 
 def forms(code: Code, seed: int, count: int) -> Iterator[Form]:
-    """`count` forms of every function."""
+    """Yields `count` forms of every function."""
     for number in range(count):
         for place, make in enumerate(FUNCTIONS):
             yield make(code, Draw(seed + number * len(FUNCTIONS) + place))
 
 
 def judged(form: Form) -> str:
-    """ "right", "refused", or what is wrong."""
+    """Returns "right", "refused", or a text about the error."""
     try:
         wanted = form.wanted()
     except (RuntimeError, NotImplementedError, IndexError):
@@ -159,7 +159,7 @@ def _addmm(code: Code, draw: Draw) -> Form:
     beta, alpha = draw.one(FACTORS), draw.one(FACTORS)
     a, b, out = draw.tensor((m, k), dtype), draw.tensor((k, n), dtype), draw.room((m, n), dtype)
     added = draw.tensor(draw.broadcast((m, n)), draw.dtype() if draw.rarely() else dtype)
-    if alpha == 0:  # torch leaves the product out, of which inf and NaN would stay
+    if alpha == 0:  # torch omits the product, which could contain inf or NaN
         a, b = [torch.nan_to_num(tensor, 0, 0, 0) if tensor.is_floating_point() else tensor for tensor in (a, b)]
     return Form(
         text=_described("addmm_out", out, added, a, b, beta, alpha),
@@ -177,7 +177,7 @@ def _attention(code: Code, draw: Draw) -> Form:
     wider = width + 8 if draw.rarely(20) else width
     q = draw.tensor((batch, heads, rows, width), dtype)
     k, v = draw.tensor((batch, groups, keys, width), dtype), draw.tensor((batch, groups, keys, wider), dtype)
-    if dtype.is_floating_point:  # of an infinite score torch's own functions answer differently
+    if dtype.is_floating_point:  # for infinite scores torch's own functions differ
         q, k, v = [torch.where(tensor.isfinite(), tensor, 0) for tensor in (q, k, v)]
     mask, scale = None, draw.one((None, None, 0.3))
     if not causal and draw.rarely(2):
@@ -192,7 +192,7 @@ def _attention(code: Code, draw: Draw) -> Form:
         code.library.aoti_torch_delete_tensor_object(rest)
         return [code.result(output)]
 
-    def wanted() -> Sequence[Tensor]:  # of plain layouts: torch 2.13 reads what lay in memory where rows of q are one row repeated
+    def wanted() -> Sequence[Tensor]:  # with dense layouts: torch 2.13 reads wrong memory if rows of q have stride 0
         plain = [tensor.contiguous() for tensor in (q, k, v)]
         attended = F.scaled_dot_product_attention(*plain, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=shared > 1)
         return [torch.empty_like(q).copy_(attended) if attended.shape == q.shape else attended]
@@ -225,11 +225,11 @@ def _convolution(code: Code, draw: Draw) -> Form:
 
     def wanted() -> Sequence[Tensor]:
         flags = torch.backends.mkldnn.flags(enabled=False) if narrow else nullcontext()
-        with warnings.catch_warnings(action="ignore"), flags:  # oneDNN's (torch 2.13) ends the process for some narrow ones
+        with warnings.catch_warnings(action="ignore"), flags:  # oneDNN's convolution (torch 2.13) crashes for some narrow shapes
             return [apart(F.conv2d(x, weight, bias, steps, padding, dilation, groups))]
 
     def apart(result: Tensor) -> Tensor:
-        return result.contiguous() if narrow else result  # either layout is torch's
+        return result.contiguous() if narrow else result  # torch may return either layout
 
     narrow = min(*x.shape, *weight.shape) < 2
     return Form(
@@ -239,7 +239,7 @@ def _convolution(code: Code, draw: Draw) -> Form:
 
 
 def _axes(draw: Draw) -> tuple[list[int], int]:
-    """A shape of at most four axes, and one of them, from either end; of a number it may be 0 or -1."""
+    """Draws a shape of at most four axes, and one of its axes, counted from either end. The axis of a scalar may be 0 or -1."""
     shape = [
         draw.one((0, 1, 2, 3, 7)) if draw.rarely(4) else draw.one((1, 2, 3, 40)) for _ in range(draw.one((0, 1, 1, 2, 2, 3, 4)))
     ]

@@ -1,6 +1,6 @@
-"""The samples that PyTorch tests its operators with, in groups that are modules.
+"""The samples that PyTorch tests its operators with, grouped into modules.
 
-Private interface (torch 2.11, 2.13): `torch.testing._internal.common_methods_invocations.op_db`, which needs the package
+Uses a private interface (torch 2.11, 2.13), `torch.testing._internal.common_methods_invocations.op_db`, which needs the package
 expecttest.
 """
 
@@ -20,7 +20,7 @@ SEED = 7
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
-    """Sample number `place` of operator number `operator` of PyTorch's list."""
+    """Sample number `place` of operator number `operator` in PyTorch's list."""
 
     operator: int
     place: int
@@ -35,13 +35,13 @@ class Sample:
 
 
 def parsed(text: str) -> Sample:
-    """The sample of its text."""
+    """Parses the text of a sample."""
     operator, _, place = text.partition(":")
     return Sample(operator=int(operator), place=int(place))
 
 
 def samples(dtype: torch.dtype) -> list[Sample]:
-    """The first and the middle one of every operator, of those with a tensor that is not empty."""
+    """Returns the first and the middle sample of every operator, among those with a tensor that is not empty."""
     chosen = []
     for number, operator in enumerate(op_db):
         if dtype not in operator.dtypes:
@@ -56,7 +56,7 @@ def samples(dtype: torch.dtype) -> list[Sample]:
 
 
 def drawn(operator: int, dtype: torch.dtype) -> list[Any]:
-    """All samples of an operator; none where they cannot be drawn on a CPU."""
+    """Returns all samples of an operator; none if they cannot be drawn on a CPU."""
     torch.manual_seed(SEED)
     try:
         return list(op_db[operator].sample_inputs("cpu", dtype, requires_grad=False))
@@ -70,7 +70,7 @@ def _tensors(sample_input: Any) -> list[Tensor]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Call:
-    """An operator and its arguments; the tensors among the leaves, at `tensors`, are the module's inputs."""
+    """An operator and its arguments. The leaves at positions `tensors` are inputs of the module."""
 
     function: Any
     leaves: Sequence[Any]
@@ -79,7 +79,7 @@ class Call:
 
 
 class Group(nn.Module):
-    """The operators' results, of all their tensors in order."""
+    """Runs the operators and returns all tensors of their results, in order."""
 
     def __init__(self, calls: Sequence[Call]) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class Group(nn.Module):
 
 
 def group(chosen: Sequence[Sample], dtype: torch.dtype) -> tuple[Group, tuple[Tensor, ...]]:
-    """A module for some samples, and its inputs."""
+    """Returns a module for some samples, and its inputs."""
     calls = []
     for sample in chosen:
         sample_input = drawn(sample.operator, dtype)[sample.place]

@@ -1,10 +1,10 @@
-"""Our verdicts and PyTorch's own, over a corpus of small models.
+"""Compares cgcompile's verdicts with PyTorch's, over a corpus of small models.
 
 case             a model, its inputs, and the rules that it breaks
-corpus           all cases; corpus_* are its rooms, by kind
-cgcompile_says   our verdict
-pytorch_says     PyTorch's
-compare          the two side by side, and the table
-differences      where they differ, and why
-settings         what holds while a case is asked about
+corpus           all cases; its modules are groups of cases by kind
+cgcompile_says   cgcompile's verdict
+pytorch_says     PyTorch's verdict
+compare          both verdicts, and the table
+differences      the known differences, with reasons
+settings         torch's settings while a case is judged
 """

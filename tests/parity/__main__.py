@@ -1,4 +1,4 @@
-"""`python -m tests.parity`: the parity table, on stdout.  `python -m tests.parity record`: verdicts.json anew."""
+"""`python -m tests.parity` prints the parity table.  `python -m tests.parity record` writes verdicts.json."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A case of the corpus: a small model, inputs for it, and the rules that it breaks."""
+"""A case of the corpus: a small model, its inputs, and the rules that it breaks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RULES = (
     "overlapping-input", "non-tensor-input", "aliased-output", "too-many-keys", "small-region", "training-mode",
     "path", "baked-weight",
 )  # fmt: skip
-"""The rules' names, as a user types them at --allow."""
+"""Names of the rules, as a user types them for --allow."""
 
 SIZES = (2, 4)
 """The sizes of every declared dimension."""
@@ -29,11 +29,11 @@ SIZES = (2, 4)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """A model and what we have to say about it.
+    """A model and its expected verdict.
 
-    `make` gives a new module and the function for its inputs.  `expected`: the names of all rules that it breaks, exactly, or the
-    code of the error with which export refuses it.  `near`: rules that it passes by a little.  `kind`: its group.
-    `file`: where the model is written.  `deterministic`: torch.use_deterministic_algorithms is on.
+    `make` returns a new module and the function for its inputs.  `expected`: exactly the names of all rules that it breaks, or the
+    code of the error with which export refuses it.  `near`: rules that it almost breaks.  `kind`: its group.
+    `file`: the file of the model.  `deterministic`: run with torch.use_deterministic_algorithms.
     `fallback_ops`: operators that the user names with --fallback-op.
     """
 
@@ -57,7 +57,7 @@ def case(
     deterministic: bool = False,
     fallback_ops: tuple[str, ...] = (),
 ) -> Case:
-    """A case named after `model`, a class of modules."""
+    """Returns a case named after `model`, a class of modules."""
 
     def make() -> tuple[nn.Module, Inputs]:
         return model().train(training), inputs
@@ -98,7 +98,7 @@ def sequences(batch: int) -> tuple[torch.Tensor]:
 
 
 def ragged(batch: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """float32 [batch, 6, 8] and their lengths, int64 [batch], 1 to 6, falling."""
+    """float32 [batch, 6, 8] and the lengths, int64 [batch], 1 to 6, in falling order."""
     return torch.randn(batch, 6, 8), torch.arange(batch).flip(0) % 6 + 1
 
 

@@ -1,5 +1,5 @@
-"""Our verdict on a case: the findings of cgcompile.checks and what follows them to the host, or the error with which export refuses
-the model."""
+"""cgcompile's verdict on a case: the findings of cgcompile.checks and the operations that follow them to the host, or the error
+with which export refuses the model."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from .settings import settings
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """`rules`: the names of the rules with findings, those with which operations follow others to the host, and the class of the
-    error that export raised.  `flagged`: something is refused or put on the host.  `lines`: the user's lines, "file.py:line", of
-    what is, and of copies back to the GPU.  `error`: the message of what export raised, "" if nothing."""
+    """`rules` has the names of all rules with findings or with operations that follow others to the host, and the code of an export
+    error. `flagged`: something is refused or runs on the host. `lines`: the user's lines, "file.py:line", of those operations and
+    of copies back to the GPU. `error`: the message of an export error, or ""."""
 
     rules: frozenset[str]
     flagged: bool
@@ -35,7 +35,7 @@ class Verdict:
 
 
 def cgcompile_says(case: Case) -> Verdict:
-    """What `cgcompile check` says of `case` for the cuda target."""
+    """Returns what `cgcompile check` reports for `case` with the cuda target."""
     model, inputs = case.make()
     source = load_source(model, inputs)
     with settings(case.deterministic):
@@ -58,12 +58,12 @@ def cgcompile_says(case: Case) -> Verdict:
 
 
 def _refused(error: BuildError) -> Verdict:
-    """A branch on data that export could not pass has the name of the finding of one that it passed."""
+    """Returns the verdict for an export error; `error.code` names its rule."""
     place_match = re.match(r"\S+\.py:\d+", str(error))
     lines = frozenset([short(place_match[0])] if place_match else [])
     return Verdict(rules=frozenset([error.code]), flagged=True, lines=lines, findings=(), error=str(error))
 
 
 def short(where: str) -> str:
-    """A file:line without the file's folder."""
+    """Returns file:line without the folder."""
     return os.path.basename(where)

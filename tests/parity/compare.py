@@ -1,4 +1,4 @@
-"""The two verdicts on a case side by side, and the table of all cases."""
+"""Compares the two verdicts on a case, and prints the table of all cases."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ AGREE, STRICTER, LOOSER = "agree", "stricter", "looser"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """A case with both verdicts.  `missed`: what PyTorch flags at lines of which we say nothing.
+    """A case with both verdicts. `missed` has PyTorch's flags at lines that cgcompile does not flag.
 
-    `outcome`: "looser" when something is missed, "stricter" when we flag what PyTorch passes, "agree" otherwise.
+    `outcome`: "looser" if something is missed, "stricter" if cgcompile flags what PyTorch passes, "agree" otherwise.
     """
 
     case: Case
@@ -27,7 +27,7 @@ class Row:
 
     @property
     def missed(self) -> tuple[Flag, ...]:
-        """A flag without a line is met by any verdict of ours, one with lines by one at one of them; all by an error."""
+        """Any flag of cgcompile covers one without lines; a flag with lines needs one at a same line. An error covers all."""
         return tuple([flag for flag in self.theirs if not self._met(flag)])
 
     def _met(self, flag: Flag) -> bool:
@@ -41,12 +41,12 @@ class Row:
 
 
 def compare(case: Case) -> Row:
-    """Both verdicts: a trace of the model for ours, half a second; another for PyTorch's where that is not recorded."""
+    """Returns both verdicts. Each needs a trace of the model, half a second; PyTorch's verdict may be recorded."""
     return Row(case=case, ours=cgcompile_says(case), theirs=pytorch_said(case))
 
 
 def table(rows: Sequence[Row], differences: Mapping[str, str]) -> str:
-    """The numbers of models, agreements and differences, and every difference with its reason; as plain text."""
+    """Returns the table as plain text: numbers of models, agreements and differences, and every difference with its reason."""
     kinds = list(dict.fromkeys([row.case.kind for row in rows]))
     lines = [f"{'kind':<16}{'models':>8}{'both flag':>11}{'both pass':>11}{'stricter':>10}{'looser':>8}"]
     for kind in [*kinds, "all"]:

@@ -1,6 +1,6 @@
-"""Where our verdict and PyTorch's differ, and why.
+"""The differences between cgcompile's verdict and PyTorch's, with reasons.
 
-For torch 2.13: other versions have other lists.
+They are those of torch 2.13; other versions have other lists.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BRANCHES = "PyTorch breaks its graph where Python asks a tensor; here every way 
 NUMBERS = "PyTorch stops where int() or float() asks a tensor; here the number stays a tensor"
 
 DIFFERENCES: dict[str, str] = {
-    # we say less
+    # cgcompile flags less
     "cache-in-an-input": COPIED,
     "write-to-input": COPIED,
     "write-to-view-of-input": COPIED,
@@ -53,7 +53,7 @@ DIFFERENCES: dict[str, str] = {
     "largest-as-int": NUMBERS,
     "scale-as-float": NUMBERS,
     "loss-scale": "the build computes what follows from a buffer that no call writes to; an update takes no other value of it",
-    # we say more
+    # cgcompile flags more
     "custom-operator-on-the-host": "the user asked for it with --fallback-op",
     "add-by-index-in-order": DETERMINISTIC,
     "scatter-add-in-order": DETERMINISTIC,
@@ -65,4 +65,4 @@ ELSEWHERE: dict[str, str] = {
     "small-region": "it concerns the partition, which comes after the checks",
     "assert-scalar": "torch.export moves every assertion to the line that made the number, where the number's own finding is",
 }
-"""Rules that no case hits, and why."""
+"""Rules without a case, with reasons."""

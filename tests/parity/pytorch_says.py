@@ -1,24 +1,24 @@
-"""PyTorch's own verdict on a case: what its compiler would say of CUDA graphs, called on a machine without a GPU.
+"""PyTorch's verdict on a case: what its compiler reports about CUDA graphs.  It runs on a machine without a GPU.
 
-The model goes PyTorch's way, not ours.  Under `cgcompile.offline.lower.fake_device`, its weights and inputs become fake cuda
-tensors, `torch.export` traces the user's module itself, AOTAutograd makes it functional (`aot_export_module`), Inductor
-lowers it (`compile_fx_inner`), and just before the scheduler would fuse operations we ask.  So `.cpu()` in the user's code is a
-copy here, whatever our own export makes of it.
+The model takes PyTorch's path, not cgcompile's.  Under `cgcompile.offline.lower.fake_device`, its weights and inputs become fake
+cuda tensors.  `torch.export` traces the user's module, AOTAutograd makes it functional (`aot_export_module`), Inductor lowers it
+(`compile_fx_inner`).  The functions below are called just before the scheduler would fuse operations.  So `.cpu()` in the user's
+code is a copy here, whatever cgcompile's export does with it.
 
-Asked are, with torch 2.11 and 2.13 (private all):
+With torch 2.11 and 2.13 the following private functions are called:
 - `torch._inductor.utils.get_first_incompatible_cudagraph_node`: forbidden operators, `cudagraph_unsafe` tags, boolean index_put,
-  sparse outputs, unbacked symbols.  It gives the first, so it is asked again about what follows.
+  sparse outputs, unbacked symbols.  It returns only the first node, so it is called again for the following ones.
 - `torch._inductor.scheduler.Scheduler.should_partition` for every operation, through the option `_pre_fusion_custom_pass`, with
   `triton.cudagraphs` and `graph_partition` on.
-- `GraphLowering.disable_cudagraphs_reason`: what lowering itself gave up for.
+- `GraphLowering.disable_cudagraphs_reason`: the reason of the lowering itself.
 - `torch._inductor.cudagraph_utils`: `check_for_mutation`, `check_for_mutation_ignore_cuda_graph_managed_tensor` and
-  `check_multiple_devices_or_any_cpu_nodes`, and where this torch has them `get_input_storage_mutation_info` with its reason.
+  `check_multiple_devices_or_any_cpu_nodes`, and `get_input_storage_mutation_info` with its reason if this torch has it.
 - `torch._dynamo.backends.cudagraphs.check_for_skip`, the verdict of the `cudagraphs` backend.
 
-A model with sparse tensors, which a torch without CUDA does not have on cuda, is traced on the CPU and asked the first alone.
+A torch without CUDA has no sparse cuda tensors.  A model with sparse tensors is traced on the CPU, with the first function only.
 
-Not asked: that all inputs are tensors (a condition inside `CompiledFxGraph.post_compile`, no function; numbers in a call are
-constants of the exported graph), and `check_caching_allocator_for_cudagraphs`, which asks a real GPU.
+Two checks are not called.  One is that all inputs are tensors: it is part of `CompiledFxGraph.post_compile`, and numbers in a call
+are constants of the exported graph.  The other is `check_caching_allocator_for_cudagraphs`, which needs a real GPU.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ from .settings import settings
 OPTIONS = {
     "triton.cudagraphs": True,
     "graph_partition": True,
-    "fallback_random": True,  # else random operations need a pass over a graph with gradients
+    "fallback_random": True,  # otherwise random operations need a pass over a graph with gradients
     "fx_graph_cache": False,
     "fx_graph_remote_cache": False,
     "compile_threads": 1,
-    "shape_padding": False,  # it measures
+    "shape_padding": False,  # padding would run benchmarks
 }
 
 UNTRACED: tuple[tuple[type[Exception], str], ...] = (
@@ -76,14 +76,14 @@ UNTRACED: tuple[tuple[type[Exception], str], ...] = (
     (ValueError, "batch_sizes should always be on CPU"),
     (AssertionError, "NYI: aten._pin_memory"),
 )
-"""What stops a trace, so that torch.compile leaves that part to Python: a branch on data, an operator without a fake
-implementation, nested tensors, packed sequences, pinned memory.  The error's class, and words of its message."""
+"""Errors that stop a trace, so that torch.compile leaves that part to Python: a branch on data, an operator without a fake
+implementation, nested tensors, packed sequences, pinned memory. Each row is an error class and a part of its message."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Flag:
-    """Something that PyTorch keeps out of CUDA graphs: the function that said so, what it said, and the user's lines that the
-    operation comes from ("file.py:line"; none when the whole graph is meant)."""
+    """Something that PyTorch keeps out of CUDA graphs: the function that flags it, its text, and the user's lines of the operation
+    ("file.py:line"; none if the whole graph is meant)."""
 
     by: str
     reason: str
@@ -91,7 +91,7 @@ class Flag:
 
 
 def pytorch_says(case: Case) -> tuple[Flag, ...]:
-    """All flags for `case`, none when PyTorch would record the whole model as one CUDA graph."""
+    """Returns all flags for `case`; none if PyTorch would record the whole model as one CUDA graph."""
     with settings(case.deterministic), fake_device(arch("sm_90")):
         try:
             program = _traced(case, "cuda")
@@ -104,7 +104,7 @@ def pytorch_says(case: Case) -> tuple[Flag, ...]:
                 raise
             return (Flag(by="torch.export", reason=first_line(error), lines=frozenset(_raised_in(error))),)
         graph, inputs, static = _inductor_form(program)
-        skipped = check_for_skip(graph, len(static))  # of the graph before Inductor changes it
+        skipped = check_for_skip(graph, len(static))  # on the graph before Inductor changes it
         nodes, lowering = _lowered(graph, inputs, static)
         return (*_incompatible(lowering.module), *nodes, *_whole(lowering, graph, inputs, static, skipped))
 
@@ -113,7 +113,7 @@ def pytorch_says(case: Case) -> tuple[Flag, ...]:
 
 
 def _traced(case: Case, device: str) -> ExportedProgram:
-    """The user's module on fake tensors."""
+    """Exports the user's module with fake tensors."""
     model, inputs = case.make()
     source = load_source(model, inputs)
     example = sample(source, dict.fromkeys(source.dimensions, SIZES[0]))
@@ -125,7 +125,7 @@ def _traced(case: Case, device: str) -> ExportedProgram:
 
 
 def _move(model: nn.Module, device: str) -> None:
-    """As model.to(device): parameters and buffers move, tensors in other attributes stay."""
+    """Moves parameters and buffers as model.to(device) does; tensors in other attributes stay."""
     for module in model.modules():
         for name, weight in module._parameters.items():
             if weight is not None:
@@ -140,15 +140,15 @@ def _like(tensor: torch.Tensor, device: str) -> torch.Tensor:
 
 
 def _inductor_form(program: ExportedProgram) -> tuple[torch.fx.GraphModule, list[Any], list[int]]:
-    """The graph, example inputs, and the positions of weights: as AOTAutograd hands them to Inductor, with writes as copies to the
-    placeholders at the end of the graph, and literals as attributes."""
+    """Returns the graph, example inputs and positions of weights in the form that AOTAutograd passes to Inductor. Writes are copies
+    to the placeholders at the end of the graph, and literals are attributes."""
     specs = program.graph_signature.input_specs
     values = [node.meta["val"] for node in program.graph.find_nodes(op="placeholder")]
     with torch._functorch.config.patch(unlift_effect_tokens=True):
         graph, signature = aot_export_module(program.graph_module, values, trace_joint=False, decompositions=select_decomp_table())
     placeholders = graph.graph.find_nodes(op="placeholder")
     for node, value in zip(placeholders, values, strict=True):
-        node.meta.setdefault("val", value)  # numbers have none
+        node.meta.setdefault("val", value)  # numbers have no "val"
     (output,) = graph.graph.find_nodes(op="output")
     written = signature.user_inputs_to_mutate
     by_name = {node.name: node for node in placeholders}
@@ -172,11 +172,11 @@ def _inductor_form(program: ExportedProgram) -> tuple[torch.fx.GraphModule, list
 
 
 class _Asked(BaseException):
-    """The scheduler has answered: Inductor need not go on."""
+    """Ends Inductor's lowering after the scheduler was called."""
 
 
 def _lowered(graph: torch.fx.GraphModule, inputs: list[Any], static: Sequence[int]) -> tuple[list[Flag], Any]:
-    """The flags of Scheduler.should_partition, and the GraphLowering."""
+    """Returns the flags of Scheduler.should_partition, and the GraphLowering."""
     flags: list[Flag] = []
     seen: list[Any] = []
 
@@ -200,7 +200,7 @@ def _lowered(graph: torch.fx.GraphModule, inputs: list[Any], static: Sequence[in
     raise AssertionError("Inductor did not ask its scheduler")
 
 
-# --- questions about the graph --------------------------------------------------------------------------------
+# --- verdicts on the graph ------------------------------------------------------------------------------------
 
 
 def _incompatible(graph: torch.fx.GraphModule) -> Iterator[Flag]:
@@ -214,7 +214,7 @@ def _incompatible(graph: torch.fx.GraphModule) -> Iterator[Flag]:
 def _whole(
     lowering: Any, graph: torch.fx.GraphModule, inputs: list[Any], static: Sequence[int], skipped: str | None
 ) -> Iterator[Flag]:
-    """Verdicts on the graph as a whole."""
+    """Yields the flags for the whole graph."""
     mutated = lowering.mutated_input_idxs
     placeholders = cudagraph_utils.get_placeholder_info(graph.graph)
     recorded = SimpleNamespace(static_input_idxs=static, mutated_input_idxs=mutated, placeholders=placeholders)
@@ -240,7 +240,7 @@ def _whole(
             yield Flag(by=by, reason=reason.partition(" Found from")[0].strip().rstrip("."), lines=frozenset())
 
 
-# --- places ---------------------------------------------------------------------------------------------------
+# --- lines of the user's code ---------------------------------------------------------------------------------
 
 
 def _line(node: torch.fx.Node) -> str:
@@ -251,7 +251,7 @@ def _line(node: torch.fx.Node) -> str:
 
 
 def _raised_in(error: BaseException) -> Iterator[str]:
-    """The innermost of the user's lines in a traceback."""
+    """Yields the innermost of the user's lines in a traceback."""
     mine = []
     trace = error.__traceback__
     while trace is not None:

@@ -1,7 +1,7 @@
-"""PyTorch's verdicts on the corpus, recorded in verdicts.json: they change with the corpus and with PyTorch, and not with us.
+"""PyTorch's verdicts on the corpus, recorded in verdicts.json: they depend on the corpus and on PyTorch, not on cgcompile.
 
-A verdict holds for the version of torch that gave it, and for the text of what it was asked with: the file of the model, and the
-files of this folder that ask.  Where either is another, PyTorch is asked anew.
+A record is valid for its version of torch, and for the text of the model's file and of the files in ASKED_WITH. If one of them has
+changed, PyTorch is called again.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ ASKED_WITH = (case, settings, pytorch_says)
 
 
 def pytorch_said(asked: Case) -> tuple[Flag, ...]:
-    """What `pytorch_says`, from the record where that holds."""
+    """Returns the result of `pytorch_says`, from the record if that is valid."""
     return _of_record(asked) if is_recorded(asked) else pytorch_says.pytorch_says(asked)
 
 
 def is_recorded(asked: Case) -> bool:
-    """Whether the record has a verdict that holds."""
+    """Tells whether the record has a valid verdict."""
     record = _record()
     return (
         record["torch"] == _version()
@@ -40,20 +40,20 @@ def is_recorded(asked: Case) -> bool:
 
 
 def is_of_this_torch() -> bool:
-    """Whether the record holds verdicts of this version of torch."""
+    """Tells whether the record was made with this version of torch."""
     matches: bool = _record()["torch"] == _version()
     return matches
 
 
 def write(cases: Sequence[Case]) -> None:
-    """Asks PyTorch about all cases, and records what it says: a minute or two."""
+    """Records PyTorch's verdicts on all cases; takes a minute or two."""
     verdicts = {case.name: list(map(_plain, pytorch_says.pytorch_says(case))) for case in cases}
     texts = {_name(case): _text(case.file) for case in cases}
     FILE.write_text("\n".join(_lines({"torch": _version(), "texts": texts, "verdicts": verdicts})))
 
 
 def _lines(record: dict[str, Any]) -> Iterator[str]:
-    """JSON with a line for each case."""
+    """Yields JSON with a line for each case."""
     verdicts = [f"{json.dumps(name)}: {json.dumps(flags)}" for name, flags in sorted(record["verdicts"].items())]
     yield f'{{"torch": {json.dumps(record["torch"])},'
     yield f'"texts": {json.dumps(record["texts"])},'
@@ -83,7 +83,7 @@ def _name(asked: Case) -> str:
 
 @cache
 def _text(file: str) -> str:
-    """A hash of a file of the corpus and of what asks."""
+    """Returns a hash of a file of the corpus and of the modules in ASKED_WITH."""
     texts = [Path(path).read_bytes() for path in (file, *[str(module.__file__) for module in ASKED_WITH])]
     return hashlib.sha256(b"\0".join(texts)).hexdigest()[:16]
 

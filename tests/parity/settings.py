@@ -1,4 +1,4 @@
-"""What holds while a case is asked about: determinism as the case wants it, no gradients, and torch quiet about its own insides."""
+"""Settings while a case is judged: deterministic algorithms as the case requires, no gradients, and quiet loggers of torch."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from contextlib import contextmanager, redirect_stderr
 import torch
 
 LOUD = ("torch.fx.experimental.symbolic_shapes", "torch.fx._symbolic_trace", "torch._inductor", "torch._export", "torch.export")
-"""Loggers that warn of what the corpus provokes."""
+"""Loggers that warn about cases of the corpus."""
 
 
 @contextmanager
 def settings(deterministic: bool) -> Iterator[None]:
-    """Sets them and puts back what was there.  torch.export prints graphs that it cannot finish to stderr: they are dropped."""
+    """Applies the settings and restores the old ones. Drops stderr, to which torch.export prints graphs that it cannot finish."""
     was = torch.are_deterministic_algorithms_enabled()
     levels = {name: logging.getLogger(name).level for name in LOUD}
     torch.use_deterministic_algorithms(deterministic)

@@ -1,4 +1,4 @@
-"""Our verdicts beside PyTorch's own, on a corpus of small models; `python -m tests.parity` prints the table."""
+"""Compares cgcompile's verdicts with PyTorch's on a corpus of small models; `python -m tests.parity` prints the table."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ each_case = pytest.mark.parametrize("case", CASES, ids=[f"{case.kind.replace(' '
 
 @pytest.fixture(scope="module")
 def row() -> Callable[[Case], Row]:
-    """Both verdicts on a case, found once."""
+    """Returns a function that computes both verdicts on a case once."""
     known: dict[str, Row] = {}
 
     def ask(case: Case) -> Row:

@@ -1,6 +1,5 @@
-"""cgcompile_cli -> cgcompile -> cgbundle and cgcompile_cli -> cgserve -> cgbundle, never back; in each package downwards alone.
-
-The runtime runs with everything else absent, and importing it is light."""
+"""Packages import only cgcompile_cli -> cgcompile -> cgbundle and cgcompile_cli -> cgserve -> cgbundle, and inside each package
+only downwards. The runtime runs without everything else, and importing it is cheap."""
 
 from __future__ import annotations
 
@@ -83,7 +82,7 @@ print(json.dumps(sorted(set(sys.modules) - before)))
 
 
 def test_loading_needs_no_more_of_the_standard_library_than_it_uses() -> None:
-    """What would cost a serving process milliseconds at its start and is never needed there."""
+    """These modules would cost a serving process milliseconds at its start, and it never needs them there."""
     modules = "cgbundle.validate.bundle, cgbundle.cpu.backend, cgbundle.program"
     code = f"import sys\nimport cgbundle\ncgbundle.load\nimport {modules}\nprint(*sys.modules)"
     loaded = set(python(code, "-S").split())
@@ -104,7 +103,7 @@ def test_loading_needs_no_more_of_the_standard_library_than_it_uses() -> None:
 
 
 def test_a_context_begins_before_anything_slow_is_imported() -> None:
-    """What is imported until then delays the first answer by its whole time, all that comes later by nothing."""
+    """Imports before that point delay the first answer by their whole time; later imports do not delay it."""
     loaded = set(python("import sys, cgbundle\ncgbundle.load\nimport cgbundle.cuda.driver\nprint(*sys.modules)", "-S").split())
     assert "ctypes" in loaded
     assert not loaded & {"typing", "re", "enum", "collections", "functools", "contextlib", "threading", "dataclasses", "json"}
@@ -121,7 +120,7 @@ def test_dir_shows_the_public_names_alone() -> None:
 
 
 def test_a_typed_script_uses_every_public_name() -> None:
-    """`make check` holds that script to what `mypy --strict` asks."""
+    """`make check` checks that script with `mypy --strict`."""
     import cgbundle
 
     used = (ROOT / "tests/typed/serving.py").read_text(encoding="utf-8")
@@ -140,7 +139,7 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 
 
 def imported(path: Path) -> set[str]:
-    """Top-level packages that a file imports anywhere, late imports too."""
+    """Returns the top-level packages that a file imports anywhere, also late."""
     packages = set()
     for node in ast.walk(ast.parse(path.read_bytes())):
         if isinstance(node, ast.Import):
@@ -205,15 +204,15 @@ LAYERS = {
         "commands", "main", "__main__",
     ),
 }  # fmt: skip
-"""Of every package, what lies in it from the bottom up: a module imports from its own layer and those before it, late too.  The
-package itself, which hands out names of all, is above them."""
+"""The contents of every package from the bottom up. A module imports only from its own layer and earlier ones, also late. The
+package itself, which exports names of all, is above them."""
 
 ENTRIES, DEPTH = 14, 3
-"""How many files and folders a folder may hold, and how many folders may lie inside each other, from the repository's root on."""
+"""How many files and folders a folder may hold, and how deep folders may be nested, from the repository's root."""
 
 
 def layer(module: str) -> int:
-    """The place of a module in its package's order."""
+    """Returns the place of a module in its package's order."""
     package, _, rest = module.partition(".")
     places = [place for place, name in enumerate(LAYERS[package]) if rest == name or rest.startswith(f"{name}.")]
     assert places or not rest, f"{module} is in no layer"
@@ -250,6 +249,6 @@ def test_a_folder_holds_a_dozen_entries_and_lies_three_deep(folder: Path) -> Non
 
 
 def test_circles_and_climbs_are_seen() -> None:
-    """The tests above look at what they should: at late imports and at those of TYPE_CHECKING."""
+    """The tests above check late imports and those under TYPE_CHECKING."""
     assert "cgcompile.pipeline.api" in graph()["cgcompile"] and "cgbundle.loader" in graph()["cgbundle"]
     assert layer("cgcompile.targets.cuda.steps") > layer("cgcompile.targets.choice") > layer("cgcompile.partition")

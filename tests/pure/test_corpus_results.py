@@ -1,4 +1,4 @@
-"""The rows of a run of the corpus outlive whatever ends it, and the next run does what is left."""
+"""The rows of a run of the corpus survive any interruption, and the next run does the rest."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def test_a_line_that_was_cut_off_costs_no_other_row(tmp_path: Path) -> None:
     whole = path.read_bytes()
     append(path, row("b"))
     second = path.read_bytes()
-    for end in range(len(whole), len(second)):  # killed while it wrote the second row: `{"name": "b", ... {"lower": 1.5}` too
+    for end in range(len(whole), len(second)):  # killed during the second row: `{"name": "b", ... {"lower": 1.5}` too
         path.write_bytes(second[:end])
         append(path, row("c"))
-        whole_line = end == len(second) - 1  # all of it but its end of line
+        whole_line = end == len(second) - 1  # complete except for the end of line
         assert [row.name for row in read(path)] == (["a", "b", "c"] if whole_line else ["a", "c"])
 
 

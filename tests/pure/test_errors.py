@@ -1,6 +1,6 @@
-"""The catalogues of errors: every code says what it means and what it returns to the shell.
+"""The catalogues of errors: every code has a meaning and an exit status.
 
-It is raised somewhere, as the class that its row names, and a test provokes it.
+Every code is raised somewhere as the class in its row, and a test provokes it.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ CLASSES = {
     "CgbundleError", "BundleError", "MachineError", "OutOfMemory", "CallError", "ProgramClosed", "SessionBusy", "StateMissing",
     "EntryMissing", "BuildError", "ModelError", "UsageError",
 }  # fmt: skip
-"""What callers catch."""
+"""Classes that callers catch."""
 
 OWN_CODE = {"UsageError": ast.Constant("usage")}
-"""Classes of one code, which is not given where they are made."""
+"""Classes with one code, which their callers do not give."""
 
 PASSED_ON = {
     ("cgcompile/util/workers.py", "self.kind.died"), ("cgcompile/util/workers.py", "died"),
@@ -44,7 +44,7 @@ PASSED_ON = {
     ("cgcompile/export/export.py", "error.code"), ("cgcompile/tools/transfer.py", "error.code"),
     ("cgcompile/export/paths/program.py", "code"), ("cgcompile/export/paths/program.py", "error.code"),
 }  # fmt: skip
-"""Where an error is made of a code that a caller, or another error, gives: (file, variable)."""
+"""Places where an error gets its code from a caller or from another error: (file, variable)."""
 
 BY_MESSAGE = {
     "source-missing": "tests/cpu/pipeline/test_bad_input.py::test_no_model",
@@ -55,17 +55,17 @@ BY_MESSAGE = {
     "bench-failed": "tests/cpu/tools/test_bench.py::test_a_bundle_that_this_machine_cannot_run_is_the_environments_fault",
     "output-unwritable": "tests/cpu/pipeline/test_bad_input.py::test_unwritable_directory",
 }
-"""Tests that provoke an error through a command, where its text is all that is seen: they do not name the code."""
+"""Tests that provoke an error through a command. They see only its text, so they do not name the code."""
 
 
 @cache
 def trees(folder: str) -> dict[str, ast.Module]:
-    """Every module below a folder, by its path."""
+    """Returns every module below a folder, by its path."""
     return {str(path.relative_to(ROOT)): ast.parse(path.read_bytes()) for path in sorted((ROOT / folder).rglob("*.py"))}
 
 
 def error_sites() -> Iterator[tuple[str, str, ast.expr | None]]:
-    """Every place where the packages make an error: the file and line, the name of the class, and the code."""
+    """Yields every place where the packages make an error: the file and line, the name of the class, and the code."""
     for folder in SOURCES:
         for path, tree in trees(folder).items():
             for node in ast.walk(tree):
@@ -75,7 +75,7 @@ def error_sites() -> Iterator[tuple[str, str, ast.expr | None]]:
 
 @cache
 def texts() -> set[str]:
-    """Every text in the tests, but for this file's own."""
+    """Returns every string in the tests, except those of this file."""
     return {
         node.value
         for path, tree in trees("tests").items()
@@ -94,7 +94,7 @@ def test_every_code_says_what_it_means(code: str, row: Cause) -> None:
 
 
 def test_no_two_errors_have_one_code() -> None:
-    """A recorder process tells its parent the code alone."""
+    """A recorder process passes only the code to its parent."""
     assert len(ROWS) == sum(map(len, CATALOGUES))
 
 

@@ -1,6 +1,6 @@
-"""The golden bundles: every one ever published is inspected, verified, taken apart and damaged by every later version.
+"""Every later version inspects, verifies, decodes and damages every golden bundle that was ever published.
 
-`make golden` adds them (tests/golden/make.py).  None of this needs a GPU or torch, but for the self-test of the cpu goldens.
+`make golden` adds them (tests/golden/make.py). None of this needs a GPU or torch, except the self-test of the cpu goldens.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from tests.helpers.raising import raises
 HOME = GOLDEN
 GOLDENS = sorted(HOME.glob("v*/*.cgb"))
 LIMIT = 4_500_000
-"""Bytes of all goldens of a version for one kind of target."""
+"""Limit in bytes for all goldens of a version for one kind of target."""
 
 FLIPS = (0, 0.5, 1)
 """Where in a file a byte is changed: at its start, middle and end."""
@@ -61,7 +61,7 @@ def copy(golden: Path, tmp_path: Path) -> Path:
 
 
 def call(*arguments: object) -> tuple[int, str]:
-    """Exit code and standard output of a command."""
+    """Returns the exit code and standard output of a command."""
     result = CliRunner().invoke(main.app, [str(argument) for argument in arguments], prog_name="cgcompile", env={"COLUMNS": "100"})
     return result.exit_code, result.stdout
 
@@ -84,7 +84,7 @@ def test_goldens_are_small() -> None:
 
 
 def test_goldens_run_on_every_supported_processor(manifest: Manifest) -> None:
-    """A golden for the processor that built it would fail the tests of other machines."""
+    """A golden for its builder's own processor would fail on other machines."""
     target = manifest.target
     common = common_level(target.arch, {name for level in LEVELS for name in level.features})
     assert set(target.features) <= (set(common.features) if common else set())
@@ -187,7 +187,7 @@ def test_every_address_is_a_relocation_inside_its_memory(golden: Path, manifest:
 
 
 def targets(node: object) -> list[tuple[Address, int]]:
-    """(place, bytes that are known to lie there) of every address of a node."""
+    """Returns (place, number of bytes known to be there) for every address of a node."""
     if isinstance(node, KernelNode):
         return [(relocation.target, 0) for relocation in node.relocations]
     if isinstance(node, MemsetNode):
@@ -229,7 +229,7 @@ def test_outputs_and_inputs_lie_where_the_recording_reaches(manifest: Manifest) 
 
 
 def damage(bundle: Path) -> list[str]:
-    """What `verify` says about a bundle."""
+    """Returns what `verify` reports about a bundle."""
     try:
         return [str(error) for error in verify.examine(archive.Archive(str(bundle)))]
     except CgbundleError as error:
@@ -284,7 +284,7 @@ def test_a_missing_file_and_a_stranger_are_found(copy: Path) -> None:
 
 
 def test_a_changed_byte_in_a_table_is_refused_or_harmless(golden: Path, manifest: Manifest) -> None:
-    """Behind the hash stands the table's own check: whatever a byte is changed to, it is a table-invalid or a sound table."""
+    """The table's own check works without the hash: a changed byte gives table-invalid or a valid table."""
     images = {path.name for path in golden.glob("kernels/*")}
     for file in table_files(manifest):
         data = (golden / file).read_bytes()

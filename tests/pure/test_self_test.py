@@ -1,4 +1,4 @@
-"""The stored self-test: how errors are measured, what passes, and what a damaged one says."""
+"""The stored self-test: how errors are measured, what passes, and what a damaged one reports."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_every_dtype_can_be_compared(dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", [dtype for dtype in sorted(DTYPES) if "int" in dtype or dtype == "bool"])
 def test_of_integers_the_share_that_differs_counts_and_not_by_how_much(dtype: str) -> None:
-    """By the largest element, one unit of 2**63 - 1 would be nothing, and 17 for 12 be within the 4 % of a bfloat16 model."""
+    """Relative to the largest element, a difference of one from 2**63 - 1 would vanish, and 17 for 12 would pass at 4 %."""
     width = DTYPES[dtype]
     expected = b"".join(bytes([1]) + b"\xff" * (width - 1) for _ in range(4)) if width > 1 else bytes([0, 1, 0, 1])
     got = bytes([expected[0] ^ 1]) + expected[1:]
@@ -148,7 +148,7 @@ def test_what_differs_is_said_for_people(
 
 @given(st.sampled_from(sorted(DTYPES)), st.binary(max_size=96), st.data())
 def test_blocks_say_what_the_whole_says(dtype: str, data: bytes, more: st.DataObject) -> None:
-    """Wherever blocks end, and whether they are alike, zeros, or differ."""
+    """This holds wherever blocks end, and whether they are equal, zero or different."""
     expected = bytes(more.draw(st.integers(0, 3)) * 16) + data[: len(data) // 16 * 16]
     got = bytearray(expected)
     for place in more.draw(st.lists(st.integers(0, max(0, len(got) - 1)), max_size=4 if got else 0)):
@@ -202,7 +202,7 @@ def test_a_result_passes_by_bits_or_by_tolerance(compare: str, exact: bool, meas
 
 
 def first_two(key: tuple[int, ...], inputs: list[Numbers]) -> list[Numbers]:
-    """What the self-test of the fabricated bundle expects: its outputs count from 0."""
+    """Returns what the self-test of the fabricated bundle expects: outputs that count from 0."""
     return [[float(number) for number in range(2 * key[0])]]
 
 
@@ -226,7 +226,7 @@ def test_a_self_test_that_holds_is_exact(tmp_path: Path, outputs: str) -> None:
 
 
 def token_and_logits(base: Manifest) -> Manifest:
-    """The fabricated bundle as one of bfloat16's bound, whose second output is an int64 that the first decides."""
+    """Returns the fabricated bundle with bfloat16's bound, and with an int64 as second output that the first one decides."""
     specs = (
         base.entries[0].outputs[0],
         replace(base.entries[0].outputs[0], name="token", dtype="int64", shape=("batch",), order=(0,)),
@@ -249,7 +249,7 @@ def token_and_logits(base: Manifest) -> Manifest:
 
 
 def test_an_integer_is_not_judged_by_the_bound_of_the_floats_beside_it(tmp_path: Path) -> None:
-    """17 for 1000 of a vocabulary is within 4 % of the largest."""
+    """17 instead of 1000 is within 4 % of the largest number of a vocabulary."""
     fabricated = token_and_logits(manifest())
     tokens = {size: [1000 + row for row in range(size)] for (size,) in [program.key for program in fabricated.entries[0].programs]}
     tensors = self_test_tensors_of(tokens)

@@ -1,4 +1,4 @@
-"""Two wheels from one tree: cgbundle without any dependency, and cgcompile, which needs cgbundle of the same version."""
+"""Two wheels from one source tree: cgbundle without dependencies, and cgcompile, which needs cgbundle of the same version."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_both_have_one_version() -> None:
 
 
 def wheel(folder: Path, into: Path) -> tuple[Path, set[str], Message]:
-    """The wheel of a project, the folders at its top, and what it says of itself."""
+    """Returns the wheel of a project, its top-level folders, and its metadata."""
     pytest.importorskip("hatchling")
     command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(into)]
     subprocess.run(command, cwd=folder, check=True, capture_output=True)

@@ -1,1 +1,1 @@
-"""Small modules that keep attributes from call to call, drawn at random, and sequences of calls: bundles beside eager PyTorch."""
+"""Random small modules that keep attributes between calls, and sequences of calls: bundles are compared with eager PyTorch."""

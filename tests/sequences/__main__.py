@@ -1,7 +1,7 @@
-"""python -m tests.sequences: builds drawn modules, and calls every bundle and a new eager model with the same random sequences.
+"""python -m tests.sequences: builds random modules, and calls every bundle and a new eager model with the same random sequences.
 
-Prints what was wrong or raised, then how many were right, refused and wrong.  Exit status 1 where a bundle was wrong, an error was
-no refusal, or a faithful module was refused.
+Prints wrong results and errors, then the numbers of right, refused and wrong modules. Exit status 1 if a bundle was wrong, an error
+was not a refusal, or a faithful module was refused.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TOLERANCE = 1e-4
 
 
 def outcome(drawn: Drawn, folder: Path, target: str, seed: int) -> str:
-    """right, refused, or what is wrong."""
+    """Returns "right", "refused: ...", or a text about the error."""
     path = folder / f"model_{seed}.py"
     path.write_text(drawn.text)
     try:
@@ -39,7 +39,7 @@ def outcome(drawn: Drawn, folder: Path, target: str, seed: int) -> str:
 
 
 def compared(path: Path, bundle: Path, drawn: Drawn, target: str, seed: int) -> str:
-    """A random sequence of calls of a bundle and of a new model, at declared sizes and others."""
+    """Compares a random sequence of calls of a bundle with a new model, at declared sizes and others."""
     chance = random.Random(seed)
     weights = load_source(str(path)).model.state_dict()
     device = torch.device("cpu" if target == "cpu" else "cuda")
@@ -53,7 +53,7 @@ def compared(path: Path, bundle: Path, drawn: Drawn, target: str, seed: int) -> 
             x = torch.randn(*key, 8, generator=torch.Generator().manual_seed(chance.randrange(1 << 30)), device="cpu").to(device)
             try:
                 got = torch.as_tensor(program(x))
-            except CallError:  # no size for it, and not to be padded
+            except CallError:  # the size is not recorded and cannot be padded
                 if key in program.int_keys:
                     raise
                 continue

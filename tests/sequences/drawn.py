@@ -1,4 +1,4 @@
-"""Draws the source of a model file: a small module with attributes of several kinds."""
+"""Generates the source of a model file: a small module with attributes of several kinds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ WIDTH = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Feature:
-    """Lines of `__init__` and of `forward(x, y)`, which changes `y` (batch, seq, WIDTH).  `{a}` is a name of its own in both."""
+    """Lines for `__init__` and for `forward(x, y)`, which change `y` (batch, seq, WIDTH). `{a}` is replaced by a unique name."""
 
     name: str
     init: str
@@ -85,7 +85,7 @@ if self.{a} is None or self.{a}.dtype != x.dtype:
     self.{a} = torch.full((8,), 3.0, dtype=x.dtype)
 y = y * self.{a}"""),
 )  # fmt: skip
-"""Each call's result follows from its inputs, weights, and numbers and tensors that may become buffers."""
+"""Each call's result depends only on its inputs, weights, and numbers and tensors that can become buffers."""
 
 UNFAITHFUL = (
     Feature(name="lazy from an input", init="", forward="""\
@@ -112,7 +112,7 @@ y = y * len(self.{a})"""),
     Feature(name="in a dict, from an input", init="self.{a} = dict()", forward="""\
 y = y + self.{a}.setdefault(x.shape[1], x.amax())"""),
 )  # fmt: skip
-"""Results depend on earlier calls in a way that no buffer holds: refused, never wrong."""
+"""Results depend on earlier calls in a way that no buffer can hold: they must be refused."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,7 +126,7 @@ class Drawn:
 
 
 def draw(seed: int, unfaithful: float) -> Drawn:
-    """The module of a seed.  `unfaithful`: the share of modules that have one such feature."""
+    """Generates the module of a seed. `unfaithful` is the share of modules that have an unfaithful feature."""
     chance = random.Random(seed)
     chosen = chance.sample(FAITHFUL, chance.randint(1, 3))
     faithful = chance.random() >= unfaithful

@@ -1,1 +1,1 @@
-"""Programs that run for minutes to hours and count: nothing may fail, nothing may be mixed up, nothing may grow."""
+"""Programs that run for minutes to hours: they count failures, mixed-up answers and growth."""

@@ -1,8 +1,8 @@
 """`python -m tests.soak --minutes 30 --threads 8 [--gpu]`: random calls, sessions, lazy loads, closes and reloads for a long time.
 
-Every answer is compared.  Every ten seconds all threads give back what they hold and wait, and what the process still holds is
-counted.  Exit status 1 for a wrong answer, an error that should not have come, a thread that hangs, or growth after the first
-quarter of the time.  Needs torch, and with --gpu a GPU for which the bundles are built.
+Every answer is compared. Every ten seconds all threads release what they hold and wait, and the resources of the process are
+counted. Exit status 1 for a wrong answer, an unexpected error, a hanging thread, or growth after the first quarter of the time.
+Needs torch; --gpu needs a GPU, for which the bundles are built.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import traceback
 from collections import Counter
 from pathlib import Path
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch comes: the threads are the users
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before the import of torch: only the test's threads should run
 
 from .growth import Sample, grown, sample, text
 from .models import Case, cases
@@ -28,11 +28,11 @@ EVERY = 10.0
 """Seconds between two samples."""
 
 HANG = 180.0
-"""Seconds after which a thread that has not come to a sample hangs."""
+"""Seconds after which a thread that has not reached a sample counts as hanging."""
 
 
 class Soak:
-    """Threads that use the slots until told to stop, and stand still for every sample."""
+    """Threads that use the slots until they are stopped, and pause for every sample."""
 
     def __init__(self, users: list[User], *, gpu: bool) -> None:
         self.times: list[float] = []
@@ -44,7 +44,7 @@ class Soak:
         self._threads = [threading.Thread(target=self._work, args=(user,), daemon=True) for user in users]
 
     def run(self, seconds: float) -> None:
-        """Until the time is over or an error came.  Ends the process with the stacks of all threads when one hangs."""
+        """Runs until the time is over or an error occurred. If a thread hangs, ends the process with the stacks of all threads."""
         begun = reported = time.monotonic()
         for thread in self._threads:
             thread.start()
@@ -67,7 +67,7 @@ class Soak:
         faulthandler.cancel_dump_traceback_later()
 
     def counted(self) -> str:
-        """What was done so far, in one line."""
+        """Returns a line with the number of actions so far."""
         total: Counter[str] = Counter()
         for user in self._users:
             total.update(user.counts)
@@ -79,7 +79,7 @@ class Soak:
                 while not self._pause.is_set():
                     user.act()
                 user.drop_all()
-            except BaseException:  # noqa: BLE001 (whatever it is, it is the find, and ends the soak)
+            except BaseException:  # noqa: BLE001 (any error is a find and ends the soak)
                 self.errors.append(traceback.format_exc())
                 self._stop.set()
                 self._pause.wait()
@@ -88,7 +88,7 @@ class Soak:
 
 
 def slots(models: list[Case], *, gpu: bool) -> list[Slot]:
-    """The programs that all threads share."""
+    """Returns the programs that all threads share."""
     rows, step, running, draws = models
     if gpu:
         return [

@@ -1,4 +1,4 @@
-"""What a process holds, sampled while its threads stand still, and whether that grows."""
+"""Samples the resources of a process while its threads pause, and checks whether they grow."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ PAGE = os.sysconf("SC_PAGE_SIZE")
 MIB = 1 << 20
 
 LIMITS = {"memory": 12 * MIB, "descriptors": 3, "mappings": 40, "threads": 3, "device": 8 * MIB}
-"""How much each may grow from the first quarter to the end.  The allocator and torch's caches settle within that."""
+"""Allowed growth from the first quarter to the end. The allocator and torch's caches settle within that."""
 
 Sample = dict[str, int]
 
 
 def sample(*, gpu: bool) -> Sample:
-    """Bytes of memory and device memory, and numbers of the other things."""
+    """Returns bytes of memory and device memory, and the numbers of other resources."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     process = Path("/proc/self")
@@ -36,7 +36,7 @@ def sample(*, gpu: bool) -> Sample:
 
 
 def _device_bytes() -> int:
-    """Bytes of the GPU that are in use, as the driver counts them; torch gives back what it only keeps."""
+    """Returns the used bytes of GPU memory as the driver counts them, after torch has freed its cache."""
     import torch
 
     from cgbundle.cuda.driver import check, cu
@@ -48,14 +48,14 @@ def _device_bytes() -> int:
 
 
 def growth(times: Sequence[float], values: Sequence[float]) -> float:
-    """How much `values` grow over `times` (seconds, at least two) by the median of the slopes between any two: single peaks do not
-    count."""
+    """Returns the growth of `values` over `times` (seconds, at least two), by the median slope between any two values: single peaks
+    do not count."""
     pairs = [((t, v), (u, w)) for (t, v), (u, w) in combinations(zip(times, values, strict=True), 2) if u > t]
     return median((w - v) / (u - t) for (t, v), (u, w) in pairs) * (times[-1] - times[0])
 
 
 def grown(times: Sequence[float], samples: Sequence[Sample]) -> list[str]:
-    """A line for all that grew beyond its limit after the first quarter of the time; [] for fewer than four samples there."""
+    """Returns a line for every resource that grew beyond its limit after the first quarter; [] for fewer than four samples."""
     begin = times[0] + (times[-1] - times[0]) / 4 if times else 0.0
     chosen = [place for place, time in enumerate(times) if time >= begin]
     if len(chosen) < 4:
@@ -71,7 +71,7 @@ def grown(times: Sequence[float], samples: Sequence[Sample]) -> list[str]:
 
 
 def text(counts: Sample) -> str:
-    """A sample in one line."""
+    """Returns a sample as one line."""
     return ", ".join(
         f"{name} {value / MIB:.1f} MiB" if name in ("memory", "device") else f"{value} {name}" for name, value in counts.items()
     )

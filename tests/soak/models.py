@@ -1,4 +1,4 @@
-"""Four small models, their bundles, and what eager PyTorch gives for calls of them."""
+"""Four small models, their bundles, and the answers of eager PyTorch."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ DRAWS = 3
 """Different inputs per batch size."""
 
 SEQUENCES, LENGTH = 4, 24
-"""Sequences of calls of a model with state, and their calls."""
+"""Sequences of calls of a model with state, and calls per sequence."""
 
 Inputs = Callable[[int], tuple[Tensor, ...]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """A call's inputs, the outputs that it must give, what the inputs hold then, and the state: all on the CPU."""
+    """A call's inputs, its expected outputs, and the expected inputs and state after it; all on the CPU."""
 
     batch: int
     inputs: tuple[Tensor, ...]
@@ -37,8 +37,8 @@ class Answer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """A bundle and its right answers: of calls that depend on nothing before (`calls`), or of calls in a row from `reset` on
-    (`sequences`; `seeded`: each after `seed` with its number).  `shared`: an output lies in memory of the session."""
+    """A bundle and its right answers: `calls` are independent, `sequences` are calls in a row after `reset`. `seeded`: each
+    sequence follows `seed` with its number. `shared`: an output lies in memory of the session."""
 
     name: str
     path: Path
@@ -49,7 +49,7 @@ class Case:
 
 
 class Rows(nn.Module):
-    """Every row by itself, so that calls may be padded and chunked."""
+    """Computes every row independently, so that calls may be padded and chunked."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Rows(nn.Module):
             self.network = nn.Sequential(nn.Linear(24, 48), nn.ReLU(), nn.Linear(48, 8))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """(batch, 24) -> (batch, 8) and the largest's number."""
+        """(batch, 24) -> (batch, 8) and the index of the largest."""
         scores = self.network(x)
         return scores, scores.argmax(1)
 
@@ -73,7 +73,7 @@ def steps(batch: int) -> tuple[Tensor, ...]:
 
 
 def cases(folder: Path, device: str) -> list[Case]:
-    """All cases for "cpu" or "cuda", with bundles in `folder`: those that lie there are used as they are."""
+    """Returns all cases for "cpu" or "cuda", with bundles in `folder`; existing bundles are used."""
     return [
         Case(name="rows", path=_built(folder, "rows", Rows(), rows, device), calls=_calls(Rows(), rows, range(1, 10), device)),
         Case(
@@ -125,7 +125,7 @@ def _answer(model: nn.Module, inputs: Inputs, batch: int, draw: int, device: str
 
 
 def _drawn(path: Path) -> Case:
-    """Random numbers have no eager counterpart: the answers are those of one thread before all others."""
+    """Random numbers have no eager counterpart: the answers come from one thread, before all others start."""
     sequences = []
     with cgbundle.load(path) as program:
         for number in range(SEQUENCES):

@@ -1,6 +1,6 @@
-"""`python -m tests.soak.reader PATH`: loads and calls the bundle at PATH again and again until standard input ends.
+"""`python -m tests.soak.reader PATH`: loads and calls the bundle at PATH repeatedly until standard input ends.
 
-The first line of standard input says what each bundle answers, by name, as JSON.  The answer to the end is a JSON of counts.
+The first line of standard input has the answers of each bundle by name, as JSON. At the end it prints the counts as JSON.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ import numpy as np
 import cgbundle
 
 INPUT = np.linspace(-1, 1, 12, dtype=np.float32).reshape(2, 6)
-"""What every model is called with."""
+"""The input of every call."""
 
 CALLS = 3
-"""Of each loaded program, while it is the newest."""
+"""Calls of each loaded program while it is the newest."""
 
 
 def answer(program: Any) -> str:
-    """What a program says to INPUT: its shape and bits."""
+    """Returns the output of a program for INPUT: its shape and bits."""
     output = program(INPUT)
     return f"{output.shape} {output.tobytes().hex()}"
 
 
 def read(path: str, expected: dict[str, str]) -> dict[str, Any]:
-    """What was counted: `failed` loads and calls, `mixed` answers.  `seen`: loads by the bundle's name; `failures`: reasons."""
+    """Returns the counts: `failed` loads and calls, `mixed` answers. `seen` are loads by the bundle's name, `failures` reasons."""
     counts, seen, failures = Counter(loads=0, calls=0, failed=0, mixed=0), Counter[str](), Counter[str]()
     before: Any = None
     while not select.select([sys.stdin], [], [], 0)[0]:
@@ -41,7 +41,7 @@ def read(path: str, expected: dict[str, str]) -> dict[str, Any]:
             failures[f"{type(error).__name__}: {error}"] += 1
             continue
         seen[program.manifest.name] += 1
-        for loaded in [program] * CALLS + [before] * (before is not None):  # the one before still answers as itself
+        for loaded in [program] * CALLS + [before] * (before is not None):  # the previous program must still give its own answer
             counts["calls"] += 1
             try:
                 counts["mixed"] += answer(loaded) != expected[loaded.manifest.name]
@@ -55,12 +55,12 @@ def read(path: str, expected: dict[str, str]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Reads what to expect, says `ready` after a first load, begins at the next line, and ends with the counts."""
+    """Reads the expected answers, prints `ready` after a first load, starts at the next line, and prints the counts at the end."""
     expected = json.loads(sys.stdin.readline())
     with cgbundle.load(sys.argv[1]) as program:
         answer(program)
     print("ready", flush=True)
-    sys.stdin.readline()  # all are ready
+    sys.stdin.readline()  # all readers are ready
     print(json.dumps(read(sys.argv[1], expected)), flush=True)
 
 

@@ -1,9 +1,8 @@
-"""`python -m tests.soak.rebuilds --rebuilds 1000 --readers 4`: a bundle is replaced again and again beside processes that load and
-call it.  No load may fail, and no answer may be another bundle's than the one that was loaded.  Exit status 1 where one is.
+"""`python -m tests.soak.rebuilds --rebuilds 1000 --readers 4`: replaces a bundle repeatedly while processes load and call it. No
+load may fail, and every answer must come from the loaded bundle. Exit status 1 otherwise.
 
-A thousand builds would take hours.  So a few models, whose widths and answers differ, are built once.  Each is then published over
-the last one by the product's own function, `staged(..., replace=True)`, filled with a copy: what `cgcompile build --force` does
-with its files.
+A thousand builds would take hours. So a few models with different widths and answers are built once. Each is then published over
+the last one with `staged(..., replace=True)`, as `cgcompile build --force` does.
 """
 
 from __future__ import annotations
@@ -38,11 +37,11 @@ def inputs(batch: int) -> tuple[torch.Tensor]:
 """
 
 SHOWN = 10
-"""Reasons of failures that are printed."""
+"""Number of failure reasons that are printed."""
 
 
 def build(folder: Path, count: int) -> list[Path]:
-    """Bundles of models of different widths, `variant0.cgb` and so on; those that are in the folder are kept."""
+    """Builds models of different widths as `variant0.cgb` and so on; existing bundles are kept."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
     for number in range(count):
@@ -56,7 +55,7 @@ def build(folder: Path, count: int) -> list[Path]:
 
 
 def answers(variants: list[Path]) -> dict[str, str]:
-    """What each bundle answers where nothing replaces it, by name."""
+    """Returns the answer of each bundle by name, without replacement."""
     by_name = {}
     for path in variants:
         with cgbundle.load(path, check="full") as program:
@@ -66,13 +65,13 @@ def answers(variants: list[Path]) -> dict[str, str]:
 
 
 def publish(variant: Path, destination: Path) -> None:
-    """What `--force` does when a bundle is whole."""
+    """Publishes a bundle as `--force` does."""
     with staged(destination, replace=True) as stage:
         shutil.copytree(variant, stage, dirs_exist_ok=True)
 
 
 def start(path: Path, expected: dict[str, str]) -> subprocess.Popen[str]:
-    """A reader that has loaded the bundle once."""
+    """Starts a reader, which has loaded the bundle once."""
     command = [sys.executable, "-m", "tests.soak.reader", str(path)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -88,7 +87,7 @@ def tell(process: subprocess.Popen[str], line: str) -> None:
 
 
 def soak(variants: list[Path], folder: Path, rebuilds: int, readers: int) -> bool:
-    """Replaces a bundle in `folder` so many times beside so many readers, prints what was counted; whether nothing was wrong."""
+    """Replaces a bundle in `folder` beside several readers and prints the counts. Returns whether nothing was wrong."""
     path, expected = folder / "model.cgb", answers(variants)
     publish(variants[0], path)
     processes = [start(path, expected) for _ in range(readers)]
@@ -128,7 +127,7 @@ def soak(variants: list[Path], folder: Path, rebuilds: int, readers: int) -> boo
 
 
 def main() -> int:
-    """The exit status."""
+    """Returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tests.soak.rebuilds", description=__doc__.partition("\n\n")[0])
     parser.add_argument("--rebuilds", type=int, default=1000)
     parser.add_argument("--readers", type=int, default=4)

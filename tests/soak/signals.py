@@ -1,8 +1,7 @@
-"""`python -m tests.soak.signals --count 10000`: signals at random moments of calls on the CPU, whose handler raises.
+"""`python -m tests.soak.signals --count 10000`: sends signals at random moments of CPU calls; the handler raises.
 
-Each has to be raised once, where the call was made; every call that ends has to be right, the one behind an interrupted call too;
-and the close of each program has to return, also where a signal comes in the middle of it.  A hang ends the program with the stacks
-of all threads.
+Each exception must be raised once, out of the call. Every call that ends must be right, including the call after an interrupted
+one. The close of each program must return, even if a signal interrupts it. A hang ends the program with the stacks of all threads.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"
-signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGALRM,))  # in threads of libraries: this one's signals are never late so
+signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGALRM,))  # block the signal in library threads: only this thread gets it
 
 import numpy  # noqa: E402
 import torch  # noqa: E402
@@ -29,18 +28,18 @@ from cgbundle.call import outputs  # noqa: E402
 from tests.helpers.places import GOLDEN  # noqa: E402
 
 HANG = 60
-"""Seconds without an end after which the program counts as locked."""
+"""Seconds after which the program counts as deadlocked."""
 
 ROUND = 250
-"""Signals that one loaded program gets."""
+"""Number of signals for one loaded program."""
 
 
 class Interrupt(BaseException):
-    """What the handler raises."""
+    """The exception that the handler raises."""
 
 
 class Signals:
-    """Sends SIGALRM some microseconds from now.  `sent`: how often the handler has raised."""
+    """Sends SIGALRM after some microseconds. `sent` counts how often the handler has raised."""
 
     def __init__(self) -> None:
         self.sent, self._armed = 0, False
@@ -48,13 +47,13 @@ class Signals:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGALRM,))
 
     def _raise(self, number: int, frame: object) -> None:
-        if self._armed:  # a system may deliver one after its timer was stopped
+        if self._armed:  # a signal may arrive after its timer was stopped
             self._armed = False
             self.sent += 1
             raise Interrupt
 
     def during(self, act: Callable[[], Any], microseconds: float) -> tuple[bool, Any]:
-        """Whether `act` ended before the signal came, and what it gave."""
+        """Returns whether `act` ended before the signal, and its result."""
         before = self.sent
         try:
             self._armed = True
@@ -70,13 +69,13 @@ class Signals:
 
 
 class Case:
-    """A way of calling: a golden bundle, its kind of input, and how it is loaded."""
+    """A way of calling: a golden bundle, its kind of input, and the options of its load."""
 
     def __init__(self, golden: str, kind: str, session: bool, views: bool) -> None:
         self.golden, self.kind, self.session, self.views = golden, kind, session, views
 
     def load(self) -> tuple[Any, Any]:
-        """The program that is called, and the one that was loaded."""
+        """Returns the program or session to call, and the loaded program."""
         root = cgbundle.load(GOLDEN / f"{self.golden}.cgb", outputs="view" if self.views else "copy")
         return (root.session() if self.session else root), root
 
@@ -104,7 +103,7 @@ CASES = [
 
 
 def numbers(value: Any) -> list[float]:
-    """The elements of a call's outputs, in order."""
+    """Returns the elements of a call's outputs, in order."""
     if isinstance(value, list | tuple):
         return [number for element in value for number in numbers(element)]
     value = getattr(value, "tensor", value)
@@ -112,7 +111,7 @@ def numbers(value: Any) -> list[float]:
 
 
 def right(case: Case, program: Any, x: Any) -> list[float]:
-    """What a call gives; of a program with state, from its first state on."""
+    """Returns the result of a call; resets the state of a program first."""
     if len(program.state):
         program.reset()
         program.seed(0)
@@ -120,7 +119,7 @@ def right(case: Case, program: Any, x: Any) -> list[float]:
 
 
 def run(case: Case, signals: Signals, count: int, draw: random.Random) -> dict[str, int]:
-    """Interrupts calls of one loaded program, and in the end its close."""
+    """Interrupts calls of one loaded program, and its close at the end."""
     program, root = case.load()
     x = case.input(draw)
     expected = right(case, program, x)
@@ -168,7 +167,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--count", type=int, default=10000, help="signals that interrupt a call")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
-    outputs.LARGE = 1  # small outputs too are handed out in memory of their own
+    outputs.LARGE = 1  # give small outputs their own memory too
     lost: list[object] = []
     sys.unraisablehook = lost.append
     signals, draw = Signals(), random.Random(options.seed)

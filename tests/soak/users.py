@@ -1,7 +1,8 @@
-"""What a thread of the soak does: calls, sessions, loads, closes and reloads in random order, every answer compared.
+"""The actions of a thread of the soak test: random calls, sessions, loads, closes and reloads, with every answer compared.
 
-A `Slot` holds a program that all threads use and any may replace.  Whoever calls one that another thread has just closed is told
-so, and takes the new one.  What ends with its memory (views and shared outputs of a GPU's program) is used by one thread alone.
+A `Slot` holds a program that all threads use and any thread may replace. A call of a program that was just closed raises an error,
+and the caller takes the new one. Results that end with their memory (views and shared outputs of a GPU program) are used by one
+thread only.
 """
 
 from __future__ import annotations
@@ -22,18 +23,18 @@ from cgbundle.errors import CallError, ProgramClosed, SessionBusy
 from .models import Answer, Case
 
 HELD = 4
-"""Sessions and programs that a thread holds at a time, at most."""
+"""Largest number of sessions and programs that a thread holds at a time."""
 
 KINDS = {"cpu": ("numpy", "torch"), "cuda": ("numpy", "torch", "cuda")}
-"""Of tensors that callers have, by target; those of a call are of one kind."""
+"""Kinds of input tensors by target; all inputs of a call have one kind."""
 
 
 class Wrong(Exception):
-    """An answer that is not the right one, or an error that should have come and did not."""
+    """A wrong answer, or an expected error that did not occur."""
 
 
 class Slot:
-    """A program of a case that threads share, and a session of it that they fight for."""
+    """A program of a case that threads share, and a session of it that they compete for."""
 
     def __init__(self, case: Case, **options: Any) -> None:
         self.case, self.options, self._lock = case, options, Lock()
@@ -41,7 +42,7 @@ class Slot:
         self.session = self.program.session()
 
     def replace(self) -> None:
-        """Another program in the place of this one, which is closed under those that use it."""
+        """Replaces the program by a new one; the old one is closed while others may use it."""
         loaded = cgbundle.load(self.case.path, **self.options)
         with self._lock:
             old, self.program, self.session = self.program, loaded, loaded.session()
@@ -50,7 +51,7 @@ class Slot:
 
 
 class Caller:
-    """Makes the calls of one user to one program, and compares; `device` is "cpu" or "cuda"."""
+    """Makes the calls of one user to one program and compares the results; `device` is "cpu" or "cuda"."""
 
     def __init__(self, case: Case, random: Random, counts: Counter[str], device: str) -> None:
         self.case, self.counts, self._random, self._device = case, counts, random, device
@@ -59,7 +60,7 @@ class Caller:
         self._last: list[View] = []
 
     def call(self, program: Any) -> None:
-        """One call; for a case with sequences the next of its sequence, which this thread alone goes on with."""
+        """Makes one call. For a case with sequences it is the next call of the sequence, which only this thread continues."""
         answer, kind = self._next(program), self._random.choice(KINDS[self._device])
         with _stream(self._random, self._device):
             arguments = [_input(tensor, kind) for tensor in answer.inputs]
@@ -80,7 +81,7 @@ class Caller:
         self.counts["calls"] += 1
 
     def after_close(self) -> None:
-        """Views of a closed program are stale, or hold what they held: never anything else."""
+        """Checks that views of a closed program are stale or keep their values."""
         for view in self._last:
             try:
                 view.clone()
@@ -100,7 +101,7 @@ class Caller:
         return self._sequence[self._place - 1]
 
     def _refused(self, program: Any, arguments: list[Any], kind: str) -> None:
-        """A call that does not fit gives an error, and nothing happens."""
+        """Checks that a call with wrong arguments raises an error and has no effect."""
         first = arguments[0]
         other = first.astype("float64") if kind == "numpy" else first.double()
         code, wrong = self._random.choice([("input-shape", first[..., :-1]), ("input-dtype", other), ("input-kind", "nothing")])
@@ -125,7 +126,7 @@ class Caller:
 
 
 def near(got: Any, want: torch.Tensor, what: str) -> None:
-    """Raises Wrong unless the values are those wanted: floats as close as another order of sums allows, all else equal."""
+    """Raises Wrong unless the values are equal; floats may differ as much as another order of summation allows."""
     value = got.tensor if isinstance(got, View) else got
     actual = (value if isinstance(value, torch.Tensor) else torch.from_dlpack(value)).cpu()
     if actual.dtype != want.dtype or actual.shape != want.shape:
@@ -136,13 +137,13 @@ def near(got: Any, want: torch.Tensor, what: str) -> None:
 
 
 def expect(error: CallError, *codes: str) -> None:
-    """Raises the error again when it has another code."""
+    """Raises the error again unless it has one of the codes."""
     if error.code not in codes:
         raise error
 
 
 def ends(program: Any, case: Case) -> None:
-    """Raises Wrong unless a closed program, or session, says so."""
+    """Raises Wrong unless a call of a closed program or session raises ProgramClosed."""
     answer = (case.calls or case.sequences[0])[0]
     try:
         program(*[tensor.numpy() for tensor in answer.inputs])
@@ -153,21 +154,21 @@ def ends(program: Any, case: Case) -> None:
 
 
 def _input(tensor: torch.Tensor, kind: str) -> Any:
-    """A copy of the caller's own."""
+    """Returns a copy of the input."""
     copy = tensor.clone()
     return copy.numpy() if kind == "numpy" else copy.to("cuda") if kind == "cuda" else copy
 
 
 @contextmanager
 def _stream(random: Random, device: str) -> Iterator[None]:
-    """On a GPU sometimes a stream of the caller's own."""
+    """Sometimes uses a separate stream on a GPU."""
     on_stream = device == "cuda" and random.random() < 0.5
     with torch.cuda.stream(torch.cuda.Stream()) if on_stream else nullcontext():
         yield
 
 
 class User:
-    """What one thread holds and does next."""
+    """The programs that one thread holds, and its actions."""
 
     def __init__(self, number: int, seed: int, slots: list[Slot], cases: list[Case], device: str) -> None:
         self.counts: Counter[str] = Counter()
@@ -176,7 +177,7 @@ class User:
         self._held: list[tuple[Caller, Any, Slot | None]] = []
 
     def act(self) -> None:
-        """One thing; raises Wrong, or what should not have been raised."""
+        """Performs one random action. Raises Wrong or any unexpected error."""
         choices: list[tuple[Callable[[], None], int]] = [
             (self._call_shared, 30), (self._call_held, 60), (self._fight, 5), (self._open_session, 3), (self._load, 1),
             (self._drop, 3), (self._replace, 1),
@@ -185,7 +186,7 @@ class User:
         action()
 
     def drop_all(self) -> None:
-        """Gives back everything that this thread holds for itself."""
+        """Releases all programs and sessions of this thread."""
         while self._held:
             self._drop()
 
@@ -199,7 +200,7 @@ class User:
             self._was_replaced(slot, program)
 
     def _fight(self) -> None:
-        """A session that other threads use, too: the right answer, or an error."""
+        """Calls a session that other threads use too: the result must be right, or an error."""
         slot = self._random.choice([slot for slot in self._slots if slot.case.calls])
         session = slot.session
         try:
@@ -224,7 +225,7 @@ class User:
             self._was_replaced(slot, program._root)
 
     def _was_replaced(self, slot: Slot, program: Any) -> None:
-        """Only then a ProgramClosed is in order."""
+        """Checks that a ProgramClosed error came from a replaced program."""
         if slot.program is program:
             raise Wrong(f"{slot.case.name}: ProgramClosed from a program that nobody closed")
         self.counts["closed under a call"] += 1
@@ -242,7 +243,7 @@ class User:
         self.counts["sessions"] += 1
 
     def _load(self) -> None:
-        """A program, and a session of it, of this thread's own."""
+        """Loads a program and opens a session for this thread only."""
         if len(self._held) >= HELD:
             return
         case = self._random.choice(self._cases)
@@ -259,7 +260,7 @@ class User:
             self.counts["sessions"] += 1
 
     def _drop(self) -> None:
-        """Closes something, or forgets it."""
+        """Closes a program or session, or drops its reference."""
         if not self._held:
             return
         caller, program, _ = self._held.pop(self._random.randrange(len(self._held)))

@@ -1,4 +1,4 @@
-"""Architectures of transformers, two layers each with seeded random weights: name -> (module, inputs)."""
+"""Architectures of transformers with two layers and seeded random weights: name -> (module, inputs)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Made = tuple[nn.Module, Callable[..., tuple[torch.Tensor, ...]]]
 
 
 class First(nn.Module):
-    """A network of transformers without the wrapping of its output: tensor in, the output's first tensor out."""
+    """Wraps a network of transformers: takes one tensor and returns the first tensor of the output."""
 
     def __init__(self, network: nn.Module, **options: Any) -> None:
         super().__init__()
@@ -22,17 +22,16 @@ class First(nn.Module):
         self.options = options
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Logits or the last hidden state."""
+        """Returns logits or the last hidden state."""
         return self.network(x, return_dict=False, **self.options)[0]
 
 
 def ids(batch: int) -> tuple[torch.Tensor, ...]:
-    """Token ids."""
     return (torch.randint(5, VOCABULARY, (batch, TOKENS)),)
 
 
 def pictures(side: int) -> Callable[[int], tuple[torch.Tensor, ...]]:
-    """Pictures of noise."""
+    """Returns a function that makes random images."""
 
     def inputs(batch: int) -> tuple[torch.Tensor, ...]:
         return (torch.randn(batch, 3, side, side),)
@@ -41,7 +40,7 @@ def pictures(side: int) -> Callable[[int], tuple[torch.Tensor, ...]]:
 
 
 def spectra(batch: int) -> tuple[torch.Tensor, ...]:
-    """Mel spectra of noise."""
+    """Returns random mel spectrograms."""
     return (torch.randn(batch, 80, 100),)
 
 
@@ -75,7 +74,7 @@ def llama() -> Made:
 
 
 def mamba() -> Made:
-    """A state-space model, by its sequential path."""
+    """A state-space model, in its sequential implementation."""
     from transformers import MambaConfig, MambaForCausalLM
 
     config = MambaConfig(
@@ -85,7 +84,7 @@ def mamba() -> Made:
 
 
 def vit() -> Made:
-    """A transformer over patches of a picture."""
+    """A transformer over image patches."""
     from transformers import ViTConfig, ViTModel
 
     config = ViTConfig(
@@ -111,7 +110,7 @@ def t5() -> Made:
 
 
 def whisper() -> Made:
-    """An encoder of sound, convolutions first."""
+    """An audio encoder that starts with convolutions."""
     from transformers import WhisperConfig
     from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
@@ -139,7 +138,7 @@ ARCHITECTURES: dict[str, Callable[[], Made]] = {
 
 
 def make(name: str) -> Made:
-    """An architecture in eval mode with the same weights in every process."""
+    """Returns an architecture in eval mode, with the same weights in every process."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         module, inputs = ARCHITECTURES[name]()

@@ -1,15 +1,15 @@
-"""What `--autotune` keeps, beside torch.compile max-autotune, and beside bundles of one lowering:
+"""Compares `--autotune` with torch.compile max-autotune, and with bundles of single lowerings.
 
     best.py [MODEL...] [--sizes N,N] [--each] [--timeout SECONDS]
 
-For every model and int_key a line: what was chosen, the microseconds that its graphs take on the GPU, those of a graph captured by
-hand of torch.compile(mode="max-autotune-no-cudagraphs"), and their ratio.  The two are timed in turns, by events around many
-launches, each in a process of its own: torch.compile works in the other one before the bundle is built, so that neither disturbs
-what the other measures.  Before it what the build measured of each lowering.  With `--each`, bundles of every lowering alone are
-built, too, and timed in turns with the best one: exit status 1 where one of them is faster by more than 5 %.
+Prints a line for every model and int_key: the chosen lowering, the microseconds of its graphs on the GPU, and those of a graph
+captured by hand from torch.compile(mode="max-autotune-no-cudagraphs"), with their ratio.  Events around many launches time the
+two alternately, each in its own process.  torch.compile runs in its process before the bundle is built, so that the two do not
+disturb each other.  The lines start with what the build measured for each lowering.  `--each` also builds a bundle of every single
+lowering and times it alternately with the best one: exit status 1 if one of them is faster by more than 5 %.
 
 Models: gpt (12 layers, bf16), minilm (6 layers, fp32), resnet (ResNet-50, fp16, channels last), vit (ViT-B/16, bf16), decoder
-(Llama of 1.2 billion parameters, bf16), mlp.  Weights are random but for gpt, resnet and mlp, which are seeded.
+(Llama of 1.2 billion parameters, bf16), mlp.  Weights are random; gpt, resnet and mlp use a fixed seed.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Made = tuple[torch.nn.Module, Callable[..., tuple[torch.Tensor, ...]]]
 
 
 def example(name: str, **environment: str) -> Made:
-    """A model file of examples/."""
+    """Imports a model file of examples/ and returns its model and inputs."""
     os.environ.update(environment)
     spec = importlib.util.spec_from_file_location(f"example_{name}", children.ROOT / "examples" / f"{name}.py")
     assert spec is not None and spec.loader is not None
@@ -52,7 +52,7 @@ def example(name: str, **environment: str) -> Made:
 
 
 def minilm() -> Made:
-    """The encoder of all-MiniLM-L6-v2 with its pooling, 128 tokens."""
+    """Returns the encoder of all-MiniLM-L6-v2 with its pooling, for 128 tokens."""
     from transformers import BertConfig, BertModel
 
     config = BertConfig(
@@ -76,7 +76,7 @@ def minilm() -> Made:
 
 
 def vit() -> Made:
-    """ViT-B/16 at 224 x 224."""
+    """Returns ViT-B/16 for images of 224 x 224."""
     from transformers import ViTConfig, ViTModel
 
     from tests.bench.builds.architectures import First
@@ -88,7 +88,7 @@ def vit() -> Made:
 
 
 def decoder() -> Made:
-    """A Llama of 16 layers, width 2048, 64 tokens."""
+    """Returns a Llama with 16 layers, width 2048, for 64 tokens."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from tests.bench.builds.architectures import First
@@ -115,7 +115,7 @@ MODELS: Mapping[str, tuple[Callable[[], Made], list[int]]] = {
 
 
 def captured(function: Callable[..., Any], inputs: tuple[torch.Tensor, ...]) -> torch.cuda.CUDAGraph:
-    """A CUDA graph of `function(*given)`."""
+    """Captures a CUDA graph of `function(*inputs)`."""
     with torch.no_grad():
         side = torch.cuda.Stream()
         with torch.cuda.stream(side):
@@ -129,7 +129,7 @@ def captured(function: Callable[..., Any], inputs: tuple[torch.Tensor, ...]) -> 
 
 
 def microseconds(stream: Any, launch: Callable[[], object]) -> float:
-    """Per launch, of many between two events on a stream of torch's."""
+    """Returns microseconds per launch, from two events around many launches on a stream."""
     begin, end = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
     for _ in range(WARMUPS):
         launch()
@@ -142,18 +142,18 @@ def microseconds(stream: Any, launch: Callable[[], object]) -> float:
 
 
 class Baseline:
-    """torch.compile of a model at its sizes, in another process, which began when this was made."""
+    """torch.compile of a model at its sizes, in another process that starts with this object."""
 
     def __init__(self, name: str, sizes: list[int]) -> None:
         line = [sys.executable, __file__, "--baseline", name, "--sizes", ",".join(map(str, sizes))]
         self._process = subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def compiled(self) -> str:
-        """When the next size is compiled: the seconds that it took, or why it is not."""
+        """Waits until the next size is compiled. Returns the seconds that it took, or the error."""
         return self._answer()
 
     def time(self, number: int) -> float:
-        """Microseconds of a launch at size `number`."""
+        """Returns the microseconds of a launch at size `number`."""
         assert self._process.stdin is not None
         print(number, file=self._process.stdin, flush=True)
         return float(self._answer())
@@ -171,9 +171,9 @@ class Baseline:
 
 
 def serve_baseline(name: str, sizes: list[int]) -> None:
-    """What the process of `Baseline` does: an answer a line."""
+    """Runs the process of `Baseline`: writes one answer per line."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what compilers print is no answer
+    os.dup2(2, 1)  # compilers also print to stdout
     network, inputs = make_model(name)
     network = network.cuda()
     torch._dynamo.config.cache_size_limit = 64
@@ -191,7 +191,7 @@ def serve_baseline(name: str, sizes: list[int]) -> None:
 
 
 def beside(program: Any, number: int, baseline: Baseline, inputs: tuple[torch.Tensor, ...]) -> tuple[float, float]:
-    """Medians of the bundle's graphs and of torch.compile's, timed in turns."""
+    """Returns the median times of the bundle's graphs and of torch.compile's graph, timed alternately."""
     stream = torch.cuda.Stream()
     backend = program._backend
     assert isinstance(backend, CudaBackend)
@@ -208,14 +208,14 @@ def beside(program: Any, number: int, baseline: Baseline, inputs: tuple[torch.Te
 
 
 def make_model(name: str) -> Made:
-    """A model in eval mode, the same in every process."""
+    """Returns a model in eval mode, the same in every process."""
     torch.manual_seed(0)
     network, inputs = MODELS[name][0]()
     return network.eval(), inputs
 
 
 def measure(name: str, sizes: list[int], compare_levels: bool, timeout: float | None, folder: Path) -> bool:
-    """Prints a model's lines; False where a single lowering is faster."""
+    """Measures a model and prints its lines. Returns False if a single lowering is faster than the chosen one."""
     baseline = Baseline(name, sizes)
     try:
         for size in sizes:
@@ -257,19 +257,19 @@ def measure(name: str, sizes: list[int], compare_levels: bool, timeout: float | 
 
 
 def watch(event: cgcompile.Event) -> None:
-    """Says where a build is."""
+    """Prints the progress of a build."""
     if event.state == "done" or event.text.endswith(("recording", "recordings", "processes")):
         print(f"    {event.stage} {event.seconds:.0f} s: {event.text}", flush=True)
 
 
 def describe_lowerings(lowerings: Any) -> str:
-    """What the build measured of each lowering."""
+    """Returns a text with what the build measured for each lowering."""
     rows = [f"{row.name} {sum(row.microseconds):.1f}{'*' if row.chosen else ''}" for row in lowerings if not row.reason]
     return ", ".join([*rows, *[f"no {row.name}: {row.reason[:120]}" for row in lowerings if row.reason]])
 
 
 def compare(network: torch.nn.Module, inputs: Any, sizes: list[int], built: cgcompile.Built, folder: Path) -> bool:
-    """Bundles of single lowerings beside the best one."""
+    """Compares bundles of single lowerings with the best one."""
     paths, manifests = {"best": built.path}, {"best": built.manifest}
     for level in ("eager", "inductor", "max-autotune", "cross-compile"):
         options: dict[str, Any] = {"record": "cross-compile", "prove": "none"} if level == "cross-compile" else {"lower": level}
@@ -293,7 +293,7 @@ def compare(network: torch.nn.Module, inputs: Any, sizes: list[int], built: cgco
 
 
 def needs(manifest: Manifest) -> int:
-    """Bytes of its memories."""
+    """Returns the total bytes of the bundle's memories."""
     return sum(size for _, size in manifest.memories)
 
 

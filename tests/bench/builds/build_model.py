@@ -1,5 +1,4 @@
-"""Child: `build_model.py NAME LEVEL OUT` builds a model of built_models.py for this machine's GPU and prints what came of it as
-JSON."""
+"""Child: `build_model.py NAME LEVEL OUT` builds a model of built_models.py for this machine's GPU and prints a row as JSON."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ from tests.bench.builds import built_models
 
 
 def main(name: str, level: str, out: str) -> int:
-    """A row, or {"error", "kind"} where the build refuses the model."""
+    """Prints the row, or {"error", "kind"} if the build rejects the model."""
     model = built_models.BY_NAME[name]
     start = time.perf_counter()
     try:
@@ -36,7 +35,7 @@ def main(name: str, level: str, out: str) -> int:
 
 
 def watcher(start: float) -> Any:
-    """A watcher that writes finished stages to standard error."""
+    """Returns a progress function that writes finished stages to standard error."""
 
     def watch(event: cgcompile.Event) -> None:
         print(f"{time.perf_counter() - start:.1f} {event.stage} {event.state} {event.text}", file=sys.stderr, flush=True)
@@ -45,7 +44,7 @@ def watcher(start: float) -> Any:
 
 
 def described(path: Path, manifest: Manifest) -> dict[str, Any]:
-    """What the manifest and the tables say."""
+    """Returns what the manifest and the graph tables say about the bundle."""
     entry, nodes = manifest.entries[0], []
     for program in entry.programs:
         steps = [step.file for step in program.steps if step.kind == "graph"]

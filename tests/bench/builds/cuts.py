@@ -1,8 +1,8 @@
-"""Models that cannot be one CUDA graph: `cuts.py [NAME...]` builds them and times a call beside torch.compile, as a table.
+"""Benchmarks models that cannot be one CUDA graph: `cuts.py [NAME...]` builds them and times calls beside torch.compile.
 
-Every row is a fresh process, `cuts.py --one NAME`.  Times are medians of whole calls with the GPU waited for, because a host
-region waits for it anyway.  torch.compile is asked in two ways: as it is, where it breaks the graph at what it cannot trace, and
-with fullgraph and its options for scalars and data-dependent shapes.
+Every row comes from a new process, `cuts.py --one NAME`. Times are medians of whole calls including the wait for the GPU, because a
+host region waits for it anyway. torch.compile runs in two ways. By default it breaks the graph at code that it cannot trace. With
+fullgraph it also gets its options for scalars and data-dependent shapes.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ ROUNDS, CALLS = 7, 40
 
 
 def main(names: list[str]) -> int:
-    """Prints the table; exit 1 when a model fails or differs."""
+    """Prints the table. Returns 1 if a model fails or its results differ."""
     folder = tempfile.mkdtemp()
     with ThreadPoolExecutor() as builders:
-        wanted = names or list(NAMES)
+        tasks = names or list(NAMES)
         built = dict(
-            zip(wanted, builders.map(lambda name: child_rows.run("builds/cuts.py", "--build", name, folder), wanted), strict=True)
+            zip(tasks, builders.map(lambda name: child_rows.run("builds/cuts.py", "--build", name, folder), tasks), strict=True)
         )
     rows = {
         name: row if child_rows.failed(row) else child_rows.run("builds/cuts.py", "--one", name, folder)
@@ -51,7 +51,7 @@ def main(names: list[str]) -> int:
 
 
 def build(name: str, folder: str) -> None:
-    """Builds the bundle; the seconds as JSON."""
+    """Builds the bundle and prints the seconds as JSON."""
     import cgcompile
 
     sys.path.insert(0, str(HERE))
@@ -61,7 +61,7 @@ def build(name: str, folder: str) -> None:
 
 
 def one(name: str, folder: str) -> None:
-    """A row as JSON."""
+    """Prints a row as JSON."""
     import torch
 
     import cgbundle
@@ -97,7 +97,7 @@ def one(name: str, folder: str) -> None:
 
 
 def ways_of(torch: Any, network: Any, program: Any) -> dict[str, Callable[..., Any]]:
-    """The bundle, eager PyTorch, and torch.compile as it is and asked for one graph."""
+    """Returns the calls to time: the bundle, eager PyTorch, and torch.compile with and without fullgraph."""
     torch._dynamo.reset()
     broken = torch.compile(network, mode="reduce-overhead", dynamic=False)
     whole = torch.compile(network, mode="reduce-overhead", dynamic=False, fullgraph=True)
@@ -110,14 +110,14 @@ def ways_of(torch: Any, network: Any, program: Any) -> dict[str, Callable[..., A
 
 
 def timed(torch: Any, ways: dict[str, Callable[..., Any]], inputs: tuple[Any, ...]) -> dict[str, Any]:
-    """Microseconds of a call and how many graphs it launches, by way; what cannot be compiled says why."""
+    """Returns the microseconds of a call and its number of graph launches for each way, or the error of torch.compile."""
     timings: dict[str, Any] = {}
     for name, call in ways.items():
         try:
             for _ in range(5):
                 call(*inputs)
             torch.cuda.synchronize()
-        except Exception as error:  # noqa: BLE001 (torch.compile fails in many ways, and the row shows the others)
+        except Exception as error:  # noqa: BLE001 (torch.compile fails in many ways; the row still shows the others)
             timings[name] = {"us": float("nan"), "launches": f"{type(error).__name__}"}
             continue
         timings[name] = {"us": median(torch, call, inputs), "launches": launches(torch, call, inputs)}
@@ -125,7 +125,7 @@ def timed(torch: Any, ways: dict[str, Callable[..., Any]], inputs: tuple[Any, ..
 
 
 def median(torch: Any, call: Callable[..., Any], inputs: tuple[Any, ...]) -> float:
-    """Of the calls of all rounds, in microseconds."""
+    """Returns the median time of all calls, in microseconds."""
     times = []
     for _ in range(ROUNDS * CALLS):
         start = time.perf_counter_ns()
@@ -136,7 +136,7 @@ def median(torch: Any, call: Callable[..., Any], inputs: tuple[Any, ...]) -> flo
 
 
 def launches(torch: Any, call: Callable[..., Any], inputs: tuple[Any, ...]) -> int:
-    """Graphs that one call launches."""
+    """Returns the number of graphs that one call launches."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]) as seen:
         call(*inputs)
         torch.cuda.synchronize()

@@ -1,8 +1,8 @@
-"""Greedy generation with a static KV cache: the bundle without torch beside eager PyTorch and torch.compile, in one run.
+"""Benchmarks greedy generation with a static KV cache: a bundle without torch, eager PyTorch and torch.compile.
 
-    generation.py [BUNDLE]          builds the bundle of examples/decoder.py where none is given
+    generation.py [BUNDLE]          builds the bundle of examples/decoder.py if none is given
 
-Every way is a process of its own and generates the same 200 tokens after a prompt of 64 twice; the second time counts.
+Each way runs in its own process and generates the same 200 tokens after a prompt of 64 twice.  The second time counts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ WAYS = ("eager", "compile")
 
 
 def main(bundle: str | None) -> int:
-    """Prints a line of JSON and a table; exit 1 when a token differs."""
+    """Prints a line of JSON and a table. Returns 1 if a token differs."""
     with tempfile.TemporaryDirectory() as scratch:
         if bundle is None:
             import cgcompile
@@ -50,7 +50,7 @@ def main(bundle: str | None) -> int:
 
 
 def run(arguments: list[str]) -> dict[str, Any]:
-    """What a process prints last on stdout, as JSON."""
+    """Runs a Python process and returns the last line of its stdout, parsed as JSON."""
     done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, cwd=ROOT, check=False)
     if done.returncode:
         raise SystemExit(f"{' '.join(arguments)}: {done.stderr.strip().splitlines()[-1:]}")
@@ -59,7 +59,7 @@ def run(arguments: list[str]) -> dict[str, Any]:
 
 
 def one(way: str, batch: int) -> None:
-    """Generates with torch."""
+    """Generates with torch and prints the result."""
     import torch
 
     sys.path.insert(0, str(EXAMPLES))
@@ -78,7 +78,7 @@ def one(way: str, batch: int) -> None:
         with torch.no_grad():
             ids = prompt
             for _ in range(TOKENS):
-                ids = call(ids)[0].clone()  # the next replay overwrites what a graph of torch.compile returns
+                ids = call(ids)[0].clone()  # the next replay of torch.compile's graph overwrites the tensor
                 tokens.append(ids)
         return torch.cat(tokens, 1).tolist()
 

@@ -1,10 +1,10 @@
-"""Greedy decoding in one launch (`torch.while_loop`) beside a launch per token whose token the host fetches, in one run.
+"""Compares greedy decoding in one launch (`torch.while_loop`) with one launch per token, whose token the host fetches.
 
     loops.py [--target cuda] [--record cross-compile] [--layers 12] [--width 768] [--tokens 128] [--compile]
 
-Both bundles are of one GPT, batch 1.  LOOP begins with one token and gives all; STEP gives one per call over a cache that is state.
-With `--compile` the same two modules under `torch.compile(mode="reduce-overhead")` stand beside them.  Exit status 1 when the
-bundles' tokens differ; torch's kernels may round otherwise, and how many of its tokens are the same is printed.
+Both bundles hold the same GPT, batch 1.  LOOP takes one token and returns all.  STEP returns one token per call and keeps its cache
+as state.  `--compile` also runs the two modules under `torch.compile(mode="reduce-overhead")`.  Exit status 1 if the tokens of the
+bundles differ.  torch's kernels may round differently; the number of its equal tokens is printed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Caches = list[Tensor]
 
 
 class Layer(nn.Module):
-    """Attention over a cache of keys and values (1, heads, places, HEAD), then a perceptron."""
+    """Attention over a cache of keys and values (1, heads, places, HEAD), then an MLP."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """The likeliest next token of one row."""
+    """Computes the most likely next token of one row."""
 
     def __init__(self, layers: int, width: int, places: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ def main() -> int:
             path = Path(scratch, f"{kind.__name__}.cgb")
             cgcompile.build(model.eval(), lambda: (torch.tensor([17]),), out=path, target=args.target, **record)
             programs.append(cgbundle.load(path, outputs="view"))
-            torch.manual_seed(0)  # a build may place the model elsewhere
+            torch.manual_seed(0)  # a build may move the model to another device
             models.append(kind(args.layers, args.width, args.tokens, next(model.parameters()).dtype).eval().to(device))
         loop, step = programs
 
@@ -149,7 +149,7 @@ def main() -> int:
 
 
 def compiled(loop: nn.Module, step: nn.Module, first: Tensor, tokens: int, wanted: list[int]) -> None:
-    """Prints what torch.compile makes of the two modules: tokens per second, and seconds until the first are there."""
+    """Prints the results of torch.compile for the two modules: tokens per second, and seconds until the first tokens."""
     state = {name: value.clone() for name, value in step.named_buffers()}
 
     def looped() -> list[int]:
@@ -175,7 +175,7 @@ def compiled(loop: nn.Module, step: nn.Module, first: Tensor, tokens: int, wante
                 call()
                 ready = time.perf_counter() - begun
                 ((seconds, actual),) = timed(call)
-            except RuntimeError as error:  # torch could not compile it; the other is still measured
+            except RuntimeError as error:  # torch could not compile it; the other one is still measured
                 print(f"torch.compile, {name}: {type(error).__name__}: {str(error).splitlines()[0][:100]}", flush=True)
                 continue
             same = sum(a == b for a, b in zip(actual, wanted, strict=False))
@@ -184,8 +184,8 @@ def compiled(loop: nn.Module, step: nn.Module, first: Tensor, tokens: int, wante
 
 
 def timed(*calls: Callable[[], list[int]]) -> list[tuple[float, list[int]]]:
-    """Of each call (median seconds, what it gives); the host has the tokens at the end.  They take turns, because a GPU's clock
-    goes up and down."""
+    """Returns (median seconds, result) of each call; at the end of a call the host has the tokens. The calls alternate, because the
+    GPU's clock frequency changes."""
     outputs = [call() for call in calls]
     seconds: list[list[float]] = [[] for _ in calls]
     for _ in range(ROUNDS):

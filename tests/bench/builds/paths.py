@@ -1,16 +1,16 @@
-"""Branches of Python as one launch, beside torch.compile's trees of CUDA graphs, in one run:
+"""Compares Python branches in one launch with torch.compile's CUDA graph trees.
 
     paths.py [--target cuda] [--record capture] [--layers 4] [--width 768] [--rows 64]
 
-Two models: the first example of PyTorch's trees, verbatim, and a model of linear layers whose later part depends on a branch (the
-paths 1-2-4 and 1-3-4).  For both:
+Two models: the first example of PyTorch's trees, verbatim, and linear layers whose later part depends on a branch (the paths 1-2-4
+and 1-3-4).  For both:
 
-- a bundle of the model with its `if`: one graph, one launch, and the GPU chooses;
+- a bundle of the model with its `if`: one graph, one launch, and the GPU selects the path;
 - `torch.compile(mode="reduce-overhead")` of the same model: a graph per part, and the host waits for the condition;
-- of the second one with `torch.cond` as well.
+- for the second model also `torch.cond`.
 
-A row is microseconds of the process's CPU time per call, of whole time per call where nobody waits between calls and where every
-call is waited for, and seconds until the first result of the second path.  Exit status 1 when results differ.
+A row shows microseconds per call: CPU time of the process, wall time without a wait between calls, and wall time with a wait after
+every call.  It also shows seconds until the first result of the second path.  Exit status 1 if results differ.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def stack(layers: int, width: int) -> nn.Sequential:
 
 
 class Cond(nn.Module):
-    """1, then 2 or 3, then 4."""
+    """Runs layers 1, then 2 or 3, then 4."""
 
     def __init__(self, layers: int, width: int) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Cond(nn.Module):
 
 
 class If(Cond):
-    """The same with a branch of Python's."""
+    """Runs the same layers with a Python branch."""
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.one(x)
@@ -77,7 +77,7 @@ def main() -> int:
 
 
 def rows(model: nn.Module, cond: nn.Module | None, inputs: Sequence[Tensor], target: str, options: dict[str, Any]) -> bool:
-    """The rows of a model, and of the same model with `torch.cond`; whether all results are right."""
+    """Prints the rows of a model, and of the same model with `torch.cond`. Returns whether all results are right."""
     example = inputs[0].cpu()
     with tempfile.TemporaryDirectory() as scratch, torch.no_grad():
         path = cgcompile.build(model, lambda: (example,), out=Path(scratch, "tree.cgb"), target=target, **options).path
@@ -102,7 +102,7 @@ def rows(model: nn.Module, cond: nn.Module | None, inputs: Sequence[Tensor], tar
 
 
 def row(name: str, call: Callable[[Tensor], Any], inputs: Sequence[Tensor], wanted: Sequence[Tensor] | None, begun: float) -> bool:
-    """Prints a row; whether the results are right (always where they are random: `wanted` is None)."""
+    """Prints a row. Returns whether the results are right; random results (`wanted` is None) always are."""
     results = [torch.as_tensor(call(x)).clone() for x in inputs]
     wait()
     first = time.perf_counter() - begun
@@ -120,7 +120,7 @@ def row(name: str, call: Callable[[Tensor], Any], inputs: Sequence[Tensor], want
 
 
 def timed(call: Callable[[Tensor], Any], inputs: Sequence[Tensor], *, wait_for_all: bool) -> tuple[float, float]:
-    """Microseconds per call, of the process's CPU time and in all, the paths by turns; whether the host waits for every call."""
+    """Returns (CPU, wall) microseconds per call; the paths alternate. `wait_for_all` waits for the GPU after every call."""
     wait()
     begun, used = time.perf_counter(), time.process_time()
     for number in range(CALLS):

@@ -1,10 +1,10 @@
-"""The training step of examples/train.py, in one run: a bundle's `step`, eager PyTorch, and torch.compile.
+"""Compares the training step of examples/train.py in a bundle with eager PyTorch and torch.compile.
 
     training.py [--target cuda] [--steps 200] [--saved 100]
 
-Every way trains on the same batches from the same weights.  A row is steps per second and the largest relative difference of a loss
-from eager's.  The bundle's state is saved after SAVED steps as safetensors, and a program that loads it goes on.  Exit status 1
-when a loss is off by more than 1e-3, or when one of the program that goes on is another in any bit.
+All ways train on the same batches from the same weights.  A row shows steps per second and the largest relative difference of a
+loss from eager PyTorch.  After SAVED steps the bundle's state is saved as safetensors; a second program loads it and continues.
+Exit status 1 if a loss differs by more than 1e-3, or if the second program's losses are not bit-identical.
 """
 
 from __future__ import annotations
@@ -62,20 +62,20 @@ def drawn(number: int) -> Batch:
 
 
 def losses(step: Callable[..., Tensor], batches: Sequence[Batch]) -> tuple[list[float], float]:
-    """The loss of every step, and steps per second of the second half: nobody waits between steps."""
-    kept, half = [], len(batches) // 2
+    """Returns the loss of every step, and the steps per second of the second half, without a wait between steps."""
+    losses_so_far, half = [], len(batches) // 2
     begun = 0.0
     for index, batch in enumerate(batches):
         if index == half:
             wait()
             begun = time.perf_counter()
-        kept.append(step(*batch).clone())
+        losses_so_far.append(step(*batch).clone())
     wait()
-    return [float(loss) for loss in kept], (len(batches) - half) / (time.perf_counter() - begun)
+    return [float(loss) for loss in losses_so_far], (len(batches) - half) / (time.perf_counter() - begun)
 
 
 def resumed(path: Path, file: Path, batches: Sequence[Batch], saved: int) -> tuple[list[float], float]:
-    """The losses from step `saved` on of a program that loads the state of another, and steps per second."""
+    """Returns the losses from step `saved` on, of a program that loads another program's state, and its steps per second."""
     with cgbundle.load(path) as program:
         losses(program.step, batches[:saved])
         save_file({name: torch.from_dlpack(program.state[name]).cpu().clone() for name in program.state}, file)
@@ -86,7 +86,7 @@ def resumed(path: Path, file: Path, batches: Sequence[Batch], saved: int) -> tup
 
 
 def row(name: str, rate: float, actual: Sequence[float], expected: Sequence[float]) -> float:
-    """Prints a row; the largest relative difference."""
+    """Prints a row and returns the largest relative difference."""
     worst = max(abs(one - other) / abs(other) for one, other in zip(actual, expected, strict=True))
     print(f"{name:14} {rate:9.1f} steps/s   loss {actual[0]:.4f} to {actual[-1]:.4f}   off by {worst:.1e} at most", flush=True)
     return worst

@@ -1,4 +1,4 @@
-"""The models that are measured, and their bundles, built where they are missing or older than the code."""
+"""The models of the benchmarks and their bundles, which are built if they are missing or older than the code."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tests.bench.common import children
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """`sizes` are the build's `--sizes`; `key` the first call's sizes; `own_weights`: `model()` reads its weights itself;
-    `options`: more of the build's."""
+    """`sizes` are the build's `--sizes` and `key` the sizes of the first call. With `own_weights`, `model()` loads its weights
+    itself. `options` are further options of the build."""
 
     name: str
     sizes: tuple[str, ...]
@@ -25,7 +25,7 @@ class Case:
 
     @property
     def source(self) -> Path:
-        """The model file."""
+        """Returns the path of the model file."""
         return children.ROOT / "examples" / f"{self.name}.py"
 
 
@@ -36,7 +36,7 @@ CASES = {case.name: case for case in (GPT, MINILM, MLP)}
 
 
 def bundle(case: Case, cache: Path) -> Path:
-    """The case's bundle.  Raises ChildFailed when its build fails; the build's own progress is shown."""
+    """Returns the path of the case's bundle. Raises ChildFailed if its build fails. The build's progress is shown."""
     path = cache / f"{case.name}.cgb"
     manifest = path / "manifest.json"
     if manifest.exists() and manifest.stat().st_mtime > newest(case):
@@ -51,18 +51,18 @@ def bundle(case: Case, cache: Path) -> Path:
 
 
 def newest(case: Case) -> float:
-    """When the code that the bundle depends on was last changed."""
+    """Returns the time of the last change to the code that the bundle depends on."""
     return max(os.path.getmtime(file) for file in [case.source, *sources()])
 
 
 def sources() -> Iterable[Path]:
-    """Every module of the compiler and the runtime."""
+    """Returns every module of the compiler and the runtime."""
     for package in ("cgcompile", "bundles/cgbundle"):
         yield from (children.ROOT / package).rglob("*.py")
 
 
 def inputs(case: Case, cache: Path) -> list[str]:
-    """The first call's inputs as `file:dtype:shape`."""
+    """Returns the inputs of the first call as `file:dtype:shape`."""
     folder = cache / f"{case.name}.inputs"
     folder.mkdir(parents=True, exist_ok=True)
     return children.run("common/make_inputs.py", case.source, folder, *case.key)

@@ -1,4 +1,4 @@
-"""What the parts of show.py share: progress, fresh processes with a time limit, rows that hold an error instead of numbers."""
+"""Shared by the parts of show.py: progress output, child processes with a time limit, and rows that hold an error."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ STARTED = time.perf_counter()
 
 
 def say(text: str) -> None:
-    """A line of progress on standard error, with the seconds since the program began."""
+    """Prints a line of progress on standard error, with the seconds since the program started."""
     print(f"[{time.perf_counter() - STARTED:6.1f} s] {text}", file=sys.stderr, flush=True)
 
 
 def environment(extra: dict[str, str] | None = None) -> dict[str, str]:
-    """A child's environment: the tree first, then whatever PYTHONPATH named already (a carried package, say)."""
+    """Returns a child's environment: the repository first on PYTHONPATH, then its former folders."""
     paths = [str(children.ROOT / folder) for folder in ("bundles", ".", "cli")]
     path = os.pathsep.join([*paths, *filter(None, [os.environ.get("PYTHONPATH")])])
     return children.environment({"PYTHONPATH": path, "PYTHONWARNINGS": "ignore", **(extra or {})})
@@ -36,7 +36,7 @@ def run(
     seconds: float = ROW_SECONDS,
     python: Path | None = None,
 ) -> dict[str, Any]:
-    """What the child prints as JSON on its last line, or {"error": one line}; never raises for what the child does."""
+    """Runs a child and returns the JSON of its last line, or {"error": one line}. Never raises for a failure of the child."""
     line = children.command(script, *arguments, python=python)
     pipe = subprocess.PIPE
     with subprocess.Popen(
@@ -46,7 +46,7 @@ def run(
         try:
             stdout, stderr = process.communicate(timeout=seconds)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)  # the child and whatever it started
+            os.killpg(process.pid, signal.SIGKILL)  # the child and its own children
             return {"error": f"{script}: not done after {seconds:.0f} s"}
     lines = stdout.strip().splitlines()
     if lines and lines[-1].startswith("{"):
@@ -60,17 +60,17 @@ def run(
 
 
 def failed(row: dict[str, Any]) -> str:
-    """The row's error on one line, or ""."""
+    """Returns the row's error in one line, or ""."""
     return " ".join(str(row.get("error", "")).split())[:300]
 
 
 def gpt_environment() -> dict[str, str]:
-    """The environment in which examples/gpt.py is the model that is measured."""
+    """Returns the environment that makes examples/gpt.py the measured model."""
     return {"GPT_DTYPE": "bfloat16"}
 
 
 def inductor_cache(cache: Path) -> dict[str, str]:
-    """Environment of torch.compile's own cache, on disk below `cache`."""
+    """Returns an environment that keeps torch.compile's cache below `cache`."""
     folder = str(cache / "torch_compile")
     return {
         "TORCHINDUCTOR_CACHE_DIR": folder,

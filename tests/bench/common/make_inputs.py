@@ -1,4 +1,4 @@
-"""Child: `make_inputs.py MODEL FOLDER SIZE...` writes the example's inputs, seeded, and prints `file:dtype:shape` of each."""
+"""Child: `make_inputs.py MODEL FOLDER SIZE...` writes the example's seeded inputs and prints `file:dtype:shape` of each."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.bench.cpu.serve_torch import example
 
 
 def main(model: str, folder: str, *sizes: str) -> None:
-    """One raw file per input."""
+    """Writes one raw file per input."""
     torch.manual_seed(1)
     texts = []
     for index, value in enumerate(example(model).inputs(*map(int, sizes))):

@@ -1,4 +1,4 @@
-"""The tables, as plain text: a machine with a GPU may have no Rich."""
+"""Plain-text tables: a machine with a GPU may not have Rich."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 
 class Console:
-    """Where tables go: standard output."""
+    """Prints tables to standard output."""
 
     def print(self, text: str = "") -> None:
         print(text, flush=True)
@@ -18,7 +18,7 @@ def console() -> Console:
 
 
 def table(where: Console, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], note: str = "") -> None:
-    """Prints a table: the first column to the left, numbers to the right."""
+    """Prints a table: the first column left-aligned, the others right-aligned."""
     widths = [max(len(row[index]) for row in (columns, *rows)) for index in range(len(columns))]
     where.print(title)
     for row in (columns, ["-" * width for width in widths], *rows):
@@ -30,21 +30,21 @@ def table(where: Console, title: str, columns: Sequence[str], rows: Sequence[Seq
 
 
 def spread(seconds: Sequence[float]) -> str:
-    """`0.412 s (0.405-0.430)`: median, smallest and largest."""
+    """Returns median, smallest and largest as `0.412 s (0.405-0.430)`."""
     return f"{statistics.median(seconds):.3f} s ({min(seconds):.3f}-{max(seconds):.3f})"
 
 
 def milliseconds(seconds: Sequence[float]) -> str:
-    """`12.3 ms (12.0-14.1)`: median, smallest and largest."""
+    """Returns median, smallest and largest as `12.3 ms (12.0-14.1)`."""
     return f"{statistics.median(seconds) * 1e3:.1f} ms ({min(seconds) * 1e3:.1f}-{max(seconds) * 1e3:.1f})"
 
 
 def mebibytes(kib: int) -> str:
-    """`86.7 MiB`."""
+    """Returns a text such as `86.7 MiB`."""
     return f"{kib / 1024:.1f} MiB"
 
 
 def goal(value: float, bound: float, unit: str, at_least: bool = False) -> str:
-    """`14.2 x (at least 6 x: met)`."""
+    """Returns a text such as `14.2 x (at least 6 x: met)`."""
     met = value >= bound if at_least else value <= bound
     return f"{value:.1f} {unit} ({'at least' if at_least else 'at most'} {bound:g} {unit}: {'met' if met else 'MISSED'})"

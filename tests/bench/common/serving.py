@@ -1,6 +1,6 @@
-"""A serving process, timed from the moment its parent started it: the clock, the inputs, and the report.
+"""Runs a serving process and times it from the moment its parent started it: clock, inputs and report.
 
-Imports nothing but what every Python has loaded already: what cgbundle needs must be paid for, and seen, when cgbundle asks for it.
+This module imports only what every Python process has loaded already. Otherwise the import time of cgbundle would be hidden.
 """
 
 from __future__ import annotations
@@ -15,35 +15,35 @@ if TYPE_CHECKING:
     from typing import Any
 
 SPAWNED = "CGCOMPILE_BENCH_SPAWNED"
-"""Environment variable: when the parent started this process, on the monotonic clock, which is the same in all processes."""
+"""Environment variable: start time of this process on the monotonic clock, which all processes share."""
 
 
 def now() -> float:
-    """Seconds on the clock that parent and child share."""
+    """Returns the seconds on the clock that parent and child share."""
     return time.clock_gettime(time.CLOCK_MONOTONIC)
 
 
 class Laps:
-    """Seconds of each named stretch since the process was started, in order."""
+    """Seconds of each named interval since the start of the process, in order."""
 
     def __init__(self) -> None:
         self.started = self.last = float(os.environ[SPAWNED])
         self.seconds: dict[str, float] = {}
 
     def mark(self, name: str) -> None:
-        """Ends the stretch `name` now."""
+        """Ends the interval `name` now."""
         moment = now()
         self.seconds[name] = self.seconds.get(name, 0.0) + moment - self.last
         self.last = moment
 
     @property
     def total(self) -> float:
-        """Seconds from the start of the process to the last mark."""
+        """Returns the seconds from the start of the process to the last mark."""
         return self.last - self.started
 
 
 def parse_inputs(texts: list[str]) -> list[tuple[str, str, tuple[int, ...]]]:
-    """(file, dtype, shape) of each input, from `file:int64:1x64`."""
+    """Returns (file, dtype, shape) of each input, from texts such as `file:int64:1x64`."""
     specs = []
     for text in texts:
         file, dtype, shape = text.rsplit(":", 2)
@@ -52,14 +52,14 @@ def parse_inputs(texts: list[str]) -> list[tuple[str, str, tuple[int, ...]]]:
 
 
 def numpy_inputs(texts: list[str]) -> list[Any]:
-    """The inputs as NumPy arrays."""
+    """Returns the inputs as NumPy arrays."""
     import numpy
 
     return [numpy.fromfile(file, dtype).reshape(shape) for file, dtype, shape in parse_inputs(texts)]
 
 
 def plain_inputs(texts: list[str]) -> list[Any]:
-    """The inputs as cgbundle's own tensors, for a server without NumPy."""
+    """Returns the inputs as cgbundle's tensors, for a server without NumPy."""
     import ctypes
 
     import cgbundle
@@ -74,7 +74,7 @@ def plain_inputs(texts: list[str]) -> list[Any]:
 
 
 def serve(bundle: str, inputs: list[str], make: Callable[[list[str]], list[Any]], laps: Laps) -> Any:
-    """The whole of a server up to its first output."""
+    """Runs a server up to its first output."""
     import cgbundle
 
     laps.mark("import cgbundle")
@@ -88,12 +88,12 @@ def serve(bundle: str, inputs: list[str], make: Callable[[list[str]], list[Any]]
 
 
 def write(path: str, output: Any) -> None:
-    """The output's elements, for the parent to compare."""
+    """Writes the output's elements to a file; the parent compares them."""
     with open(path, "wb") as file:
         file.write(output.tobytes())
 
 
 def foreign(before: set[str]) -> list[str]:
-    """Packages imported since `before` that are neither the standard library's nor cgbundle."""
+    """Returns the packages imported since `before` that are neither in the standard library nor cgbundle."""
     packages = {name.partition(".")[0] for name in set(sys.modules) - before}
     return sorted(packages - sys.stdlib_module_names - {"cgbundle", "serving", "watched"})

@@ -1,4 +1,4 @@
-"""Cold start of one model: bundle, eager PyTorch and torch.compile, each in fresh processes, in turns."""
+"""Cold start of one model: bundle, eager PyTorch and torch.compile, alternating, each in a new process."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tests.bench.common.cases import Case
 
 WAYS = ("bundle", "without NumPy", "watched", "eager", "uninitialized", "compile")
 TOLERANCE = 1e-5
-"""Largest difference to eager PyTorch, of the largest element of eager's output: all models here are float32."""
+"""Largest allowed difference, relative to the largest element of eager PyTorch's output. All models here are float32."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Measured:
-    """What the repetitions gave: the children's reports by way, and each way's largest relative difference to eager."""
+    """Results of the repetitions: the children's reports by way, and each way's largest relative difference from eager PyTorch."""
 
     case: Case
     runs: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
@@ -28,24 +28,24 @@ class Measured:
     cold_compile: float = 0.0
 
     def seconds(self, way: str) -> list[float]:
-        """Process start to first output, of every repetition."""
+        """Returns the seconds from process start to first output of every repetition."""
         return [run["seconds"] for run in self.runs[way]]
 
     def ratio(self, way: str) -> float:
-        """How many times faster the bundle is than `way`, by medians."""
+        """Returns how many times faster the bundle is than `way`, by medians."""
         return statistics.median(self.seconds(way)) / statistics.median(self.seconds("bundle"))
 
     @property
     def fastest_eager(self) -> str:
-        """The way that loads weights without initializing first; transformers does that in any case."""
+        """Returns the way that loads weights without initializing them first; transformers always does that."""
         return "eager" if self.case.own_weights else "uninitialized"
 
     def parts(self) -> dict[str, list[float]]:
-        """Seconds of each stretch of the watched repetitions, what is not ours apart."""
+        """Returns the seconds of each stage of the watched repetitions."""
         return {name: [part(run) for run in self.runs["watched"]] for name, part in PARTS.items()}
 
     def wrong(self) -> list[str]:
-        """A sentence for every way whose output is not eager's."""
+        """Returns a sentence for every way whose output differs from eager PyTorch."""
         return [
             f"{self.case.name}: {way} differs from eager by {error:.1e}"
             for way, error in self.errors.items()
@@ -54,16 +54,16 @@ class Measured:
 
 
 def libtorch(run: dict[str, Any]) -> float:
-    """Seconds of the dynamic loader for torch's libraries."""
+    """Returns the seconds that the dynamic loader spent on torch's libraries."""
     return sum(seconds for file, seconds in run["libraries"].items() if file.startswith(("libtorch", "libc10")))
 
 
 def ours(run: dict[str, Any]) -> float:
-    """From process start to first output, without the interpreter, the inputs, the loader's time for libtorch and the model's
-    run.  Loading the model's own shared object is ours."""
+    """Returns the seconds from process start to first output that cgbundle itself takes. They exclude the interpreter, the inputs,
+    loading libtorch and the model's run. They include loading the model's shared object."""
     laps = run["laps"]
-    whole = laps["import ctypes"] + laps["import cgbundle"] + laps["load"] + laps["first call"]
-    return whole - libtorch(run) - run["runs"][0]
+    total = laps["import ctypes"] + laps["import cgbundle"] + laps["load"] + laps["first call"]
+    return total - libtorch(run) - run["runs"][0]
 
 
 PARTS: dict[str, Callable[[dict[str, Any]], float]] = {
@@ -80,7 +80,7 @@ PARTS: dict[str, Callable[[dict[str, Any]], float]] = {
 
 
 def measure(case: Case, bundle: Path, inputs: list[str], cache: Path, repeat: int, say: Callable[[str], None]) -> Measured:
-    """All ways, `repeat` times in turns after one round that warms the page cache and torch.compile's.  Raises ChildFailed."""
+    """Runs all ways `repeat` times alternately, after one round that fills the caches. Raises ChildFailed."""
     measured = Measured(case=case)
     compiled = cache / f"{case.name}.inductor"
     shutil.rmtree(compiled, ignore_errors=True)
@@ -120,10 +120,10 @@ def measure(case: Case, bundle: Path, inputs: list[str], cache: Path, repeat: in
 
 
 def difference(path: Path, reference: Path) -> float:
-    """Largest difference of two files of float32, relative to the largest element of the second; infinite when lengths differ."""
+    """Returns the largest difference of two float32 files, relative to the largest element of the second; inf if lengths differ."""
     ours, theirs = array("f", path.read_bytes()), array("f", reference.read_bytes())
     if len(ours) != len(theirs) or not theirs:
         return float("inf")
     worst = max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
-    # a NaN is never the largest: look for it
+    # max() ignores a NaN, so look for it
     return float("inf") if any(a != a for a in ours) else worst / max(map(abs, theirs))

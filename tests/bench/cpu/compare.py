@@ -1,9 +1,9 @@
-"""What a bundle costs beside eager PyTorch and torch.compile: cold start, one call, memory of several servers.  `make bench`.
+"""Compares a bundle with eager PyTorch and torch.compile: cold start, one call, memory of several servers.  `make bench`.
 
     python tests/bench/cpu/compare.py --repeat 5 --json bench.json
 
-Everything is measured in fresh processes of this machine, one after the other, the ways in turns; the page cache and the cache of
-torch.compile are warm.  Exit 1 when an output differs from eager PyTorch's, or a server imported torch.
+Everything runs in new processes on this machine, one after the other; the ways alternate.  The page cache and torch.compile's
+cache are warm.  Exit status 1 if an output differs from eager PyTorch, or if a server imported torch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SERVERS = 4
 
 
 def main() -> int:
-    """Measures what was asked for, prints it, and tells whether the outputs are right."""
+    """Measures the requested parts and prints them. Returns 1 if an output is wrong."""
     options = arguments()
     options.cache.mkdir(parents=True, exist_ok=True)
     cache = options.cache.resolve()
@@ -41,7 +41,7 @@ def main() -> int:
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
         "--cache", type=Path, default=children.ROOT / ".cache" / "bench", help="folder of bundles and torch.compile's cache"
@@ -60,7 +60,7 @@ def arguments() -> argparse.Namespace:
 
 
 def measure(options: argparse.Namespace, cache: Path) -> tuple[dict[str, Any], list[str]]:
-    """(all numbers, sentences about wrong outputs)."""
+    """Returns (all numbers, sentences about wrong outputs)."""
     screen = report.console()
     models = [CASES[name] for name in options.models.split(",")] if options.only in (None, "cold") else []
     also = [case for part, case in (("calls", MLP), ("sharing", MINILM)) if options.only in (None, part)]
@@ -92,13 +92,13 @@ def measure(options: argparse.Namespace, cache: Path) -> tuple[dict[str, Any], l
 
 
 def say(text: str) -> None:
-    """Progress, on one line of a terminal's standard error."""
+    """Prints progress on one line of a terminal's standard error."""
     if sys.stderr.isatty():
         print(f"\r\x1b[K{text} ...", end="", file=sys.stderr, flush=True)
 
 
 def print_cold(screen: report.Console, results: list[cold_start.Measured]) -> None:
-    """Ratios, times, and where the bundle's time goes."""
+    """Prints ratios, times, and the parts of the bundle's time."""
     if sys.stderr.isatty():
         print("\r\x1b[K", end="", file=sys.stderr, flush=True)
     names = [one.case.name for one in results]
@@ -132,7 +132,7 @@ def print_cold(screen: report.Console, results: list[cold_start.Measured]) -> No
 
 
 def print_calls(screen: report.Console, timings: dict[str, Any]) -> None:
-    """What ours adds to the shared object's own run."""
+    """Prints the time that cgbundle adds to the run of the shared object."""
     bare = timings["quartiles"]["bare"][1]
     rows = []
     for way, title in (
@@ -148,7 +148,7 @@ def print_calls(screen: report.Console, timings: dict[str, Any]) -> None:
 
 
 def print_sharing(screen: report.Console, servers: list[dict[str, shared_pages.Pages]], size: int) -> None:
-    """The pages of the weights in each server, and what all of them take together."""
+    """Prints the pages of the weights in each server, and the memory of all servers together."""
     shown = ("Rss", "Pss", "Shared_Clean", "Private_Clean", "Private_Dirty")
     rows = []
     for index, one in enumerate(servers):

@@ -1,6 +1,6 @@
-"""Times what is not ours inside cgbundle, from outside: the dynamic loader (dlopen) and the shared object's own run.
+"""Times the dynamic loader (dlopen) and the run of the model's shared object inside cgbundle, from outside.
 
-`ctypes.CDLL` is replaced before cgbundle imports it, so nothing private to cgbundle is touched.
+`ctypes.CDLL` is replaced before cgbundle imports it, so no private name of cgbundle is used.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ RUN = "AOTInductorModelContainerRun"
 
 
 class Stopwatch:
-    """A C function whose calls are timed; everything else goes to the function itself."""
+    """Wraps a C function and times its calls; attributes are those of the function."""
 
     def __init__(self, function: Any) -> None:
         object.__setattr__(self, "function", function)
@@ -37,7 +37,7 @@ class Stopwatch:
 
 
 class Watch:
-    """What was seen: seconds of every dlopen by file name, and the stopwatch of the model's run."""
+    """The measurements: seconds of every dlopen by file name, and the stopwatches of the model's run."""
 
     def __init__(self) -> None:
         self.libraries: dict[str, float] = {}
@@ -46,19 +46,19 @@ class Watch:
         self.original = ctypes.CDLL
 
     def runs(self) -> list[float]:
-        """Seconds of every run.  Raises SystemExit when none was seen: the breakdown would be wrong."""
+        """Returns the seconds of every run. Raises SystemExit if there was none, because the breakdown would be wrong."""
         seconds = [second for stopwatch in self.stopwatches for second in stopwatch.seconds]
         if not seconds:
             raise SystemExit(f"no call of {RUN} was seen: does cgbundle still load libraries with ctypes.CDLL?")
         return seconds
 
     def stop(self) -> None:
-        """Libraries opened from now on are not watched."""
+        """Stops watching libraries."""
         ctypes.CDLL = self.original  # type: ignore[misc]
 
 
 def watch() -> Watch:
-    """Starts watching."""
+    """Starts watching libraries."""
     seen = Watch()
 
     class Library(ctypes.CDLL):

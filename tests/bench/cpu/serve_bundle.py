@@ -1,6 +1,6 @@
-"""Child: `serve_bundle.py HOW BUNDLE OUTPUT INPUT...` serves once and prints how long everything took.
+"""Child process: `serve_bundle.py HOW BUNDLE OUTPUT INPUT...` serves one call and prints the times.
 
-HOW is `numpy`; `plain`, without NumPy; or `watched`, with the dynamic loader and the model's own run timed apart.
+HOW is `numpy`, `plain` (without NumPy) or `watched` (the dynamic loader and the model's run are timed separately).
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from tests.bench.common import serving
 
 
 def main(how: str, bundle: str, output: str, *inputs: str) -> None:
-    """Prints {seconds, laps, foreign packages, ...} as JSON, when everything is measured."""
+    """Prints {seconds, laps, foreign packages, ...} as JSON, after all measurements."""
     laps = serving.Laps()
     before = set(sys.modules)
     laps.mark("interpreter")
     watch = None
     if how == "watched":
-        # ctypes is imported here to be watched: its import is ours, `load` would do it
+        # watching needs ctypes, which `load` would import: its import counts as cgbundle's time
         from tests.bench.cpu import library_times
 
         laps.mark("import ctypes")

@@ -1,8 +1,8 @@
-"""Child: `serve_torch.py HOW MODEL WEIGHTS OUTPUT INPUT...` does with torch what `serve_bundle.py` does with a bundle.
+"""Child process: `serve_torch.py HOW MODEL WEIGHTS OUTPUT INPUT...` does with torch what `serve_bundle.py` does with a bundle.
 
-HOW is `eager`, which builds the module and loads its weights; `uninitialized`, the same without first computing weights that the
-file's then replace, which few programs do and none can beat; or `compile`, built that way too.  WEIGHTS is a safetensors file, or
-`model` where `model()` loads its own.
+HOW is `eager` (builds the module and loads its weights), `uninitialized` (the same, without first computing weights that the file
+replaces), or `compile` (torch.compile, also uninitialized). `uninitialized` is the fastest way, but few programs use it. WEIGHTS is
+a safetensors file, or `model` if `model()` loads its own weights.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tests.bench.common import serving
 
 
 def example(path: str) -> Any:
-    """The model file as a module."""
+    """Imports the model file."""
     spec = importlib.util.spec_from_file_location("example", path)
     if spec is None or spec.loader is None:
         raise SystemExit(f"{path}: not a Python file")
@@ -26,7 +26,7 @@ def example(path: str) -> Any:
 
 
 def filled(module: Any, weights: str) -> Any:
-    """The module with its weights."""
+    """Returns the module with its weights."""
     network = module.model()
     if weights != "model":
         from safetensors.torch import load_file
@@ -37,7 +37,7 @@ def filled(module: Any, weights: str) -> Any:
 
 
 def skip_initialization() -> None:
-    """Modules made from now on leave their parameters as the allocator gave them.  (The meta device would do too, but the first
+    """Makes torch.nn.init do nothing: new modules keep uninitialized parameters. (The meta device would work too, but the first
     module on it takes a second of imports.)"""
     from torch.nn import init
 

@@ -1,4 +1,4 @@
-"""Child: `serve_until.py BUNDLE INPUT...` serves once, says `ready`, and stays until its standard input ends."""
+"""Child process: `serve_until.py BUNDLE INPUT...` serves one call, prints `ready`, and waits until its standard input ends."""
 
 from __future__ import annotations
 

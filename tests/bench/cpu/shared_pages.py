@@ -1,4 +1,4 @@
-"""Several serving processes of one bundle at once: which of their pages are shared."""
+"""Measures which pages several serving processes of one bundle share."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Pages = dict[str, int]
 
 
 def measure(bundle: Path, inputs: list[str], count: int) -> list[dict[str, Pages]]:
-    """For each of `count` processes that have answered a call and stay open: its pages of the weights and of everything."""
+    """Returns, for each of `count` open processes that have served a call, its pages of the weights and of the whole process."""
     with ExitStack() as stack:
         running = [stack.enter_context(server(bundle, inputs)) for _ in range(count)]
         for process in running:
@@ -27,7 +27,7 @@ def measure(bundle: Path, inputs: list[str], count: int) -> list[dict[str, Pages
 
 @contextmanager
 def server(bundle: Path, inputs: list[str]) -> Iterator[subprocess.Popen[str]]:
-    """A serving process that ends with the block."""
+    """Runs a serving process until the end of the block."""
     line = children.command("cpu/serve_until.py", bundle, *inputs)
     pipe = subprocess.PIPE
     with subprocess.Popen(line, env=children.environment(), stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
@@ -39,19 +39,19 @@ def server(bundle: Path, inputs: list[str]) -> Iterator[subprocess.Popen[str]]:
 
 
 def ready(process: subprocess.Popen[str]) -> None:
-    """Waits for the process's first answer.  Raises ChildFailed when it ends without one."""
+    """Waits for the first answer of the process. Raises ChildFailed if it ends without one."""
     assert process.stdout is not None and process.stderr is not None
     if process.stdout.readline().strip() != "ready":
         raise children.ChildFailed(f"serve_until.py: {process.stderr.read().strip()}")
 
 
 def pages(pid: int) -> dict[str, Pages]:
-    """Sums over the process's mappings: those of the weights' file, and all."""
+    """Returns sums over the process's mappings: those of the weights file, and all."""
     totals = {"weights": dict.fromkeys(FIELDS, 0), "process": dict.fromkeys(FIELDS, 0)}
     of_weights = False
     for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
         name, _, rest = line.partition(":")
-        if " " in name:  # a mapping's first line: addresses, permissions, ..., file
+        if " " in name:  # the first line of a mapping: addresses, permissions, ..., file
             of_weights = line.endswith(f"/{WEIGHTS}")
         elif name in FIELDS:
             size = int(rest.split()[0])

@@ -1,6 +1,7 @@
-"""Child: `time_calls.py BUNDLE INPUT` times calls of a bundle of one input and one output against the shared object's own run.
+"""Child process: `time_calls.py BUNDLE INPUT` compares calls of a bundle (one input, one output) with the run of its shared object.
 
-The shared object is run through its C interface with handles made beforehand, in turns with whole calls: both see the same machine.
+The shared object runs through its C interface with prepared handles. Its runs alternate with whole calls, so that both see the same
+load.
 """
 
 from __future__ import annotations
@@ -23,19 +24,19 @@ CREATE = "aoti_torch_create_tensor_from_blob"
 
 
 class Bare:
-    """The shared object's run and nothing else."""
+    """The run of the shared object alone."""
 
     def __init__(self, watch: library_times.Watch, value: Any) -> None:
         (stopwatch,) = watch.stopwatches
         self.run, self.container = stopwatch.function, stopwatch.arguments[0]
-        self.torch = next(handle for handle in watch.handles.values() if hasattr(handle, CREATE))  # libtorch's, or the object's own
+        self.torch = next(handle for handle in watch.handles.values() if hasattr(handle, CREATE))  # libtorch, or the model itself
         self.value = value
         self.shape = (c_int64 * value.ndim)(*value.shape)
         self.strides = (c_int64 * value.ndim)(*[stride // value.itemsize for stride in value.strides])
         self.dtype = c_int32(self.torch[f"aoti_torch_dtype_{value.dtype.name}"]())
 
     def handle(self) -> Any:
-        """An array of one input handle, as a run takes (and consumes) it."""
+        """Returns an array with one input handle; a run consumes the handle."""
         pointer = c_void_p()
         create = self.torch[CREATE]
         address = c_void_p(self.value.ctypes.data)
@@ -45,7 +46,7 @@ class Bare:
         return (c_void_p * 1)(pointer.value)
 
     def time(self, calls: int) -> list[int]:
-        """Nanoseconds of each of `calls` runs."""
+        """Returns the nanoseconds of each of `calls` runs."""
         handles = [self.handle() for _ in range(calls)]
         outputs = (c_void_p * 1)()
         delete = self.torch["aoti_torch_delete_tensor_object"]
@@ -60,7 +61,7 @@ class Bare:
 
 
 def time_program(program: Any, value: Any, calls: int) -> list[int]:
-    """Nanoseconds of each of `calls` whole calls; letting go of the result is not in it."""
+    """Returns the nanoseconds of each of `calls` whole calls, without freeing the result."""
     clock = time.perf_counter_ns
     nanoseconds = []
     for _ in range(calls):
@@ -77,7 +78,7 @@ def main(bundle: str, text: str) -> None:
     watch = library_times.watch()
     import cgbundle
 
-    # this program only shows where the run and its container are; it stays open because they are its
+    # this program only provides the run function and its container; both stay valid while it is open
     opened = cgbundle.load(bundle)
     opened(value)
     watch.stop()

@@ -1,7 +1,7 @@
-"""How fast weights outside the page cache are read: `tests/bench/cpu/weight_reads.py FILE [GB]`, a file on the disk in question.
+"""Measures how fast weights outside the page cache are read: `tests/bench/cpu/weight_reads.py FILE [GB]`.
 
-Prints GB/s of the runtime's reading side, as an upload to a GPU drives it but without one, beside `dd`; in turns, the file's pages
-dropped before each, and how much of the file the page cache has afterwards.
+Prints GB/s of the runtime's reader, driven like an upload but without a GPU, beside `dd`. The ways alternate, and the file's pages
+are dropped before each. Also prints how much of the file the page cache holds afterwards.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def main(path: str, gigabytes: str = "1") -> None:
 
 
 def read(file: int, size: int, *, around: bool) -> None:
-    """Reads as `Upload` does; `around`: as if the machine's memory were small."""
+    """Reads the file as `Upload` does; with `around`, as on a machine with little memory."""
     how: Way = way(size)
     groups = chunks([Piece(0, size, 0)], how.chunk)
     if around:
@@ -76,7 +76,7 @@ def read(file: int, size: int, *, around: bool) -> None:
 
 
 def dd(path: str, size: int, *options: str) -> None:
-    """The same bytes, to nowhere."""
+    """Reads the same bytes with dd, to /dev/null."""
     line = ["dd", f"if={path}", "of=/dev/null", "bs=4M", f"count={-(-size >> 22)}", *options]
     subprocess.run(line, check=True, capture_output=True)
 

@@ -1,5 +1,5 @@
-"""A model file: 24 layers of a transformer's second half, 72 launches of few different kernels, for bundles of many int_keys
-(many_keys.py), which are built in minutes without a GPU."""
+"""A model file with 24 MLP blocks: 72 launches of few different kernels. Bundles with many int_keys (many_keys.py) build from it in
+minutes without a GPU."""
 
 from __future__ import annotations
 

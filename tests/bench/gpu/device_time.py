@@ -1,6 +1,7 @@
-"""Child: `device_time.py MODEL BUNDLE` times the GPU's part of a call for every size, beside torch.compile with the same lowering.
+"""Child process: `device_time.py MODEL BUNDLE` times the GPU work of a call for every size, beside torch.compile with the same
+lowering.
 
-CUDA events stand before and after many replays; rounds of the two alternate, so that both see the same clocks.
+CUDA events surround many replays. Rounds of the two alternate, so that both run at the same clock frequency.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ REPLAYS = 60
 
 
 def microseconds(call: gpu_calls.Call) -> float:
-    """Per call, over one round."""
+    """Returns microseconds per call, over one round."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     call()
     start.record()
@@ -32,7 +33,7 @@ def microseconds(call: gpu_calls.Call) -> float:
 
 
 def main(model: str, bundle: str) -> None:
-    """Prints per size the microseconds of every way, medians over the rounds, and differences of the outputs, as JSON."""
+    """Prints, for each size, the median microseconds of every way and the differences of the outputs, as JSON."""
     calls = gpu_calls.self_test_calls(bundle)
     network = gpu_calls.network_of(model, bundle)
     backend = gpu_calls.bare(bundle)
@@ -48,7 +49,7 @@ def main(model: str, bundle: str) -> None:
 def one(
     key: tuple[int, ...], value: torch.Tensor, network: Any, backend: CudaBackend, program: Any, default: Any, fast: Any
 ) -> dict[str, Any]:
-    """A size's row."""
+    """Returns the row of one size."""
     number = program.int_keys.index(key)
     inductor, eager = gpu_calls.capture(default, value), gpu_calls.capture(network, value)
     for _ in range(5):

@@ -1,7 +1,7 @@
-"""Child: `dispatch.py MODEL BUNDLE` times the CPU's part of one call at the smallest size, all ways in one run, in turns.
+"""Child process: `dispatch.py MODEL BUNDLE` times the CPU work of one call at the smallest size; all ways alternate in one run.
 
-A burst of calls is timed one by one while the GPU still works on the first, and waited for outside the clock, so that launching
-never waits.
+Each call of a burst is timed while the GPU still works on the first one. The wait for the GPU is not timed, so a launch never
+waits.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def main(model: str, bundle: str) -> None:
 
 
 def measure(ways: dict[str, gpu_calls.Call]) -> dict[str, list[int]]:
-    """Nanoseconds of every call of every way; letting go of the result is not in it."""
+    """Returns the nanoseconds of every call of every way, without freeing the result."""
     clock = time.perf_counter_ns
     nanoseconds: dict[str, list[int]] = {name: [] for name in ways}
     for round_ in range(ROUNDS + 3):

@@ -1,4 +1,4 @@
-"""Ways to call one model from one torch process: the bundle, torch.compile, graphs captured by hand, a bare launch of a graph."""
+"""Ways to call one model from one torch process: bundle, torch.compile, graphs captured by hand, a bare graph launch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Call = Callable[[], Any]
 
 
 class Graph(NamedTuple):
-    """A graph captured by hand: its input buffer, output, and executable graph of the driver."""
+    """A graph captured by hand: input buffer, output, and the driver's handle of the executable graph."""
 
     graph: torch.cuda.CUDAGraph
     static: torch.Tensor
@@ -28,7 +28,7 @@ class Graph(NamedTuple):
 
 
 def self_test_calls(bundle: str) -> dict[tuple[int, ...], torch.Tensor]:
-    """The self-test's first input of every key, on the GPU."""
+    """Returns the first self-test input of every key, on the GPU."""
     entry = archive.read_manifest(bundle).entries[0]
     stored = Mapped(str(Path(bundle, file_names.SELF_TEST)), file_names.SELF_TEST)
     inputs = {}
@@ -44,12 +44,12 @@ def self_test_calls(bundle: str) -> dict[tuple[int, ...], torch.Tensor]:
 
 
 def network_of(model: str, bundle: str) -> Any:
-    """The torch model with the bundle's weights, on the GPU."""
+    """Returns the torch model with the bundle's weights, on the GPU."""
     return serve_torch.loaded(model, str(Path(bundle, file_names.WEIGHTS)))
 
 
 def capture(function: Callable[..., Any], value: torch.Tensor, warm: int = 3) -> Graph:
-    """A CUDA graph of `function(value)`, captured as PyTorch's documentation says."""
+    """Captures a CUDA graph of `function(value)`, as PyTorch's documentation describes."""
     static = value.clone()
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -70,14 +70,14 @@ def capture(function: Callable[..., Any], value: torch.Tensor, warm: int = 3) ->
 
 
 def launch(graph: Graph) -> Call:
-    """The driver call alone, on torch's current stream."""
+    """Returns a function that only calls cuGraphLaunch, on torch's current stream."""
     stream = driver.CUstream(torch.cuda.current_stream().cuda_stream)
     call, handle = driver.cuGraphLaunch, graph.handle
     return lambda: call(handle, stream)
 
 
 def replay(graph: Graph, value: torch.Tensor) -> Call:
-    """What a careful user writes: copy the input, replay, read the static output."""
+    """Returns a function that copies the input, replays the graph and returns the static output, as careful users write it."""
 
     def call() -> torch.Tensor:
         graph.static.copy_(value)
@@ -88,12 +88,12 @@ def replay(graph: Graph, value: torch.Tensor) -> Call:
 
 
 def bare(bundle: str) -> CudaBackend:
-    """The bundle's backend, without guards: see `bare_launch`."""
+    """Returns the bundle's backend, without guards; see `bare_launch`."""
     return CudaBackend(archive.Archive(bundle))
 
 
 def bare_launch(backend: CudaBackend, number: int, value: torch.Tensor, stream: int) -> Call:
-    """A replay of a program of one input, which is where it was at the call before: it launches the recording and nothing else."""
+    """Returns a replay of a program with one input at an unchanged address: it only launches the recording."""
     addresses = [value.data_ptr()]
 
     def call() -> Any:
@@ -104,18 +104,17 @@ def bare_launch(backend: CudaBackend, number: int, value: torch.Tensor, stream: 
 
 
 def loaded(bundle: str, **options: Any) -> Any:
-    """`cgbundle.load`."""
     return cgbundle.load(bundle, **options)
 
 
 def compiled(network: Any, reduce_overhead: bool) -> Callable[..., Any]:
-    """torch.compile as users call it, specialized to every size."""
+    """Returns torch.compile of the network as users call it, specialized for every size."""
     mode = "reduce-overhead" if reduce_overhead else None
     fast: Callable[..., Any] = torch.compile(network, mode=mode, fullgraph=True, dynamic=False)
     return fast
 
 
 def relative(expected: torch.Tensor, got: torch.Tensor) -> float:
-    """The largest difference, of the largest expected element."""
+    """Returns the largest difference, relative to the largest expected element."""
     want = expected.double()
     return float((got.double() - want).abs().max() / want.abs().max())

@@ -24,17 +24,17 @@ PAGES, SLOTS = 2 * LANES + 1, LANES + 1
 
 
 def model() -> torch.nn.Module:
-    """The model with the fewest pages that a load may ask for."""
+    """Returns the model with the fewest pages that a load may request."""
     return CausalLM(folder_network(FOLDER, getattr(torch, DTYPE)), PAGES, SLOTS, 0).eval()
 
 
 def entries() -> dict[str, Callable[..., tuple[object, ...]]]:
-    """The methods that are called, and what makes their inputs."""
+    """Returns the methods that are called, and functions that make their inputs."""
     return ExampleInputs(config=folder_configuration(FOLDER), pages=PAGES, slots=SLOTS, turns=0).entries()
 
 
 def state() -> dict[str, tuple[str, int]]:
-    """Whose rows a load chooses."""
+    """Returns the buffers whose number of rows is chosen at load time."""
     return {name: ("pages", LANES * BLOCKS + 1) for name in ("keys_*", "values_*")} | {
         name: ("slots", SLOTS) for name in ("seen", "deferred", "biases")
     }

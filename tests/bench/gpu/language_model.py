@@ -1,11 +1,11 @@
-"""A large language model of random weights: its bundle beside transformers, and its steps beside the bytes that they read.
+"""Benchmarks a large language model with random weights: its bundle beside transformers, and its steps beside memory bandwidth.
 
     language_model.py folder NAME FOLDER              a model of tests/helpers/models/language_models.py, weights made on the GPU
-    language_model.py compare BUNDLE FOLDER CACHE WAY...   fresh processes, one after the other: bundle, eager, compile
+    language_model.py compare BUNDLE FOLDER CACHE WAY...   new processes, one after the other: bundle, eager, compile
     language_model.py steps BUNDLE [CONTEXT...]       tokens a second at every recorded number of lanes, and GB/s read
 
-Every line is JSON and printed at once.  `compare` keeps what torch.compile caches in CACHE: the second of two is a warm start.
-`steps` needs no torch; the copy's bandwidth beside it is of a process of its own.
+Every line is JSON and printed at once.  `compare` keeps torch.compile's cache in CACHE: a second run is a warm start.
+`steps` needs no torch; a separate process measures the bandwidth of a copy.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ print(2 * a.numel() / begin.elapsed_time(end) / 1e6)
 
 
 def folder(name: str, out: str) -> None:
-    """Writes the model as the Hub has it, bfloat16."""
+    """Writes the model in the Hub's layout, in bfloat16."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -60,7 +60,7 @@ def folder(name: str, out: str) -> None:
 
 
 def compare(bundle: str, model: str, cache: str, ways: list[str]) -> None:
-    """What every process of `cgcompile bench --generate` answers.  Without a bundle ("-"): those of transformers alone."""
+    """Prints the results of all processes of `cgcompile bench --generate`; if BUNDLE is "-", only those of transformers."""
     settings: dict[str, Any] = {
         "bundle": os.path.abspath(bundle),
         "model": os.path.abspath(model),
@@ -100,7 +100,7 @@ def compare(bundle: str, model: str, cache: str, ways: list[str]) -> None:
 
 
 def steps(bundle: str, contexts: list[int]) -> None:
-    """Greedy steps of every recorded number of lanes behind so many tokens, which the cache holds as zeros."""
+    """Times greedy steps at every recorded number of lanes, after contexts of these lengths; the cache holds zeros."""
     copied = subprocess.run([sys.executable, "-c", COPY], capture_output=True, text=True, check=False).stdout.strip()
     copy = float(copied) if copied else 0.0
     program = cgbundle.load(bundle)
@@ -136,7 +136,7 @@ def steps(bundle: str, contexts: list[int]) -> None:
 
 
 def weight_bytes(rows: Any) -> int:
-    """What a step reads of the weights: each once, but for embeddings beside a head of their own, of which it reads a row."""
+    """Returns the bytes of weights that a step reads. Of embeddings that are not tied to the head, a step reads only one row."""
     places: dict[int, int] = {}
     names: dict[int, str] = {}
     for row in rows:
@@ -149,7 +149,7 @@ def weight_bytes(rows: Any) -> int:
 
 
 def cache_bytes(rows: Any) -> int:
-    """What a token takes in the cache of all layers."""
+    """Returns the bytes of one token in the cache of all layers."""
     total = 0
     for row in rows:
         if row.memory == "state" and row.name.startswith(("keys_", "values_")):

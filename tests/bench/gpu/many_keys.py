@@ -1,8 +1,9 @@
-"""What many int_keys cost: `many_keys.py FEW MANY [ROUNDS]`, two bundles for CUDA of one model, with three keys and with 64, say.
+"""Measures the cost of many int_keys: `many_keys.py FEW MANY [ROUNDS]` compares two CUDA bundles of one model, for example with 3
+and 64 keys.
 
-Prints process start to first output of each, loaded as by default, with all graphs built, and with none, in turns; where the
-driver's time goes while MANY is loaded; the GPU's memory for each key; and what a call of another key costs beside one of the same.
-Without torch.
+Prints the time from process start to first output of each: with the default loading, with all graphs built, and with none; the ways
+alternate. Also prints the time in driver calls while MANY is loaded, the GPU memory of each key, and the cost of a call that
+changes the key. Needs no torch.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from typing import Any
 from tests.bench.common import children, report, serving
 
 GOAL = 0.1
-"""Seconds that 64 keys may take longer than three (issue 18)."""
+"""Seconds that a load with 64 keys may take longer than one with three (issue 18)."""
 
 LAZY = {"all": False, "default": None, "lazy": True}
 
 BURST = 12
-"""Calls that the GPU's queue takes without holding the caller up."""
+"""Number of calls that the GPU's queue takes without blocking the caller."""
 
 
 def main(few: str, many: str, rounds: str = "7") -> None:
@@ -59,7 +60,7 @@ def main(few: str, many: str, rounds: str = "7") -> None:
 
 
 def serve(bundle: str, how: str) -> dict[str, Any]:
-    """One process that answers once."""
+    """Serves one call in this process and returns the times."""
     laps = serving.Laps()
     laps.mark("interpreter")
     import cgbundle
@@ -77,7 +78,7 @@ def serve(bundle: str, how: str) -> dict[str, Any]:
 
 
 def driver(bundle: str, how: str) -> dict[str, Any]:
-    """Seconds in the driver's calls by name while the bundle is loaded, in all threads, the longest first."""
+    """Returns the seconds in driver calls by name while the bundle is loaded, in all threads, longest first."""
     import cgbundle
     from cgbundle.cuda.driver import Context, cu
 
@@ -102,7 +103,7 @@ def driver(bundle: str, how: str) -> dict[str, Any]:
     begun = time.perf_counter()
     program = cgbundle.load(bundle, lazy=LAZY[how])
     load = time.perf_counter() - begun
-    program._backend.populate()  # waits for what is built in the background
+    program._backend.populate()  # waits for the graphs that are built in the background
     built = time.perf_counter() - begun
     order = sorted(spent.items(), key=lambda item: -item[1][1])[:12]
     program.close()
@@ -111,7 +112,7 @@ def driver(bundle: str, how: str) -> dict[str, Any]:
 
 
 def use(bundle: str) -> dict[str, Any]:
-    """Memory of the GPU for a key, and calls of one key and of all in turns."""
+    """Returns the GPU memory of a key, and the times of calls with one key and with alternating keys."""
     import cgbundle
     from cgbundle.cuda import driver as cuda
 
@@ -145,7 +146,7 @@ def use(bundle: str) -> dict[str, Any]:
 
 
 def burst(program: Any, calls: list[list[Any]]) -> float:
-    """Microseconds of the CPU for a call, the GPU waited for before and afterwards, outside the clock."""
+    """Returns microseconds of CPU time per call. The waits for the GPU before and after are not timed."""
     backend = program._backend
     synchronize(backend)
     begun = time.perf_counter()
@@ -157,7 +158,6 @@ def burst(program: Any, calls: list[list[Any]]) -> float:
 
 
 def synchronize(backend: Any) -> None:
-    """Waits for the GPU."""
     from cgbundle.cuda.driver import check, cu
 
     with backend.locked(None) as stream:
@@ -165,12 +165,12 @@ def synchronize(backend: Any) -> None:
 
 
 def spread(program: Any, key: tuple[int, ...]) -> list[Any]:
-    """Inputs of the GPU that are the key's static buffers: nothing is copied."""
+    """Returns the key's static buffers as inputs, so that nothing is copied."""
     return list(program.buffers(key))
 
 
 def zeros(program: Any, key: tuple[int, ...]) -> list[Any]:
-    """Inputs of zeros for a key, on the CPU."""
+    """Returns zero inputs for a key, on the CPU."""
     from cgbundle.tensors import tensor
 
     row = program.spec.programs[program.int_keys.index(key)]

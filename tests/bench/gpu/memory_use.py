@@ -1,6 +1,6 @@
-"""Child: `memory_use.py BUNDLE ROUNDS` compares what the GPU reports with what the manifest says, then loads and closes in a loop.
+"""Child process: `memory_use.py BUNDLE ROUNDS` compares used GPU memory with the manifest, then loads and closes in a loop.
 
-Without torch: nothing else in this process takes memory of the GPU.
+It does not import torch, so nothing else in this process uses GPU memory.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from cgbundle.format.safetensors import Mapped
 from cgbundle.self_test import inputs_of
 
 SETTLED = 10
-"""Rounds after which the driver has taken all that it keeps for itself."""
+"""Rounds after which the driver allocates no more memory for itself."""
 
 
 def main(bundle: str, rounds: str) -> None:
@@ -60,13 +60,13 @@ def main(bundle: str, rounds: str) -> None:
 
 
 def free(context: Context) -> int:
-    """Free bytes of the GPU."""
+    """Returns the free bytes of GPU memory."""
     with context:
         return driver.free_bytes()
 
 
 def resident_bytes() -> int:
-    """This process's resident memory."""
+    """Returns the resident memory of this process in bytes."""
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * 4096
 

@@ -1,6 +1,7 @@
-"""Child: `replays.py MODEL BUNDLE COUNT` replays sizes at random on changing streams, beside each input's first replay.
+"""Child process: `replays.py MODEL BUNDLE COUNT` replays random sizes on changing streams and compares each with the input's first
+replay.
 
-Then mode="stream" with mode="graph", bit for bit, and sizes that were not recorded, padded and chunked, with eager PyTorch.
+Then it compares mode="stream" with mode="graph", bit for bit, and sizes that are padded or chunked with eager PyTorch.
 """
 
 from __future__ import annotations
@@ -49,13 +50,13 @@ def main(model: str, bundle: str, count: str) -> None:
 
 
 def drawn(value: torch.Tensor) -> list[torch.Tensor]:
-    """Inputs like `value`, whose numbers stay among its own."""
+    """Returns random inputs with the values of `value`."""
     flat = value.flatten()
     return [flat[torch.randint(0, flat.numel(), value.shape, device=value.device)] for _ in range(INPUTS)]
 
 
 def replays(program: Any, pool: dict[Any, list[Any]], first: dict[Any, list[Any]], count: int) -> int:
-    """How many of `count` replays, sizes and inputs at random, gave other bits than the first of the same input."""
+    """Returns how many of `count` replays, with random sizes and inputs, differ from the first replay of the same input."""
     draw = random.Random(7)
     streams = [torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream()]
     wrong = [torch.zeros((), dtype=torch.int64, device="cuda") for _ in streams]

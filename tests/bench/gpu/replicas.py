@@ -1,7 +1,7 @@
-"""`python -m tests.bench.gpu.replicas`: calls a second of a bundle on one GPU, and of replicas on all that are there.
+"""`python -m tests.bench.gpu.replicas`: measures calls per second of a bundle on one GPU, and of replicas on all GPUs.
 
-Threads with inputs of the CPU, two for each device, so that a copy has its next call when it is done with one.  Then threads with
-inputs of a GPU, one for each.  `--seconds N`: how long each is measured.
+First two threads per device call with CPU inputs, so that a replica has its next call when it finishes one. Then one thread per
+device calls with GPU inputs. `--seconds N` sets the length of each measurement.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ WIDTH, LAYERS, BATCH = 4096, 16, 2048
 
 
 class Layers(nn.Module):
-    """Products of two milliseconds on an H100, of few bytes in and out."""
+    """Matrix products that take two milliseconds on an H100, with small inputs and outputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,18 +36,18 @@ class Layers(nn.Module):
 
 
 def model() -> nn.Module:
-    """The same weights every time."""
+    """Returns the model with the same weights every time."""
     torch.manual_seed(0)
     return Layers().half().eval()
 
 
 def inputs(batch: int) -> tuple[torch.Tensor]:
-    """Random numbers."""
+    """Returns random numbers."""
     return (torch.randint(0, 1000, (batch,)),)
 
 
 def rate(call: Callable[[int], object], threads: int, seconds: float) -> float:
-    """Calls a second, of so many threads that call at once; each is given its number."""
+    """Returns calls per second of `threads` concurrent threads; `call` receives the number of its thread."""
     counts, until = [0] * threads, time.perf_counter() + seconds
 
     def serve(number: int) -> None:

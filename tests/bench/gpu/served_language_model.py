@@ -1,17 +1,18 @@
-"""A bundle of a language model as `cgcompile serve` runs it: steps, prompts, the engine between steps, equal beginnings, a load.
+"""Measures a language model's bundle as `cgcompile serve` runs it: steps, prompts, the engine between steps, shared prefixes, a
+load.
 
     python -m tests.bench.gpu.served_language_model BUNDLE TOKENIZER [--skip PART,PART] [--seconds 120] [--words requests=256,...]
 
-The parts, each a line of JSON or more, printed at once:
+The parts, each one or more lines of JSON, printed at once:
 
     load      seconds and bytes, with the number of int_keys
-    prefill   milliseconds of prompts alone, of 128, 512, 2,048 and 4,000 tokens
+    prefill   milliseconds of single prompts of 128, 512, 2,048 and 4,000 tokens
     decode    tokens a second at every recorded number of lanes: the engine's, and microseconds between two calls
-    shared    64 requests with 1,500 tokens in common, with and without their pages shared, and whether the tokens are the same
-    equal     64 prompts one by one and together: how many texts are the same, and where others part the margin of the first token
-    http      a mixed load from a process of its own, as `cgcompile bench URL --generate --load WORDS` sends it
+    shared    64 requests with 1,500 common tokens, with and without shared pages, and whether the tokens are equal
+    equal     64 prompts one by one and together: the number of equal texts, and the margin of the first different token
+    http      a mixed load from another process, as `cgcompile bench URL --generate --load WORDS` sends it
 
-A part that would begin after `--seconds` is left out, and says so.  Needs no torch.
+A part that would start after `--seconds` is skipped with a message.  Needs no torch.
 """
 
 from __future__ import annotations
@@ -40,13 +41,13 @@ from cgserve.scheduling.requests import Request, Sampling, Step, Token
 
 GREEDY = Sampling(temperature=0.0)
 PROMPTS, CONTEXT, TOKENS = (128, 512, 2048, 4000), 128, 64
-"""Tokens of prompts alone, and where lanes are counted tokens of each prompt and of its answer."""
+"""Lengths of single prompts; tokens of each prompt and of its answer in part `decode`."""
 
 COMMON, TOGETHER = 1500, 64
 
 
 class Timed:
-    """An entry; when each of its calls began and ended is noted."""
+    """An entry that records when each of its calls began and ended."""
 
     def __init__(self, entry: Any, times: list[tuple[str, float, float]]) -> None:
         self._entry, self._times = entry, times
@@ -63,7 +64,7 @@ class Timed:
 
 @dataclass(frozen=True)
 class Served:
-    """A loaded bundle: the program and its model, lanes of a decode call, and the calls of its entries so far."""
+    """A loaded bundle: the program and its model, the lanes of decode, and the calls of its entries so far."""
 
     program: cgbundle.Program
     model: BundleModel
@@ -71,7 +72,7 @@ class Served:
     times: list[tuple[str, float, float]]
 
     def texts(self, requests: Sequence[Request], *, shared: bool = True, lanes: int | None = None) -> Run:
-        """The tokens of requests that come at once."""
+        """Returns the tokens of requests that start together."""
         limits = self.model.limits
         self.model.limits = replace(limits, shared=shared and limits.shared, lanes=min(lanes or limits.lanes, limits.lanes))
         self.times.clear()
@@ -83,7 +84,7 @@ class Served:
 
 @dataclass(frozen=True)
 class Run:
-    """The tokens of every request, seconds to its first one and to its end, and the steps of the model."""
+    """The tokens of every request, the seconds to its first token and to its end, and the steps of the model."""
 
     tokens: list[list[Token]]
     firsts: list[float]
@@ -92,7 +93,7 @@ class Run:
 
 
 async def answered(model: BundleModel, requests: Sequence[Request]) -> Run:
-    """An engine's answers."""
+    """Runs the requests in an engine."""
     tokens, firsts, ends = [list[Token]() for _ in requests], [0.0] * len(requests), [0.0] * len(requests)
     steps: list[tuple[Step, float]] = []
     async with Engine(model, len(requests), lambda step, seconds: steps.append((step, seconds))) as engine:
@@ -107,7 +108,7 @@ async def answered(model: BundleModel, requests: Sequence[Request]) -> Run:
 
 
 def prompt(number: int, count: int) -> tuple[int, ...]:
-    """Always the same."""
+    """Returns the same prompt for the same number."""
     return tuple(random.Random(number).choices(VOCABULARY, k=count))
 
 

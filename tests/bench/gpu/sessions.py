@@ -1,8 +1,8 @@
-"""Sessions of one bundle: `sessions.py BUNDLE [SESSIONS] [CALLS]` runs them in threads of their own, on streams of their own.
+"""Runs sessions of one bundle: `sessions.py BUNDLE [SESSIONS] [CALLS]`, each in its own thread and on its own stream.
 
-Every session makes the same calls over all sizes, in an order of its own, and every output is compared with what one session gave
-alone, bit for bit.  Printed as JSON: calls that differed, the memory that the sessions took beside the prediction, and calls per
-second of one session and of all.
+Every session makes the same calls over all sizes, in a different order. Every output must equal, bit for bit, the output of a
+single session. Prints as JSON: different calls, the sessions' memory beside its prediction, and calls per second of one session and
+of all.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Key = tuple[int, ...]
 
 
 def main(bundle: str, sessions: int = 8, calls: int = 1000) -> int:
-    """Exit 1 when an output differs."""
+    """Returns 1 if an output differs."""
     inputs = gpu_calls.self_test_calls(bundle)
     order = list(inputs)
     with cgbundle.load(bundle) as program:
@@ -60,7 +60,7 @@ def main(bundle: str, sessions: int = 8, calls: int = 1000) -> int:
 
 
 def once(session: Any, inputs: dict[Key, Any], wanted: dict[Key, Any], order: list[Key], calls: int, seed: int) -> dict[str, Any]:
-    """One session's calls on a stream of its own.  Comparisons stay on the GPU until the end."""
+    """Runs one session's calls on its own stream. Comparisons stay on the GPU until the end."""
     picked = random.Random(seed).choices(order, k=calls)
     differ = []
     begun = time.perf_counter()
@@ -74,12 +74,12 @@ def once(session: Any, inputs: dict[Key, Any], wanted: dict[Key, Any], order: li
 
 
 def on_gpu(sizes: dict[str, int]) -> int:
-    """Bytes that memories of these sizes take from the GPU, in the driver's steps of 2 MiB."""
+    """Returns the bytes of GPU memory for memories of these sizes, in the driver's steps of 2 MiB."""
     return sum(-(-max(size, 256) >> 21) << 21 for name, size in sizes.items() if name not in ("host", "code"))
 
 
 def first(result: Any) -> Any:
-    """The first output."""
+    """Returns the first output."""
     return result[0] if isinstance(result, tuple) else result
 
 

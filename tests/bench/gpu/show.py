@@ -1,11 +1,11 @@
-"""What a bundle for CUDA does on this machine's GPU, beside torch and JAX: every table of it.
+"""Measures a CUDA bundle on this machine's GPU, beside torch and JAX, and prints all tables.
 
     PYTHONPATH=.:cli:bundles python tests/bench/gpu/show.py --json show.json
     PYTHONPATH=.:cli:bundles python tests/bench/gpu/show.py --only cold,dispatch
 
-Parts: builds and architectures (what builds, and is the bundle bit-identical in a fresh process), cold (process start to first
-output), dispatch (CPU time of a call), device (GPU time of a call), memory, replays.  Every measurement is a fresh process; one
-that fails is a row with its error.  Exit 1 when something failed or is wrong, 0 otherwise, whatever the times are.
+Parts: builds and architectures (which models build, and whether a new process gives the same bits), cold (process start to first
+output), dispatch (CPU time of a call), device (GPU time of a call), memory, replays.  Every measurement is a new process; one that
+fails is a row with its error.  Exit status 1 if something failed or is wrong; times do not matter.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LEAK_ROUNDS, REPLAYS = 100, 10_000
 
 
 def main() -> int:
-    """Runs the parts, prints their tables, writes the JSON after each."""
+    """Runs the parts and prints their tables. Writes the JSON after each part."""
     options = arguments()
     cache = options.cache.resolve()
     cache.mkdir(parents=True, exist_ok=True)
@@ -52,7 +52,7 @@ def main() -> int:
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", default=",".join(PARTS), help="parts, with commas (default: %(default)s)")
     parser.add_argument("--cache", type=Path, default=children.ROOT / ".cache" / "gpu", help="folder of bundles and caches")
@@ -75,7 +75,7 @@ def arguments() -> argparse.Namespace:
 
 
 def measure(part: str, cache: Path, rows: list[dict[str, Any]], screen: report.Console) -> tuple[Any, list[str]]:
-    """(the part's numbers, sentences about what failed or is wrong); prints its tables.  `rows`: of all builds."""
+    """Measures a part and prints its tables. Returns (its numbers, sentences about failures); `rows` are those of all builds."""
     if part in BUILDS:
         return builds(part, rows, screen)
     bundle, why = build_table.needed(built_models.GPT, "inductor", cache)
@@ -93,7 +93,7 @@ def measure(part: str, cache: Path, rows: list[dict[str, Any]], screen: report.C
 
 
 def measure_child(part: str, bundle: Path, cache: Path) -> dict[str, Any]:
-    """The numbers of a part that is one child."""
+    """Runs the child of a part and returns its numbers."""
     model = built_models.GPT.source
     extra = child_rows.inductor_cache(cache) | child_rows.gpt_environment()
     ways: dict[str, Callable[[], dict[str, Any]]] = {
@@ -106,7 +106,7 @@ def measure_child(part: str, bundle: Path, cache: Path) -> dict[str, Any]:
 
 
 def build_rows(cache: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """The rows of both build tables, built together."""
+    """Builds the models of both build tables together and returns their rows."""
     listed = [model for part in PARTS if part in options.only for model in LISTED.get(part, ())]
     models = [model for model in listed if model.name in options.models]
     alone = models[:1] == [built_models.GPT] and bool(set(options.only) - BUILDS)
@@ -117,7 +117,7 @@ LISTED = {"builds": built_models.MODELS, "architectures": built_models.ARCHITECT
 
 
 def builds(part: str, every: list[dict[str, Any]], screen: report.Console) -> tuple[Any, list[str]]:
-    """One of the two build tables.  A model whose package is missing is skipped, not wrong."""
+    """Prints one of the two build tables. A model whose package is missing is skipped and not wrong."""
     names = {model.name for model in LISTED[part]}
     rows = [row for row in every if row["name"] in names]
     title = "Models" if part == "builds" else "Architectures of transformers, two layers, random weights"

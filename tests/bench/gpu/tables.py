@@ -1,4 +1,4 @@
-"""The tables of the parts that are one child each, and the sentences about what is wrong in them."""
+"""Tables of the parts that are one child each, and sentences about wrong results."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.bench.gpu_cold.cold_start import TOLERANCE
 
 
 def show_dispatch(screen: report.Console, numbers: dict[str, Any]) -> None:
-    """Microseconds of the CPU per call."""
+    """Prints the CPU microseconds per call."""
     rows = []
     for name, (low, median, high) in numbers["quartiles"].items():
         verdict = report.goal(median, 25, "us") if name in ("bundle, view", "bundle, copy") else ""
@@ -21,7 +21,7 @@ def show_dispatch(screen: report.Console, numbers: dict[str, Any]) -> None:
 
 
 def show_device(screen: report.Console, numbers: dict[str, Any]) -> None:
-    """Microseconds of the GPU per call."""
+    """Prints the GPU microseconds per call."""
     rows = []
     for row in numbers["rows"]:
         times = row["microseconds"]
@@ -40,9 +40,9 @@ def show_device(screen: report.Console, numbers: dict[str, Any]) -> None:
 
 
 def show_memory(screen: report.Console, numbers: dict[str, Any]) -> None:
-    """Bytes as the manifest says and as the device reports."""
+    """Prints the bytes in the manifest and the bytes that the device reports."""
     memories = numbers["memories"]
-    # what the driver keeps when everything of ours is gone belongs to the context, though it comes with the first module
+    # memory that the driver keeps after close belongs to the context, though it is allocated with the first module
     planned, used = numbers["manifest"], numbers["used after load"] - numbers["left after close"]
     known = memories["weights"] + memories["inputs"]
     rows = [[f"manifest: {name}", mb(size)] for name, size in memories.items()]
@@ -63,18 +63,18 @@ def show_memory(screen: report.Console, numbers: dict[str, Any]) -> None:
 
 
 def within(measured: int, planned: int) -> str:
-    """`1.032 (within 10%: met)`."""
+    """Returns a text such as `1.032 (within 10%: met)`."""
     ratio = measured / planned if planned else float("inf")
     return f"{ratio:.3f} (within 10%: {'met' if abs(ratio - 1) <= 0.1 else 'MISSED'})"
 
 
 def mb(size: int) -> str:
-    """`12.3 MB`."""
+    """Returns a text such as `12.3 MB`."""
     return f"{size / 1e6:.1f} MB"
 
 
 def show_replays(screen: report.Console, numbers: dict[str, Any]) -> None:
-    """Counts and differences."""
+    """Prints counts and differences."""
     rows = [
         [f"{numbers['replays']:,} replays, sizes, inputs and streams at random", f"{numbers['wrong']} with other bits"],
         [
@@ -94,7 +94,7 @@ SHOW: dict[str, Callable[[report.Console, dict[str, Any]], None]] = {
 
 
 def wrong_cold(numbers: dict[str, Any]) -> list[str]:
-    """Ways that failed, a loading process that holds what it must not, outputs that differ."""
+    """Lists ways that failed, forbidden imports in the loading process, and outputs that differ."""
     sentences = [
         f"{way}: {failed(rows[-1])}" for way, rows in numbers.items() if isinstance(rows, list) and rows and failed(rows[-1])
     ]
@@ -117,12 +117,12 @@ def wrong_cold(numbers: dict[str, Any]) -> list[str]:
 
 
 def wrong_dispatch(numbers: dict[str, Any]) -> list[str]:
-    """Outputs too far from eager."""
+    """Lists outputs too far from eager PyTorch."""
     return [f"{name} differs from eager by {value:.1e}" for name, value in numbers["differences"].items() if not value <= TOLERANCE]
 
 
 def wrong_device(numbers: dict[str, Any]) -> list[str]:
-    """Outputs too far from eager."""
+    """Lists outputs too far from eager PyTorch."""
     return [
         f"batch {row['key'][0]} differs from eager by {row['difference to eager']:.1e}"
         for row in numbers["rows"]
@@ -131,13 +131,13 @@ def wrong_device(numbers: dict[str, Any]) -> list[str]:
 
 
 def wrong_memory(numbers: dict[str, Any]) -> list[str]:
-    """A leak, or an arena that is no maximum."""
+    """Lists a memory leak, or an arena that is not the maximum."""
     sentences = [] if numbers["arena is the maximum"] else ["the arena is not the largest of the sizes'"]
     return sentences + ([f"{numbers['lost on the GPU']} bytes lost on the GPU"] if numbers["lost on the GPU"] > 0 else [])
 
 
 def wrong_replays(numbers: dict[str, Any]) -> list[str]:
-    """Other bits, or outputs too far from eager."""
+    """Lists outputs with different bits, or too far from eager PyTorch."""
     sentences = [f"{numbers[name]} outputs with other bits ({name})" for name in ("wrong", "stream differs") if numbers[name]]
     for name in ("difference to eager", "pad", "chunk"):
         sentences += [f"{name} {size}: {value:.1e}" for size, value in numbers[name].items() if not value <= TOLERANCE]

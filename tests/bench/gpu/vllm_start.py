@@ -1,10 +1,10 @@
-"""Starts of vLLM as it is, and with the plugin in examples/vllm_plugin, in turns.
+"""Compares starts of vLLM without and with the plugin in examples/vllm_plugin; the two alternate.
 
     python -m tests.bench.gpu.vllm_start MODEL GRAPHS [--turns 3] [--options '{"load_format": "dummy"}']
 
-GRAPHS is the folder of the plugin; it is filled first where it is empty.  Every start is a process of its own.  It prints a row for
-each: seconds from the start of the process to the engine, the phases that vLLM's log tells, tokens/s at LANES (best of ROUNDS),
-used memory, and whether the tokens are those of the first start.  The log of every start lies in `GRAPHS.logs`.
+GRAPHS is the folder of the plugin; an empty one is filled first.  Every start is its own process.  Prints a row for each: seconds
+from process start to the engine, the phases in vLLM's log, tokens/s at LANES (best of ROUNDS), used memory, and whether the tokens
+equal those of the first start.  The logs are in `GRAPHS.logs`.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ LANES = (1, 32, 256)
 ROUNDS = 5
 PROMPTS, NEW = 64, 32
 LENGTHS = (5, 40, 300, 700)
-"""Of prompts, in tokens: below and above the largest captured size."""
+"""Lengths of prompts in tokens, below and above the largest captured size."""
 
 SAVES = 4
-"""Starts that may be needed before the folder is complete."""
+"""Largest number of starts until the folder is complete."""
 
 PHASES = {
     "compile": r"torch\.compile took ([\d.]+) s",
@@ -40,14 +40,14 @@ PHASES = {
     "loaded": r"no profiling run, the compiled model in ([\d.]+) s",
     "attached": r"graphs attached, .*: tensors [\d.]+ s, graphs ([\d.]+) s",
 }
-"""Seconds in the log, vLLM's and the plugin's."""
+"""Patterns for seconds in the logs of vLLM and the plugin."""
 
 SKIPPED = {"load_format": "dummy", "skip_tokenizer_init": True, "enable_prefix_caching": False, "disable_log_stats": True}
-"""Options of every engine: nothing of text is needed."""
+"""Options of every engine: no tokenizer is needed."""
 
 
 def child(model: str, options: dict[str, Any], answer: Path) -> None:
-    """One start; writes what it measured."""
+    """Runs one start and writes its measurements."""
     began = float(os.environ["BEGAN"])
     from vllm import LLM, SamplingParams
 
@@ -88,11 +88,11 @@ def child(model: str, options: dict[str, Any], answer: Path) -> None:
     }  # fmt: skip
     answer.write_text(json.dumps(row))
     engine.llm_engine.engine_core.shutdown()
-    os._exit(0)  # what is left to end are vLLM's threads
+    os._exit(0)  # end without waiting for vLLM's threads
 
 
 def start(name: str, arguments: argparse.Namespace, graphs: Path | None) -> dict[str, Any]:
-    """One start in a process of its own, with the plugin's folder or without the plugin.  Raises RuntimeError."""
+    """Runs one start in a new process, with the plugin's folder or without the plugin. Raises RuntimeError."""
     logs = Path(f"{arguments.graphs}.logs")
     logs.mkdir(exist_ok=True)
     log, answer = logs / f"{name}.log", logs / f"{name}.json"

@@ -1,4 +1,4 @@
-"""The part `cold`: from process start to the first output with all three sizes ready, every way in fresh processes, in turns."""
+"""The part `cold`: time from process start to the first output with all three sizes ready. Ways alternate in new processes."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from tests.bench.gpu_cold import load_stages
 
 REPEAT = {"bundle": 9, "bundle alone": 9, "watched": 5, "C floor": 9, "Python floor": 5, "capture": 4, "compile": 3, "JAX": 4}
 TOLERANCE = 4e-2
-"""bfloat16's, as cgcompile holds recordings to."""
+"""Tolerance of bfloat16 that cgcompile allows for recordings."""
 
 OVER_FLOOR = 58
-"""Milliseconds that the bundle may take beyond the C program's: 0.27 s where that took 0.212, which is the goal."""
+"""Milliseconds that the bundle may take beyond the C program. The goal is 0.27 s on a machine where the C program took 0.212 s."""
 
 LAPS = ("interpreter", "import cgbundle", "input", "first call")
-"""What stands beside the stages of loading."""
+"""Laps that are shown beside the stages of loading."""
 
 
 def measure(bundle: Path, cache: Path) -> dict[str, Any]:
-    """Every way's repetitions; a way that fails has {"error"} instead."""
+    """Measures the repetitions of every way; a way that fails has {"error"} instead."""
     folder = cache / "cold"
     folder.mkdir(parents=True, exist_ok=True)
     texts = self_test_inputs(bundle, folder)
@@ -76,7 +76,7 @@ def measure(bundle: Path, cache: Path) -> dict[str, Any]:
 
 
 def self_test_inputs(bundle: Path, folder: Path) -> list[str]:
-    """The self-test's input of every key as a raw file: `file:dtype:shape` each."""
+    """Writes the self-test's input of every key to a raw file and returns `file:dtype:shape` of each."""
     entry = archive.read_manifest(str(bundle)).entries[0]
     stored = Mapped(str(bundle / file_names.SELF_TEST), file_names.SELF_TEST)
     texts = []
@@ -94,7 +94,7 @@ def self_test_inputs(bundle: Path, folder: Path) -> list[str]:
 
 
 def differences(bundle: Path, folder: Path) -> dict[str, Any]:
-    """Per way the largest difference of an output to the recording's, of the sizes that the way wrote."""
+    """Returns, for each way, the largest difference of an output from the recording's, over the sizes that the way wrote."""
     dtype = archive.read_manifest(str(bundle)).entries[0].outputs[0].dtype
     errors = {}
     for way, stem in (
@@ -112,7 +112,7 @@ def differences(bundle: Path, folder: Path) -> dict[str, Any]:
 
 
 def c_floor(folder: Path) -> dict[str, Any]:
-    """cuInit and a context in a C program, compiled here: seconds from its start."""
+    """Compiles and runs a C program with cuInit and a context. Returns seconds from its start."""
     program = folder / "floor"
     if not program.exists():
         source = Path(__file__).with_name("floor.c")
@@ -131,12 +131,12 @@ def c_floor(folder: Path) -> dict[str, Any]:
 
 
 def seconds_or_error(row: dict[str, Any]) -> str:
-    """`9.02 s` or the row's error."""
+    """Returns a text such as `9.02 s`, or the row's error."""
     return failed(row) or f"{row['seconds']:.3f} s"
 
 
 def show(screen: report.Console, numbers: dict[str, Any]) -> None:
-    """Times and ratios against the goals, then the breakdown."""
+    """Prints times and ratios against the goals, then the breakdown."""
     ours = times(numbers, "bundle")
     goals = {"compile": 20, "capture": 6, "JAX": 4}
     titles = {
@@ -170,12 +170,12 @@ def show(screen: report.Console, numbers: dict[str, Any]) -> None:
 
 
 def times(numbers: dict[str, Any], way: str) -> list[float]:
-    """Seconds of the repetitions that worked."""
+    """Returns the seconds of the repetitions that succeeded."""
     return [row["seconds"] for row in numbers.get(way, []) if not failed(row)]
 
 
 def show_breakdown(screen: report.Console, numbers: dict[str, Any]) -> None:
-    """Where the bundle's time goes, and what the loading process holds."""
+    """Prints the parts of the bundle's time, and the forbidden modules of the loading process."""
     runs = [row for row in numbers.get("watched", []) if not failed(row)]
     if not runs:
         return
@@ -205,6 +205,6 @@ def show_breakdown(screen: report.Console, numbers: dict[str, Any]) -> None:
 
 
 def rest_of_load(run: dict[str, Any]) -> float:
-    """Seconds of `load` in no stage of the first thread."""
+    """Returns the seconds of `load` outside all stages of the first thread."""
     stage_seconds = sum(seconds for name, seconds in run["stages"].items() if not name.startswith(load_stages.BESIDE))
     return run["laps"]["load"] - stage_seconds

@@ -1,4 +1,4 @@
-"""Child: `floor.py` makes a CUDA context with cuda-bindings and nothing else, and prints the seconds from process start."""
+"""Child process: `floor.py` only creates a CUDA context with cuda-bindings and prints the seconds from process start."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from tests.bench.common import serving
 
 
 def main() -> None:
-    """Prints {seconds, laps} as JSON.  Raises SystemExit for an error of the driver."""
+    """Prints {seconds, laps} as JSON. Raises SystemExit on a driver error."""
     laps = serving.Laps()
     laps.mark("interpreter")
     from cuda.bindings import driver

@@ -1,8 +1,8 @@
-"""What a load of a plain GPU bundle imports of the runtime: modules, lines, and CPU time with and without bytecode.
+"""Measures the runtime modules that a load of a plain GPU bundle imports: names, lines, and CPU time with and without bytecode.
 
     PYTHONPATH=.:cli:bundles python -m tests.bench.gpu_cold.imports [--runs 20] [OTHER_CHECKOUT ...]
 
-Checkouts take turns, a fresh process for each time.  The driver is `tests/helpers/drivers/null_driver.py`: no GPU is needed.
+Checkouts alternate, with a new process for each time.  The driver is `tests/helpers/drivers/null_driver.py`: no GPU is needed.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def main() -> None:
 
 
 def imported(checkout: Path, bundle: Path) -> list[str]:
-    """The modules of the runtime that a load has imported."""
+    """Returns the runtime modules that a load imports."""
     environment = os.environ | {"PYTHONPATH": f"{checkout}:{checkout / 'bundles'}"}
     command = [sys.executable, "-m", "tests.helpers.drivers.null_driver", str(bundle)]
     names: list[str] = json.loads(subprocess.run(command, cwd=checkout, env=environment, capture_output=True, check=True).stdout)
@@ -66,13 +66,13 @@ def imported(checkout: Path, bundle: Path) -> list[str]:
 
 
 def seconds(folder: Path, modules: list[str], **variables: str) -> float:
-    """CPU time of importing the modules in a fresh process."""
+    """Returns the CPU seconds of importing the modules in a new process."""
     environment = os.environ | {"PYTHONPATH": str(folder)} | variables
     return float(subprocess.run([sys.executable, "-c", TIMED, *modules], env=environment, capture_output=True, check=True).stdout)
 
 
 def count_lines(folder: Path, name: str) -> int:
-    """The lines of a module."""
+    """Returns the number of lines of a module."""
     path = folder.joinpath(*name.split("."))
     return len((path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text(encoding="utf-8").splitlines())
 

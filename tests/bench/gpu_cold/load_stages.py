@@ -1,4 +1,4 @@
-"""Times the stages of loading a bundle from outside: functions are replaced by timed ones as soon as their module is imported."""
+"""Times the stages of loading a bundle from outside: it wraps functions as soon as their module is imported."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ WATCHED = {
 
 IMPORTS = "imports"
 BESIDE = "beside: "
-"""What labels of other threads' times begin with: those times overlap with the first thread's."""
+"""Prefix of labels for other threads, whose times overlap with the first thread's."""
 
 
 class Stopwatch:
-    """Seconds of the watched functions, by label; what one spends in another counts for the other.
+    """Seconds of the watched functions, by label; a nested watched call counts only for the inner function.
 
-    `seen` holds the first argument of every call.  `install` watches the modules that are imported from then on.
+    `seen` holds the first argument of every call. `install` watches the modules that are imported later.
     """
 
     def __init__(self) -> None:
@@ -41,11 +41,11 @@ class Stopwatch:
         self._local = threading.local()
 
     def install(self) -> None:
-        """From now on."""
+        """Starts watching imports."""
         sys.meta_path.insert(0, self)
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """The import system asks: the usual module, its execution timed and its functions replaced."""
+        """Called by the import system: returns the usual module, with a timed execution and wrapped functions."""
         if name.partition(".")[0] not in ("cgbundle", "cuda"):
             return None
         spec = PathFinder.find_spec(name, path, target)
@@ -67,7 +67,7 @@ class Stopwatch:
         setattr(place, name, self.timed(getattr(place, name), label))
 
     def timed(self, original: Callable[..., Any], label: str) -> Callable[..., Any]:
-        """`original`, which adds to the label's seconds when it is called."""
+        """Wraps `original`: a call adds its time to the label's seconds."""
 
         def call(*args: Any, **options: Any) -> Any:
             beside = threading.get_ident() != self._thread

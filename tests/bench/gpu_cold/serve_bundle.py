@@ -1,7 +1,8 @@
-"""Child: `serve_bundle.py HOW BUNDLE OUTPUT INPUT` serves once from a bundle for CUDA, without torch and NumPy, and prints times.
+"""Child process: `serve_bundle.py HOW BUNDLE OUTPUT INPUT` serves one call of a CUDA bundle without torch and NumPy, and prints
+times.
 
-HOW is `plain`; or `watched`, with the stages of loading timed apart from outside.  When everything is measured the bundle is loaded
-a second time beside the first, for the self-test.
+HOW is `plain` or `watched`; the latter times the stages of loading. After all measurements it loads the bundle a second time for
+the self-test.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Child: the GPT of examples/gpt.py in JAX, with the weights of a bundle, as executables compiled ahead.
+"""Child process: the GPT of examples/gpt.py in JAX, with the weights of a bundle, as executables compiled ahead of time.
 
 serve_jax.py build FOLDER WEIGHTS INPUT...     compiles and serializes an executable per input
 serve_jax.py serve FOLDER WEIGHTS INPUT...     loads all of them, then serves the first input
@@ -17,11 +17,11 @@ from typing import Any
 from tests.bench.common import serving
 
 HEADS = 12
-"""As in examples/gpt.py, which cannot be imported without torch."""
+"""The same as in examples/gpt.py, which cannot be imported without torch."""
 
 
 def weights_of(path: str) -> dict[str, Any]:
-    """The tensors of a safetensors file as NumPy arrays over the mapped file."""
+    """Returns the tensors of a safetensors file as NumPy arrays over the mapped file."""
     import ml_dtypes
     import numpy
 
@@ -38,7 +38,7 @@ def weights_of(path: str) -> dict[str, Any]:
 
 
 def forward(weights: dict[str, Any], ids: Any) -> Any:
-    """The logits of the last token."""
+    """Returns the logits of the last token."""
     import jax
 
     x = weights["token.weight"][ids] + weights["position.weight"][: ids.shape[1]]
@@ -55,12 +55,12 @@ def forward(weights: dict[str, Any], ids: Any) -> Any:
 
 
 def linear(weights: dict[str, Any], name: str, x: Any) -> Any:
-    """x times the weight's transpose, and the bias."""
+    """Multiplies x with the transposed weight and adds the bias."""
     return x @ weights[f"{name}.weight"].T + weights[f"{name}.bias"]
 
 
 def norm(weights: dict[str, Any], name: str, x: Any) -> Any:
-    """LayerNorm in float32."""
+    """Applies LayerNorm in float32."""
     import jax
 
     wide = x.astype("float32")
@@ -69,7 +69,7 @@ def norm(weights: dict[str, Any], name: str, x: Any) -> Any:
 
 
 def build(folder: Path, weights: str, texts: list[str]) -> dict[str, Any]:
-    """Compiles for every input's shape."""
+    """Compiles an executable for every input's shape."""
     import jax
     import numpy
 
@@ -85,7 +85,7 @@ def build(folder: Path, weights: str, texts: list[str]) -> dict[str, Any]:
 
 
 def serve(folder: Path, weights: str, texts: list[str]) -> dict[str, Any]:
-    """Loads every executable, puts the weights on the GPU, runs the first input; then the others."""
+    """Loads every executable, copies the weights to the GPU, and runs the first input, then the others."""
     laps = serving.Laps()
     laps.mark("interpreter")
     import jax
@@ -113,7 +113,7 @@ def serve(folder: Path, weights: str, texts: list[str]) -> dict[str, Any]:
 
 
 def main(way: str, folder: str, weights: str, *texts: str) -> None:
-    """Prints the way's numbers as JSON."""
+    """Prints the numbers as JSON."""
     print(json.dumps({"build": build, "serve": serve}[way](Path(folder), weights, list(texts))))
 
 

@@ -1,8 +1,8 @@
-"""Child: `serve_torch.py HOW MODEL WEIGHTS OUTPUT INPUT...` brings a torch model to where every size replays as a CUDA graph,
-then serves the first input once.
+"""Child process: `serve_torch.py HOW MODEL WEIGHTS OUTPUT INPUT...` prepares a torch model until every size replays as a CUDA
+graph, then serves the first input once.
 
-HOW is `capture`: PyTorch's eager kernels, one CUDA graph per size captured by hand; or `compile`: torch.compile with
-mode="reduce-overhead".  Modules are made without initializing and in the weights' own dtype, because the weights replace them.
+HOW is `capture` (eager kernels, one CUDA graph per size captured by hand) or `compile` (torch.compile with mode="reduce-overhead").
+Modules are created uninitialized in the weights' dtype, because the weights replace them.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from tests.bench.common import serving
 from tests.bench.cpu import serve_torch
 
 CALLS = 3
-"""Calls of a size until reduce-overhead replays: one that runs, one that records, one that replays."""
+"""Calls of a size until reduce-overhead replays: one runs, one records, one replays."""
 
 
 def captured(network: Any, inputs: Sequence[Any]) -> Callable[[Any], Any]:
-    """Graphs of all inputs' shapes in one pool, largest first, with one run before each capture."""
+    """Captures graphs of all input shapes in one pool, largest first, with one run before each capture."""
     import torch
 
     graphs: dict[Any, tuple[Any, Any, Any]] = {}
@@ -48,7 +48,7 @@ def captured(network: Any, inputs: Sequence[Any]) -> Callable[[Any], Any]:
 
 
 def compiled(network: Any, inputs: Sequence[Any]) -> Callable[[Any], Any]:
-    """torch.compile, called until every size replays."""
+    """Returns torch.compile of the network, after enough calls that every size replays."""
     import torch
 
     fast = torch.compile(network, mode="reduce-overhead", fullgraph=True, dynamic=False)
@@ -87,7 +87,7 @@ def main(how: str, model: str, weights: str, output: str, *texts: str) -> None:
 
 
 def loaded(model: str, weights: str) -> Any:
-    """The network on the GPU with the weights of a safetensors file, as fast as torch can."""
+    """Loads the network to the GPU with the weights of a safetensors file, as fast as torch can."""
     import torch
     from safetensors.torch import load_file
 

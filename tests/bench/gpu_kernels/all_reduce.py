@@ -1,7 +1,8 @@
-"""`python -m tests.bench.gpu_kernels.all_reduce`: all_reduce between two GPUs by kernels of ours in graphs, and by NCCL in one.
+"""`python -m tests.bench.gpu_kernels.all_reduce`: compares all_reduce between two GPUs by cgcompile's kernels and by NCCL, in
+graphs.
 
-bf16, 8 KB to 64 MB, microseconds each of 100 in a graph, best of 8 replays.  Then a million in random sizes, every number of them
-compared.  `--count N`: as many instead.  `--only nccl` is what the program starts itself, under torch.distributed.run.
+bf16, 8 KB to 64 MB; microseconds per all_reduce, 100 in a graph, best of 8 replays. Then a million all_reduces of random sizes,
+with every element checked. `--count N` changes the million. The program itself starts `--only nccl` under torch.distributed.run.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ SIZES = [1 << power for power in range(13, 27)]
 TIMES, REPLAYS = 100, 8
 
 RANDOM, LARGEST, ROOM = 400, 2 << 20, 32 << 20
-"""The most all_reduces in a graph of random sizes, and in bytes the largest of them and all together."""
+"""For graphs of random sizes: largest number of all_reduces, largest one in bytes, and their total bytes."""
 
 
 def nccl() -> None:
@@ -49,12 +50,12 @@ def nccl() -> None:
             best = min(best, begin.elapsed_time(end) * 1000 / TIMES)
         if rank == 0:
             print(size, best, flush=True)
-    os._exit(0)  # its threads do not end by themselves while graphs with NCCL are alive
+    os._exit(0)  # NCCL's threads do not end while graphs with NCCL exist
 
 
 def measured_nccl() -> dict[int, float]:
-    """Microseconds by bytes; empty where NCCL did not run."""
-    port = str(29000 + os.getpid() % 1000)  # others may run beside it
+    """Returns microseconds by bytes; empty if NCCL did not run."""
+    port = str(29000 + os.getpid() % 1000)  # other runs may use the machine
     start = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", port]
     command = [*start, "-m", "tests.bench.gpu_kernels.all_reduce", "--only", "nccl"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
@@ -65,7 +66,7 @@ def measured_nccl() -> dict[int, float]:
 
 
 def ours(theirs: dict[int, float]) -> None:
-    """The table; `theirs`: NCCL's microseconds by bytes."""
+    """Prints the table; `theirs` are NCCL's microseconds by bytes."""
     from cgcompile.targets.collectives.exchange_memory import ExchangeMemory
     from cgcompile.targets.collectives.launches import collective_launch
     from tests.gpu.helpers.ranks import Collective, Ranks
@@ -89,7 +90,7 @@ def ours(theirs: dict[int, float]) -> None:
 
 
 def many(count: int) -> None:
-    """Random sizes one behind the other, other numbers and one of six graphs at every replay."""
+    """Runs random sizes one after the other, with new numbers and one of six graphs at every replay."""
     from cgcompile.targets.collectives.exchange_memory import ExchangeMemory
     from cgcompile.targets.collectives.launches import collective_launch
     from tests.gpu.helpers.ranks import Collective, Ranks
@@ -113,7 +114,7 @@ def many(count: int) -> None:
     while done < count:
         number = random.randrange(len(graphs))
         (length, end), seed, right = spans[number], random.getrandbits(40), []
-        for rank in range(2):  # each GPU draws the numbers of both: equal seeds give equal ones
+        for rank in range(2):  # each GPU draws the numbers of both: equal seeds give equal numbers
             torch.cuda.set_device(rank)
             generator = torch.Generator(f"cuda:{rank}")
             both = [torch.empty(end, dtype=torch.bfloat16, device=f"cuda:{rank}") for _ in range(2)]

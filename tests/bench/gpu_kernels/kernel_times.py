@@ -1,7 +1,8 @@
-"""Child: `kernel_times.py BUNDLE` times every kernel of a bundle where it stands: JSON of symbol -> microseconds, by int_key.
+"""Child process: `kernel_times.py BUNDLE` times every kernel of a bundle in its place. Prints JSON: int_key -> symbol ->
+microseconds.
 
-The rows are launched one by one behind a fill of memory that keeps the GPU busy until all are enqueued, with an event after each,
-so that no launch is waited for and caches are as in a replay.  An event between two kernels costs about a microsecond of the GPU.
+Launches are queued behind a memset that keeps the GPU busy until all are queued, with an event after each. So no launch waits for
+the CPU, and caches are as in a replay. An event between two kernels costs about a microsecond on the GPU.
 """
 
 from __future__ import annotations
@@ -43,13 +44,13 @@ def main(bundle: str) -> None:
 
 
 def archive_file(bundle: str, file: str) -> bytes:
-    """A file of the bundle."""
+    """Reads a file of the bundle."""
     with open(f"{bundle}/{file}", "rb") as opened:
         return opened.read()
 
 
 def timed(table: Table, executor: Any, stream: Any, room: Any) -> dict[str, Any]:
-    """Medians per row, summed by symbol."""
+    """Returns the medians of each row, summed by symbol."""
     symbols = names(table)
     steps = executor._steps
     assert len(symbols) == len(steps)
@@ -74,7 +75,7 @@ def timed(table: Table, executor: Any, stream: Any, room: Any) -> dict[str, Any]
 
 
 def names(table: Table) -> list[str]:
-    """The symbol of every row that is launched, or its kind."""
+    """Returns the symbol of every launched row, or its kind."""
     labels, kernels = [], 0
     for kind in table.kind:
         if kind == KERNEL:

@@ -1,7 +1,7 @@
-"""Child: `offline_times.py TRACED CAPTURED...` times the GPU's part of a call of a bundle that was built without a GPU beside
-bundles of the same model that were captured, for every int_key: JSON.
+"""Child process: `offline_times.py TRACED CAPTURED...` compares the GPU time of a cross-compiled bundle with captured bundles of
+the same model, for every int_key, as JSON.
 
-Rounds of all alternate, so that they see the same clocks.  Inputs are those of the self-test.
+Rounds of all bundles alternate, so that they run at the same clock frequency. Inputs are those of the self-test.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def main(paths: list[str]) -> None:
 
 
 def fill(path: str, entry: EntrySpec, backend: CudaBackend, key: tuple[int, ...], number: int) -> None:
-    """Puts the self-test's inputs into the static buffers."""
+    """Copies the self-test's inputs to the static buffers."""
     stored = Mapped(f"{path}/{file_names.SELF_TEST}", file_names.SELF_TEST)
     tensors = self_test.inputs_of(stored, entry, key)
     with backend.locked(None) as stream:
@@ -55,7 +55,7 @@ def fill(path: str, entry: EntrySpec, backend: CudaBackend, key: tuple[int, ...]
 
 
 def microseconds(backend: CudaBackend, number: int) -> float:
-    """Per replay, over one round."""
+    """Returns microseconds per replay, over one round."""
     addresses, _ = backend.buffers(number)
     with backend.locked(None) as stream:
         start, end = (check("cuEventCreate", cu.cuEventCreate(0)) for _ in range(2))

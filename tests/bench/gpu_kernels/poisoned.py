@@ -1,6 +1,7 @@
-"""Replays over poisoned memory: `poisoned.py BUNDLE...` sits every bundle's self-test many times, keys and sessions at random.
+"""Replays over poisoned memory: `poisoned.py BUNDLE...` runs the self-test of each bundle many times, with random keys and
+sessions.
 
-Before every replay the arena (outputs lie there) and memory of the host are filled with 0xFF, which is NaN as a float.
+Before every replay the arena (with the outputs) and host memory are filled with 0xFF, which is NaN as a float.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ ROUNDS = 40
 
 
 def main(bundles: list[str]) -> int:
-    """A line of JSON for each; exit 1 when a replay breaks the bundle's promise."""
+    """Prints a line of JSON for each bundle. Returns 1 if a replay misses the self-test's tolerance."""
     broken = 0
     for path in bundles:
         choice, failed, worst = random.Random(0), 0, 0.0

@@ -1,9 +1,9 @@
-"""How long another LoRA adapter takes to be there: `adapter_swap.py [--layers N] [--width N] [--rank N]`.
+"""Times the swap of a LoRA adapter: `adapter_swap.py [--layers N] [--width N] [--rank N]`.
 
-Builds examples/lora.py (float16; by default adapters of 100 MB) for this machine's GPU and swaps adapters by `program.load`, from
-NumPy arrays, pinned memory and tensors of the GPU, and by `program.update` of merged weights.  A swap ends when the next call's
-answer is there; that call alone is timed, too.  The same with the driver's own copies.  Prints medians and ranges in milliseconds;
-exit 1 where an answer is not that of the adapter.
+Builds examples/lora.py (float16; by default adapters of 100 MB) for this machine's GPU. Swaps adapters by `program.load` from NumPy
+arrays, pinned memory and GPU tensors, and by `program.update` of merged weights. A swap ends with the answer of the next call; that
+call alone is timed too. The driver's copies are timed for comparison. Prints medians and ranges in milliseconds. Exit status 1 if
+an answer is not that of the adapter.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def main() -> int:
 
 
 def measure(lora: Any, program: Any, adapters: list[tuple[torch.Tensor, torch.Tensor]]) -> bool:
-    """Every way to swap; whether the answers are right."""
-    x = (torch.randn(1, lora.TOKENS, lora.WIDTH) / 16).to(lora.DTYPE).cuda()  # 48 layers make it a thousand times as large
+    """Times every way to swap. Returns whether the answers are right."""
+    x = (torch.randn(1, lora.TOKENS, lora.WIDTH) / 16).to(lora.DTYPE).cuda()  # 48 layers multiply its size by a thousand
     slot = torch.tensor([2])
     network = lora.model().cuda()
     weights = {name: value.cpu() for name, value in network.state_dict().items()}
@@ -100,7 +100,7 @@ def measure(lora: Any, program: Any, adapters: list[tuple[torch.Tensor, torch.Te
 
 
 def times(run: Callable[[int], Any]) -> list[float]:
-    """Milliseconds of each round but the first."""
+    """Returns the milliseconds of each round except the first."""
     milliseconds = []
     for number in range(ROUNDS):
         torch.cuda.synchronize()
@@ -112,7 +112,7 @@ def times(run: Callable[[int], Any]) -> list[float]:
 
 
 def shown(milliseconds: list[float]) -> str:
-    """`5.2 ms (5.0 - 6.1)`."""
+    """Returns a text such as `5.2 ms (5.0 - 6.1)`."""
     return f"{statistics.median(milliseconds):.2f} ms ({min(milliseconds):.2f} - {max(milliseconds):.2f})"
 
 

@@ -1,10 +1,10 @@
-"""Weights replaced while four sessions are called: `update_load.py BUNDLE [SECONDS]`, a bundle for CUDA of floating weights.
+"""Replaces weights while four sessions are called: `update_load.py BUNDLE [SECONDS]`, with a CUDA bundle of floating-point weights.
 
-Two files with the names and shapes of the bundle's weights are made, of random numbers.  Each of four threads calls a session of
-its own with inputs of the CPU, and compares every answer bit for bit with what each file's weights give; meanwhile the program is
-updated with one file and the other in turns.  Prints the answers of either and of neither, which must be none, how long updates
-took, and calls with and without them.  Then a file that ends early and one with another shape are refused, and change nothing.
-Needs NumPy, no torch.
+Two files with random weights are written, with the names and shapes of the bundle's weights. Each of four threads calls its own
+session with CPU inputs and compares every answer, bit for bit, with the answers of both files. Meanwhile the program is updated
+with the two files alternately. Prints the number of answers of either file and of neither (must be 0), the time of updates, and
+calls with and without updates. Then a truncated file and one with a wrong shape must be rejected without any effect. Needs NumPy,
+but no torch.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ SMALL = {
     "float16": (numpy.uint16, 0x83FF, 0x2400),
     "float32": (numpy.uint32, 0x807FFFFF, 0x3C800000),
 }
-"""By dtype: words, the bits that are random (sign and fraction), and the others: an exponent that makes numbers near 0.02."""
+"""By dtype: the word type, the mask of the random bits (sign and fraction), and the fixed exponent bits, for numbers near 0.02."""
 
 
 def main(bundle: str, seconds: str = "4") -> int:
-    """Exit status 1 where an answer is by neither weights, or a refused file changed something."""
+    """Returns 1 if an answer belongs to neither file, or if a rejected file changed something."""
     with tempfile.TemporaryDirectory() as folder, cgbundle.load(bundle) as program:
         files = [write(bundle, Path(folder) / f"{number}.safetensors", number) for number in range(2)]
         keys = program.int_keys
@@ -75,7 +75,7 @@ def main(bundle: str, seconds: str = "4") -> int:
 def load(
     program: Any, inputs: list[Any], expected: list[list[bytes]], seconds: float, files: list[str]
 ) -> tuple[list[list[tuple[float, int]]], list[float]]:
-    """By session, of every call its seconds and which file's weights it used; and the seconds of every update."""
+    """Returns, by session, the seconds of every call and the file whose weights it used; also the seconds of every update."""
     calls: list[list[tuple[float, int]]] = [[] for _ in range(SESSIONS)]
     done, ready = threading.Event(), threading.Barrier(SESSIONS + 1)
 
@@ -110,13 +110,13 @@ def load(
 
 
 def answer(program: Any, values: list[Any]) -> bytes:
-    """The first output's bytes."""
+    """Returns the bytes of the first output."""
     outputs = program.replay(values)
     return bytes((outputs[0] if isinstance(outputs, (list, tuple)) else outputs).tobytes())
 
 
 def draw(program: Any, key: tuple[int, ...]) -> list[Any]:
-    """Inputs of the CPU for a key: indices below 1000, or numbers near 0.02."""
+    """Returns CPU inputs for a key: indices below 1000, or numbers near 0.02."""
     row = program.spec.programs[program.int_keys.index(key)]
     random, tensors = numpy.random.default_rng(sum(key)), []
     for value in [row.values[index] for index in row.inputs]:
@@ -129,7 +129,7 @@ def draw(program: Any, key: tuple[int, ...]) -> list[Any]:
 
 
 def write(bundle: str, path: Path, seed: int) -> str:
-    """A file of random weights under the bundle's names; those that the code was compiled with stay."""
+    """Writes random weights under the bundle's names; frozen weights keep their values."""
     random, manifest = numpy.random.default_rng(seed), archive.read_manifest(bundle)
     frozen = {manifest.weights[row.weight].tensor for row in manifest.frozen}
     mapped = safetensors.Mapped(str(Path(bundle) / file_names.WEIGHTS), file_names.WEIGHTS)
@@ -146,20 +146,20 @@ def write(bundle: str, path: Path, seed: int) -> str:
 
 
 def small(random: numpy.random.Generator, dtype: str, number: int) -> bytes:
-    """Random numbers near 0.02, of either sign."""
+    """Returns random numbers near 0.02 of either sign."""
     words, free, fixed = SMALL[dtype]
     return ((random.integers(0, numpy.iinfo(words).max, number, words) & free) | fixed).astype(words).tobytes()
 
 
 def truncated(file: str) -> str:
-    """A copy whose last bytes are missing."""
+    """Writes a copy without its last 64 bytes."""
     copy = Path(f"{file}.truncated.safetensors")
     copy.write_bytes(Path(file).read_bytes()[:-64])
     return str(copy)
 
 
 def misshapen(file: str) -> str:
-    """A copy in which a tensor has another shape."""
+    """Writes a copy in which one tensor has another shape."""
     mapped = safetensors.Mapped(file, file_names.WEIGHTS)
     tensors: dict[str, safetensors_writer.Tensor] = {}
     for name, entry in mapped.entries.items():

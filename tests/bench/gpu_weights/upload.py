@@ -1,6 +1,7 @@
-"""How fast weights reach the GPU, by way and by setting: `tests/bench/gpu_weights/upload.py [MB]`.
+"""Measures how fast weights reach the GPU, for several ways and settings: `tests/bench/gpu_weights/upload.py [MB]`.
 
-Prints milliseconds from an idle context to the last byte in place, pinning included, the file in the page cache: medians of three.
+Prints milliseconds from an idle context to the last byte on the GPU, including pinning. The file is in the page cache; medians of
+three.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def measure(name: str, way: Callable[[], None]) -> None:
         start = time.perf_counter()
         try:
             way()
-        except Exception as error:  # noqa: BLE001 - a way that this machine refuses is a result too
+        except Exception as error:  # noqa: BLE001 - a way that fails on this machine is a result too
             print(f"{name:40} {error}")
             return
         times.append(1e3 * (time.perf_counter() - start))

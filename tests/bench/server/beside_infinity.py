@@ -1,11 +1,11 @@
-"""MiniLM's embeddings from `cgcompile serve` and from Infinity, both by OpenAI's protocol, under the same load in turns.
+"""Compares MiniLM embeddings from `cgcompile serve` and from Infinity, both by OpenAI's protocol, under the same load, alternating.
 
     python -m venv infinity && infinity/bin/pip install 'infinity-emb[torch,server]'
     python -m tests.bench.server.beside_infinity minilm.cgb --infinity infinity/bin/infinity_emb [--serve venv/bin/cgcompile]
 
-`minilm.cgb` is examples/minilm.py, built with the sizes of load.py.  Both servers run as their commands start them, with all
-processors.  Every answer is compared with eager PyTorch's for that text alone.  Start is from the process's start to its first
-answer; memory is what the process holds after the load.
+`minilm.cgb` is examples/minilm.py, built with the sizes of load.py.  Both servers run with their default commands and may use all
+processors.  Every answer is compared with eager PyTorch's for that text alone.  The start time is from process start to first
+answer.  The memory is the resident memory of the process after the load.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def free_port() -> int:
 
 
 def answers(port: int, sentence: str) -> bool:
-    """Whether an embedding comes."""
+    """Tells whether the server returns an embedding."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=LONG)
     body = json.dumps({"model": NAME, "input": sentence})
     try:
@@ -53,20 +53,20 @@ def answers(port: int, sentence: str) -> bool:
 
 @contextmanager
 def running(name: str, command: Sequence[str], sentence: str) -> Iterator[Server]:
-    """A server until the end of the block.  Raises ChildFailed where it does not answer."""
+    """Runs a server until the end of the block. Raises ChildFailed if it does not answer."""
     port = free_port()
     environment = children.environment({"HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1", "INFINITY_ANONYMOUS_USAGE_STATS": "0"})
     if command[0] != sys.executable:
-        environment.pop("PYTHONPATH")  # that environment has packages of its own
+        environment.pop("PYTHONPATH")  # the other environment has its own packages
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
-    with tempfile.TemporaryFile("w+") as said:
-        process = subprocess.Popen([*command, "--port", str(port)], env=environment, stdout=said, stderr=said, text=True)
+    with tempfile.TemporaryFile("w+") as output:
+        process = subprocess.Popen([*command, "--port", str(port)], env=environment, stdout=output, stderr=output, text=True)
         try:
             begin = float(environment[serving.SPAWNED])
             while not answers(port, sentence):
                 if process.poll() is not None or serving.now() > begin + LONG:
-                    said.seek(0)
-                    raise children.ChildFailed(f"{name}: does not answer\n{said.read()[-4000:]}")
+                    output.seek(0)
+                    raise children.ChildFailed(f"{name}: does not answer\n{output.read()[-4000:]}")
                 time.sleep(0.005)
             yield Server(name=name, process=process, port=port, start=serving.now() - begin)
         finally:
@@ -78,7 +78,7 @@ def running(name: str, command: Sequence[str], sentence: str) -> Iterator[Server
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Everything, as numbers.  Raises ChildFailed."""
+    """Measures everything. Raises ChildFailed."""
     sentences = texts()
     load = Load(sentences=sentences, expected=references(sentences), processes=1, cores=os.sched_getaffinity(0), model=NAME)
     serve = [options.serve] if options.serve else [sys.executable, "-m", "cgcompile_cli"]
@@ -120,7 +120,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def show(servers: dict[str, Any], clients: int) -> None:
-    """The table."""
+    """Prints the table."""
     ways = list(servers.values())
 
     def spread(numbers: Sequence[float], form: str) -> str:

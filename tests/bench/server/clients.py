@@ -1,10 +1,10 @@
-"""Child: `clients.py PORT CLIENTS EACH FIRST` is so many clients of a server of embeddings, each with a connection that it keeps
-and its next request as soon as the last was answered.
+"""Child process: `clients.py PORT CLIENTS EACH FIRST` runs many clients of an embedding server. Each keeps its connection and sends
+its next request as soon as the last one was answered.
 
-One thread, one selector, requests that are spelled out before: 64 clients cost little of the processors that they share with the
-server.  On stdin a line of JSON: {"texts": [...], "expected": [[...], ...], "model": ""}; "ready" on stdout when all are connected;
-any line on stdin starts them; then a line of JSON: {"begin", "end", "answers": [[seconds, number of the text], ...], "difference"}.
-FIRST numbers the clients: a client asks for the same texts in every run.  Where "model" is a name, requests are OpenAI's.
+One thread, one selector and prepared requests: 64 clients use little of the CPU time that they share with the server. Reads a line
+of JSON from stdin: {"texts": [...], "expected": [[...], ...], "model": ""}. Prints "ready" when all are connected; any line on
+stdin starts them. Then prints a line of JSON: {"begin", "end", "answers": [[seconds, number of the text], ...], "difference"}.
+FIRST numbers the clients: a client sends the same texts in every run. With a "model" name, requests have OpenAI's form.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from tests.bench.common import serving
 
 
 class Refused(Exception):
-    """An answer that is no 200."""
+    """An answer whose status is not 200."""
 
 
 @dataclass(slots=True)
 class Client:
-    """A connection, what it still has to ask for (last first), when it asked, and the bytes that came since."""
+    """A connection, its remaining texts (last first), the time of its request, and the bytes received since."""
 
     connection: socket.socket
     texts: list[int]
@@ -34,7 +34,7 @@ class Client:
 
 
 def request(text: str, model: str) -> bytes:
-    """A whole request."""
+    """Returns a complete HTTP request."""
     path, fields = ("/v1/embeddings", {"model": model, "input": text}) if model else ("/embed", {"text": text})
     body = json.dumps(fields).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: bench\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
@@ -42,14 +42,14 @@ def request(text: str, model: str) -> bytes:
 
 
 def embedding(body: bytes) -> list[float]:
-    """That of an answer in either form."""
+    """Returns the embedding in an answer of either form."""
     response = json.loads(body)
     vector: list[float] = (response["data"][0] if "data" in response else response)["embedding"]
     return vector
 
 
 def answer(came: bytearray) -> bytes | None:
-    """The body, once it is there.  Raises Refused."""
+    """Returns the body once it is complete, else None. Raises Refused."""
     head, separator, body = bytes(came).partition(b"\r\n\r\n")
     if not separator:
         return None
@@ -63,7 +63,7 @@ def answer(came: bytearray) -> bytes | None:
 
 
 def drive(clients: list[Client], requests: list[bytes]) -> list[tuple[float, int, bytes]]:
-    """Every answer: its seconds, its text's number, its body.  All clients start at once.  Raises OSError, Refused."""
+    """Returns (seconds, number of the text, body) of every answer. All clients start at once. Raises OSError, Refused."""
     replies: list[tuple[float, int, bytes]] = []
     with selectors.DefaultSelector() as selector:
         for client in clients:
@@ -90,7 +90,7 @@ def drive(clients: list[Client], requests: list[bytes]) -> list[tuple[float, int
 
 
 def main(port: str, clients: str, count: str, first: str) -> None:
-    """Runs once."""
+    """Runs the clients once."""
     job = json.loads(sys.stdin.readline())
     texts, expected = job["texts"], job["expected"]
     client_list = [

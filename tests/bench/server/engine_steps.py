@@ -1,10 +1,10 @@
-"""What the engine of `cgcompile serve` does between two calls of a model that computes nothing.
+"""Measures the engine of `cgcompile serve` between two calls of a model that computes nothing.
 
     python -m tests.bench.server.engine_steps [LANES...] [--milliseconds 2] [--prompt 500] [--tokens 200]
 
-For every number of lanes that many requests make tokens together, in an engine over a program whose calls sleep, as a thread does
-that waits for a GPU.  Printed as JSON: microseconds from the end of a call to the beginning of the next (median, 99 of 100), and
-the seconds of processor that a call costs in all.
+For every number of lanes, that many requests generate tokens together, in an engine over a program whose calls sleep, like a
+thread that waits for a GPU.  Prints as JSON: microseconds from the end of a call to the start of the next (median and 99th
+percentile), and CPU seconds per call.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ OUTPUTS = {"token": ("int64", ()), "logprob": ("float32", ()), "top_token": ("in
 
 
 class Calls:
-    """An entry whose calls sleep; it notes when each began and ended."""
+    """An entry whose calls sleep; it records when each began and ended."""
 
     def __init__(self, lanes: int, seq: int | None, seconds: float) -> None:
         sizes = {"batch": lanes} | ({"seq": seq} if seq else {}) | {"blocks": CONTEXT // PAGE}
@@ -48,7 +48,7 @@ class Calls:
 
 
 def program(lanes: int, seconds: float) -> tuple[Any, Calls]:
-    """A program as BundleModel takes it, and its decode entry."""
+    """Returns a program for BundleModel, and its decode entry."""
     decode = Calls(lanes, None, seconds)
     rows = {"keys_0": (lanes * CONTEXT // PAGE + 1, 1, PAGE, 1), "seen": (lanes + 1, 1000)}
     weights = [SimpleNamespace(name=name, shape=shape) for name, shape in rows.items()]
@@ -69,8 +69,8 @@ async def measure(lanes: int, options: argparse.Namespace) -> dict[str, float]:
                 began = time.process_time(), len(decode.times)
     assert began is not None
     processor = (time.process_time() - began[0]) / (len(decode.times) - began[1])
-    whole = decode.times[lanes + 5 :]  # from here on no prompt is read
-    gaps = sorted(second[0] - first[1] for first, second in itertools.pairwise(whole))
+    steps = decode.times[lanes + 5 :]  # all prompts have been read by then
+    gaps = sorted(second[0] - first[1] for first, second in itertools.pairwise(steps))
     return {
         "lanes": lanes, "gap_us": statistics.median(gaps) * 1e6, "gap_p99_us": gaps[len(gaps) * 99 // 100] * 1e6,
         "processor_us": processor * 1e6,

@@ -5,7 +5,7 @@
     grpc        thirty messages of 30 MB (needs grpcio)
     texts       forty requests of 2048 texts, a hundred that leave, and texts and lists that are too long (--minilm BUNDLE)
 
-All of them at once, over loopback.  Health is asked for every 50 ms, on a new connection.
+All are sent at once, over loopback.  A health request is sent every 50 ms, on a new connection.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tests.helpers.models.tokenizers import write_tokenizer
 from tests.helpers.places import GOLDEN, ROOT
 
 EVERY, LONG = 0.05, 120.0
-"""Seconds between two looks at the server's health, and after which a client gives up."""
+"""Seconds between two health requests, and the timeout of a client."""
 
 COMMAND = [sys.executable, "-m", "cgcompile_cli"]
 
@@ -77,11 +77,11 @@ while not select.select([sys.stdin], [], [], every)[0]:
     seen.append((status, time.monotonic() - began))
 print(json.dumps(seen))
 """
-"""Asks for the health from a process of its own: the flood keeps this one's interpreter busy."""
+"""Sends the health requests from its own process, because the flood keeps this interpreter busy."""
 
 
 class Flooded:
-    """A server in a process of its own, and who sends it what."""
+    """A server in its own process, and the threads that send requests to it."""
 
     def __init__(self, command: Sequence[str], health: str, ready: str = "") -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:
@@ -100,12 +100,12 @@ class Flooded:
         self._probe = subprocess.Popen(probe, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def _memory(self, field: str) -> int:
-        """MiB."""
+        """Returns a memory field of the process in MiB."""
         text = Path(f"/proc/{self.process.pid}/status").read_text()
         return next(int(line.split()[1]) for line in text.splitlines() if line.startswith(field)) >> 10
 
     def ask(self, path: str) -> int:
-        """The status of an answer, 0 where there is none."""
+        """Returns the status of an answer, or 0 if there is none."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=LONG)
         try:
             connection.request("GET", path)
@@ -118,8 +118,8 @@ class Flooded:
     def send(
         self, times: int, name: str, path: str, body: bytes, length: int | None = None, leaves: float = 0.0, **headers: str
     ) -> None:  # fmt: skip
-        """Sends a body from so many threads; one that claims a greater length stays unfinished.  A client `leaves` after so many
-        seconds."""
+        """Sends a body from `times` threads. If `length` is greater than the body, the request stays unfinished. A client
+        disconnects after `leaves` seconds."""
         head = {"Content-Type": "application/json", "Content-Length": str(length or len(body))} | headers
         lines = [f"POST {path} HTTP/1.1", "Host: here", *[f"{key.replace('_', '-')}: {value}" for key, value in head.items()]]
         data = "\r\n".join([*lines, "", ""]).encode() + body
@@ -129,7 +129,7 @@ class Flooded:
             self._threads.append(thread)
 
     def call(self, times: int, name: str, port: int, method: str, message: bytes) -> None:
-        """Sends a message of gRPC from so many clients."""
+        """Sends a gRPC message from `times` clients."""
         import grpc
 
         def send() -> None:
@@ -151,7 +151,7 @@ class Flooded:
         status = "closed"
         try:
             with socket.create_connection(("127.0.0.1", self.port), timeout=LONG) as client:
-                with suppress(OSError):  # it was answered before it was read
+                with suppress(OSError):  # the server answered before it read the whole request
                     client.sendall(data)
                 client.settimeout(seconds)
                 status = client.recv(12).decode()[9:] or "closed"
@@ -162,7 +162,7 @@ class Flooded:
         self.statuses[f"{name}: {status}"] += 1
 
     def watch(self, seconds: float) -> None:
-        """Waits until everybody was answered, or the time is over, and reads what PROBE saw."""
+        """Waits until every client was answered or the time is over, then reads PROBE's results."""
         until = time.monotonic() + seconds
         while time.monotonic() < until and any(thread.is_alive() for thread in self._threads):
             time.sleep(EVERY)
@@ -172,7 +172,7 @@ class Flooded:
             self.latencies.append(latency)
 
     def end(self) -> dict[str, Any]:
-        """What was seen."""
+        """Stops the server and returns the results."""
         memory = {"idle_mb": self._idle, "peak_mb": self._memory("VmHWM")}
         self.process.kill()
         self.process.wait()
@@ -180,7 +180,7 @@ class Flooded:
 
 
 def models(folder: Path, seconds: float, size: int) -> dict[str, Any]:
-    """The Open Inference server; `size` stands for 60 MB."""
+    """Floods the Open Inference server; `size` is 60 MB by default."""
     shutil.copytree(GOLDEN / "v1/cpu_mlp.cgb", folder / "models/tiny/1/model.cgb")
     server = Flooded([*COMMAND, "serve", str(folder / "models"), "--port"], "/v2/health/live", "/v2/health/ready")
 
@@ -202,7 +202,7 @@ def models(folder: Path, seconds: float, size: int) -> dict[str, Any]:
 
 
 def language(folder: Path, seconds: float, size: int) -> dict[str, Any]:
-    """The language server, whose model takes 32,768 tokens."""
+    """Floods the language server, whose model takes 32,768 tokens."""
     write_tokenizer(folder)
     server = Flooded([sys.executable, "-c", LANGUAGE, str(folder)], "/health")
     size //= 15
@@ -216,7 +216,7 @@ def language(folder: Path, seconds: float, size: int) -> dict[str, Any]:
 
 
 def texts(folder: Path, seconds: float, size: int) -> dict[str, Any]:
-    """The server of embeddings; `folder` has minilm.cgb."""
+    """Floods the embedding server; `folder` has minilm.cgb."""
     command = [*COMMAND, "serve", str(folder / "minilm.cgb"), "--tokenizer", str(MODEL_DIR), "--name", "minilm", "--port"]
     server = Flooded(command, "/health", "/v2/health/ready")
 
@@ -237,7 +237,7 @@ def texts(folder: Path, seconds: float, size: int) -> dict[str, Any]:
 
 
 def grpc(folder: Path, seconds: float, size: int) -> dict[str, Any]:
-    """The Open Inference server over gRPC."""
+    """Floods the Open Inference server over gRPC."""
     from cgserve.tensors.grpc_messages import CLASSES, SERVICE
 
     shutil.copytree(GOLDEN / "v1/cpu_mlp.cgb", folder / "models/tiny/1/model.cgb")

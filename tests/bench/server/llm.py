@@ -1,10 +1,10 @@
-"""Many requests to `cgcompile serve` by OpenAI's client.
+"""Sends many requests to `cgcompile serve` with OpenAI's client.
 
     python -m tests.bench.server.llm BUNDLE TOKENIZER [--requests 10000] [--clients 64]
 
-First `--clients` clients ask at once, greedily, prompts and lengths at random, and each again alone: the texts have to be the same.
-Then so many requests, a third of which leave after some tokens: no page may be taken at the end, and the process's memory is told
-before and after.  At last the server is killed and started again.  Needs `openai`; the figures are of this machine.
+First `--clients` clients send random prompts and lengths at once, greedily, and each again alone: the texts must be equal.
+Then `--requests` requests follow, a third of which disconnect after some tokens.  At the end no page may be in use; the process's
+memory is printed before and after.  Last, the server is killed and started again.  Needs `openai`.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJ,."
 
 
 class Served:
-    """A server's process; `seconds` from its start to its first answer."""
+    """A server process; `seconds` is the time from its start to its first answer."""
 
     def __init__(self, bundle: str, tokenizer: str) -> None:
         began = time.perf_counter()
         command = [sys.executable, "-m", "cgcompile_cli", "serve", bundle, "--tokenizer", tokenizer, "--name", "llm"]
         command += ["--port", "0", "--threads", "1"]
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-        atexit.register(self.process.kill)  # whatever happens here, no server stays
+        atexit.register(self.process.kill)  # ends the server even if this program fails
         assert self.process.stderr is not None
         line, serving = self.process.stderr.readline(), self.process.stderr.readline()
         if not serving.startswith("serving "):
@@ -53,7 +53,7 @@ class Served:
         return status | status["models"]["llm"]
 
     def resident(self) -> float:
-        """MiB in main memory."""
+        """Returns the resident memory in MiB."""
         fields = Path(f"/proc/{self.process.pid}/status").read_text().split("\n")
         return int(next(line for line in fields if line.startswith("VmRSS")).split()[1]) / 1024
 
@@ -62,7 +62,7 @@ class Served:
         return completion.choices[0].text
 
     def leaves(self, prompt: str, count: int, after: int) -> None:
-        """A stream of which `after` events are read."""
+        """Opens a stream and disconnects after `after` events."""
         with self.client.completions.create(model="llm", prompt=prompt, max_tokens=count, temperature=0.8, stream=True) as stream:
             for number, _ in enumerate(stream):
                 if number >= after:
@@ -70,7 +70,7 @@ class Served:
 
 
 def asked(order: random.Random, longest: int) -> tuple[str, int]:
-    """A prompt and a length, `longest` tokens in all at most."""
+    """Returns a random prompt and a length, together at most `longest` tokens."""
     size = order.randrange(1, longest // 2)
     return "".join(order.choices(LETTERS, k=size)), order.randrange(1, longest // 2)
 

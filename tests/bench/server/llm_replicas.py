@@ -1,11 +1,11 @@
-"""Requests a second of `cgcompile serve` with one GPU, and with a copy of the model on each of several.
+"""Measures requests per second of `cgcompile serve` with one GPU, and with a replica of the model on each of several.
 
-    python -m tests.bench.server.llm_replicas --write FOLDER       a Llama of random weights and a tokenizer of bytes
+    python -m tests.bench.server.llm_replicas --write FOLDER       writes a Llama with random weights and a byte tokenizer
     python -m tests.bench.server.llm_replicas BUNDLE FOLDER [--devices 0,1]
 
-The same clients ask one GPU and then several, greedily, without a pause, from processes of their own; server and clients have
-processors of their own (`--cores N`: the server's).  Each run is `--seconds` long after `--warm` seconds that are not counted.
-Answers that differ from the first one to their prompt are counted.
+The same clients send greedy requests without a pause, first to one GPU and then to several.  They run in their own processes.
+Server and clients use different processors (`--cores N`: the server's).  Each run takes `--seconds` after `--warm` seconds that
+do not count.  Answers that differ from the first answer to their prompt are counted.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ SHAPE = {
     "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 3, "num_attention_heads": 32, "num_key_value_heads": 4,
     "max_position_embeddings": 4096,
 }  # fmt: skip
-"""Layers as wide as those of a model of 7B, and few of them: a call is the GPU's work, and a bundle is soon built."""
+"""The layers are as wide as in a 7B model, so that the GPU dominates a call. There are few of them, so that the build is short."""
 
 
 def started(bundle: str, tokenizer: str, devices: str, cores: set[int], turns: int) -> tuple[subprocess.Popen[str], str]:
-    """A server and host:port."""
+    """Starts a server and returns it with host:port."""
     command = [sys.executable, "-m", "cgcompile_cli", "serve", bundle, "--tokenizer", tokenizer, "--port", "0", "--name", "llm"]
     command += ["--turns", str(turns), "--devices", devices, "--queue", "512"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=lambda: os.sched_setaffinity(0, cores))
@@ -46,7 +46,7 @@ def started(bundle: str, tokenizer: str, devices: str, cores: set[int], turns: i
 
 
 def ask(address: str, options: dict[str, Any], threads: int, first: int, begin: float, until: float, cores: set[int]) -> list[Any]:
-    """Of clients of one process between two moments of the clock: answers, those that differ, and the seconds of all."""
+    """Runs the clients of one process. Returns the number of answers, the number of different answers, and the total seconds."""
     os.sched_setaffinity(0, cores)
     counts, wrong, spent = [0] * threads, [0] * threads, [0.0] * threads
     known: dict[int, str] = {}
@@ -78,7 +78,7 @@ def ask(address: str, options: dict[str, Any], threads: int, first: int, begin: 
 
 
 def rate(bundle: str, tokenizer: str, devices: str, args: argparse.Namespace) -> float:
-    """Answers a second."""
+    """Returns answers per second."""
     every = sorted(os.sched_getaffinity(0))
     server_cores, theirs = set(every[: args.cores]), set(every[args.cores :]) or set(every)
     server, address = started(bundle, tokenizer, devices, server_cores, args.turns)

@@ -1,11 +1,11 @@
-"""The server of examples/serve.py under 64 concurrent HTTP clients on MiniLM, beside the same server on eager PyTorch.
+"""Compares the server of examples/serve.py on MiniLM under 64 concurrent HTTP clients with the same server on eager PyTorch.
 
     python tests/bench/server/load.py --cache .cache/bench
     python tests/bench/server/load.py --bundle minilm_gpu.cgb --device cuda --compile --tolerance 1e-3
 
-Every answer is compared with eager PyTorch's for that text alone; one that differs ends the benchmark.  Clients are connections of
-one process or several (clients.py), each with its next request as soon as the last was answered.  The servers take turns, a round
-each.  On a machine with other work, requests a second tell little: the processors' time of a request, by thread, tells more.
+Every answer is compared with eager PyTorch's for that text alone; a different one ends the benchmark.  Clients are connections of
+one or several processes (clients.py); each sends its next request as soon as the last one was answered.  The servers alternate by
+rounds.  On a busy machine requests per second mean little; the CPU time of a request, by thread, is more reliable.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from cgbundle.format.archive import read_manifest
 from tests.bench.common import cases, children, report, serving
 
 BATCHES, LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8), (8, 12, 16, 20, 24, 28, 32, 40, 48, 64, 96, 128)
-"""On a CPU one lowering is for all sizes: more of them cost nothing, and fewer rows and tokens are computed for nothing."""
+"""On a CPU one lowering serves all sizes: more sizes cost nothing and reduce padding."""
 
 CASE = cases.Case(
     name="minilm",
@@ -44,7 +44,7 @@ CASE = cases.Case(
 )
 TEXTS = 256
 TOLERANCE = 1e-5
-"""Of an element of an embedding, whose length is 1, by default: examples/demo.py allows the same."""
+"""Default tolerance of an element of an embedding, whose norm is 1; examples/demo.py allows the same."""
 
 WORDS = (  # noqa: SIM905
     "the cat sleeps on a windowsill while rain falls over old roofs and nobody asks why prices rose again after banks raised "
@@ -54,7 +54,7 @@ WORDS = (  # noqa: SIM905
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Server:
-    """A running server: its process, its port, and seconds from the start of its process to its first answer."""
+    """A running server: its process, its port, and the seconds from process start to first answer."""
 
     name: str
     process: subprocess.Popen[str]
@@ -64,8 +64,8 @@ class Server:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Round:
-    """`seconds` in all, and of the processors for the server: for the thread that runs its event loop, and for the others; of every
-    request its latency in seconds; the largest difference of an element of an answer from eager PyTorch's for that text alone."""
+    """Total `seconds`; the server's CPU seconds in the thread of its event loop and in other threads; the latency of every request
+    in seconds. `difference` is the largest difference of an element from eager PyTorch's answer for that text alone."""
 
     seconds: float
     loop: float
@@ -75,14 +75,14 @@ class Round:
 
 
 def texts() -> list[str]:
-    """The same sentences in every run: 3 to 100 words, half of them shorter than 14."""
+    """Returns the same sentences in every run: 3 to 100 words, half of them shorter than 14."""
     draw = random.Random(0)
     lengths = [min(100, max(3, round(draw.lognormvariate(2.6, 0.7)))) for _ in range(TEXTS)]
     return [" ".join(draw.choices(WORDS, k=length)) + "." for length in lengths]
 
 
 def references(sentences: Sequence[str]) -> list[list[float]]:
-    """Eager PyTorch's embedding of every sentence alone, from a process of its own: torch stays out of this one."""
+    """Returns eager PyTorch's embedding of every single sentence, from another process: this one does not import torch."""
     program = (
         "import json, sys, minilm, torch\n"
         "network, found = minilm.model(), []\n"
@@ -93,7 +93,7 @@ def references(sentences: Sequence[str]) -> list[list[float]]:
     )
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=children.ROOT / "examples", input=json.dumps(sentences),
-        env=children.environment({"OMP_NUM_THREADS": "1"}),  # several wait for each other, where other work keeps one from running
+        env=children.environment({"OMP_NUM_THREADS": "1"}),  # on a busy machine several threads would wait for each other
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     if done.returncode:
@@ -103,8 +103,8 @@ def references(sentences: Sequence[str]) -> list[list[float]]:
 
 @contextmanager
 def running(name: str, command: Sequence[str], sentence: str, threads: int, cores: set[int]) -> Iterator[Server]:
-    """A server until the end of the block, on these processors, whose model computes in `threads` threads.  Raises ChildFailed
-    where it does not start, or does not end well."""
+    """Runs a server on these processors until the end of the block; its model uses `threads` threads. Raises ChildFailed if it does
+    not start, or ends with an error."""
     environment = children.environment({"OMP_NUM_THREADS": str(threads)})
     begin = float(environment[serving.SPAWNED])
     process = subprocess.Popen(
@@ -116,12 +116,12 @@ def running(name: str, command: Sequence[str], sentence: str, threads: int, core
     )
     assert process.stderr is not None
     try:
-        said: list[str] = []  # a compiler may warn first
-        while not said or "http://" not in said[-1]:
+        output: list[str] = []  # a compiler may print warnings first
+        while not output or "http://" not in output[-1]:
             if not (line := process.stderr.readline()):
-                raise children.ChildFailed(f"{name}: {''.join(said)}")
-            said.append(line)
-        port = int(said[-1].rsplit(":", 1)[1])
+                raise children.ChildFailed(f"{name}: {''.join(output)}")
+            output.append(line)
+        port = int(output[-1].rsplit(":", 1)[1])
         post(port, sentence)
         yield Server(name=name, process=process, port=port, start=serving.now() - begin)
         process.send_signal(signal.SIGINT)
@@ -134,7 +134,7 @@ def running(name: str, command: Sequence[str], sentence: str, threads: int, core
 
 
 def post(port: int, text: str) -> None:
-    """The first request.  Raises ChildFailed where its answer is no 200."""
+    """Sends the first request. Raises ChildFailed if the status is not 200."""
     connection = http.client.HTTPConnection("127.0.0.1", port)
     connection.request("POST", "/embed", json.dumps({"text": text}), {"Content-Type": "application/json"})
     answer = connection.getresponse()
@@ -144,7 +144,7 @@ def post(port: int, text: str) -> None:
 
 
 def health(server: Server) -> dict[str, Any]:
-    """What the server says of itself."""
+    """Returns the server's answer to /health."""
     connection = http.client.HTTPConnection("127.0.0.1", server.port)
     connection.request("GET", "/health")
     return json.loads(connection.getresponse().read())
@@ -152,8 +152,8 @@ def health(server: Server) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Load:
-    """What clients ask for, what is right, and the processes that they are in, on these processors.  `model`: its name for requests
-    in OpenAI's form."""
+    """The requests of the clients, the expected answers, and the clients' processes and processors. `model` is its name for
+    requests in OpenAI's form."""
 
     sentences: Sequence[str]
     expected: Sequence[Sequence[float]]
@@ -162,7 +162,7 @@ class Load:
     model: str = ""
 
     def drive(self, server: Server, clients: int, requests: int) -> Round:
-        """`clients` clients send `requests` requests, all starting at once.  Raises ChildFailed."""
+        """Starts `clients` clients at once, each of which sends `requests` requests. Raises ChildFailed."""
         script = [sys.executable, str(Path(__file__).with_name("clients.py"))]
         shares = [share for share in split(clients, self.processes) if share]
         workers = [
@@ -199,26 +199,26 @@ class Load:
 
 
 def split(clients: int, processes: int) -> list[range]:
-    """The clients of each process."""
+    """Returns the clients of each process."""
     bounds = [clients * index // processes for index in range(processes + 1)]
     return [range(begin, end) for begin, end in pairwise(bounds)]
 
 
 def say(process: subprocess.Popen[str], line: str) -> None:
-    """A line to a child."""
+    """Writes a line to a child."""
     assert process.stdin is not None
     process.stdin.write(line + "\n")
     process.stdin.flush()
 
 
 def hear(process: subprocess.Popen[str]) -> str:
-    """A line from a child, "" where it has ended."""
+    """Reads a line from a child; "" if it has ended."""
     assert process.stdout is not None
     return process.stdout.readline()
 
 
 def summary(rounds: Sequence[Round]) -> dict[str, Any]:
-    """Requests a second of every round; latencies of all rounds together, and the processors' time of a request, in seconds."""
+    """Returns requests per second of every round, the latencies of all rounds together, and CPU seconds per request."""
     latencies = sorted(latency for round_ in rounds for latency in round_.latencies)
     return {
         "throughput": [len(round_.latencies) / round_.seconds for round_ in rounds],
@@ -233,14 +233,14 @@ def summary(rounds: Sequence[Round]) -> dict[str, Any]:
 
 
 def spell(name: str, clients: int, round_: Round) -> str:
-    """A round in a line, while the others go on."""
+    """Returns a line about one round."""
     numbers = summary([round_])
     spent = f"{numbers['loop'] * 1e3:.2f} + {numbers['others'] * 1e3:.2f} ms of the processors' time each"
     return f"{name}, {clients} clients: {numbers['throughput'][0]:.0f} requests/s, p99 {numbers['p99'] * 1e3:.1f} ms, {spent}"
 
 
 def processor_time(server: Server) -> tuple[float, float]:
-    """Seconds that the process's first thread, its event loop, has had a processor, and those of all other threads."""
+    """Returns the CPU seconds of the process's first thread, its event loop, and of all other threads."""
     threads = Path(f"/proc/{server.process.pid}/task")
     spent = {int(thread.name): running_time(thread) for thread in threads.iterdir()}
     loop = spent.pop(server.process.pid)
@@ -248,7 +248,7 @@ def processor_time(server: Server) -> tuple[float, float]:
 
 
 def running_time(thread: Path) -> float:
-    """Seconds that a thread has had a processor; 0 for one that has just ended."""
+    """Returns the CPU seconds of a thread; 0 if it has just ended."""
     try:
         fields = (thread / "stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -257,7 +257,7 @@ def running_time(thread: Path) -> float:
 
 
 def resident(server: Server) -> int:
-    """KiB of memory that the process holds."""
+    """Returns the resident memory of the process in KiB."""
     lines = Path(f"/proc/{server.process.pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS"))
 
@@ -270,11 +270,11 @@ SPANS = {
     "replay": "the model, with copies",
     "rows": "its output to rows",
 }
-"""What the servers time of a request, in its order; those of a call of the model count whole for each request in it."""
+"""Stages of a request that the servers time, in order. The stages of a model call count fully for each request in it."""
 
 
 def spans(before: Mapping[str, Any], after: Mapping[str, Any], mean: float) -> dict[str, float]:
-    """Seconds of a request in each span; the rest of its `mean` latency is HTTP: parsing, the event loop, the client."""
+    """Returns the seconds of a request in each stage. The rest of its `mean` latency is HTTP: parsing, event loop, client."""
     spent = {name: (after["spans"][name] - before["spans"][name]) / (after["rows"] - before["rows"]) for name in after["spans"]}
     spent["thread"] = spent["call"] - spent["tensors"] - spent["replay"] - spent["rows"]
     seconds = {name: spent[name] for name in SPANS}
@@ -282,8 +282,8 @@ def spans(before: Mapping[str, Any], after: Mapping[str, Any], mean: float) -> d
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Everything, as numbers.  Raises ChildFailed."""
-    folder = options.cache / "serve"  # beside the bundle of the other benchmarks, which has other sizes
+    """Measures everything. Raises ChildFailed."""
+    folder = options.cache / "serve"  # apart from the bundle of other benchmarks, which has other sizes
     folder.mkdir(parents=True, exist_ok=True)
     path = options.bundle or cases.bundle(CASE, folder)
     sentences = texts()
@@ -342,7 +342,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def cores(text: str) -> set[int]:
-    """Processors, from `0-5,8`; all of this process for ""."""
+    """Returns processors from a text such as `0-5,8`; "" means all of this process."""
     if not text:
         return os.sched_getaffinity(0)
     pairs = [part.partition("-") for part in text.split(",")]
@@ -350,7 +350,7 @@ def cores(text: str) -> set[int]:
 
 
 def show(numbers: dict[str, Any]) -> None:
-    """The table."""
+    """Prints the table."""
     ways = [numbers[name] for name in ("bundle", "eager", "compile") if name in numbers]
     bundle, eager, *_ = ways
 
@@ -394,11 +394,11 @@ PARTS = {
     "loop": "of it the event loop",
     "others": "of it other threads",
 }
-"""Of a round's summary, what the table shows."""
+"""Fields of a round's summary that the table shows."""
 
 
 def main() -> int:
-    """0 when every answer was correct and torch stayed out of the bundle's server."""
+    """Returns 0 if every answer was correct and the bundle's server did not import torch."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cache", type=Path, default=Path(".cache/bench"), help="where the bundle is kept")
     parser.add_argument("--bundle", type=Path, help="serve this one instead of building it")

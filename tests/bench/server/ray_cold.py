@@ -1,9 +1,9 @@
-"""Ray Serve from no replica: a bundle by cgserve.ray_replicas beside the same deployment on eager PyTorch, on one machine.
+"""Measures Ray Serve starting from zero replicas: a bundle by cgserve.ray_replicas beside the same deployment on eager PyTorch.
 
     python tests/bench/server/ray_cold.py minilm.cgb        (a bundle of examples/minilm.py; needs ray, torch and transformers)
 
-For each, turn by turn: the time from a request to its answer when no replica is there, then clients that ask without a pause, and
-when the second replica gives its first answer.  All answers are compared with eager PyTorch's of this process.
+The two alternate.  Measured are: the time from a request to its answer without any replica; then a load of clients that send
+requests without a pause; and the first answer of the second replica.  All answers are compared with eager PyTorch in this process.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ TOLERANCE = 1e-4
 
 @serve.deployment(max_ongoing_requests=256, autoscaling_config=ray_replicas.SCALING, graceful_shutdown_timeout_s=30)
 class Eager:
-    """What `ray_replicas.Bundles` is, with PyTorch in the place of the bundle."""
+    """Does what `ray_replicas.Bundles` does, with PyTorch instead of the bundle."""
 
     def __init__(self) -> None:
         self._network = minilm.model()
@@ -58,7 +58,7 @@ class Eager:
 
 
 def ask(method: str, path: str, body: bytes | None = None) -> Any:
-    """The answer as JSON; None where it is not 200."""
+    """Returns the answer as JSON; None if the status is not 200."""
     connection = http.client.HTTPConnection("127.0.0.1", PORT, timeout=120)
     try:
         connection.request(method, path, body)
@@ -71,7 +71,7 @@ def ask(method: str, path: str, body: bytes | None = None) -> Any:
 
 @contextmanager
 def running(application: Any) -> Iterator[None]:
-    """The application, with no replica yet."""
+    """Deploys the application, without any replica yet."""
     serve.run(application, name="cold")
     try:
         yield
@@ -80,7 +80,7 @@ def running(application: Any) -> Iterator[None]:
 
 
 def measure(application: Any, body: bytes, expected: Sequence[float], clients: int, seconds: float) -> dict[str, Any]:
-    """One round of an application.  Raises AssertionError for an answer that is not eager PyTorch's."""
+    """Runs one round of an application. Raises AssertionError if an answer differs from eager PyTorch's."""
     numbers: dict[str, Any] = {"answers": 0, "again": 0}
     with running(application):
         began = time.monotonic()
@@ -119,7 +119,7 @@ def measure(application: Any, body: bytes, expected: Sequence[float], clients: i
 
 
 def main() -> int:
-    """0 when every answer was right."""
+    """Returns 0 if every answer was right."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("bundle", type=Path)
     parser.add_argument("--rounds", type=int, default=3)

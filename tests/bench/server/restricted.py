@@ -1,10 +1,10 @@
-"""Answers that keep to JSON schemas, from `cgcompile serve` by OpenAI's client, beside free answers of as many tokens.
+"""Compares answers restricted to JSON schemas with free answers of as many tokens, from `cgcompile serve` by OpenAI's client.
 
     python -m tests.bench.server.restricted BUNDLE TOKENIZER [--answers 200] [--clients 4]
 
-Every answer has to be valid by `jsonschema`.  Rounds of 20 answers with a schema and 20 without take turns; then tools are called.
-Beside tokens a second it tells the server's processor time for a token, which other work on the machine changes less.
-Needs `openai`, `jsonschema` and `llguidance`; the figures are of this machine.
+Every restricted answer must be valid by `jsonschema`.  Rounds of 20 answers with a schema and 20 without alternate; then tools are
+called.  Prints tokens per second and the server's CPU time per token, which other work on the machine changes less.
+Needs `openai`, `jsonschema` and `llguidance`.
 """
 
 from __future__ import annotations
@@ -59,14 +59,14 @@ TOOL = {"name": "get_weather", "parameters": record(city=text(20), unit={"enum":
 
 
 class Answer(NamedTuple):
-    """`valid`: whether it keeps to its schema; `tokens`: those of the answer."""
+    """`valid` tells whether the answer fits its schema; `tokens` is its number of tokens."""
 
     valid: bool
     tokens: int
 
 
 def ask(served: Served, number: int, count: int | None) -> Answer:
-    """The answer to a request: with a schema, or free and of `count` tokens."""
+    """Requests an answer: with a schema if `count` is None, else a free one of `count` tokens."""
     name = list(SCHEMAS)[number % len(SCHEMAS)]
     messages: list[Any] = [{"role": "user", "content": f"Write one {name} as JSON, number {number}."}]
     options: dict[str, Any] = {"model": "llm", "messages": messages, "temperature": 0.8, "seed": number}
@@ -85,13 +85,13 @@ def ask(served: Served, number: int, count: int | None) -> Answer:
 
 
 def processor_seconds(served: Served) -> float:
-    """What the server's process has used of processors."""
+    """Returns the CPU seconds of the server's process."""
     fields = Path(f"/proc/{served.process.pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def calls(served: Served, choice: Any) -> list[Any]:
-    """The calls of tools in an answer, which are valid."""
+    """Returns the tool calls in an answer; checks that they are valid."""
     completion = served.client.chat.completions.create(
         model="llm", messages=[{"role": "user", "content": "What is the weather in Paris?"}], temperature=0, max_tokens=120,
         tools=[{"type": "function", "function": TOOL}], tool_choice=choice,

@@ -1,8 +1,7 @@
-"""Child: `serve_eager.py LARGEST LENGTH,... DEVICE CALLS HOW` is examples/serve.py with PyTorch behind it instead of a bundle.
-HOW is `eager` or `compile`, by torch.compile for any size.
+"""Child process: `serve_eager.py LARGEST LENGTH,... DEVICE CALLS HOW` runs examples/serve.py on PyTorch instead of a bundle.
 
-The same HTTP, the same batching by the same lengths.  Eager PyTorch needs no recorded sizes: a batch is as large as it is, and
-padded to its longest row only.
+HOW is `eager`, or `compile` (torch.compile with dynamic sizes). HTTP and batching by lengths are the same. Eager PyTorch needs no
+recorded sizes: a batch has its natural size and is padded only to its longest row.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ def main(largest: str, lengths: str, device: str, calls: str, how: str) -> None:
         with spans.span("rows", len(rows)):
             return output.tolist()
 
-    for rows in (2, 1):  # a compiler has a case for one row, and may take longer than a request has
+    for rows in (2, 1):  # a compiler treats one row as a special case; compiling may take longer than a request's timeout
         call([[1, 2, 3]] * rows, 3)
     batcher = Batcher(call, [int(length) for length in lengths.split(",")], int(largest), calls=int(calls), spans=spans)
     listening = listen("127.0.0.1", 0)

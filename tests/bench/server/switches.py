@@ -1,9 +1,10 @@
-"""`python -m tests.bench.server.switches [--requests 100000]`: versions exchanged under load, and what the server keeps of it.
+"""`python -m tests.bench.server.switches [--requests 100000]`: replaces model versions under load and looks for leaks in the
+server.
 
-One server has three models: a perceptron (Open Inference Protocol), an embedding model of texts, and a Llama of one layer (streams
-of OpenAI's completions).  Clients ask all of them without a pause, and leave a third of their requests at random.  Every ten
-seconds all models get a new version.  Every answer that a client waits for has to be that of one version, whole.  At the end no
-page, file or thread may be left of it.
+One server has three models: an MLP (Open Inference Protocol), an embedding model of texts, and a Llama of one layer (streams of
+OpenAI's completions). Clients send requests to all of them without a pause and abandon a third of the requests at random. Every ten
+seconds all models get a new version. Every complete answer must come from exactly one version. At the end no page, file or thread
+may have leaked.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ KINDS = {"rows": 0.6, "texts": 0.25, "llama": 0.15}
 """Shares of the requests."""
 
 POOL = 6
-"""Threads that asyncio's own pool may get meanwhile, on two processors."""
+"""Threads that asyncio's default pool may add meanwhile, on two processors."""
 
 VERSIONED = """
 import torch
@@ -64,7 +65,7 @@ def model():
 def inputs({parameters}):
     return {inputs}
 """
-"""A model whose answers say which version made them."""
+"""A model whose answers contain its version."""
 
 ROWS = {"model": "Rows", "parameters": "batch", "inputs": "(torch.randn(batch, 6),)"}
 TEXTS = {
@@ -75,7 +76,7 @@ SIZES = {"rows": ("batch=1,8",), "texts": ("batch=1,8", "seq=8,32")}
 
 
 class Memory(NamedTuple):
-    """What the server's process has: MiB, threads, open files."""
+    """Resources of the server's process: MiB, threads, open files."""
 
     mib: int
     threads: int
@@ -83,7 +84,7 @@ class Memory(NamedTuple):
 
 
 def build(folder: Path) -> None:
-    """Two bundles of each model, `rows-0.cgb`, `rows-1.cgb`, ..."""
+    """Builds two bundles of each model, `rows-0.cgb`, `rows-1.cgb`, ..."""
     for version in (0, 1):
         for name, form in (("rows", ROWS), ("texts", TEXTS)):
             source = folder / f"{name}.py"
@@ -100,7 +101,7 @@ def build(folder: Path) -> None:
 
 
 class Served:
-    """`cgcompile serve` over a folder of models, whose versions `switch` exchanges."""
+    """`cgcompile serve` over a folder of models, whose versions `switch` replaces."""
 
     def __init__(self, bundles: Path, folder: Path) -> None:
         self.bundles, self.models, self.number = bundles, folder / "models", 0
@@ -123,7 +124,7 @@ class Served:
         return Path(self.log.name).read_text()
 
     def _put(self) -> None:
-        """Version number+1 of every model; it has the weights of the other one than before."""
+        """Adds version number+1 of every model; weights alternate between the two bundles."""
         for name in KINDS:
             staging = self.models.parent / "made"
             shutil.copytree(self.bundles / f"{name}-{self.number % 2}.cgb", staging / "model.cgb")
@@ -131,7 +132,7 @@ class Served:
         self.number += 1
 
     def switch(self) -> None:
-        """Adds a version, waits until it serves, and removes the one before."""
+        """Adds a version, waits until it serves, and removes the previous one."""
         self._put()
         for name in KINDS:
             ask(self.port, f"/v2/repository/models/{name}/load", {})
@@ -157,10 +158,10 @@ def ask(port: int, path: str, body: Any) -> Any:
 
 
 class Clients:
-    """Threads that ask until `requests` were asked.  `counts`: how they ended; `wrong`: what none may be."""
+    """Threads that send `requests` requests in all. `counts` holds how they ended; `wrong` lists errors and must stay empty."""
 
     def __init__(self, server: Served, prompts: dict[str, tuple[str, str]]) -> None:
-        """`prompts`: the answers of both versions of the Llama to each prompt."""
+        """`prompts` maps each prompt to the answers of both versions of the Llama."""
         self.server, self.prompts = server, prompts
         self.counts, self.wrong, self.asked = Counter[str](), list[str](), 0
         self._lock = threading.Lock()
@@ -192,7 +193,7 @@ class Clients:
                     self.wrong.append(f"{kind}: {ended}")
 
     def _post(self, order: random.Random, path: str, body: Any, pause: float) -> bytes | None:
-        """The body of the answer, None where the client left.  Raises ValueError for another status than 200."""
+        """Returns the body of the answer, or None if the client disconnected. Raises ValueError if the status is not 200."""
         connection = http.client.HTTPConnection("127.0.0.1", self.server.port, timeout=LONG)
         try:
             connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
@@ -282,7 +283,7 @@ def drive(server: Served, prompts: list[str], options: argparse.Namespace) -> in
     apart = sum(a != b for a, b in zip(first, second, strict=True))
     print(f"two versions: {apart} of {len(prompts)} prompts are answered otherwise", flush=True)
     clients = Clients(server, dict(zip(prompts, zip(first, second, strict=True), strict=True)))
-    for thread in clients.run(options.clients, min(2000, options.requests)):  # not measured: pools of memory grow at first
+    for thread in clients.run(options.clients, min(2000, options.requests)):  # not measured: memory pools grow at first
         thread.join()
     time.sleep(2)
     before, began = server.memory(), time.monotonic()

@@ -1,6 +1,6 @@
-"""The products of one layer of a Llama and of its head, for tuning alone: attention and norms have none.
+"""The matrix products of one Llama layer and of the head, for tuning only; attention and norms contain none.
 
-LLAMA_SHAPE is "8b" or "1b"; weights are bfloat16 and whatever lies in memory.
+LLAMA_SHAPE is "8b" or "1b". Weights are uninitialized bfloat16.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 SHAPES = {"8b": (4096, 1024, 14336, 128256), "1b": (2048, 512, 8192, 128256)}
-"""Width, width of keys, width of the perceptron, vocabulary."""
+"""Width, width of keys, width of the MLP, vocabulary."""
 
 
 class Layer(nn.Module):

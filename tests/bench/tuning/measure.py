@@ -1,7 +1,8 @@
-"""Time pieces on the GPU that is here, with the driver alone: `measure.py OUT.json PIECES...`.  Part two of three of `make tune`.
+"""Times pieces on this machine's GPU with the driver alone: `measure.py OUT.json PIECES...`. Second of the three parts of `make
+tune`.
 
-Every launch of a round works on other memory (the pieces' buffers move through a large one), so that weights come from memory and
-not from the cache, as they do in a model.  A round is one CUDA graph of many launches; the piece's time is the median over rounds.
+Every launch of a round uses other memory (the buffers move through a large allocation), so that weights come from memory and not
+from the cache, as in a model. A round is one CUDA graph of many launches; a piece's time is the median over rounds.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ FORMATS = {"i1": "?", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "u32": "I",
 
 
 def check(result: tuple[Any, ...]) -> Any:
-    """The value of a driver call.  Raises RuntimeError."""
+    """Returns the value of a driver call. Raises RuntimeError on an error."""
     if int(result[0]):
         raise RuntimeError(str(result[0]))
     return result[1] if len(result) == 2 else result[1:]
@@ -50,7 +51,7 @@ def main(out: str, *paths: str) -> None:
         except RuntimeError as error:
             print(f"{problem} {candidate}: {error}", flush=True)
             raise
-        # one problem may stand for several layouts of its factors: their mean counts
+        # a problem may cover several layouts of its operands: use their mean
         row["measured"].setdefault(repr(candidate), (candidate, []))[1].append(taken)
     rows = []
     for row in problems.values():
@@ -69,13 +70,13 @@ def main(out: str, *paths: str) -> None:
 
 
 def fill(room: int) -> None:
-    """Small numbers everywhere, whatever the dtype: 0x3C3C is 1.06 as float16, 0.011 as bfloat16 and float32."""
+    """Fills the memory with small numbers of any dtype: 0x3C3C is 1.06 as float16, 0.011 as bfloat16 and float32."""
     check((*cu.cuMemsetD16(room, 0x3C3C, ROOM // 2), 0))
     check((*cu.cuCtxSynchronize(), 0))
 
 
 def measure(launches: Any, room: int, stream: Any) -> float:
-    """Microseconds of a piece."""
+    """Returns the microseconds of a piece."""
     keep: list[Any] = []
     functions = [load(image, symbol, shared, keep) for image, symbol, _, _, shared, _, _, _ in launches]
     graph = check(cu.cuGraphCreate(0))
@@ -110,7 +111,7 @@ def measure(launches: Any, room: int, stream: Any) -> float:
 
 
 def load(image: bytes, symbol: str, shared: int, keep: list[Any]) -> Any:
-    """The kernel's function."""
+    """Loads the image and returns the kernel's function."""
     module = check(cu.cuModuleLoadData(image))
     keep.append(module)
     function = check(cu.cuModuleGetFunction(module, symbol.encode()))
@@ -121,7 +122,7 @@ def load(image: bytes, symbol: str, shared: int, keep: list[Any]) -> Any:
 
 
 def packed(layout: Any, params: Any, arguments: Any, room: int, at: int) -> tuple[Any, int]:
-    """The parameter block with pointers from `at` on, and the next free place."""
+    """Returns the parameter block with pointers from `at` on, and the next free offset."""
     block = ctypes.create_string_buffer(max(offset + size for offset, size in layout))
     for (offset, _), (kind, _), argument in zip(layout, params, arguments, strict=False):
         if kind.startswith("*"):

@@ -44,10 +44,10 @@ OPERATIONS = (
 aten = torch.ops.aten
 VIEWS = (aten.view.default, aten.reshape.default, aten.permute.default, aten.t.default, aten.transpose.int, aten.unsqueeze.default,
     aten.expand.default, torch.ops.prims.convert_element_type.default, aten._to_copy.default)  # fmt: skip
-"""Operations that a kernel takes in beside pointwise ones."""
+"""Operations that a kernel fuses in addition to pointwise ones."""
 
 MOST = 16
-"""Candidates of a problem that are tried: those that the model of cost likes best, and LIKELY."""
+"""Number of candidates that are tried for a problem: the best ones by the cost model, in addition to LIKELY."""
 
 WIDE = [
     Candidate(block_m=m, block_n=n, block_k=k, stages=stages, warps=warps, group=8)
@@ -57,19 +57,19 @@ WIDE = [
     )
     for (m, n), k, stages, warps in itertools.product(blocks, depths, pipelines, (4, 8))
 ]
-"""What is tried beside Inductor's configurations."""
+"""Candidates in addition to Inductor's configurations."""
 
 LIKELY = frozenset({(128, 256, 64, 3, 8), (128, 256, 64, 4, 8), (256, 128, 64, 3, 8), (128, 128, 64, 3, 4), (128, 128, 64, 4, 8)})
-"""Blocks, stages and warps that other compilers take for large products on this GPU: tried whatever the model of cost says."""
+"""Blocks, stages and warps that other compilers choose for large products on this GPU. They are always tried."""
 
 CHUNK = 24
-"""Kernels that are compiled at a time."""
+"""Number of kernels that are compiled at a time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Piece:
-    """A problem with one configuration, as launches: (image, symbol, grid, threads, shared, layout, params, arguments), where an
-    argument is ("ptr", bytes) or a number.  `bytes` that the operation reads and writes at least."""
+    """A problem with one configuration, as launches: (image, symbol, grid, threads, shared, layout, params, arguments). An argument
+    is ("ptr", bytes) or a number. `nbytes` is the least number of bytes that the operation reads and writes."""
 
     problem: Problem
     candidate: Candidate
@@ -106,7 +106,7 @@ def main(name: str, out: str, part: str, seconds: float, models: Sequence[str]) 
 
 
 def operations(retraced: Retraced) -> Any:
-    """(description, graph of this operation and of what may be fused behind it) for every product and convolution."""
+    """Yields (description, graph of the operation and of what may be fused after it) for every product and convolution."""
     order = {node: place for place, node in enumerate(retraced.graph.graph.nodes)}
     for node in retraced.graph.graph.nodes:
         if node.op != "call_function" or node.target not in OPERATIONS:
@@ -142,7 +142,7 @@ def operations(retraced: Retraced) -> Any:
 
 
 def epilogue(node: torch.fx.Node, order: Any) -> list[torch.fx.Node]:
-    """The pointwise operations and views behind `node` that need nothing that is computed later than it, in order."""
+    """Returns the pointwise operations and views after `node` that need nothing computed later than it, in order."""
     chain = [node]
     for successor in list(order)[order[node] + 1 :]:
         fused = torch.Tag.pointwise in getattr(successor.target, "tags", ()) or successor.target in VIEWS
@@ -153,14 +153,14 @@ def epilogue(node: torch.fx.Node, order: Any) -> list[torch.fx.Node]:
 
 
 def alone(graph: torch.fx.Graph, values: list[torch.Tensor], retraced: Retraced) -> Retraced:
-    """A graph of one operation on placeholders for `values`."""
+    """Returns a graph of one operation, with placeholders for `values`."""
     names = tuple(("input", str(index)) for index in range(len(values)))
     module = torch.fx.GraphModule(torch.nn.Module(), graph)
     return Retraced(graph=module, tensors=tuple(values), names=names, written=(), mode=retraced.mode, program=retraced.program)
 
 
 def split(a: torch.Tensor, b: torch.Tensor, retraced: Retraced) -> Any:
-    """The product with its inner axis cut into pieces whose partial sums stay float32, where it has too few blocks for the GPU."""
+    """Yields the product with its inner axis split and float32 partial sums, if it has too few blocks for the GPU."""
     (m, k), n = a.shape, b.shape[1]
     for pieces in (2, 4, 8):
         if k % (16 * pieces) or k // pieces < 64 or -(-m // 32) * -(-n // 64) > 264:
@@ -185,8 +185,8 @@ def split(a: torch.Tensor, b: torch.Tensor, retraced: Retraced) -> Any:
 
 
 def candidates(graph: Retraced, target: Arch, table: Table) -> list[tuple[int, Problem, Candidate, Lowered]]:
-    """The operation lowered with each configuration, and the configuration's place in the order of trying: first what the table
-    has, for new rows replace old ones."""
+    """Lowers the operation with each configuration. Returns its rank in the order of trial; configurations of the table come first,
+    because new rows replace old ones."""
     offered: dict[Problem, Sequence[Candidate]] = {}
 
     def first(problem: Problem, listed: Sequence[Candidate], arch: Arch, table: Any = None) -> tuple[int, str]:
@@ -218,17 +218,17 @@ def candidates(graph: Retraced, target: Arch, table: Table) -> list[tuple[int, P
 
 
 def always(candidate: Candidate, problem: Problem, listed: Sequence[Candidate], arch: Arch) -> tuple[int, str]:
-    """`cost_model.choose` that has no choice."""
+    """Replaces `cost_model.choose`: always returns the given candidate."""
     return list(listed).index(candidate), "measured"
 
 
 def lowered(graph: Retraced, target: Arch, choose: Any, more: Sequence[Candidate] = ()) -> Lowered:
-    """`inductor.lower_key` from the graph on."""
+    """Does what `inductor.lower_key` does after the graph was made."""
     return lower_graph(graph, (), target, (), choose, lambda problem: more)[0]
 
 
 def compile_all(variants: list[Any], target: Arch, workers: int | None) -> dict[Any, Any]:
-    """Variant -> compiled.  All at once; where one cannot be compiled, one by one, and that one is left out."""
+    """Returns variant -> compiled kernel. Compiles all at once; if that fails, one by one, without the ones that fail."""
     compiled = partial(
         compile_variants, arch=target.name, shared_limit=target.shared_optin, cache=cache_folder(), workers=workers,
         tell=lambda text: None,
@@ -248,7 +248,7 @@ def compile_all(variants: list[Any], target: Arch, workers: int | None) -> dict[
 
 
 def piece(problem: Problem, candidate: Candidate, traced: Lowered, cubins: dict[Any, Any]) -> Piece:
-    """What the measuring program needs of it."""
+    """Returns the data that the measuring program needs."""
     launches = []
     for event in traced.events:
         if not isinstance(event, Launch):

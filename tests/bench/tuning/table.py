@@ -1,6 +1,6 @@
-"""Write the table of a target from measurements: `table.py ARCH MEASURED.json...`.  Part three of three of `make tune`.
+"""Writes the table of a target from measurements: `table.py ARCH MEASURED.json...`. Third of the three parts of `make tune`.
 
-Of every problem the fastest candidates are kept; the file says where, with what and when they were measured.
+Keeps the fastest candidates of every problem. The file records the GPU, driver, versions and date of the measurement.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ KEPT = 4
 
 
 def main(arch: str, *measured: str) -> None:
-    """Replaces cgcompile/offline/tuning/ARCH.json: rows of later files replace those of earlier ones for the same problem."""
+    """Writes cgcompile/offline/tuning/ARCH.json. Rows of later files replace rows of earlier ones for the same problem."""
     files = [json.loads(Path(path).read_text()) for path in measured]
     latest, gpus = files[-1], dict.fromkeys([name for file in files for name in file["gpu"].split(", ")])
     problems = {json.dumps(row["problem"]): row["measured"][:KEPT] for file in files for row in file["problems"]}

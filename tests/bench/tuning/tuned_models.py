@@ -40,7 +40,7 @@ MODELS = {
 
 
 def calls(name: str) -> Iterator[tuple[torch.export.ExportedProgram, tuple[torch.Tensor, ...]]]:
-    """The program with the tensors of each size.  `name`: "gpt-bf16", or "gpt-bf16@8,32" for some sizes of the first dimension."""
+    """Yields the program with the tensors of each size. `name` is "gpt-bf16", or "gpt-bf16@8,32" for some batch sizes."""
     name, _, picked = name.partition("@")
     tuned = MODELS[name]
     before = dict(os.environ)

@@ -1,9 +1,8 @@
-"""`python -m tests.bench.world.measure FOLDER [--shapes 1b,8b] [--only build,measure]`: a decoder over two GPUs.
+"""`python -m tests.bench.world.measure FOLDER [--shapes 1b,8b] [--only build,measure]`: measures a decoder over two GPUs.
 
-Builds the bundles of a shape without a GPU into FOLDER (over two GPUs, and for one), then measures them beside eager PyTorch
-captured by hand on one GPU and, with NCCL, on two: process start to the first output of both sizes, microseconds a token at
-batch 1 and 8, how far all scores are from those of one GPU, and whether both ranks have the same bits.  Prints a line for each as
-it comes.
+Builds the bundles of a shape without a GPU into FOLDER (for two GPUs and for one). Then measures them beside eager PyTorch captured
+by hand on one GPU and, with NCCL, on two: process start to the first output of both sizes, microseconds per token at batch 1 and 8,
+the difference of all scores from one GPU, and whether both ranks have the same bits. Prints each line at once.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ SHAPES = {
     "8b/4": "8,4096,14336,32,8,128256",
     "mid": "8,1024,4096,16,4,32000",
 }
-"""As examples/tensor_parallel.py takes them; of 8b/2 and 8b/4 the layers are as large, and fewer."""
+"""Arguments of examples/tensor_parallel.py. 8b/2 and 8b/4 have layers of the same size, but fewer of them."""
 
 REPEAT = 3
 
@@ -66,12 +65,12 @@ def path_of(folder: Path, shape: str, name: str) -> Path:
 
 
 def environment(shape: str, **more: str) -> dict[str, str]:
-    """For a process that knows the shape."""
+    """Returns the environment of a process that uses the shape."""
     return os.environ | {"SHAPE": SHAPES[shape], "PYTHONPATH": f"{ROOT}:{ROOT / 'cli'}:{ROOT / 'bundles'}", **more}
 
 
 def build(folder: Path, shape: str, target: str, names: Sequence[str]) -> None:
-    """The bundles, side by side; their proof is that their scores are compared on GPUs."""
+    """Builds the bundles in parallel, without proofs: their scores are compared on GPUs later."""
     began = time.perf_counter()
     with ExitStack() as stack:
         started = []
@@ -91,7 +90,7 @@ def build(folder: Path, shape: str, target: str, names: Sequence[str]) -> None:
 
 
 def measure(folder: Path, shape: str) -> None:
-    """A line for each way."""
+    """Prints a line for each way."""
     two, one = [path_of(folder, shape, name) for name in ("two", "one")]
     score_files = {}
     for short, name, devices, *_ in BUILDS:
@@ -122,7 +121,7 @@ def start(shape: str, *arguments: object) -> dict[str, Any]:
 
 
 def together(shape: str, commands: list[tuple[object, ...]]) -> list[dict[str, Any]]:
-    """The rows of processes that run side by side; `seconds` from their start to what they call `clock`."""
+    """Returns the rows of processes that run in parallel; `seconds` is the time from their start to their `clock`."""
     began = time.clock_gettime(time.CLOCK_MONOTONIC)
     running = [
         subprocess.Popen(
@@ -163,7 +162,7 @@ def hint(rows: list[dict[str, Any]]) -> str:
 
 
 def compare(shape: str, score_files: dict[str, Path]) -> None:
-    """Every way's scores beside those of eager PyTorch on one GPU, or of the first way."""
+    """Compares every way's scores with those of eager PyTorch on one GPU, or of the first way."""
     import torch
 
     scores = {name: torch.load(path) for name, path in score_files.items()}

@@ -1,11 +1,11 @@
-"""What measure.py starts: one way to run the decoder in a process of its own, which prints a row of JSON.
+"""Runs the decoder in one way, in its own process, for measure.py. Prints a row of JSON.
 
     python tests/bench/world/serve.py bundle BUNDLE DEVICES        process start to first output, without torch
     python tests/bench/world/serve.py calls BUNDLE DEVICES OUT     microseconds a token, and the scores of STEPS steps
     python tests/bench/world/serve.py rank BUNDLE RANK MEETING     the hashes of a rank's scores, in a process for each rank
     python tests/bench/world/serve.py torch BUNDLE RANK WORLD PORT OUT    eager PyTorch captured by hand, with NCCL over two
 
-SHAPE as shares.py takes it.  Times are of batch 1 and 8; the scores are those of 8 rows.
+SHAPE has the form that shares.py takes.  Times are of batch 1 and 8; scores are of batch 8.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ BATCHES, STEPS, CALLS, WARM = (1, 8), 24, 200, 20
 
 
 def say(row: dict[str, Any]) -> None:
-    """The row, the process's last word: threads of NCCL do not end by themselves while graphs that hold it are alive."""
+    """Prints the row and ends the process: NCCL's threads do not end while graphs with NCCL exist."""
     print(json.dumps(row), flush=True)
     os._exit(0)
 
 
 def tokens(step: int, batch: int) -> array[int]:
-    """What every way is given at a step."""
+    """Returns the token ids that every way takes at a step."""
     return array("q", [(7919 * step + 104729 * row) % 1000 for row in range(batch)])
 
 
 def bundle(path: str, devices: str) -> None:
-    """Inputs of the CPU, a call for each size."""
+    """Measures the first calls, one for each size, with CPU inputs."""
     import cgbundle
     from cgbundle.tensors.tensor import from_bytes
 
@@ -47,14 +47,14 @@ def bundle(path: str, devices: str) -> None:
 
 
 def opened(cgbundle: Any, path: str, devices: str) -> Any:
-    """A program on one GPU or over several."""
+    """Loads a program on one GPU or over several."""
     ordinals = [int(device) for device in devices.split(",")]
     where = {"devices": ordinals} if len(ordinals) > 1 else {"device": ordinals[0]}
     return cgbundle.load(path, outputs="view", **where)
 
 
 def calls(path: str, devices: str, out: str) -> None:
-    """Inputs of the first GPU, nobody waits between two calls."""
+    """Measures calls with inputs on the first GPU, without a wait between calls."""
     import torch
 
     import cgbundle
@@ -65,7 +65,7 @@ def calls(path: str, devices: str, out: str) -> None:
 
 
 def scores(step: Callable[..., Any]) -> Any:
-    """float32 (STEPS, 8, vocabulary), on the CPU: a token a row for each step, keys and values of all before in the state."""
+    """Returns float32 scores (STEPS, 8, vocabulary) on the CPU: one token per row and step, with a growing cache."""
     import torch
 
     logits = []
@@ -76,7 +76,7 @@ def scores(step: Callable[..., Any]) -> Any:
 
 
 def per_call(step: Callable[..., Any], batch: int) -> float:
-    """Microseconds, the least of five times CALLS calls."""
+    """Returns microseconds per call: the least of five averages over CALLS calls."""
     import torch
 
     inputs = torch.tensor(tokens(0, batch)).cuda(), torch.full((batch,), STEPS).cuda()
@@ -94,7 +94,7 @@ def per_call(step: Callable[..., Any], batch: int) -> float:
 
 
 def rank(path: str, number: str, meeting: str) -> None:
-    """Without torch, on the GPU of the rank's number."""
+    """Runs one rank without torch, on the GPU with the rank's number."""
     import cgbundle
     from cgbundle.tensors.tensor import from_bytes
 
@@ -108,7 +108,7 @@ def rank(path: str, number: str, meeting: str) -> None:
 
 
 def by_hand(path: str, number: str, world: str, port: str, out: str) -> None:
-    """Weights as they lie in the bundle; collectives in place, by NCCL."""
+    """Runs the model by hand, with the bundle's weights and in-place NCCL collectives."""
     import torch
     from safetensors.torch import load_file
     from torch import distributed, nn
@@ -160,7 +160,7 @@ def by_hand(path: str, number: str, world: str, port: str, out: str) -> None:
 
 
 def captured(model: Any, batch: int) -> Callable[..., Any]:
-    """The model in a CUDA graph: warmed up on another stream, then captured."""
+    """Captures the model in a CUDA graph, after a warm-up on another stream."""
     import torch
 
     static_inputs = [torch.zeros(batch, dtype=torch.int64, device="cuda") for _ in range(2)]

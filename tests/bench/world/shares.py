@@ -1,6 +1,7 @@
-"""examples/tensor_parallel.py in the shape of the variable SHAPE, its weights from one pool of random numbers: drawn in seconds.
+"""examples/tensor_parallel.py in the shape of the variable SHAPE. Weights come from one pool of random numbers, so they take only
+seconds.
 
-`cgcompile build tests/bench/world/shares.py --world 2`; `whole.py` beside it is the same model on one GPU.
+`cgcompile build tests/bench/world/shares.py --world 2`; `whole.py` is the same model on one GPU.
 """
 
 from __future__ import annotations
@@ -18,17 +19,17 @@ sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
 decoder: ModuleType = importlib.import_module("tensor_parallel")
 
 POOL = (1 << 24) + 43
-"""Numbers, a prime: rows of a matrix do not repeat."""
+"""Size of the pool, a prime number, so that rows of a matrix do not repeat."""
 
 
 @cache
 def pool() -> torch.Tensor:
-    """Normal numbers, the same in every process."""
+    """Returns normal random numbers, the same in every process."""
     return torch.randn(POOL, generator=torch.Generator().manual_seed(0))
 
 
 def weight(name: str, rows: int, columns: int, rank: int, world: int, split: int) -> nn.Parameter:
-    """`tensor_parallel.weight`: numbers of the pool one after the other, from a place that the name gives."""
+    """Replaces `tensor_parallel.weight`: takes consecutive numbers of the pool, from an offset that depends on the name."""
     source, count, at = (pool() * columns**-0.5).to(decoder.DTYPE), rows * columns, decoder.hash_of(name) % POOL
     whole = torch.cat([source[at:], source.repeat(count // POOL + 1)])[:count].view(rows, columns)
     part = whole if split < 0 else whole.chunk(world, split)[rank]

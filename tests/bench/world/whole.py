@@ -12,7 +12,7 @@ import shares
 
 
 def model() -> nn.Module:
-    """All shares in one."""
+    """Returns the model with all shares."""
     return shares.decoder.model(0, 1)
 
 

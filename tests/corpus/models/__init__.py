@@ -26,11 +26,11 @@ PACKAGES = (
 
 
 def all_cases() -> list[Case]:
-    """Every case, of each package in turn: a run that is cut off has seen some of everything."""
+    """Returns every case, alternating between the packages, so that a stopped run has covered part of each."""
     return [case for row in zip_longest(*[module.CASES for module in PACKAGES]) for case in row if case is not None]
 
 
 def find(name: str) -> Case:
-    """The case of a name, also a member of another.  Raises KeyError."""
+    """Returns the case with this name, which may be a member of another case. Raises KeyError."""
     cases = all_cases()
     return {case.name: case for case in [*cases, *[member for case in cases for member in case.members]]}[name]

@@ -1,4 +1,4 @@
-"""Every layer of torch.nn, eight to a build; where one of eight fails, all are tried alone."""
+"""Every layer of torch.nn, eight in one build. If a group is not right, its layers are built one by one."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ Layer = tuple[str, Callable[[], nn.Module], tuple[Draw, ...]]
 
 
 class Group(nn.Module):
-    """Several layers side by side, each with inputs of its own."""
+    """Runs several layers side by side, each with its own inputs."""
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         super().__init__()
         self.layers = nn.ModuleList(layers)
 
     def forward(self, inputs: Sequence[Sequence[torch.Tensor]]) -> list[Any]:
-        """What every layer makes of its tensors."""
+        """Returns the output of every layer."""
         return [layer(*tensors) for layer, tensors in zip(self.layers, inputs, strict=True)]
 
 
 def layer(kind: Callable[..., nn.Module], *options: Any, x: Draw | tuple[Draw, ...], name: str = "", **more: Any) -> Layer:
-    """A layer, how to make it, and its inputs.  No option is a module: made before the seed, it differs in every process."""
+    """Returns (name, maker, inputs) of a layer. No option may be a module: it would be made before the seed is set."""
     return name or kind.__name__, lambda: kind(*options, **more), x if isinstance(x, tuple) else (x,)
 
 
 def group(number: int, layers: Sequence[Layer]) -> Case:
-    """A case of several layers, with each as a case of its own."""
+    """Returns a case of several layers, whose members are the single layers."""
     return Case(
         name=f"layers/group-{number:02}", make=_maker(layers), sizes=BATCH,
         members=tuple([Case(name=f"layers/{member[0]}", make=_maker([member]), sizes=BATCH) for member in layers]),
@@ -51,37 +51,37 @@ def _maker(layers: Sequence[Layer]) -> Callable[[], Made]:
 
 
 def signs(*shape: int) -> Draw:
-    """-1 and 1."""
+    """Draws -1 and 1."""
     return lambda batch: torch.randint(0, 2, (batch, *shape)).float() * 2 - 1
 
 
 def classes(count: int, *shape: int) -> Draw:
-    """Numbers of classes."""
+    """Draws class indices."""
     return lambda batch: torch.randint(0, count, (batch, *shape))
 
 
 def steps(*shape: int) -> Draw:
-    """Noise whose first axis is time: [shape[0], batch, ...]."""
+    """Draws noise whose first axis is time: [shape[0], batch, ...]."""
     return lambda batch: torch.randn(shape[0], batch, *shape[1:])
 
 
 def positive(*shape: int) -> Draw:
-    """Floats from 0.1 to 1.1."""
+    """Draws floats from 0.1 to 1.1."""
     return lambda batch: torch.rand(batch, *shape) + 0.1
 
 
 def fixed(value: int) -> Draw:
-    """The same number for every row."""
+    """Returns the same number for every row."""
     return lambda batch: torch.full((batch,), value)
 
 
 def encoder() -> nn.Module:
-    """Two layers of a transformer's encoder."""
+    """Returns a transformer encoder with two layers."""
     return nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2)
 
 
 class Pooled(nn.Module):
-    """Max pooling with its indices, and the way back."""
+    """Max pooling with indices, followed by unpooling."""
 
     def __init__(self, axes: int) -> None:
         super().__init__()
@@ -89,24 +89,24 @@ class Pooled(nn.Module):
         self.unpool = (nn.MaxUnpool1d, nn.MaxUnpool2d, nn.MaxUnpool3d)[axes - 1](2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Zeros but for the maxima."""
+        """Returns zeros except at the maxima."""
         return self.unpool(*self.pool(x))
 
 
 class Softened(nn.Module):
-    """What AdaptiveLogSoftmaxWithLoss says of every class."""
+    """Returns the class log probabilities of AdaptiveLogSoftmaxWithLoss."""
 
     def __init__(self) -> None:
         super().__init__()
         self.softmax = nn.AdaptiveLogSoftmaxWithLoss(8, 20, [5, 10])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Logarithms of probabilities."""
+        """Returns log probabilities."""
         return self.softmax.log_prob(x)
 
 
 L, P, V = noise(4, 9), noise(4, 8, 8), noise(4, 6, 6, 6)
-"""A line, a plane and a volume of four channels."""
+"""Inputs with four channels and one, two or three axes."""
 X = noise(8)
 
 LAYERS: list[Layer] = [
@@ -179,7 +179,7 @@ LAYERS: list[Layer] = [
 
 
 class Tagger(nn.Module):
-    """A packed bidirectional LSTM, as a tagger of sentences of different lengths has it."""
+    """A tagger with a packed bidirectional LSTM, for sentences of different lengths."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -194,7 +194,7 @@ class Tagger(nn.Module):
 
 
 def sentences(batch: int, words: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Words, and how many of them a sentence has."""
+    """Draws words, and the number of words of each sentence."""
     return torch.randint(1, 50, (batch, words)), torch.randint(1, words + 1, (batch,))
 
 

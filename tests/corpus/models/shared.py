@@ -1,4 +1,4 @@
-"""Inputs and tables that the packages share."""
+"""Inputs and helper functions that the packages share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ VOCABULARY, TOKENS = 500, 16
 
 
 def named(**makers: Callable[[int], torch.Tensor]) -> Inputs:
-    """Inputs by name, each made from the batch size."""
+    """Returns an inputs function that makes each input from the batch size, by name."""
 
     def inputs(batch: int) -> dict[str, torch.Tensor]:
         return {name: make(batch) for name, make in makers.items()}
@@ -23,49 +23,49 @@ def named(**makers: Callable[[int], torch.Tensor]) -> Inputs:
 
 
 def ids(tokens: int = TOKENS, vocabulary: int = VOCABULARY) -> Callable[[int], torch.Tensor]:
-    """Token ids, without the special ones below 5."""
+    """Draws token ids, without the special ones below 5."""
     return lambda batch: torch.randint(5, vocabulary, (batch, tokens))
 
 
 def zeros(*shape: int) -> Callable[[int], torch.Tensor]:
-    """Integers that are all 0."""
+    """Returns zeros as int64."""
     return lambda batch: torch.zeros(batch, *shape, dtype=torch.int64)
 
 
 def ones(*shape: int) -> Callable[[int], torch.Tensor]:
-    """Integers that are all 1: a mask that hides nothing."""
+    """Returns ones as int64: a mask that hides nothing."""
     return lambda batch: torch.ones(batch, *shape, dtype=torch.int64)
 
 
 def noise(*shape: int) -> Callable[[int], torch.Tensor]:
-    """Floats of the normal distribution."""
+    """Draws normal random floats."""
     return lambda batch: torch.randn(batch, *shape)
 
 
 def fractions(*shape: int) -> Callable[[int], torch.Tensor]:
-    """Floats from 0 to 1."""
+    """Draws floats from 0 to 1."""
     return lambda batch: torch.rand(batch, *shape)
 
 
 def tokens(count: int = TOKENS) -> Inputs:
-    """Token ids and a mask, as tokenizers give them."""
+    """Returns token ids and a mask, as a tokenizer does."""
     return named(input_ids=ids(count), attention_mask=ones(count))
 
 
 def only_ids(count: int = TOKENS) -> Inputs:
-    """Token ids alone."""
+    """Returns only token ids."""
     return named(input_ids=ids(count))
 
 
 def pixels(side: int, channels: int = 3) -> Inputs:
-    """Pictures of noise."""
+    """Returns random images."""
     return named(pixel_values=noise(channels, side, side))
 
 
 def transformer(
     name: str, model: str, config: str, inputs: Inputs, sizes: Mapping[str, tuple[int, ...]] = BATCH, **options: Any
 ) -> Case:
-    """A model class of transformers with a small configuration; options of nested configurations are dicts."""
+    """Returns a case of a transformers class with a small configuration; options of nested configurations are dicts."""
 
     def make() -> Made:
         package = importlib.import_module("transformers")

@@ -1,4 +1,4 @@
-"""A model of many families of timm, the smallest of each."""
+"""Models of many families of timm, the smallest of each."""
 
 from __future__ import annotations
 

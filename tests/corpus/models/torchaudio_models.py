@@ -1,4 +1,4 @@
-"""torchaudio's models, small."""
+"""Small configurations of torchaudio's models."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def audio(name: str, *draws: Draw, maker: str = "", **options: Any) -> Case:
 
 
 def lengths(value: int) -> Draw:
-    """As many equal lengths as rows."""
+    """Returns the same length for every row."""
     return lambda batch: torch.full((batch,), value)
 
 
 def wav2vec2(**options: Any) -> dict[str, Any]:
-    """Two layers of wav2vec 2.0 over a short feature extractor."""
+    """Options of wav2vec 2.0 with two layers over a short feature extractor."""
     return {
         "extractor_mode": "group_norm", "extractor_conv_layer_config": [(16, 10, 5), (16, 3, 2), (16, 3, 2)],
         "extractor_conv_bias": False,

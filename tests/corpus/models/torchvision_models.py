@@ -1,4 +1,4 @@
-"""One model of every family of torchvision, the smaller ones; a few at their published size of picture."""
+"""One of the smaller models of every family of torchvision; a few at their published image size."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NEEDS = ("torchvision",)
 def picture(
     name: str, side: int, part: str = "", sizes: Mapping[str, tuple[int, ...]] = BATCH, shape: tuple[int, ...] = (), **options: Any
 ) -> Case:
-    """A model by its name in torchvision.models or a `part` of it; `shape` of an input instead of a picture of `side`."""
+    """A model by its name in torchvision.models or its submodule `part`. Inputs are images of `side`, or have `shape`."""
 
     def make() -> Made:
         module = importlib.import_module(f"torchvision.models{part and f'.{part}'}")
@@ -29,18 +29,18 @@ def picture(
 
 
 def resnet_fpn() -> Made:
-    """The backbone of torchvision's detectors: a pyramid of features."""
+    """The backbone of torchvision's detectors: a feature pyramid."""
     from torchvision.models.detection.backbone_utils import resnet_fpn_backbone
 
     return resnet_fpn_backbone(backbone_name="resnet18", weights=None), lambda batch: (torch.rand(batch, 3, 64, 64),)
 
 
 def retinanet_head() -> Made:
-    """A detector up to where its boxes are chosen, which depends on data."""
+    """A detector without the selection of boxes, which depends on data."""
     from torchvision.models.detection import retinanet_resnet50_fpn
 
     class Raw(torch.nn.Module):
-        """Scores and boxes of every anchor."""
+        """Returns scores and boxes of every anchor."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -55,25 +55,25 @@ def retinanet_head() -> Made:
 
 
 def raft() -> Made:
-    """Optical flow between two pictures; four rounds of refinement."""
+    """Optical flow between two images, with four refinement rounds."""
     from torchvision.models.optical_flow import raft_small
 
     class Rounds(torch.nn.Module):
-        """The last estimate."""
+        """Returns the last estimate."""
 
         def __init__(self) -> None:
             super().__init__()
             self.network = raft_small(weights=None)
 
         def forward(self, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-            """Two pictures [batch, 3, side, side] -> flow [batch, 2, side, side]."""
+            """Two images [batch, 3, side, side] -> flow [batch, 2, side, side]."""
             return self.network(first, second, num_flow_updates=4)[-1]
 
     return Rounds(), lambda batch: (torch.rand(batch, 3, 128, 128), torch.rand(batch, 3, 128, 128))
 
 
 def fasterrcnn() -> Made:
-    """A whole detector: how many boxes it gives depends on what it sees, so it has to be refused."""
+    """A complete detector. Its number of boxes depends on the image, so a build must refuse it."""
     from torchvision.models.detection import fasterrcnn_mobilenet_v3_large_320_fpn
 
     network = fasterrcnn_mobilenet_v3_large_320_fpn(weights=None, weights_backbone=None, num_classes=5)
@@ -84,7 +84,7 @@ CLIP = {"shape": (3, 8, 32, 32)}
 
 
 class Detector(nn.Module):
-    """One picture's boxes, chosen as torchvision's detectors do: the best by score, then without overlaps within a class."""
+    """Selects the boxes of one image as torchvision's detectors do: the best scores, then class-wise non-maximum suppression."""
 
     def __init__(self) -> None:
         super().__init__()

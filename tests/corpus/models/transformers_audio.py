@@ -1,4 +1,4 @@
-"""Models of sound of transformers."""
+"""Audio models of transformers."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ WHISPER = {
 
 
 def encodec() -> Made:
-    """The codec's way down and up again."""
+    """The codec, which encodes and decodes."""
     import torch
     from transformers import EncodecConfig, EncodecModel
 
     class Codec(torch.nn.Module):
-        """The quantized codes, and the sound made of them."""
+        """Quantizes the audio to codes and decodes them."""
 
         def __init__(self) -> None:
             super().__init__()

@@ -1,4 +1,4 @@
-"""Causal language models of transformers, two layers each: logits without a cache, and a few with one."""
+"""Causal language models of transformers with two layers: most without a cache, a few with one."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 
 
 def causal(name: str, base: str, config: dict[str, Any], **more: Any) -> Case:
-    """The language model of a base name, `Llama` or `GPT2LMHead`, with its configuration, by token ids."""
+    """A causal language model by its base name, `Llama` or `GPT2LMHead`, whose input is token ids."""
     model = f"{base}Model" if base.endswith("LMHead") else f"{base}ForCausalLM"
     short = {"Gemma3": "Gemma3Text"}.get(base, base.removesuffix("LMHead"))
     return transformer(f"causal/{name}", model, f"{short}Config", only_ids(), **{**config, **more})
 
 
 STATE = ("keys", "values", "cumulative_length")
-"""What a layer of a static cache holds."""
+"""Attributes of a layer of a static cache."""
 
 
 class Decoder(torch.nn.Module):
-    """One token after another into a static cache, which the module holds: the way to serve a causal model."""
+    """Decodes one token at a time into a static cache that the module holds, as causal models are served."""
 
     def __init__(self, network: torch.nn.Module, batch: int, length: int) -> None:
         super().__init__()
@@ -45,42 +45,42 @@ class Decoder(torch.nn.Module):
         self.cache = cache
         for index, layer in enumerate(cache.layers):
             for name in STATE:
-                if isinstance(getattr(layer, name, None), torch.Tensor):  # the length is one
+                if isinstance(getattr(layer, name, None), torch.Tensor):  # the length is a tensor
                     self.register_buffer(f"{name}_{index}", getattr(layer, name).clone())
 
     def forward(self, input_ids: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-        """Logits of the next token; `position`: int64 [1], where `input_ids` [batch, 1] stands."""
+        """Returns the logits of the next token; `position`, int64 [1], is the position of `input_ids` [batch, 1]."""
         cache = copy.copy(self.cache)
         cache.layers = [copy.copy(layer) for layer in self.cache.layers]
         for index, layer in enumerate(cache.layers):
             for name in STATE:
                 if hasattr(self, f"{name}_{index}"):
                     setattr(layer, name, getattr(self, f"{name}_{index}"))
-            layer.device = layer.keys.device  # where the layer makes its positions
+            layer.device = layer.keys.device  # the layer creates its positions there
         return self.network(
             input_ids=input_ids, position_ids=position[None], cache_position=position, past_key_values=cache, use_cache=True
         ).logits
 
 
 def with_cache_returned(name: str, base: str, config: dict[str, Any]) -> Case:
-    """A stock model as it comes: its cache is one of the outputs."""
+    """An unchanged model, whose outputs include its cache."""
     return causal(name, base, {**config, "use_cache": True})
 
 
 def decoder_step(batch: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """A token at position 3."""
+    """Returns a token at position 3."""
     return ids(1)(batch), torch.full((1,), 3)
 
 
 def llama_static_cache() -> Made:
-    """Llama, a token at a time."""
+    """Llama with one token at a time."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     return Decoder(LlamaForCausalLM(LlamaConfig(**{**LLAMA, "use_cache": True})), batch=2, length=16), decoder_step
 
 
 def llama_executorch() -> Made:
-    """Llama, a token at a time, by transformers' own recipe for export."""
+    """Llama with one token at a time, by transformers' export recipe."""
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.integrations.executorch import TorchExportableModuleWithStaticCache
 
@@ -94,14 +94,14 @@ def llama_executorch() -> Made:
 
 
 class CacheGiven(torch.nn.Module):
-    """A cache that the caller keeps, as tensors in and out."""
+    """Passes the cache as inputs and outputs, so that the caller keeps it."""
 
     def __init__(self, network: torch.nn.Module) -> None:
         super().__init__()
         self.network = network
 
     def forward(self, input_ids: torch.Tensor, past: Any) -> Any:
-        """Logits and the grown cache, [batch, heads, length, width] per layer and kind."""
+        """Returns logits and the extended cache, [batch, heads, length, width] per layer and kind."""
         from transformers import DynamicCache
 
         cache = DynamicCache()
@@ -112,7 +112,7 @@ class CacheGiven(torch.nn.Module):
 
 
 def past(batch: int) -> tuple[Any, ...]:
-    """Two tokens after eight that are in the cache."""
+    """Returns two tokens after eight cached ones."""
     return ids(2)(batch), [(torch.randn(batch, 2, 8, 16), torch.randn(batch, 2, 8, 16)) for _ in range(2)]
 
 
@@ -124,7 +124,7 @@ def llama_cache_given() -> Made:
 
 
 def gpt2_published() -> Made:
-    """GPT-2 at its published size, random weights."""
+    """GPT-2 at its published size, with random weights."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     return GPT2LMHeadModel(GPT2Config(use_cache=False)), only_ids(TOKENS)

@@ -1,4 +1,4 @@
-"""Models of transformers that take several kinds of input."""
+"""Models of transformers with several kinds of input."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ VISION = {
 LLAMA = {**TEXT, "num_key_value_heads": 2, "use_cache": False, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 BOTH = named(input_ids=ids(), pixel_values=noise(3, 32, 32), attention_mask=ones(16))
 IMAGE = 499
-"""The token that stands for a piece of a picture."""
+"""The token that stands for a patch of the image."""
 
 
 def with_picture(pieces: int, side: int = 32, mask: bool = True):
-    """A sentence that begins with as many image tokens as the picture has pieces."""
+    """Returns a sentence that begins with as many image tokens as the image has patches."""
 
     def inputs(batch: int) -> dict[str, torch.Tensor]:
         words = torch.randint(5, IMAGE, (batch, 8))
@@ -40,11 +40,11 @@ def with_picture(pieces: int, side: int = 32, mask: bool = True):
 
 
 def vilt() -> Made:
-    """ViLT reads the patches in an order that it draws: of what it gives, the pooled state does not depend on that."""
+    """ViLT reads the patches in a random order, so only the pooled state is compared: it does not depend on the order."""
     from transformers import ViltConfig, ViltModel
 
     class Pooled(torch.nn.Module):
-        """The state of both together."""
+        """Returns the pooled state."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -58,7 +58,7 @@ def vilt() -> Made:
 
 
 def llava() -> Made:
-    """Llama that reads pictures through CLIP."""
+    """Llama with images encoded by CLIP."""
     from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 
     config = LlavaConfig(
@@ -69,7 +69,7 @@ def llava() -> Made:
 
 
 def paligemma() -> Made:
-    """Gemma that reads pictures through SigLIP."""
+    """Gemma with images encoded by SigLIP."""
     from transformers import GemmaConfig, PaliGemmaConfig, PaliGemmaForConditionalGeneration, SiglipVisionConfig
 
     config = PaliGemmaConfig(
@@ -81,12 +81,12 @@ def paligemma() -> Made:
 
 
 def qwen2_vl_vision() -> Made:
-    """Qwen2-VL's encoder of pictures of one grid."""
+    """Qwen2-VL's image encoder, for images of one grid."""
     from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig
     from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
 
     class OneGrid(torch.nn.Module):
-        """Patches of pictures of 8 x 8 patches each."""
+        """Encodes images of 8 x 8 patches each."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -106,7 +106,7 @@ def qwen2_vl_vision() -> Made:
 
 
 def vision_encoder_decoder() -> Made:
-    """GPT-2 that describes what ViT saw."""
+    """A ViT encoder with a GPT-2 decoder."""
     from transformers import GPT2Config, VisionEncoderDecoderConfig, VisionEncoderDecoderModel, ViTConfig
 
     decoder = GPT2Config(vocab_size=VOCABULARY, n_embd=64, n_layer=2, n_head=4, n_positions=64, use_cache=False,
@@ -117,7 +117,7 @@ def vision_encoder_decoder() -> Made:
 
 
 def blip_2_query() -> Made:
-    """BLIP-2's transformer of queries."""
+    """BLIP-2's query transformer."""
     from transformers import Blip2QFormerConfig, Blip2QFormerModel
 
     config = Blip2QFormerConfig(**TEXT, encoder_hidden_size=64, cross_attention_frequency=1)
@@ -125,7 +125,7 @@ def blip_2_query() -> Made:
 
 
 def perceiver() -> Made:
-    """Latents that look at any input."""
+    """Perceiver: latents that attend to any input."""
     from transformers import PerceiverConfig, PerceiverModel
 
     config = PerceiverConfig(
@@ -136,7 +136,7 @@ def perceiver() -> Made:
 
 
 def speech_encoder_clap() -> Made:
-    """CLAP's encoder of sound."""
+    """CLAP's audio encoder."""
     from transformers import ClapAudioConfig, ClapAudioModelWithProjection
 
     config = ClapAudioConfig(

@@ -1,4 +1,4 @@
-"""Encoders with decoders, and models of time series, of transformers."""
+"""Encoder-decoder models and time series models of transformers."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ BART = {"vocab_size": VOCABULARY, "d_model": 64, "encoder_layers": 2, "decoder_l
 
 
 def both(name: str, model: str, config: str, options: dict[str, Any], **more: Any) -> Case:
-    """An encoder and a decoder, by token ids of both."""
+    """An encoder-decoder model whose inputs are token ids of both."""
     return transformer(f"sequence/{name}", model, config, BOTH, **{**options, **more})
 
 
 def series(batch: int) -> dict[str, torch.Tensor]:
-    """Twenty-four steps of the past and four of the future, of one variable."""
+    """Draws twenty-four past and four future steps of one variable."""
     return {
         "past_values": torch.randn(batch, 31), "past_time_features": torch.randn(batch, 31, 2),
         "past_observed_mask": torch.ones(batch, 31), "future_values": torch.randn(batch, 4),

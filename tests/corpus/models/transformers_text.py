@@ -1,4 +1,4 @@
-"""Encoders of text in transformers, two layers each."""
+"""Text encoders of transformers with two layers."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ SENTENCE = named(input_ids=ids(), attention_mask=ones(16), token_type_ids=zeros(
 
 
 def two_dimensions(batch: int, seq: int) -> dict[str, object]:
-    """Ids and masks of any length."""
+    """Returns ids and masks of any length."""
     return {"input_ids": ids(seq)(batch), "attention_mask": ones(seq)(batch)}
 
 
 LONGFORMER = {"attention_window": 8, **SIZE, "max_position_embeddings": 80}
-"""Whether any token attends to all is asked of the mask: one that is given decides a branch, the one that it makes does not."""
+"""If the mask is an input, a branch tests whether any token has global attention. Otherwise the model's own mask decides it."""
 
 CASES = [
     transformer("text/bert", "BertModel", "BertConfig", SENTENCE, **BERT),

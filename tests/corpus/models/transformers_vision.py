@@ -1,4 +1,4 @@
-"""Models of pictures and films of transformers, small but whole."""
+"""Image and video models of transformers, small but complete."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STAGES = {"hidden_sizes": [16, 32, 32, 64], "depths": [1, 1, 1, 1]}
 
 
 def detr() -> Made:
-    """A detector with a convolutional backbone of random weights."""
+    """A detector with a convolutional backbone and random weights."""
     from transformers import DetrConfig, DetrForObjectDetection, ResNetConfig
 
     backbone = ResNetConfig(embedding_size=16, out_features=["stage4"], layer_type="basic", **STAGES)
@@ -43,7 +43,7 @@ def rt_detr() -> Made:
         use_pretrained_backbone=False, use_timm_backbone=False, backbone=None,
     )  # fmt: skip
     model = RTDetrForObjectDetection(config)
-    for module in model.modules():  # else nothing but rounding is left of the image: all scores are equal, and any ten are the best
+    for module in model.modules():  # otherwise all scores are equal but for rounding, and any ten are the best
         if isinstance(module, torch.nn.Conv2d):
             torch.nn.init.kaiming_normal_(module.weight)
     torch.nn.init.normal_(model.model.enc_score_head.weight, std=1000.0)
@@ -60,7 +60,7 @@ def upernet() -> Made:
 
 
 def depth_anything() -> Made:
-    """Depth over a DINOv2."""
+    """Depth estimation over a DINOv2."""
     from transformers import DepthAnythingConfig, DepthAnythingForDepthEstimation, Dinov2Config
 
     backbone = Dinov2Config(
@@ -75,7 +75,7 @@ def depth_anything() -> Made:
 
 
 def vit_published() -> Made:
-    """ViT-Base at its published size, random weights."""
+    """ViT-Base at its published size, with random weights."""
     from transformers import ViTConfig, ViTForImageClassification
 
     return ViTForImageClassification(ViTConfig()), pixels(224)

@@ -1,4 +1,4 @@
-"""What is written is read back: a build ends with an error of ours where a runtime would refuse its bundle."""
+"""Written bundles can be read: if a runtime would refuse a bundle, its build ends with an error."""
 
 from __future__ import annotations
 

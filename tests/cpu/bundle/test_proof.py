@@ -1,4 +1,4 @@
-"""What the fresh process answers becomes proofs: errors against eager PyTorch, and beside a recording the distance from it."""
+"""The answers of the replay process become proofs: errors against eager PyTorch, and the distance from a recording."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BOUND = ErrorBound(title="output y (float32)", bound=1e-5, exact=False, rounded=
 
 
 def sealed_manifest(expected: str, compare: str = "tolerance") -> Manifest:
-    """As a build seals it before the replay: a recording was compared with eager PyTorch, by 4e-6; nothing else was yet."""
+    """Returns the manifest before the replay: a recording was compared with eager PyTorch (error 4e-6), other kinds were not."""
     errors = (4e-6,) if expected == "recording" else ()
     proofs = tuple([proved(size, method="none", errors=errors) for size in SIZES])
     base = manifest()
@@ -43,7 +43,7 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_beside_a_recording_both_distances_are_kept(answers: Any) -> None:
-    """The error against eager PyTorch, measured when it was recorded, and how far the replay was from the recording."""
+    """The proof keeps the recording's error against eager PyTorch, and the distance of the replay from the recording."""
     answers("tolerance", 1e-6, 0.0)
     (self_test,) = proof.replay(Path("nowhere"), sealed_manifest("recording"), [[BOUND]], ()).self_tests
     assert [(row.method, row.error, row.errors, row.distance) for row in self_test.proofs] == [

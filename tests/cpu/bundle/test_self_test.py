@@ -1,5 +1,4 @@
-"""The self-test of a replay: bytes of the recording process become tensors of the manifest's dtypes and shapes, and runs of
-state."""
+"""The self-test of a replay: bytes of the recording process become tensors with the manifest's dtypes and shapes; runs of state."""
 
 from __future__ import annotations
 

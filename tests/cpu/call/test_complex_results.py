@@ -1,4 +1,4 @@
-"""Complex numbers of both widths, their conjugates, and weights and state of them, through a bundle."""
+"""Complex numbers of both widths, their conjugates, and complex weights and state in a bundle."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import cgcompile
 
 
 class Waves(nn.Module):
-    """What it gives is partly a view that torch conjugates, or negates, when it is read."""
+    """Some outputs are views that torch conjugates or negates when they are read."""
 
     seen: Tensor
 

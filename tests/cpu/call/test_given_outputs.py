@@ -1,5 +1,5 @@
-"""Large outputs that are given as they lie, not copied: whatever the caller writes there, the next call, its inputs, weights and
-the other outputs are as before."""
+"""Large outputs are returned without a copy: writes by the caller change neither the next call, its inputs, the weights nor other
+outputs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SIZE = 40_000
 
 
 class Large(nn.Module):
-    """Outputs that a compiler may put into one place with each other, with a weight, a constant or the input."""
+    """A compiler may put these outputs into memory of each other, of a weight, a constant or the input."""
 
     steps: Tensor
 

@@ -1,4 +1,4 @@
-"""Every golden bundle for a CPU reads and writes inside its inputs alone: they lie between pages that nobody may touch."""
+"""Every golden CPU bundle accesses only its inputs' memory: the inputs lie between inaccessible pages."""
 
 from __future__ import annotations
 

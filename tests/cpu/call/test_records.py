@@ -1,4 +1,4 @@
-"""A stock causal language model whose cache goes in and comes out, as a bundle for the CPU."""
+"""A CPU bundle of a stock causal language model, whose cache is an input and an output."""
 
 from __future__ import annotations
 

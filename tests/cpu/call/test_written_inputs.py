@@ -1,4 +1,4 @@
-"""Models that write to their inputs, on the cpu target: the caller's own tensors hold what eager PyTorch leaves there."""
+"""Models that mutate their inputs, on the CPU: the caller's tensors hold what eager PyTorch leaves there."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Case = tuple[Path, nn.Module, Callable[[int], tuple[Tensor, ...]], tuple[int, ..
 
 @pytest.fixture(scope="module")
 def build(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The bundle of one of MODELS, built once."""
+    """Returns a function that builds the bundle of one of MODELS once."""
     folder = tmp_path_factory.mktemp("written")
 
     def build(name: str) -> Path:
@@ -49,7 +49,7 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 @pytest.fixture(scope="module", params=WHOLE)
 def case(request: pytest.FixtureRequest, build: Callable[[str], Path]) -> Case:
-    """A bundle, its model, the model's inputs, and the inputs that it writes to."""
+    """Returns a bundle, its model, the model's inputs, and the inputs that it mutates."""
     model_class, inputs, written = MODELS[request.param]
     return build(request.param), model_class(), inputs, written
 
@@ -66,7 +66,7 @@ def outputs(answer: Any) -> list[Any]:
 
 
 def spread(tensor: Tensor) -> Tensor:
-    """The same numbers with gaps between them."""
+    """Returns the same numbers with a stride of 2."""
     return torch.stack([tensor, tensor], -1)[..., 1]
 
 
@@ -196,7 +196,7 @@ def test_run_gives_an_input_and_an_output_of_one_name_a_name_each() -> None:
     assert _tensors_by_name(manifest.entries[0], [argument], [first, second]) == named
 
 
-# --- what is refused when it is built ------------------------------------------------------------------------------
+# --- what a build refuses ------------------------------------------------------------------------------------------
 
 
 def test_memory_that_is_shared_among_the_examples_is_refused(tmp_path: Path) -> None:
@@ -216,7 +216,7 @@ def test_memory_that_is_shared_among_the_examples_is_refused(tmp_path: Path) -> 
 
 
 class Swap(nn.Module):
-    """Inductor of torch 2.13 drops the copy, and gives both the same numbers."""
+    """Inductor of torch 2.13 drops the copy and writes the same numbers to both."""
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         kept = x.clone()
@@ -226,7 +226,7 @@ class Swap(nn.Module):
 
 
 def test_an_input_that_the_compiler_writes_wrongly_is_no_bundle(tmp_path: Path) -> None:
-    """Whatever Inductor makes of it: a bundle is published only where the inputs hold what eager PyTorch leaves there."""
+    """A bundle is only published if its inputs hold what eager PyTorch leaves there."""
     out = tmp_path / "swap.cgb"
     try:
         cgcompile.build(Swap(), drawn(3, 3), sizes=[2], out=out, target="cpu")

@@ -1,4 +1,4 @@
-"""`cgcompile.capture.worker.regions`, also where cuda-bindings is not installed: tests that import it here call no driver."""
+"""Imports `cgcompile.capture.worker.regions` even without cuda-bindings. Tests that import it here call no driver."""
 
 from __future__ import annotations
 

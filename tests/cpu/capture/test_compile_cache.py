@@ -1,4 +1,4 @@
-"""What compilers left for the next build."""
+"""Compiler caches that one build leaves for the next."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_files_come_back_for_the_int_keys_that_were_lowered(tmp_path: Path) -> N
     (second / "triton/x/k.cubin").write_bytes(b"other")
     keep_compiled(path, ["(8,)", "(1,)"], second)
     assert recall_compiled(path, first) == {"(1,)", "(8,)"}
-    assert (first / "triton/x/k.cubin").read_bytes() == b"cubin"  # what is there stays
+    assert (first / "triton/x/k.cubin").read_bytes() == b"cubin"  # existing files are kept
 
 
 def test_without_a_cache_nothing_is_kept(tmp_path: Path) -> None:

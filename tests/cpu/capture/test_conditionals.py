@@ -1,5 +1,5 @@
-"""Capturing programs with branches and loops, with graphs that are Python calls on the CPU: every straight part is captured once,
-and what is then replayed on other data, by its conditions, is what eager PyTorch gives."""
+"""Captures programs with branches and loops; graphs are Python calls on the CPU. Every straight part is captured once, and replays
+on other data equal eager PyTorch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ JUNK = 77
 
 
 class Graph:
-    """A graph that runs a call again, and writes to the tensors that its capture gave."""
+    """A graph that repeats a call and writes to the outputs of its capture."""
 
     def __init__(self, call: Callable[[], Any], outputs: Sequence[Tensor]) -> None:
         self.call, self.outputs = call, outputs
@@ -37,7 +37,7 @@ class Graph:
 
 
 class Captured:
-    """A module captured for some inputs, which can be replayed with others."""
+    """A module captured with some inputs, which can be replayed with others."""
 
     def __init__(self, module: torch.fx.GraphModule, inputs: Sequence[Any]) -> None:
         self.static = [argument.clone() if isinstance(argument, Tensor) else argument for argument in inputs]
@@ -59,7 +59,7 @@ class Captured:
         return self.graphs[-1], self.graphs[-1].outputs
 
     def __call__(self, *inputs: Any) -> list[Any]:
-        for graph in self.graphs:  # nothing of an earlier run is left
+        for graph in self.graphs:  # nothing of an earlier run may remain
             for output in graph.outputs:
                 if output.untyped_storage().data_ptr() not in self.lasting:
                     output.fill_(JUNK)
@@ -86,7 +86,7 @@ def module_of(model: nn.Module, inputs: Sequence[Any]) -> torch.fx.GraphModule:
 
 @cache
 def exported(name: str) -> torch.fx.GraphModule:
-    """The module of one of MODELS: which way its inputs took is not in it.  Copy it: a capture may change it."""
+    """Returns the exported module of one of MODELS, which is the same for any example. Copy it: a capture may change it."""
     make, inputs, _ = MODELS[name]
     torch.manual_seed(1)
     return module_of(make().eval(), inputs()[:1])
@@ -159,7 +159,7 @@ def test_state_and_inputs_are_written_as_eager_does() -> None:
 
 
 class Numbers(nn.Module):
-    """Sizes that cross, and are given to bodies."""
+    """Symbolic sizes that are passed to bodies."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         n = x.shape[0]

@@ -1,4 +1,4 @@
-"""An engine's memory as a process sees it, and the replays that verify a bundle: over memory of the CPU instead of a GPU's."""
+"""An engine's memory and the replays that verify a bundle, with CPU memory instead of GPU memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GIGA = 1 << 30
 
 
 def host_bytes(address: int, size: int) -> torch.Tensor:
-    """Stands in for `device_bytes`."""
+    """Replaces `device_bytes`."""
     return torch.frombuffer((ctypes.c_char * size).from_address(address), dtype=torch.uint8)
 
 
@@ -36,7 +36,7 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, name, lambda answer=answer: answer)
 
 
-# --- what is refused before anything is read -----------------------------------------------------------------------------
+# --- what is refused before any memory is read ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_what_is_no_tensor_of_the_gpu_is_refused(monkeypatch: pytest.MonkeyPatch
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, begun: bool) -> list[Callable[[], str]]:
-    """A CUPTI that is not there; the functions that its logs were given."""
+    """Replaces CUPTI and returns the callbacks that its logs receive."""
     callbacks: list[Callable[[], str]] = []
 
     def log(line: Callable[[], str]) -> Any:

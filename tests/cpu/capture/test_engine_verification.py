@@ -1,4 +1,4 @@
-"""How an engine's graphs are verified: what is compared, noted for the fresh process, and put back.  The GPU is host memory."""
+"""Verification of an engine's graphs: what is compared, passed to the new process, and restored. Host memory replaces the GPU."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ ROW = 4 * FLOATS
 
 
 class Graph:
-    """A graph that is a function."""
+    """A graph that is a Python function."""
 
     def __init__(self, run: Callable[[], object]) -> None:
         self.replay = run
 
 
 class Engine:
-    """The memory of the engine in `engine_bundle`: x of 8 rows, out of 8 rows, and 4 rows of the graphs' own."""
+    """The memory of the engine in `engine_bundle`: x with 8 rows, out with 8 rows, and 4 rows of the graphs' memory."""
 
     def __init__(self) -> None:
         self.memory = {name: ctypes.create_string_buffer(rows * ROW + 64) for name, rows in (("x", 8), ("out", 8), ("result", 4))}
@@ -63,7 +63,7 @@ def host_bytes(address: int, size: int) -> torch.Tensor:
 
 @pytest.fixture
 def plans(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """What fresh processes were asked; none runs."""
+    """Returns the requests to new processes; none of them runs."""
     seen: list[dict[str, Any]] = []
 
     def fresh(module: str, arguments: list[str], path: str) -> dict[str, Any]:
@@ -88,7 +88,7 @@ def test_what_graphs_change_is_noted_and_put_back(plans: list[dict[str, Any]]) -
     engine = Engine()
     before = {name: bytes(engine.view(name).numpy()) for name in engine.memory}
     with raises("proof-failed", match="tensor 'out' holds other bits than the engine's own graphs leave in it"):
-        run({"small": Graph(engine.small), (8, "rows"): Graph(engine.rows)}, engine)  # the fresh process does nothing here
+        run({"small": Graph(engine.small), (8, "rows"): Graph(engine.rows)}, engine)  # here the new process does nothing
     assert {name: bytes(engine.view(name).numpy()) for name in engine.memory} == before
     (plan,) = plans
     (inputs, (((name, at, size), digest),)), (_, (other,)) = plan["graphs"]

@@ -1,4 +1,4 @@
-"""Recorder processes that are stopped while somebody waits for them."""
+"""Recorder processes that are stopped while a caller waits for them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.helpers.raising import raises
 
 
 def test_a_search_that_is_over_stops_what_records(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(module, "WORKER", "tests.helpers.forked_worker")  # it never says that it is done
+    monkeypatch.setattr(module, "WORKER", "tests.helpers.forked_worker")  # this worker never reports that it is done
     request: Any = SimpleNamespace(role=RECORD, result=tmp_path / "result")
     with recorder_processes(tmp_path) as processes:
         begun = time.monotonic()

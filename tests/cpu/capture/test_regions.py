@@ -1,4 +1,4 @@
-"""Capturing a program of several regions, with graphs that are Python calls: what runs in which order, and on which values."""
+"""Captures a program with several regions; graphs are Python calls. Tests the order of execution and the values."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def inputs(batch):
 
 
 class Graph:
-    """A graph that runs a call again and writes to the tensors that its capture gave."""
+    """A graph that repeats a call and writes to the outputs of its capture."""
 
     def __init__(self, call: Callable[[], Any], outputs: tuple[torch.Tensor, ...]) -> None:
         self.call, self.outputs = call, outputs
@@ -97,7 +97,7 @@ class Graph:
 
 @pytest.fixture
 def pools(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """The CPU plays the GPU; returns the pools that graphs were captured into."""
+    """Makes the CPU stand for the GPU. Returns the memory pools that graphs were captured into."""
     held: dict[int, torch.Tensor] = {}
     asked: list[object] = []
     buffer: dict[Any, torch.Tensor] = {}
@@ -108,7 +108,7 @@ def pools(monkeypatch: pytest.MonkeyPatch) -> list[object]:
         lasting = [*buffer.values(), *state.values()]
         before = [tensor.clone() for tensor in lasting]
         outputs = tuple(call())
-        for tensor, value in zip(lasting, before, strict=True):  # a capture runs nothing
+        for tensor, value in zip(lasting, before, strict=True):  # a capture must not run anything
             tensor.copy_(value)
         held.update({tensor.data_ptr(): tensor for tensor in outputs})
         return Graph(call, outputs), outputs

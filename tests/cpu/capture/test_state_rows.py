@@ -1,4 +1,4 @@
-"""What a recorder process loads: a program whose state has another number of rows there, and knows it."""
+"""A recorder process loads a program whose state has another number of rows there."""
 
 from __future__ import annotations
 

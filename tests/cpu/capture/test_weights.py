@@ -1,4 +1,4 @@
-"""Weights in a recorder process: read from the bundle's file to where they lie, and compared without a second copy."""
+"""Weights in a recorder process: read from the bundle's file to their place, and compared without a second copy."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def stored(path: Path) -> tuple[tuple[module.Weight, ...], dict[str, torch.Tenso
 
 
 def test_every_tensor_comes_from_the_file_to_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "BLOCK", 1 << 10)  # several blocks for one tensor
+    monkeypatch.setattr(module, "BLOCK", 1 << 10)  # several blocks per tensor
     rows, buffers = stored(tmp_path / "weights.safetensors")
     module.upload(tmp_path / "weights.safetensors", rows, buffers)
     for row in rows:

@@ -1,4 +1,4 @@
-"""What a recorder process does with inputs that the program writes to; the CPU plays the GPU."""
+"""Mutated inputs in a recorder process; the CPU stands for the GPU."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ KEY = (4,)
 
 @pytest.fixture(params=sorted(MODELS))
 def case(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
-    """A loaded program with an example and a fresh call, and the model."""
+    """Returns a loaded program with an example and a new call, and the model."""
     model_class, inputs, written = MODELS[request.param]
     stream = SimpleNamespace(wait_stream=lambda other: None)
     for name, value in (
@@ -66,13 +66,13 @@ def test_every_warm_up_starts_from_the_examples_values(case: tuple[Any, Any]) ->
 
 
 class Graph:
-    """Stands for a captured graph: a replay runs the program on the static inputs, and perhaps more."""
+    """Replaces a captured graph: a replay runs the program on the static inputs, and optionally more."""
 
     def __init__(self, run: Callable[[], None]) -> None:
         self.replay = run
 
     def instantiate(self) -> None:
-        """Nothing to make."""
+        """Does nothing."""
 
 
 def examined(loaded: Any, monkeypatch: pytest.MonkeyPatch, spoil: Callable[[list[Tensor]], None] = lambda static: None) -> Any:

@@ -1,4 +1,4 @@
-"""Every rule is hit by one model and passed by another, at the user's line, and the placements hold what follows an obstacle."""
+"""Every rule fires for one model, at the user's line, and not for another; placements include the operations after an obstacle."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ attention = nn.functional.scaled_dot_product_attention
 
 @torch.library.custom_op("cgchecks::unsafe", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 def unsafe(x: torch.Tensor) -> torch.Tensor:
-    """Doubles."""
+    """Doubles its input."""
     return x * 2
 
 
 @torch.library.custom_op("cgchecks::plain", mutates_args=())
 def plain(x: torch.Tensor) -> torch.Tensor:
-    """Doubles."""
+    """Doubles its input."""
     return x * 2
 
 
 @torch.library.custom_op("cgchecks::faceless", mutates_args=())
 def faceless(x: torch.Tensor) -> torch.Tensor:
-    """Doubles, and has no fake implementation."""
+    """Doubles its input; has no fake implementation."""
     return x * 2
 
 
@@ -58,7 +58,7 @@ plain.register_fake(lambda x: torch.empty_like(x))
 
 
 class Model(nn.Module):
-    """A function of tensors and of this module, which holds a weight and a buffer."""
+    """Calls a function of this module, which has a weight and a buffer, and of tensors."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ def labels(findings: tuple[Finding, ...]) -> list[str]:
 
 
 def placed(checked: Checked) -> Mapping[str, str]:
-    """The placements of a dynamic program, which are those of every int_key."""
+    """Returns the placements of a dynamic program, which are the same for every int_key."""
     return next(iter(checked.placements.values()))
 
 
@@ -90,7 +90,7 @@ def source_line(number: int) -> str:
     return Path(__file__).read_text().splitlines()[number - 1].strip()
 
 
-# --- models that a rule is about ----------------------------------------------------------------------------------
+# --- models for the rules -----------------------------------------------------------------------------------------
 
 
 def fill(m: Model, x: torch.Tensor) -> torch.Tensor:
@@ -111,7 +111,7 @@ def write_buffer(m: Model, x: torch.Tensor) -> torch.Tensor:
 
 
 class Averages(nn.Module):
-    """One line writes to six buffers, another one to a buffer."""
+    """One line writes to six buffers, another line to one buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ class Averages(nn.Module):
 
 
 class Tied(nn.Module):
-    """A buffer that calls change and that is also seen under another name."""
+    """A mutated buffer with two names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -174,7 +174,7 @@ def refuse_negative(m: Model, x: torch.Tensor) -> torch.Tensor:
 
 
 def halved(m: Any, x: torch.Tensor) -> torch.Tensor:
-    """A loop that nothing bounds."""
+    """A loop without a bound."""
     while x.sum() > 1:
         x = x / 2
     return x
@@ -228,7 +228,7 @@ CASES: list[tuple[str, str, Callable[..., Any] | nn.Module]] = [
     ("note aliased-output", "b_model_table", lambda m, x: (x + 1, m.table)),
     ("note training-mode", "", nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.0)).train()),
 ]  # fmt: skip
-"""What is found, at which node ("" for none), and the model."""
+"""The finding, its node ("" for none), and the model."""
 
 PASSED: list[tuple[str, Callable[..., Any] | nn.Module]] = [
     ("a write to a copy", lambda m, x: x.clone().add_(1)),
@@ -285,7 +285,7 @@ def test_what_a_graph_can_hold_is_passed(function: Callable[..., Any]) -> None:
 
 @torch.library.custom_op("cgchecks::of_numpy", mutates_args=())
 def of_numpy(x: torch.Tensor) -> torch.Tensor:
-    """Doubles, as PyTorch cannot trace."""
+    """Doubles its input in a way that PyTorch cannot trace."""
     return torch.from_numpy(x.numpy() * 2)
 
 
@@ -348,7 +348,7 @@ def test_an_operator_that_is_not_called_is_no_fallback_op() -> None:
 
 @pytest.fixture
 def deterministic() -> Iterator[None]:
-    """Deterministic algorithms are on."""
+    """Enables deterministic algorithms during a test."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -394,7 +394,7 @@ def test_many_keys() -> None:
     assert finding.rule == "too-many-keys" and "--max-keys 4" in finding.fix
 
 
-# --- what follows -------------------------------------------------------------------------------------------------
+# --- operations that follow an obstacle ---------------------------------------------------------------------------
 
 
 def test_what_takes_a_value_that_depends_on_data_follows_until_sizes_are_known() -> None:
@@ -534,7 +534,7 @@ class Five(nn.Module):
 
 
 class Turning(nn.Module):
-    """A loop whose body asks the host how many elements are above 0."""
+    """A loop whose body reads the number of positive elements on the host."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         start = torch.zeros((), dtype=torch.int64, device=x.device)
@@ -631,7 +631,7 @@ def test_other_failures_stay_errors() -> None:
 
 
 def test_a_loop_without_bound_is_told_with_its_line_where_torch_export_stops_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As torchdiffeq's dopri5: no program shows the obstacle, and the error is all that there is."""
+    """For torchdiffeq's dopri5, too, no program shows the obstacle, so the error is the only report."""
 
     def stopped(*_args: Any, **_options: Any) -> Any:
         turns = TooManyTurns("solver.py:7", "while t < end:", ", called from model.py:3")

@@ -1,4 +1,4 @@
-"""The rule about collectives, over a process group of one."""
+"""The rule about collectives, with a process group of one rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m tests.avx2`: processes see a processor without AVX-512, and every CPU golden runs there."""
+"""`python -m tests.avx2` hides AVX-512 from its processes; every CPU golden runs there."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def needs_avx512(manifest: Manifest) -> Manifest:
 
 @pytest.mark.skipif(os.uname().machine != "x86_64" or "avx2" not in processor_flags(), reason="needs a processor with AVX2")
 def test_every_cpu_golden_runs_without_avx512(tmp_path: Path) -> None:
-    """What a build for this processor would use is hidden as well.  A bundle that needs AVX-512 is refused."""
+    """Bundles for this processor are refused if they need AVX-512."""
     skip_older_torch()
     goldens = sorted(GOLDEN.glob("v*/*.cgb"))
     paths = [path for path in goldens if archive.read_manifest(str(path)).target.kind == "cpu"]

@@ -1,4 +1,4 @@
-"""Memory of a shared object's constants: every handle that torch makes of one is freed with its region."""
+"""Memory of a shared object's constants: every handle that torch makes is freed with its region."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cgbundle.format import archive
 
 
 def test_a_session_leaves_no_handle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The container of torch 2.13 makes a handle of each constant that it is given."""
+    """The container of torch 2.13 creates a handle for each constant that it receives."""
     path = tmp_path / "linear.cgb"
     model = torch.nn.Linear(3, 2)
     cgcompile.build(model, lambda: (torch.ones(1, 3),), out=path, target="cpu", standalone=False, progress="silent")

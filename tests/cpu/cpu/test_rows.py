@@ -1,4 +1,4 @@
-"""Bundles whose rows say something else than their code does are refused, or answer rightly: CPU goldens, hashes made to fit."""
+"""CPU goldens whose rows contradict their code, with corrected hashes, are refused or give right results."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Change = Callable[[Manifest], Manifest]
 
 
 def altered(golden: str, folder: Path, change: Change) -> Path:
-    """A copy of a golden with another manifest."""
+    """Returns a copy of a golden with another manifest."""
     skip_older_torch()
     bundle = Path(shutil.copytree(GOLDEN / f"{golden}.cgb", folder / "altered.cgb"))
     attach(bundle, change(archive.read_manifest(str(bundle))))
@@ -36,7 +36,7 @@ def altered(golden: str, folder: Path, change: Change) -> Path:
 
 
 def attach(folder: Path, manifest: Manifest) -> None:
-    """Writes the manifest, with other rows behind the shared objects: nothing but the code itself is left to say what it reads."""
+    """Writes the manifest, and matching rows behind the shared objects, so that only the code itself contradicts them."""
     for region in manifest.regions:
         data = (folder / region.file).read_bytes()
         rows = host_code.read(data) or b""
@@ -45,7 +45,7 @@ def attach(folder: Path, manifest: Manifest) -> None:
 
 
 def put_values(index: int, **changes: Callable[[Any], Any]) -> Change:
-    """Changes fields of value `index` of every program."""
+    """Changes fields of value `index` in every program."""
 
     def change(manifest: Manifest) -> Manifest:
         programs = []
@@ -83,7 +83,7 @@ def test_constants_that_the_code_does_not_have(tmp_path: Path, change: Change, m
 
 @pytest.mark.parametrize(("shape", "dtype"), [((32, 16), "int32"), ((33, 16), "float32")])
 def test_a_weight_of_another_dtype_or_larger_than_the_code_reads(tmp_path: Path, shape: Any, dtype: str) -> None:
-    """The file and the manifest agree with each other."""
+    """The file and the manifest agree with each other, but not with the code."""
     size = 4 * shape[0] * shape[1]
 
     def change(manifest: Manifest) -> Manifest:
@@ -105,7 +105,7 @@ def test_a_weight_of_another_dtype_or_larger_than_the_code_reads(tmp_path: Path,
 
 @pytest.mark.parametrize("strides", [(1, 10**9), (24, 1), (1, 4), (4, 2), (0, 0), (10**15, 1)])
 def test_outputs_that_the_code_lays_out_otherwise(tmp_path: Path, strides: tuple[int, int]) -> None:
-    """Once a crash, stray memory, or other numbers."""
+    """Without the check this crashed, or accessed wrong memory."""
     with cgbundle.load(altered("v1/cpu_mlp", tmp_path, put_values(1, strides=lambda _: strides))) as program:
         for _ in range(2):
             with raises(
@@ -115,7 +115,7 @@ def test_outputs_that_the_code_lays_out_otherwise(tmp_path: Path, strides: tuple
 
 
 def test_strides_that_do_not_count(tmp_path: Path) -> None:
-    """Those of an axis of one element."""
+    """The strides of an axis with one element do not count."""
 
     def change(manifest: Manifest) -> Manifest:
         program = manifest.entries[0].programs[0]
@@ -135,7 +135,7 @@ def test_goldens_pass_their_self_tests(golden: str) -> None:
 
 
 def test_a_built_bundle_says_what_it_was_built_for(bundle: Path, tmp_path: Path) -> None:
-    """Its self-test is made to fit the other shape, too: the rows behind the shared object are what is left."""
+    """Its self-test fits the other shape too, so only the rows behind the shared object differ."""
     folder = Path(shutil.copytree(bundle, tmp_path / "other.cgb"))
     manifest = archive.read_manifest(str(folder))
     other = put_values(0, shape=lambda shape: (shape[0], 5), strides=lambda _: (5, 1))(manifest)

@@ -1,4 +1,4 @@
-"""`threads`: the number that a run uses, in which nothing else of the process takes part."""
+"""`threads` sets the number of threads of a run, independent of the rest of the process."""
 
 from __future__ import annotations
 

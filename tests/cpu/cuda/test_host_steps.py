@@ -1,4 +1,4 @@
-"""A program of copy and host steps, computed by a real shared object, on a driver whose GPU memory is host memory."""
+"""A program of copy and host steps with a real shared object, on a driver whose GPU memory is host memory."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from tests.helpers.raising import raises
 
 FILE = "host/pick.so"
 KEYS = (2, 5)
-SCALE = [number / 4 - 2 for number in range(16)]  # of up to 8 numbers Inductor would write into the code
+SCALE = [number / 4 - 2 for number in range(16)]  # Inductor inlines constants of up to 8 elements
 
 
 class Pick(torch.nn.Module):
-    """A sum over as many elements as are positive, times a weight; and a tensor that is not row-major."""
+    """A sum over a data-dependent number of elements, times a weight; and an output that is not row-major."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ def floats(tensor: torch.Tensor) -> safetensors_writer.Tensor:
 
 
 def program(key: int) -> Program:
-    """copy x to the host, run the region there, copy both results back."""
+    """Copies x to the host, runs the region there, and copies both results back."""
 
     def value(memory: str, offset: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> Value:
         return Value(dtype="float32", shape=shape, strides=strides, memory=memory, offset=offset)
@@ -88,7 +88,7 @@ def example(key: int) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A bundle for a GPU whose one region runs on the host, with its weight kept off the GPU."""
+    """Builds a bundle for a GPU whose only region runs on the host, with its weight in host memory."""
     folder = tmp_path_factory.mktemp("mixed") / "pick.cgb"
     (folder / "host").mkdir(parents=True)
     model, rows = Pick().eval(), torch.export.Dim("rows", min=2, max=64)
@@ -232,7 +232,7 @@ def test_an_output_that_is_not_what_the_bundle_says(
     with raises("library-refused", match=f"^{FILE}: an output is {message}"), calls.locked(None) as turn:
         calls.run(1, [x.data_ptr()], None, turn)
     with calls.locked(None) as turn:
-        calls.run(0, [example(2).data_ptr()], None, turn)  # the next call is none the worse
+        calls.run(0, [example(2).data_ptr()], None, turn)  # the next call works
     calls.close()
 
 

@@ -1,6 +1,6 @@
-"""The runtime's own binding of the driver, against a driver that is compiled with the real cuda.h and tells what it was given.
+"""Tests the runtime's binding of the CUDA driver with a fake driver, which is compiled with the real cuda.h and logs its arguments.
 
-That it compiles shows that the symbols and their parameters are cuda.h's; what it tells, that ours arrive as they should.
+That it compiles shows that symbols and parameters match cuda.h. Its log shows that the binding passes its arguments correctly.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ A, B, C, D = 0xA << 40, 0xB << 40, 0xC << 40, 0xD << 40
 """Handles and addresses."""
 
 SIZE, NEW = 5 << 33, 0xABCD << 32
-"""More bytes than an int counts; the handle that every call of the double makes."""
+"""More bytes than an int can hold; the handle that every call of the fake driver creates."""
 
 RECORDS = (
     structures.KernelNodeParams, structures.MemsetNodeParams, structures.Memcpy3D, structures.LaunchAttributeValue,
@@ -36,11 +36,11 @@ RECORDS = (
 )  # fmt: skip
 
 NODES = [0x10D << 36, 0x10E << 36]
-"""What the double's capture depends on."""
+"""Nodes that the fake driver's capture depends on."""
 
 ALLOCATION = structures.AllocationProp(type=1, requestedHandleTypes=1, location=structures.MemLocation(1, 2))
 ACCESS = structures.AccessDesc(location=structures.MemLocation(1, 2), flags=3)
-"""Memory of device 2 that passes to other processes as a file, read and written by that device."""
+"""Memory of device 2 that is exported as a file descriptor, with read and write access for this device."""
 
 CALLS: tuple[tuple[str, tuple[Any, ...], str, Any], ...] = (
     ("cuInit", (0,), "", 0),
@@ -134,19 +134,19 @@ CALLS: tuple[tuple[str, tuple[Any, ...], str, Any], ...] = (
     ("cuGraphUpload", (A, B), "a0000000000 b0000000000", 0),
     ("cuGraphLaunch", (A, 0), "a0000000000 0", 0),
 )  # fmt: skip
-"""(function, what it is given, what arrives, what it gives)."""
+"""(function, arguments, logged arguments, result)."""
 
 BY_RECORD = {
     "cuMemcpy3DAsync", "cuLaunchKernelEx", "cuGraphAddKernelNode", "cuGraphAddMemsetNode", "cuGraphAddMemcpyNode",
     "cuGraphAddConditionalNode", "cuGraphKernelNodeSetAttribute", "cuGraphExecKernelNodeSetParams",
     "cuGraphExecMemcpyNodeSetParams",
 }  # fmt: skip
-"""Functions that take a record: the tests of executors call them."""
+"""Functions that take a struct; the tests of executors call them."""
 
 
 @pytest.fixture(scope="module")
 def double(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The shared object of the driver's double."""
+    """Compiles the fake driver to a shared object."""
     spec = find_spec("triton")
     places = spec.submodule_search_locations if spec is not None else None
     if not places:
@@ -160,7 +160,7 @@ def double(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def cu(double: Path, monkeypatch: pytest.MonkeyPatch) -> libcuda.Driver:
-    """The binding over the double, under the executors."""
+    """Replaces the driver of the executors by the binding over the fake driver."""
     monkeypatch.setattr(libcuda, "LIBRARY", str(double))
     binding = libcuda.Driver()
     for module in (driver, graph_executor, stream_executor):
@@ -170,7 +170,7 @@ def cu(double: Path, monkeypatch: pytest.MonkeyPatch) -> libcuda.Driver:
 
 @pytest.fixture
 def log(double: Path, cu: libcuda.Driver) -> Callable[[], str]:
-    """What the double was given since it was asked last."""
+    """Returns a function that gives the fake driver's log since its last call."""
     take = ctypes.CDLL(str(double)).take
     take.restype = ctypes.c_char_p
     take()
@@ -271,7 +271,7 @@ def test_a_conditional_node_arrives(loop: bool, cu: libcuda.Driver, log: Callabl
 
 
 PYTHON_API = 4
-"""FUNCFLAG_PYTHONAPI of ctypes: the interpreter's lock is kept during a call."""
+"""FUNCFLAG_PYTHONAPI of ctypes: the call keeps the GIL."""
 
 
 def test_a_function_that_keeps_the_lock_is_the_same(cu: libcuda.Driver, log: Callable[[], str]) -> None:

@@ -1,4 +1,4 @@
-"""Lowering for a capture, with the CPU as the device: an exported program goes to AOTAutograd and Inductor as the graph it is."""
+"""Lowering for a capture, with the CPU as device: AOTAutograd and Inductor receive the exported graph unchanged."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROWS = torch.export.Dim("rows", min=2, max=64)
 
 
 class Everything(nn.Module):
-    """Weights that are tied, state, a written input, outputs that are views of each other, of an input, and an input itself."""
+    """Tied weights, state, a mutated input, outputs that are views of each other or of an input, and an output that is an input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ def program(module: nn.Module, *inputs: torch.Tensor, dynamic: Any = None) -> to
 
 @pytest.fixture(autouse=True)
 def no_code(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Inductor's graph runs as it is: what AOTAutograd made of it and how it is called are the same, and no C++ is compiled."""
+    """Runs Inductor's graph without compiling C++: AOTAutograd's result and the calls stay the same."""
     from torch._functorch.aot_autograd import make_boxed_func
     from torch._inductor import compile_fx as module
 
@@ -60,7 +60,7 @@ def no_code(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 class Inductor(torch.fx.Interpreter):
-    """Goes through a graph as Inductor's lowering does, and knows neither cosine nor exponential (of which silu is made)."""
+    """Interprets a graph like Inductor's lowering, without kernels for cosine and exponential (used by silu)."""
 
     def run_node(self, n: torch.fx.Node) -> Any:
         if n.target in (torch.ops.aten.cos.default, torch.ops.aten.exp.default):
@@ -70,7 +70,7 @@ class Inductor(torch.fx.Interpreter):
 
 @pytest.fixture
 def no_dynamo(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever asks Dynamo to trace, fails."""
+    """Fails the test if Dynamo is called."""
 
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("Dynamo was asked")
@@ -137,7 +137,7 @@ def test_the_level_eager_lowers_nothing() -> None:
 
 
 class Recurrences(nn.Module):
-    """Layers of many steps, and one of a few."""
+    """Recurrent layers with many steps, and one with few."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Every block of every page runs, and prints what the page shows.  One bundle is built for all (`Runner`)."""
+"""Every block of every page runs and prints what the page shows. One bundle is built for all pages (`Runner`)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytest.importorskip("torch")
 
 RUN = {"python", "console"}
 OTHERS = {"text", "sh", "dockerfile", "yaml", ""}
-"""What is no command and no Python: `sh` blocks are those that install, and are skipped."""
+"""Languages that are neither commands nor Python; `sh` blocks contain installations, and are skipped."""
 
 PAGES = [page for page in pages() if any(block.language in RUN for block in blocks(page.read_text(encoding="utf-8")))]
 
@@ -32,7 +32,7 @@ def test_every_block_runs_and_prints_what_is_shown(page: Path, runner: Runner) -
 
 
 def test_no_block_escapes_its_test() -> None:
-    """Commands and Python stand in blocks of that language; what is skipped installs, or is run elsewhere."""
+    """Commands and Python use their own block languages; skipped blocks are installations, or run elsewhere."""
     for page in pages():
         for block in blocks(page.read_text(encoding="utf-8")):
             place = f"{page.relative_to(ROOT)}:{block.line}"

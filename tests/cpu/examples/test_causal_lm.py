@@ -1,4 +1,4 @@
-"""cgcompile.language_models: the tokens of transformers, family by family, from pages that requests share; sampling; the kernel."""
+"""cgcompile.language_models: the tokens of transformers for each family, with shared pages; sampling; the kernel."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def test_random_words_are_philox() -> None:
 
 
 def restriction(allowed: Sequence[int], biases: dict[int, float], lanes: int, *, fresh: int = 0) -> Restriction:
-    """The same of every lane."""
+    """Returns the same restriction for every lane."""
     words = [0] * words_of(128)
     for token in allowed:
         words[token // 32] |= 1 << token % 32
@@ -180,7 +180,7 @@ def restriction(allowed: Sequence[int], biases: dict[int, float], lanes: int, *,
 
 
 def test_a_restricted_token_is_the_likeliest_of_those_that_may_come(llama: Any) -> None:
-    """By masks and by biases, which a slot keeps until they are forgotten; a lane that is not deferred leaves nothing."""
+    """Masks and biases stay in a slot until they are cleared; a lane that is not deferred leaves none."""
     plain, engine = Engine(llama), Engine(llama)
     for instance, options in ((plain, {"alternatives": 20}), (engine, {"deferred": 1})):
         instance.add("a", prompt(9), 40, **options)
@@ -212,7 +212,7 @@ def test_a_restricted_token_is_the_likeliest_of_those_that_may_come(llama: Any) 
 
 @pytest.fixture(scope="module")
 def folder() -> Path:
-    """A Llama of one layer as the Hub has it, and its bundle without `generate`, which takes two minutes to build."""
+    """Returns a folder with a Llama of one layer, and its bundle without `generate`, which takes two minutes to build."""
 
     return llama_bundle()
 
@@ -244,7 +244,7 @@ def test_a_bundle_gives_the_same_tokens(folder: Path) -> None:
 
 
 def test_a_bundle_chooses_among_the_tokens_that_may_come(folder: Path) -> None:
-    """Greedy and drawn, with biases that a slot keeps: the tokens of the model in eager PyTorch."""
+    """Greedy and sampled tokens, with biases that a slot keeps, equal those of the model in eager PyTorch."""
     model, runs = causal_model(str(folder / "llama")), []
     with cgbundle.load(folder / "llama.cgb") as program:
         for entries in (program, model):
@@ -268,8 +268,8 @@ def test_a_bundle_chooses_among_the_tokens_that_may_come(folder: Path) -> None:
 
 
 def as_program(model: Any) -> Any:
-    """The model, run by PyTorch, as `cgserve.language.bundle_model` sees a loaded bundle: prefill 2 lanes of 8 or 16 tokens, decode
-    1 or 4 lanes, generate 4, tables of 4 or 12 pages."""
+    """Wraps the model so that `cgserve.language.bundle_model` can use it as a loaded bundle: prefill with 2 lanes of 8 or 16
+    tokens, decode with 1 or 4 lanes, generate with 4, tables of 4 or 12 pages."""
 
     def tensors(value: Any) -> Any:
         return Sampling(*map(torch.from_dlpack, value)) if isinstance(value, tuple) else torch.from_dlpack(value)
@@ -329,7 +329,7 @@ def test_scheduled_tokens_are_transformers(turns: int, pages: int) -> None:
 @pytest.mark.parametrize("turns", [1, 8])
 @pytest.mark.parametrize("name", ["phi3, long rope", "llama, long rope", "llama, dynamic rope"])
 def test_scheduled_texts_pass_their_first_context(name: str, turns: int) -> None:
-    """24 tokens: a Phi-3 reads a text again there; the others go on with other factors.  Requests share calls and lose pages."""
+    """After 24 tokens a Phi-3 recomputes its text; other models continue with new factors. Requests share calls and lose pages."""
     from cgserve.language.bundle_model import BundleModel
     from cgserve.scheduling.requests import Request, Sampling
     from cgserve.scheduling.scheduler import Scheduler
@@ -349,7 +349,7 @@ def test_scheduled_texts_pass_their_first_context(name: str, turns: int) -> None
 
 
 def test_equal_beginnings_change_no_bit(folder: Path) -> None:
-    """Requests with the same 32 tokens in front, greedy and drawn, with others' pages and with pages of their own."""
+    """Requests with the same 32 first tokens, greedy and sampled, give the same bits with shared pages and with their own."""
     from cgserve.language.bundle_model import BundleModel
     from cgserve.scheduling.requests import Request, Sampling
     from cgserve.scheduling.scheduler import Scheduler
@@ -368,7 +368,7 @@ def test_equal_beginnings_change_no_bit(folder: Path) -> None:
                 scheduler.add(key, request)
             steps, count = [], 0
             while (step := scheduler.next()) is not None or steps:
-                if step is not None:  # as in an engine: it is prepared before what the one before it made is told
+                if step is not None:  # as in an engine, a step is prepared before the previous step's tokens are read
                     count += sum(len(lane.ids) for lane in step.lanes if step.entry == "prefill")
                     output = model.prepare(step)(output)
                     steps.append(output)

@@ -1,4 +1,4 @@
-"""examples/demo_llm.py: `make llm` over the bundle that tests share."""
+"""examples/demo_llm.py: `make llm` with the bundle that tests share."""
 
 from __future__ import annotations
 

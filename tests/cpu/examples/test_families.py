@@ -1,4 +1,4 @@
-"""Families of decoders over pages: equal to transformers' `generate`, or refused by name; and a comparison that notices faults."""
+"""Families of decoders with paged attention equal transformers' `generate` or are refused; the comparison detects faults."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from tests.families.cases import FEATURES  # noqa: E402
     [
         "llama4_text", "gemma3_text", "deepseek_v3", "llama, dynamic rope", "llama, long rope", "phi3, long rope",
         "phimoe, long rope", "ministral3, temperatures", "whisper",
-        # attention of their own: ALiBi twice, a window, no arguments that are passed on, two softmaxes, an index of tokens
+        # with their own attention: ALiBi twice, a window, arguments that are not passed on, two softmaxes, an index of tokens
         "bloom", "falcon, biases of distances", "gpt_neo", "stablelm", "diffllama", "deepseek_v32",
-        # states: of Mamba, of Mamba 2 beside attention and experts, convolutions, delta rules, linear attention, gated units
+        # with states: Mamba, Mamba 2 beside attention and experts, convolutions, delta rules, linear attention, gated units
         "mamba", "jamba", "zamba2", "lfm2, convolutions", "qwen3_next", "minimax", "recurrent_gemma",
     ],
 )  # fmt: skip
@@ -39,12 +39,12 @@ def test_text_is_transformers(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["gemma3", "llama4", "qwen2_5_vl", "qwen3_5", "aya_vision"])
 def test_a_text_half_is_taken_out_of_its_folder(name: str) -> None:
-    """Of a whole model that was saved.  Aya Vision's head scales no logits, and that of its decoder's own model does."""
+    """The folder contains the complete model. Aya Vision's head does not scale logits, that of its decoder alone does."""
     assert judged_half(name, 18) == "equal"
 
 
 def test_older_code_finds_states_in_the_layers_of_the_cache() -> None:
-    """transformers 5.17 reads them there, where 5.23 calls get_conv_state() and get_recurrent_state()."""
+    """transformers 5.17 reads them there; 5.23 calls get_conv_state() and get_recurrent_state()."""
     states = [State("conv", 1, 0, (2, 3), torch.float32), State("recurrent", 1, 1, (4,), torch.float32)]
     one = torch.ones(1, dtype=torch.int64)
     tokens = Pages([], [], [], Lanes(one, one, torch.zeros(1, 2, dtype=torch.int64)), 1)
@@ -94,7 +94,7 @@ def test_the_comparison_notices(monkeypatch: pytest.MonkeyPatch, name: str, faul
         monkeypatch.setattr(causal_lm, "with_length", lambda places, length: positions.with_length(places, None))
     elif fault == "reread":
         monkeypatch.setattr(causal_lm, "reread_length", lambda network: 0)
-    elif fault == "old state":  # of the text whose slot another takes
+    elif fault == "old state":  # the state of the text that used the slot before
         monkeypatch.setattr(causal_lm, "where_lanes", lambda on, new, old: new)
     else:
         monkeypatch.setattr(causal_lm, "temperatures_by_place", lambda network: network)
@@ -102,7 +102,7 @@ def test_the_comparison_notices(monkeypatch: pytest.MonkeyPatch, name: str, faul
 
 
 def test_a_ropes_factors_do_not_hang_on_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As transformers has it: the longest place of the call chooses."""
+    """In transformers the longest position in the call selects the factors."""
     monkeypatch.setattr(causal_lm, "ropes_by_length", lambda network: network)
     monkeypatch.setattr(causal_lm, "depends_on_length", lambda config: False)
     for name in ("llama, long rope", "llama, dynamic rope"):

@@ -1,4 +1,4 @@
-"""The LoRA example: adapters by row out of a bank, and merged, beside eager PyTorch."""
+"""The LoRA example: adapters selected by row from a bank, and merged ones, equal eager PyTorch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""examples/serve.py: dynamic batching by itself, and a server over real HTTP that never imports torch."""
+"""examples/serve.py: its dynamic batching, and a server over real HTTP that never imports torch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,6 @@ EXAMPLES = ROOT / "examples"
 
 @pytest.fixture(scope="module")
 def batching() -> ModuleType:
-    """The module."""
     return importlib.import_module("cgserve.batching.token_batches")
 
 
@@ -38,7 +37,7 @@ def batching() -> ModuleType:
 
 
 class Model:
-    """Sums the tokens of each row, and remembers what it was called with.  Tokens 13 are bad luck."""
+    """Sums the tokens of each row and records its calls. Raises an error for token 13."""
 
     def __init__(self, seconds: float = 0.0) -> None:
         self.called: list[tuple[list[list[int]], int]] = []
@@ -53,7 +52,7 @@ class Model:
 
 
 def asked(batching: ModuleType, model: Any, session: Callable[[Any], Awaitable[Any]], **options: Any) -> Any:
-    """What `session(batcher)` gives; lengths 2 and 4, batches of at most 3."""
+    """Returns the result of `session(batcher)`, with lengths 2 and 4 and batches of at most 3."""
 
     async def run() -> Any:
         async with batching.Batcher(model, (2, 4), 3, **options) as batcher:
@@ -90,7 +89,7 @@ def test_what_comes_during_a_call_goes_with_the_next(batching: ModuleType) -> No
 
 
 def test_several_calls_run_at_once(batching: ModuleType) -> None:
-    """Each waits for the other."""
+    """Each of the two calls waits for the other."""
     both = threading.Barrier(2, timeout=60)
 
     def model(rows: Sequence[Sequence[int]], length: int) -> list[int]:
@@ -147,7 +146,7 @@ def test_those_who_went_away_make_room_in_a_full_queue(batching: ModuleType) -> 
 
 
 def test_every_answer_is_its_own(batching: ModuleType) -> None:
-    """300 requests at random moments: answers are those of their rows, no call is too large or holds a row of another length."""
+    """300 requests at random times get the answers of their rows; no call is too large or mixes lengths."""
     draw, model = random.Random(0), Model(seconds=0.001)
     rows = [[draw.randrange(20, 10**6) for _ in range(draw.randrange(5))] for _ in range(300)]
 
@@ -198,17 +197,17 @@ def inputs(batch: int, seq: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 Expected = Callable[[str], list[float]]
-"""Eager PyTorch's answer for a text."""
+"""Returns eager PyTorch's answer for a text."""
 
 
 class Served:
-    """A running server and what goes with it."""
+    """A running server, its port and the expected answers."""
 
     def __init__(self, process: subprocess.Popen[str], port: int, expected: Expected) -> None:
         self.process, self.port, self.expected = process, port, expected
 
     def ask(self, method: str, path: str, body: bytes | None = None, kind: str = "application/json") -> tuple[int, Any]:
-        """(status, body as JSON) of one request on a connection of its own."""
+        """Returns (status, body as JSON) of one request on a new connection."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         connection.request(method, path, body, {"Content-Type": kind})
         answer = connection.getresponse()
@@ -217,12 +216,12 @@ class Served:
         return answer.status, payload
 
     def embed(self, text: object) -> tuple[int, Any]:
-        """The same for one text."""
+        """Requests the embedding of one text."""
         return self.ask("POST", "/embed", json.dumps({"text": text}).encode())
 
 
 def start(*arguments: object) -> subprocess.Popen[str]:
-    """`python examples/serve.py ARGUMENTS`, not waited for."""
+    """Starts `python examples/serve.py ARGUMENTS`."""
     path = os.pathsep.join([str(ROOT / "bundles"), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, str(EXAMPLES / "serve.py"), *map(str, arguments)]
     return subprocess.Popen(command, env=os.environ | {"PYTHONPATH": path}, stderr=subprocess.PIPE, text=True)
@@ -230,7 +229,7 @@ def start(*arguments: object) -> subprocess.Popen[str]:
 
 @pytest.fixture(scope="module")
 def artifacts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Expected]:
-    """The bundle, its tokenizer.json, and what is expected of them."""
+    """Returns the bundle, its tokenizer.json, and the function for expected answers."""
     for package in ("fastapi", "uvicorn"):
         pytest.importorskip(package, reason="pip install '.[serve]'")
     tokenizers = pytest.importorskip("tokenizers", reason="pip install 'cgcompile[examples]'")
@@ -260,7 +259,7 @@ def artifacts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Exp
 
 @contextmanager
 def serving(artifacts: tuple[Path, Path, Expected]) -> Iterator[Served]:
-    """A fresh server at a free port."""
+    """Runs a new server at a free port."""
     bundle, words, expected = artifacts
     process = start(bundle, "--port", 0, "--calls", 2, "--tokenizer", words)
     assert process.stderr is not None
@@ -276,7 +275,7 @@ def serving(artifacts: tuple[Path, Path, Expected]) -> Iterator[Served]:
 
 @pytest.fixture(scope="module")
 def server(artifacts: tuple[Path, Path, Expected]) -> Iterator[Served]:
-    """One server for all tests that leave it running."""
+    """Runs one server for all tests that leave it running."""
     with serving(artifacts) as running_server:
         yield running_server
 

@@ -1,4 +1,4 @@
-"""A training step as an entry: its losses are those of eager PyTorch, and saved state goes on where it was."""
+"""A training step as an entry: losses equal those of eager PyTorch, and saved state continues where it was."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.cpu.examples.test_examples import load  # noqa: E402
 STEPS = 30
 
 ADDED_BY_ATOMICS = {"embedding_dense_backward", "index_put", "index_add", "scatter_add", "scatter_reduce", "_index_put_impl_"}
-"""Operators of whose sums a GPU's threads add each part when they come to it."""
+"""Operators that sum with atomic additions on a GPU, in any order."""
 
 
 def test_steps_of_a_bundle_are_those_of_eager_pytorch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""examples/triton_model.py against the interface of Triton's triton_python_backend_utils, whose names and signatures stand here."""
+"""examples/triton_model.py with a fake of Triton's triton_python_backend_utils, with the real names and signatures."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class TritonError:
 
 
 class Config:
-    """What Triton gives to auto_complete_config."""
+    """The object that Triton passes to auto_complete_config."""
 
     def __init__(self) -> None:
         self.calls: list[Any] = []
@@ -68,7 +68,7 @@ class Config:
 
 @pytest.fixture
 def model(bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """model.py as Triton imports it, from the version's folder."""
+    """Imports model.py from the version's folder, as Triton does."""
     version = tmp_path / "tiny" / "1"
     version.mkdir(parents=True)
     shutil.copytree(bundle, version / "model.cgb")

@@ -1,4 +1,4 @@
-"""The plugin of vLLM, without vLLM: which worker it chooses, what it leaves beside the graphs, and where attached graphs go."""
+"""The vLLM plugin without vLLM: the worker that it selects, the files beside the graphs, and the place of attached graphs."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Platform:
 
 @pytest.fixture
 def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """A package of that name, with what the plugin imports of it."""
+    """Makes a fake vllm package with the names that the plugin imports."""
     names: dict[str, dict[str, Any]] = {
         "vllm": {"__version__": "0.24.0"},
         "vllm.platforms": {"current_platform": type("Cuda", (Platform,), {})()},
@@ -65,7 +65,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 
 
 def chosen(worker: str) -> SimpleNamespace:
-    """What becomes of a configuration that names a worker."""
+    """Returns the checked configuration for a worker name."""
     platform = sys.modules["vllm.platforms"].current_platform
     config = SimpleNamespace(parallel_config=SimpleNamespace(worker_cls=worker), checked=False)
     platform.check_and_update_config(config)

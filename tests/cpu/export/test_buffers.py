@@ -1,4 +1,4 @@
-"""Buffers that no program has, and buffers that the first call makes."""
+"""Buffers that the program does not use, and buffers that the first call creates."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def rows(batch: int) -> torch.Tensor:
 
 
 class Unread(nn.Module):
-    """As openai-whisper's alignment heads: a sparse buffer that other methods than forward() read."""
+    """A sparse buffer that only other methods than forward() read, like the alignment heads of openai-whisper."""
 
     def __init__(self, *, read: bool) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Unread(nn.Module):
 
 
 class Filled(nn.Module):
-    """As timm's ConViT: the first call makes the buffer in the shape that it keeps."""
+    """The first call creates the buffer with its final shape, as in timm's ConViT."""
 
     def __init__(self, *, kept: bool) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class Base(nn.Module):
 
 
 class Derived(Base):
-    """Inherits what it does."""
+    """Inherits forward()."""
 
 
 def test_a_buffer_of_another_shape_is_refused_at_the_line_of_the_class_that_assigns_it(tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def test_a_buffer_of_another_shape_is_refused_at_the_line_of_the_class_that_assi
 
 
 class FirstCall(nn.Module):
-    """As the means of k-means that the first batch gives: a flag says whether they are there."""
+    """A flag tells whether the first batch has initialized the means, as in some k-means models."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Which axes are dynamic, which sizes a model allows, and the errors that name the dimension or the user's line."""
+"""Dynamic axes, the sizes that a model allows, and errors that name the dimension or the user's line."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_dimensions_are_shared_across_inputs() -> None:
 
 
 class Converted(nn.Module):
-    """A router that makes sure of its weights' dtype at every call, as that of Switch Transformers does."""
+    """A router that converts its weights' dtype in every call, as that of Switch Transformers does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ def test_a_dimension_that_cannot_vary_keeps_its_one_size(function: Callable[...,
 
 
 def test_an_assertion_about_a_whole_tensor_can_be_made_functional() -> None:
-    """torch 2.11 cannot trace again what torch.export makes of it."""
+    """torch 2.11 cannot retrace the result of torch.export."""
 
     def function(x: torch.Tensor) -> torch.Tensor:
         torch._check_tensor_all(x < 10)
@@ -127,7 +127,7 @@ def test_an_assertion_about_a_whole_tensor_can_be_made_functional() -> None:
 
 
 def test_an_assertion_without_a_message_gets_the_users_line() -> None:
-    """Inductor makes nothing of one without."""
+    """Inductor needs a message."""
 
     def inside(x: torch.Tensor) -> torch.Tensor:
         torch._assert_async((x < 3).all())
@@ -164,7 +164,7 @@ def test_a_line_with_quotes_that_raises_can_stand_in_cpp() -> None:
 
 
 def test_a_number_that_is_a_size_makes_a_program_for_each() -> None:
-    """torch.export takes the number for larger than 1, as it does the size."""
+    """torch.export assumes that the number is larger than 1, as for sizes."""
 
     def function(x: torch.Tensor) -> torch.Tensor:
         rows = (x * 0 + 1).sum(0).max().long().item()
@@ -176,7 +176,7 @@ def test_a_number_that_is_a_size_makes_a_program_for_each() -> None:
 
 
 def ctc(x: torch.Tensor) -> torch.Tensor:
-    """A loss whose operation has a second result as large as the longest target, which lengths tell that are data."""
+    """A loss whose operator has a second output with a data-dependent size (the longest target)."""
     targets, lengths = x.argsort(-1)[:, :2].clamp(min=1), torch.full_like(x[:, 0], 2, dtype=torch.int64)
     return torch.nn.functional.ctc_loss(x.expand(6, *x.shape).log_softmax(-1), targets, lengths * 3, lengths)
 
@@ -275,7 +275,7 @@ def test_what_autotune_cannot_be_combined_with(gpu: Callable[[str], None]) -> No
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Makes torch see a GPU of an architecture, or none ("")."""
+    """Returns a function that makes torch see a GPU of an architecture, or none ("")."""
 
     def show(arch: str) -> None:
         digits = arch.removeprefix("sm_")
@@ -408,7 +408,7 @@ def test_a_saved_program_may_bring_the_names_of_its_dimensions(tmp_path: Path) -
 
 
 class SavedFile:
-    """What a .pt2 may hold: a program, one that lacks something, or what is none."""
+    """A .pt2 file: a program, one that lacks a part, or another object."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -494,7 +494,7 @@ class Modes(nn.Module):
 
 
 def test_a_saved_program_wants_its_constants(tmp_path: Path) -> None:
-    """A .pt2 file knows no defaults, and its own module refuses a call without them."""
+    """A .pt2 file stores no defaults, and its module rejects calls without constants."""
     path = tmp_path / "modes.pt2"
     torch.export.save(torch.export.export(Modes(), (torch.ones(2, 3), "b")), path)
     sig = describe_signature(export(load_source(str(path)), {}))
@@ -546,8 +546,8 @@ def test_a_number_that_a_manifest_cannot_hold_is_refused_by_name() -> None:
 
 
 def test_only_what_follows_from_a_number_is_changed() -> None:
-    """Of some models (Qwen2-VL's vision) torch.export gives a graph that has forgotten one of a value's users; to give such a user
-    its arguments again failed."""
+    """In graphs of some models (Qwen2-VL's vision encoder) torch.export forgets a user of a value; setting such a user's arguments
+    again failed."""
 
     class Network(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -561,7 +561,7 @@ def test_only_what_follows_from_a_number_is_changed() -> None:
 
 
 class Spread(nn.Module):
-    """Keeps one number as if it were four, in an attribute that is no buffer."""
+    """Stores one number as an expanded tensor of four, in an attribute that is not a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -580,7 +580,7 @@ def test_a_constant_that_overlaps_itself_becomes_dense() -> None:
 
 
 class Dense(nn.Module):
-    """Rows of several graphs, padded to as many as the largest has."""
+    """Pads the rows of several graphs to the size of the largest one."""
 
     def forward(self, x: torch.Tensor, graph: torch.Tensor) -> torch.Tensor:
         graphs = int(graph.max()) + 1

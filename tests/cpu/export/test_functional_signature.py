@@ -1,4 +1,4 @@
-"""The signature of a program's functional form: the program's own where nothing writes, and made by torch where something may."""
+"""The signature of a program's functional form: the program's own if nothing writes, otherwise that of torch."""
 
 from __future__ import annotations
 

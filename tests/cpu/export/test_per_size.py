@@ -1,4 +1,4 @@
-"""Models that torch.export cannot keep dynamic: a program for every int_key."""
+"""Models that torch.export cannot keep dynamic get a program for every int_key."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.helpers.raising import raises
 
 
 class Holding(nn.Module):
-    """A function over a module's tensors."""
+    """A function of a module's tensors."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ def counted(m: Holding, x: torch.Tensor) -> torch.Tensor:
 
 
 def test_the_only_size_of_a_model_with_state_is_a_constant() -> None:
-    """Nothing of it is padded, and a symbol makes the program dearer to trace and to compile."""
+    """It needs no padding, and a symbol would make tracing and compiling slower."""
     exported_model = exported(counted, batch=(8,))
     assert not exported_model.programs.dynamic and "one size" in exported_model.programs.reason and len(exported_model.shapes) == 1
     assert describe_signature(exported_model).outputs[0].shape == (8, 8)
@@ -260,7 +260,7 @@ def test_sizes_without_a_rule_are_listed_up_to_a_limit() -> None:
 
 
 def while_exported(m: Holding, x: torch.Tensor) -> torch.Tensor:
-    """As a library that leaves a mask out while it is exported."""
+    """Omits a mask during export, as some libraries do."""
     return m.linear(x) if torch.compiler.is_exporting() else m.linear(x) * 2
 
 
@@ -269,17 +269,17 @@ def is_fake(x: torch.Tensor) -> bool:
 
 
 def on_fake(m: Holding, x: torch.Tensor) -> torch.Tensor:
-    """As transformers, which keeps a mask of ones where it cannot look at it."""
+    """Keeps a mask of ones if it cannot be read, as transformers does."""
     return m.linear(x) * (2 if is_fake(torch.ones(3, 8)) else 3)
 
 
 def on_fake_inputs(m: Holding, x: torch.Tensor) -> torch.Tensor:
-    """The same for any tensor."""
+    """The same condition for any tensor."""
     return m.linear(x) * (2 if is_fake(x) else 3)
 
 
 def warned(m: Holding, x: torch.Tensor) -> torch.Tensor:
-    """As transformers, which looks for padding among inputs that it can look at, and at the mask of ones that it makes."""
+    """Looks for padding in inputs that it can read, and in its own mask of ones, as transformers does."""
     if not is_fake(x) and x.sum() < -1e9:
         raise ValueError
     mask = torch.ones(x.shape[0], 7)
@@ -301,14 +301,14 @@ def test_a_model_that_does_otherwise_while_it_is_traced_is_told_that_it_is_not(
 
 
 def masked(m: Holding, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Looks at a mask that is an input, unless it is traced: then it fails."""
+    """Reads a mask that is an input, except during tracing, where it then fails."""
     if not is_fake(mask):
         return m.linear(x) if mask.all() else m.linear(x) * 2
     return m.linear(x) + mask[:, :5]
 
 
 def required(m: Holding, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """The same, where eager PyTorch fails with any other mask, too."""
+    """The same model, but eager PyTorch also fails with any other mask."""
     if not is_fake(mask) and mask.all():
         return m.linear(x)
     return m.linear(x) + mask[:, :5]
@@ -325,7 +325,7 @@ def test_what_eager_pytorch_decides_by_data_is_named_as_that() -> None:
 
 
 def by_the_stack(m: Holding, x: torch.Tensor) -> torch.Tensor:
-    """Asks what nobody can answer otherwise."""
+    """Reads the Python stack, which no replacement can imitate."""
     names = [frame.function for frame in inspect.stack()]
     return m.linear(x) if "_export" in names else m.linear(x) * 2
 

@@ -1,4 +1,4 @@
-"""Models whose forward() asks autograd for derivatives, or maps over a map, and whose hash is computed from attributes."""
+"""Models whose forward() calls autograd, nests vmap, or whose hash is computed from attributes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Potential(nn.Module):
 
 
 class Residual(Potential):
-    """A second derivative, as networks that know an equation take it."""
+    """A second derivative, as in physics-informed networks."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         with torch.enable_grad():
@@ -42,7 +42,7 @@ class Residual(Potential):
 
 
 class OneStep(Potential):
-    """Weights one step further: the derivative by a weight."""
+    """Weights after one training step: the derivative by a weight."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         weight = self.net[0].weight
@@ -61,7 +61,7 @@ class Backward(Potential):
 
 
 class Ambient(Potential):
-    """Gradients are those of whoever calls it."""
+    """Uses the gradient mode of its caller."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         x.requires_grad_()
@@ -69,7 +69,7 @@ class Ambient(Potential):
 
 
 class Mapped(Potential):
-    """A product under two maps, as in state spaces whose rows have weights of their own."""
+    """A product under two nested vmaps, as in state-space models with weights for each row."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         weight = self.net[0].weight
@@ -103,7 +103,7 @@ def test_a_model_that_needs_gradients_is_told_how_to_turn_them_on() -> None:
 
 
 class Circuit(Potential):
-    """A hash that is computed from children, as those of gates and circuits are; `asked` counts how often."""
+    """Its hash is computed from children, as that of gates and circuits; `asked` counts its calls."""
 
     asked = 0
 
@@ -119,5 +119,5 @@ class Circuit(Potential):
 def test_a_hash_is_computed_before_the_trace_and_not_while_attributes_are_read() -> None:
     outer, hash_method = nn.Sequential(Circuit()), Circuit.__hash__
     untraced.export(outer, (torch.rand(2, 4),), None)
-    assert Circuit.asked <= 3 and Circuit.__hash__ is hash_method  # modules() asks twice; the trace asked 31 times
+    assert Circuit.asked <= 3 and Circuit.__hash__ is hash_method  # modules() hashes twice; the trace hashed 31 times
     assert hash(outer[0]) == hash(4)

@@ -1,4 +1,4 @@
-"""What a model keeps in Python: attributes that a call assigns, and tensors that are no buffers."""
+"""Attributes that a call assigns, and tensors that are not buffers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from cgcompile.pipeline.build import export_entries
 
 
 class Levels(nn.Module):
-    """As torchvision's RAFT: a list that every call makes anew."""
+    """Every call creates the list again, as in torchvision's RAFT."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Levels(nn.Module):
 
 
 class Longer(Levels):
-    """How long the list was decides."""
+    """The result depends on the old length of the list."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         before = len(self.levels)
@@ -46,7 +46,7 @@ class Longer(Levels):
 
 
 class Dictionary(Levels):
-    """The same, past the attribute itself."""
+    """The same model, but it reads vars() instead of the attribute."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         before = len(vars(self)["levels"])
@@ -55,7 +55,7 @@ class Dictionary(Levels):
 
 
 class Copied(Levels):
-    """The same, by a copy of the module."""
+    """The same model, but it reads a copy of the module."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         before = len(copy.copy(self).levels)
@@ -64,7 +64,7 @@ class Copied(Levels):
 
 
 class Present(Levels):
-    """Whether it is there decides."""
+    """The result depends on whether the attribute exists."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         before = hasattr(self, "levels")
@@ -76,7 +76,7 @@ class Present(Levels):
 
 
 class Inner(nn.Module):
-    """A module below the outermost one."""
+    """Wraps a module, which is then not the outermost one."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ def test_an_attribute_that_is_read_before_is_refused(model: nn.Module) -> None:
 
 
 class Spiking(nn.Module):
-    """Its potential lies in a dict; `reset` is done at the start of every call, `strange` reads the old one for rare inputs."""
+    """Its potential is in a dict; `reset` clears it at the start of every call, `strange` reads the old value for rare inputs."""
 
     def __init__(self, reset: bool, strange: bool = False) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ class Spiking(nn.Module):
 
 
 class Sized(nn.Module):
-    """A buffer of the batch's size, which `reset` fills anew."""
+    """A buffer with the batch's size, which `reset` fills again."""
 
     def __init__(self, reset: bool) -> None:
         super().__init__()
@@ -165,7 +165,7 @@ def test_tensors_in_an_attribute_that_a_result_depends_on_are_refused(model: nn.
 
 
 class Caches(nn.Module):
-    """Tensors that it writes to: in an object, and as a plain attribute; `places` of a buffer, as transformers' cache has them."""
+    """Tensors that calls write to: in an object, and as a plain attribute; `places` of a buffer, as in transformers' cache."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -204,7 +204,7 @@ def test_the_model_is_afterwards_what_it_was() -> None:
 
 
 class Placed(nn.Module):
-    """As pyqtorch's circuits: the module keeps the device that its own tensors are made on, which `to()` does not change."""
+    """The module stores the device of the tensors that it creates, and `to()` does not change it, as in pyqtorch's circuits."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -225,7 +225,7 @@ def test_a_module_that_keeps_the_cpu_as_its_device_is_told_the_gpu(target: str) 
 
 
 class Memory(nn.Module):
-    """One method writes what the other reads."""
+    """One method writes what the other one reads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -247,7 +247,7 @@ def test_what_one_entry_writes_is_state_of_those_before_it_too() -> None:
 
 
 class Distribution:
-    """As stable-baselines3's: an object that every call fills anew."""
+    """Every call fills the object again, as in stable-baselines3."""
 
     def __init__(self) -> None:
         self.mean: Any = None
@@ -304,7 +304,7 @@ class Cell(nn.Module):
 
 
 class Listed(nn.Module):
-    """As the reservoirs of auto-esn: torch knows nothing of modules in a list or a dict of Python's."""
+    """torch does not know modules in a Python list or dict, as in the reservoirs of auto-esn."""
 
     def __init__(self, cells: Any) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A model with several entries: how it is named, exported over one module, and what its entries have in common."""
+"""A model with several entries: their names, their export over one module, and what they share."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SIZES: dict[str, dict[str, tuple[int, ...]]] = {"forward": {"batch": (1, 4)}, "f
 
 
 class Literals(nn.Module):
-    """Two methods with a literal each, which torch.export gives one name."""
+    """Two methods with one literal each, which torch.export gives the same name."""
 
     def one(self, x: torch.Tensor) -> torch.Tensor:
         return x + torch.tensor([1.0, 2.0, 3.0])
@@ -146,7 +146,7 @@ def test_inputs_that_do_not_fit_name_the_method(tmp_path: Path) -> None:
 
 
 class Silent(nn.Module):
-    """It gives nothing, and where it writes that is all that it does."""
+    """Returns nothing; its only effect is a write."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Arguments and results as people write them: described, made again with other tensors, and refused with the user's line."""
+"""Arguments and results as users write them: described, rebuilt with other tensors, or refused with the user's line."""
 
 from __future__ import annotations
 
@@ -52,18 +52,18 @@ class Slotted:
 
 
 class Registered:
-    """A class that torch's pytrees know by its keys."""
+    """A class that torch's pytrees know with keys."""
 
     def __init__(self, a: Any, b: Any, note: Any = None) -> None:
         self.a, self.b, self.note = a, b, note
 
 
 class Positions(Registered):
-    """One that they know without keys."""
+    """A class that they know without keys."""
 
 
 class Constant:
-    """One that holds no children."""
+    """A class without children."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Constant)
@@ -116,9 +116,9 @@ def test_what_is_described_is_made_again_with_other_tensors_and_the_same_types(m
     again: list[NamedTensor] = []
     assert describe(instance, "", again) == tree
     assert all(one is other for one, (_, other) in zip(others, again, strict=True))
-    # the runtime takes the instance apart in the same way, and its own result in place of it
+    # the runtime flattens the instance in the same way, and accepts its own result instead
     flatten = flattener({"call": [["value", tree]]}, [Parameter()])
-    if "p" not in paths[0]:  # a registered class of positions is a tuple there
+    if "p" not in paths[0]:  # without keys, a registered class is a tuple there
         assert all(one is other for one, other in zip(others, flatten((instance,), {}), strict=True))
     assert all(one is other for one, other in zip(others, flatten((builder(tree)(others),), {}), strict=True))
 
@@ -194,7 +194,7 @@ def test_two_arguments_of_one_name_are_refused() -> None:
 
 
 class Strange:
-    """What no bundle describes."""
+    """An object that no bundle can describe."""
 
 
 class Gives(nn.Module):
@@ -314,7 +314,7 @@ def test_a_cache_that_counts_in_python_is_an_output_and_no_input() -> None:
 
 
 class Holder(nn.Module):
-    """Keeps a tensor where no buffer can stand for it."""
+    """Stores a tensor where no buffer can replace it."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,5 +1,5 @@
-"""Code of the user's that raises where nobody expects it: exceptions of its own, objects that cannot be looked at, numbers that
-Python reads.  Each is one line, or no obstacle."""
+"""User code that raises in unexpected places: its own exceptions, objects that cannot be inspected, numbers that Python reads. Each
+gives a one-line error, or no error."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ METHODS = ("len", "eq", "bool", "hash", "repr", "iter", "contains", "getattr", "
 
 
 def odd(method: str) -> Any:
-    """An object whose method raises."""
+    """Returns an object whose method `method` raises."""
 
     def raising(self: Any, *arguments: Any) -> Any:
         raise ValueError(f"no {method} of mine")
@@ -132,7 +132,7 @@ def test_an_object_that_cannot_be_looked_at(method: str) -> None:
 
 
 class Refusing(tuple[int, ...]):
-    """As e3nn's irreps: a tuple whose length is a question without an answer."""
+    """A tuple whose length cannot be read, like e3nn's irreps."""
 
     def __len__(self) -> int:
         raise NotImplementedError
@@ -161,7 +161,7 @@ def test_containers_that_refuse_questions_are_looked_into() -> None:
 def test_odd_objects_in_attributes_are_no_obstacle() -> None:
     model = Holding()
     for method in METHODS:
-        if method != "getattribute":  # neither torch.nn.Module nor torch.export takes such
+        if method != "getattribute":  # neither torch.nn.Module nor torch.export accepts such an object
             setattr(model, method, odd(method))
     assert check(model).findings == ()
 

@@ -1,4 +1,4 @@
-"""Quantized models as plain ones: the same results, plain tensors, and the model itself as it was."""
+"""Quantized models become plain ones: same results, plain tensors, and the model itself unchanged."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_dynamic_linear_in_plain_operations(make: Callable[[], nn.Module], sampl
 @pytest.mark.parametrize("make", [lambda: dynamic(perceptron(), nn.Linear), per_row], ids=["one scale", "scale of each row"])
 def test_no_name_of_the_state_dict_means_another_tensor(make: Callable[[], nn.Module]) -> None:
     model = make()
-    assert "0.scale" in model.state_dict()  # that of the activation before it is quantized, which nothing reads
+    assert "0.scale" in model.state_dict()  # the scale of an activation before quantization, which nothing reads
     tensors = plain_model(model, "model.py").state_dict()
     assert not tensors.keys() & model.state_dict().keys()
     assert {name.removeprefix("0._packed_params.") for name in tensors if name.startswith("0.")} >= {"weight", "scale", "bias"}
@@ -100,7 +100,7 @@ def test_a_model_without_quantization_is_itself() -> None:
 
 
 class Scaled(torch.Tensor):
-    """int8 data times a scale, as quantization libraries write it: a product dequantizes."""
+    """int8 data times a scale, as in quantization libraries: a product dequantizes."""
 
     data8: torch.Tensor
     scale: torch.Tensor
@@ -143,7 +143,7 @@ def scaled() -> nn.Module:
 
 
 def check_exported(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The weights of its program, which computes what the model does."""
+    """Checks that the program computes what the model does. Returns the program's weights."""
     source = load_source(model, lambda batch: (torch.linspace(-3, 5, 64 * batch).reshape(batch, 64).sin(),))
     exported = export(source, {"batch": (1, 4)})
     program = exported.programs.first

@@ -1,4 +1,4 @@
-"""What a model holds, gives or computes with that no bundle takes: refused in one line, with what to do instead."""
+"""Values in a model or its outputs that no bundle supports are refused in one line, with an alternative."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_sparse_weight_is_named() -> None:
 
 
 class Elsewhere(nn.Parameter):
-    """A parameter whose elements are those of another tensor, as a library's for points of a manifold."""
+    """A parameter whose elements belong to another tensor, as in a library for points on manifolds."""
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

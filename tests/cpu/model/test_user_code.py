@@ -1,4 +1,4 @@
-"""Which line is called the user's: one of the model's, and never a line of whoever called the compiler."""
+"""The user's line is a line of the model, never one of the compiler's caller."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A finding whose line lies in an installed package also names the user's own line that called it."""
+"""A finding in an installed package also names the line of the user that called it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Wrappers around modules are taken off, with a note; what torch.jit holds keeps no Python."""
+"""Wrappers around modules are removed with a note; torch.jit modules contain no Python."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Block(nn.Module):
 
 
 class Holder(nn.Module):
-    """Wrapped and scripted modules inside of a model."""
+    """Wrapped and scripted modules inside a model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ def test_a_loaded_module_of_torch_jit_inside_of_a_model_has_parameters(tmp_path:
 
 
 class Hiding(nn.Module):
-    """Its layers are in a plain list; a child with their weights has the name of a method."""
+    """Its layers are in a plain list; a child with the same weights has the name of a method."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Attention as one kernel: what it computes, which strides it takes, what it fits into, and where it is used."""
+"""Attention as one kernel: its results, the strides that it accepts, its shared memory, and where it is used."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ BF16, HALF, FLOAT = torch.bfloat16, torch.float16, torch.float32
 
 
 class Of(nn.Module):
-    """A module that is a function of its inputs."""
+    """A module that calls a function of its inputs."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Of(nn.Module):
 
 
 class Layer(nn.Module):
-    """Self attention as most models write it, and with a rotation of queries and keys, as many do."""
+    """Self attention as most models write it, optionally with a rotation of queries and keys."""
 
     def __init__(self, width: int, heads: int, rotated: bool = False) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ def lowered(model: nn.Module | Callable[..., Any], *tensors: torch.Tensor, targe
 
 
 def names(traced: Lowered) -> list[str]:
-    """The kernels of all launches, in order."""
+    """Returns the kernel names of all launches, in order."""
     return [traced.variants[event.variant].name for event in traced.events if isinstance(event, Launch)]
 
 
@@ -86,7 +86,7 @@ def kernels(traced: Lowered) -> list[KernelVariant]:
 
 @pytest.mark.parametrize("dtype", [FLOAT, BF16], ids=["float32", "bfloat16"])
 def test_a_layer_has_three_kernels(dtype: torch.dtype) -> None:
-    """The projection's output is read where it lies, and what the next product reads is written as it wants it."""
+    """The kernel reads the projection's output in place, and writes the layout that the next product reads."""
     traced = lowered(Layer(128, 2).to(dtype), torch.randn(2, 64, 128, dtype=dtype))
     projection, attention, product = [event for event in traced.events if isinstance(event, Launch)]
     assert names(traced)[1] == "fused_attention" and "addmm" in names(traced)[0] and "addmm" in names(traced)[2]
@@ -136,7 +136,7 @@ def attended(*shapes: tuple[int, ...], dtype: torch.dtype = FLOAT) -> Lowered:
         ((1, 2, 15, 16), (1, 2, 15, 16), False),
         ((1, 2, 16, 16), (1, 2, 5, 16), True),
         ((1, 2, 1, 16), (1, 2, 512, 16), True),
-        ((1, 2, 1, 16), (1, 2, 513, 16), False),  # one instance would walk along it
+        ((1, 2, 1, 16), (1, 2, 513, 16), False),  # one program instance would loop over it
         ((1, 66, 1, 16), (1, 66, 513, 16), True),
         ((1, 1, 20, 256), (1, 1, 20, 256), True),
         ((1, 1, 20, 257), (1, 1, 20, 257), False),
@@ -172,13 +172,13 @@ def test_equal_each_time() -> None:
     assert attended((1, 2, 40, 32), (1, 2, 70, 32)) == attended((1, 2, 40, 32), (1, 2, 70, 32))
 
 
-# --- what it fits into ----------------------------------------------------------------------------------------
+# --- shared memory --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [BF16, FLOAT], ids=["bfloat16", "float32"])
 @pytest.mark.parametrize("width", [64, 256])
 def test_fits_into_the_smallest_and_the_newest(width: int, dtype: torch.dtype) -> None:
-    """The blocks of a large problem, compiled with the mask that takes most shared memory."""
+    """The block sizes of a large problem, compiled with the mask that needs most shared memory."""
     mask = torch.randn(300, 300).to(dtype)
     tensors = [torch.randn(1, 60, 300, width, dtype=dtype) for _ in range(3)]
     for target in ("sm_80", "sm_120"):
@@ -204,31 +204,31 @@ def test_blocks_fit_and_keep_processors_busy(problem: tuple[int, ...], item: int
     assert blocks.stages == 1 or columns > blocks.columns
 
 
-# --- what it computes -----------------------------------------------------------------------------------------
+# --- results --------------------------------------------------------------------------------------------------
 
 Case = tuple[tuple[torch.Tensor, ...], dict[str, Any]]
 """Query, key, value, and the mask if there is one; the options of scaled_dot_product_attention."""
 
 
 def four(batch: int, heads: int, rows: int, width: int, dtype: torch.dtype = FLOAT) -> torch.Tensor:
-    """(batch, heads, rows, width), in memory as a projection leaves it: the rows outside the heads."""
+    """Returns (batch, heads, rows, width) in the memory layout of a projection: rows outside of heads."""
     return torch.randn(batch, rows, heads, width).transpose(1, 2).to(dtype)
 
 
 def without(columns: int, *rows: int) -> torch.Tensor:
-    """A random mask (columns, columns) in which these rows keep nothing."""
+    """Returns a random mask (columns, columns) in which these rows are fully masked."""
     mask = torch.rand(columns, columns) > 0.4
     mask[list(rows)] = False
     return mask
 
 
 def cases() -> dict[str, Case]:
-    """Small ones, with lengths that no block divides, but for the first."""
+    """Returns small cases with lengths that are not multiples of a block, except in the first one."""
     torch.manual_seed(1)
     added = torch.randn(2, 1, 20, 70)
     added[0, :, 3] = -math.inf
     lowest = torch.zeros(1, 1, 70, 70)
-    lowest[..., 5, :] = torch.finfo(FLOAT).min  # every column alike: as if none were masked
+    lowest[..., 5, :] = torch.finfo(FLOAT).min  # all columns are equal, as if none were masked
     lowest[..., 6, 30:] = torch.finfo(FLOAT).min
     poisoned = four(1, 2, 40, 16)
     poisoned[0, 1, 7] = math.nan
@@ -261,7 +261,7 @@ def cases() -> dict[str, Case]:
 
 
 def test_computes_what_eager_does(tmp_path: Path) -> None:
-    """All cases in one program, interpreted over poisoned memory; eager in float64, where torch takes scores in memory."""
+    """Interprets all cases in one program over poisoned memory; the reference is eager PyTorch in float64."""
     all_cases = cases()
     tensors_given = [tensor for tensors, _ in all_cases.values() for tensor in tensors]
 
@@ -306,7 +306,7 @@ def interpreted(traced: Lowered, tensors: Sequence[torch.Tensor], folder: Path) 
 
 
 def _laid_out(variant: KernelVariant) -> CompiledKernel:
-    """A kernel without an image: each parameter aligned to its size, two scratch pointers behind them."""
+    """Returns a kernel without an image: each parameter aligned to its size, two scratch pointers after them."""
     params = tuple((kind, name) for name, kind in variant.signature if kind != "constexpr")
     layout, end = [], 0
     for size in [*(8 if kind.startswith("*") else struct.calcsize(FORMATS[kind]) for kind, _ in params), 8, 8]:

@@ -1,4 +1,4 @@
-"""Kernels are compiled for GPUs that are not there, remembered by content, and their images say what the launch needs."""
+"""Kernels are compiled for GPUs that this machine does not have, and cached by content. Their images state what a launch needs."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ PADDED = """def padded(x, w, out):
         total += tl.dot(tl.where(inside, a + 1, 0.0), b, input_precision="tf32x3")
     tl.store(out + (16 * m[:, None] + n[None, :]), total)
 """
-"""A padded convolution as a product, 3 by 3 over 8 channels: LLVM computes its indices two at a time, in 16 bits each."""
+"""A padded 3 x 3 convolution over 8 channels as a product: LLVM computes its indices in pairs of 16 bits."""
 
 NUMBERS = """def numbers(out, flag, small, n, scale, half, brain, double, wide):
     i = tl.arange(0, 16)
@@ -135,7 +135,7 @@ def compile_all(
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the tests of this file remember kernels."""
+    """Returns the kernel cache of the tests of this file."""
     return tmp_path_factory.mktemp("kernels")
 
 
@@ -153,9 +153,9 @@ def test_kernels_are_compiled_without_a_gpu(arch: str, cache: Path) -> None:
         assert kernel.scratch_pointers == 2
         assert len(kernel.layout) == len(kernel.params) + 2
         assert kernel.cluster == (1, 1, 1)
-        # e_flags: the architecture stands in the low byte up to ptxas 12, in the second from 13 on
+        # e_flags: the architecture is in the low byte up to ptxas 12, in the second byte from 13 on
         assert int(arch[3:]) in (kernel.image[48], kernel.image[49])
-    # the tiles of three stages; sm_90 keeps what is loaded in two of them
+    # the tiles of three stages; sm_90 keeps loaded tiles of two
     assert compiled_kernels[2].shared >= 2 * 2 * 128 * 64 * 2 > 48 << 10
 
 
@@ -168,7 +168,7 @@ def test_layouts_are_read_from_images_of_every_architecture(arch: str, cache: Pa
 
 
 def test_layouts_of_large_parameters_are_read(tmp_path: Path) -> None:
-    """Triton passes none, but its ptxas can be asked: the parameters are then described in another form."""
+    """Triton has no such parameters, but its ptxas can compile them; they are then described in another form."""
     import triton.backends.nvidia
 
     text = """.version 8.7
@@ -191,7 +191,7 @@ def test_clusters_multiply_the_blocks(cache: Path) -> None:
 
 
 def test_equal_variants_give_equal_bytes_wherever_they_are_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also the kernels that name their source: those that assert.  Settings of Triton in the environment do not get through."""
+    """This includes kernels with assertions, which contain their source's name. Triton settings have no effect."""
     builds = []
     for name, setting in (("here", "0"), ("there", "1")):
         (tmp_path / name).mkdir()
@@ -210,7 +210,7 @@ def test_equal_variants_give_equal_bytes_wherever_they_are_compiled(tmp_path: Pa
 
 
 def test_what_is_remembered_is_not_compiled_again(cache: Path) -> None:
-    """In a process that would notice: nothing of Triton or torch is imported, no process is started."""
+    """Runs in a process that imports neither Triton nor torch and starts no process."""
     first = compile_all([add, softmax], cache)
     program = """
 import pickle, subprocess, sys
@@ -381,7 +381,7 @@ def test_the_line_that_says_most_is_shown(text: str, line: str) -> None:
 
 
 def test_no_packed_add_comes_to_ptxas(cache: Path, tmp_path: Path) -> None:
-    """ptxas 12.8 and 12.9 drop the immediate of a packed add of which one half is used."""
+    """ptxas 12.8 and 12.9 drop the immediate of a packed add if only one half is used."""
     arguments = [("x", "*fp32"), ("w", "*fp32"), ("out", "*fp32")]
     (kernel,) = compile_all([variant(PADDED, arguments, ("x", "w", "out"), warps=1)], cache)
     (tmp_path / "padded.cubin").write_bytes(kernel.image)

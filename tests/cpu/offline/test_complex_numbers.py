@@ -1,4 +1,4 @@
-"""Complex numbers as pairs of real ones: what is computed is what PyTorch computes, and nothing complex is left."""
+"""Complex numbers as pairs of real numbers: the program equals PyTorch and contains no complex tensors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_transforms_are_those_of_pytorch(length: int) -> None:
     for onesided in (True, False):
         spectrum = fourier.to_complex_halves(x, [2, 1], fourier.NONE, onesided)
         close(spectrum, aten._fft_r2c(x, [2, 1], fourier.NONE, onesided))
-    half = z[:, : length // 2 + 1]  # with imaginary parts where a transform of real numbers has none: they are ignored
+    half = z[:, : length // 2 + 1]  # imaginary parts that a transform of real numbers would not have are ignored
     close(
         fourier.to_real(half.real, half.imag, [2, 1], fourier.BY_SIZE, length), aten._fft_c2r(half, [2, 1], fourier.BY_SIZE, length)
     )
@@ -73,11 +73,11 @@ CASES: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "sums of products": lambda z, x: torch.addcmul(z, z, z.conj(), value=0.5) + torch.addcmul(z, x, z) + torch.addcmul(z, x, x),
     "rotations": lambda z, x: torch.view_as_real(torch.view_as_complex(x.reshape(4, 2, 2)) * z[:, :2]).flatten(1),
 }
-"""z, complex, and x, real, (4, 4) each."""
+"""Functions of complex z and real x, (4, 4) each."""
 
 
 def written(z: Tensor, x: Tensor) -> Tensor:
-    """The whole of what was written to by its parts."""
+    """A tensor that is written in parts."""
     matrix = torch.zeros(4, 4, dtype=z.dtype)
     matrix[1:, :2] = z[1:, 2:] * 2j
     matrix[0] = x[0]
@@ -119,5 +119,5 @@ class _Of(torch.nn.Module):
         self.function = function
 
     def forward(self, z: Tensor, x: Tensor) -> Any:
-        """The function's result."""
+        """Calls the function."""
         return self.function(z, x)

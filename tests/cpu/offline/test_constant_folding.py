@@ -1,4 +1,4 @@
-"""What depends on weights alone is computed when lowering, and the rest of the graph computes what it did."""
+"""Values that depend only on weights are computed during lowering; the rest of the graph computes the same result."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from cgcompile.transforms.output_aliases import OutputAlias, find_aliases
 
 
 def folded(model: nn.Module, x: torch.Tensor, writes: bool = False) -> tuple[Retraced, tuple[FoldedConstant, ...], list[object]]:
-    """The graph before and after: what is left of operations, after `fold`."""
+    """Folds the graph of a model. Returns it with its constants and the remaining operations."""
     program = torch.export.export(model.eval(), (x,))
     values = {**program.state_dict, **program.constants}
     with fake_device(arch("sm_90")):
@@ -29,7 +29,7 @@ def folded(model: nn.Module, x: torch.Tensor, writes: bool = False) -> tuple[Ret
 
 
 def computed(retraced: Retraced, constants: tuple[FoldedConstant, ...], model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """What the folded graph gives, on the CPU."""
+    """Returns the result of the folded graph, on the CPU."""
     held = dict(model.named_parameters()) | dict(model.named_buffers())
     bytes_of = {constant.name: constant.contents for constant in constants}
     arguments = []
@@ -56,7 +56,7 @@ def test_the_scale_of_a_normalization_is_a_weight() -> None:
 
 
 def test_the_bias_of_one_row_stays_a_weight_that_an_update_may_change() -> None:
-    """torch decomposes it as the bias times 1, plus the product."""
+    """torch decomposes it to the bias times 1, plus the product."""
     torch.manual_seed(0)
     model, x = nn.Linear(96, 5), torch.randn(1, 96)
     retraced, constants, _ = folded(model, x)
@@ -65,7 +65,7 @@ def test_the_bias_of_one_row_stays_a_weight_that_an_update_may_change() -> None:
 
 
 def test_a_normalization_is_one_product_and_one_sum() -> None:
-    """In an epilogue every further factor is a load per element: four of them made a product of ResNet-50 six times slower."""
+    """Each factor in an epilogue costs a load per element: four of them made a product of ResNet-50 six times slower."""
     torch.manual_seed(0)
     model = nn.BatchNorm2d(6).half()
     nn.init.uniform_(model.running_var, 0.5, 2.0)
@@ -80,7 +80,7 @@ def test_a_normalization_is_one_product_and_one_sum() -> None:
 
 def test_a_weight_that_is_normalized_by_its_own_statistics() -> None:
     class Standardized(nn.Module):
-        """As the convolutions of a BiT."""
+        """Standardizes weights like the convolutions of BiT."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -149,7 +149,7 @@ def test_a_buffer_that_the_program_changes_is_left_alone() -> None:
 
 
 def test_a_weight_that_a_caller_may_write_to_is_left_alone() -> None:
-    """An output that shares memory with a weight hands it out: the next call begins with what the caller left in it."""
+    """An output that shares memory with a weight exposes it: the next call starts with the caller's values."""
 
     class Handed(nn.Module):
         def __init__(self) -> None:
@@ -172,7 +172,7 @@ def test_a_weight_that_a_caller_may_write_to_is_left_alone() -> None:
 
 
 def test_live_weights_are_state_too_and_all_that_lies_in_their_memory() -> None:
-    """State that one int_key's program writes to is read by another's, which must not keep what it computes from it."""
+    """A program of one int_key may write to state that another one reads; the latter must not fold it."""
     weight, counter = torch.ones(3), torch.ones(4)
     tensors = {"model.a": weight, "model.tied": weight[1:], "model.count": counter, "model.b": torch.ones(3), "c": torch.empty(0)}
     alias = OutputAlias(output=0, memory="weights", index=0, name="a", views={})
@@ -181,7 +181,7 @@ def test_live_weights_are_state_too_and_all_that_lies_in_their_memory() -> None:
 
 
 def test_what_is_filled_later_is_no_constant() -> None:
-    """Circular padding fills an empty tensor with parts of the input: a convolution of it was folded as if it were of weights."""
+    """Circular padding fills an empty tensor with parts of the input; a convolution of it was folded like one of weights."""
     torch.manual_seed(0)
     model = nn.Conv1d(4, 3, 3, padding=1, padding_mode="circular", bias=False)
     x = torch.randn(2, 4, 9)
@@ -191,7 +191,7 @@ def test_what_is_filled_later_is_no_constant() -> None:
 
 class Spectrum(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The sizes of its frequencies."""
+        """Returns the magnitudes of the frequencies."""
         return torch.fft.rfft(x).abs()
 
 

@@ -1,4 +1,4 @@
-"""Branches and loops without a GPU: lowered as conditional nodes, interpreted on data that takes every way, against eager."""
+"""Branches and loops without a GPU: lowered as conditional nodes and interpreted on every path; results equal eager PyTorch."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_only_what_the_loop_alone_takes_is_not_copied(tmp_path: Path) -> None:
 
 
 def lowered_parts(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> int:
-    """How many parts of a model Inductor lowers."""
+    """Returns the number of parts of a model that Inductor lowers."""
     program = torch.export.export(model.eval(), (torch.randn(4, WIDTH),), strict=False)
     parts: list[object] = []
     stock = inductor.lower_graph

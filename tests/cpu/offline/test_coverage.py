@@ -1,4 +1,4 @@
-"""What `check` says of a cross-compiled target is what lowering says: the same operations have no Triton kernel."""
+"""`check` for a cross-compiled target agrees with lowering on the operations without a Triton kernel."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ CASES: dict[str, tuple[str, Callable[[Tensor, Tensor], Any]]] = {
     "short products": ("", lambda x, w: x @ w + (2 * x) @ w.T),
     "a complex weight": ("", lambda x, w: (torch.complex(x, x) @ torch.complex(w, w)).real),
 }
-"""What `--fallback-op` is told of the first operation without a kernel, "" where there is none."""
+"""The `--fallback-op` value for the first operation without a kernel, or ""."""
 
 
 def inputs(batch: int) -> tuple[Tensor]:
@@ -152,7 +152,7 @@ def test_an_assertion_has_no_kernel_and_the_host_checks_it() -> None:
 
 
 def test_the_hint_names_all_operators_at_once() -> None:
-    """Where one operation on complex numbers is the host's, those around it lose theirs."""
+    """If one complex operation runs on the host, its neighbours do too."""
 
     def parts(x: Tensor, w: Tensor) -> Tensor:
         spectrum = torch.fft.rfft(x @ w)

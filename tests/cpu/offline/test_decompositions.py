@@ -1,4 +1,4 @@
-"""Decompositions give what PyTorch's own operators give."""
+"""Decompositions equal PyTorch's operators."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kernels that use Inductor's functions are compiled without torch, with the functions that torch would give."""
+"""Kernels that use Inductor's helper functions are compiled without torch, with the same functions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rows of a recording run on the CPU: hand-written kernels in the shapes that Inductor writes, against torch."""
+"""The rows of a recording run on the CPU: handwritten kernels in Inductor's style equal torch."""
 
 from __future__ import annotations
 
@@ -236,12 +236,12 @@ def kernel(seeds, out, XBLOCK: tl.constexpr):
 BIG = 64
 
 Results = Callable[[str], tuple[torch.Tensor, torch.Tensor]]
-"""The name of an output -> (what came out, what torch says)."""
+"""Returns (actual, expected by torch) for the name of an output."""
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """Every kernel above in one recording: (what came out, what torch says) by name."""
+    """Runs every kernel above in one recording. Returns (actual, expected) by name."""
     draw = torch.Generator().manual_seed(5)
 
     def randn(*shape: int) -> torch.Tensor:
@@ -392,7 +392,7 @@ def _one(source: str, *arguments: Value | Address | float, sheet: Sheet, folder:
 
 
 def _refused(body: str, error: type[BuildError], words: str, folder: Path) -> None:
-    """A kernel of one line refuses with `error`, naming the kernel and `words`."""
+    """Checks that a one-line kernel raises `error` with the kernel's name and `words`."""
     sheet = Sheet()
     x = sheet.input(torch.ones(32))
     source = f"def kernel(x, out, XBLOCK: tl.constexpr):\n    at = tl.program_id(0) * XBLOCK + tl.arange(0, XBLOCK)\n    {body}\n"
@@ -454,7 +454,7 @@ def test_names_a_kernel_that_cannot_run(tmp_path: Path) -> None:
 
 
 def test_stages_share_memory_and_meet_the_host_between_them(tmp_path: Path) -> None:
-    """What a stage left is there for the next, what is given comes before its rows and not earlier, what is read is read then."""
+    """A stage sees the results of the previous one; inputs arrive before its rows, and results are read after it."""
     sheet = Sheet()
     draw = torch.Generator().manual_seed(1)
     a, b, c = [torch.randn(16, generator=draw) for _ in range(3)]

@@ -1,6 +1,6 @@
-"""Whole models: exported, lowered for a GPU that is not there, placed, assembled into rows, the rows interpreted, against eager.
+"""Complete models: exported, lowered for a GPU that is not present, assembled, interpreted, and compared with eager PyTorch.
 
-No kernel is compiled: the parameter layouts are those that Triton's launcher would use.
+No kernel is compiled: parameter layouts are those of Triton's launcher.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tests.helpers.lowered_programs import assembled
 
 
 class Block(nn.Module):
-    """A transformer's block of two heads."""
+    """A transformer block with two heads."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class Convolutions(nn.Module):
 
 
 class Narrow(nn.Module):
-    """Attention with fewer columns than a product's tile: the product behind it reads through a transposition."""
+    """Attention with fewer columns than a product's tile: the product after it reads through a transposition."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor]]] = 
     "narrow attention": (Narrow, lambda: torch.randn(1, 5, 8)),
     "orders": (Orders, lambda: torch.randn(6, 50)),
 }
-"""A model, and inputs for it."""
+"""A model, and its inputs."""
 
 
 @pytest.mark.parametrize("name", list(MODELS))
@@ -122,7 +122,7 @@ def test_rows_compute_what_eager_does(name: str, tmp_path: Path) -> None:
 
 
 def task_of(program: torch.export.ExportedProgram, example: torch.Tensor, calls: Sequence[torch.Tensor], folder: Path) -> Task:
-    """The program lowered like `example`, and called with each of `calls`, over the same memory."""
+    """Lowers the program for `example`, and makes a task that calls it with each of `calls` over the same memory."""
     traced = lower_key(program, (1,), [example], arch("sm_90"))
     compiled = [_laid_out(variant) for variant in traced.variants]
     tensors = weight_tensors(program)
@@ -145,7 +145,7 @@ def task_of(program: torch.export.ExportedProgram, example: torch.Tensor, calls:
 
 
 def _laid_out(variant: KernelVariant) -> CompiledKernel:
-    """A kernel without an image: each parameter aligned to its size, two scratch pointers behind them."""
+    """Returns a kernel without an image: each parameter aligned to its size, two scratch pointers after them."""
     params = tuple((kind, name) for name, kind in variant.signature if kind != "constexpr")
     layout, end = [], 0
     for size in [*(8 if kind.startswith("*") else struct.calcsize(FORMATS[kind]) for kind, _ in params), 8, 8]:

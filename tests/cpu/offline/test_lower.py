@@ -1,4 +1,4 @@
-"""Cross-compiling: what `lower_key` writes down, what it refuses, and that torch is left as it was found."""
+"""Cross-compilation: the records of `lower_key`, what it refuses, and that it restores torch's settings."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ H200 = arch("sm_90")
 
 
 class Attention(nn.Module):
-    """Token ids -> logits of the last token, by one transformer block."""
+    """Token ids -> logits of the last token, with one transformer block."""
 
     def __init__(self, width: int = 32, heads: int = 2) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Attention(nn.Module):
 
 
 class Of(nn.Module):
-    """A module that is a function of its input, with a weight, a buffer and a literal."""
+    """A function of a module with a weight, a buffer and a literal, and of an input."""
 
     def __init__(self, function: Callable[[Of, torch.Tensor], object]) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ def launches(traced: Lowered) -> list[Launch]:
 
 
 def consistent(traced: Lowered, weights: set[str]) -> None:
-    """What holds for every Lowered: typed arguments inside their buffers, lives without gaps, complete kernels."""
+    """Checks every Lowered: typed arguments inside their buffers, lifetimes without gaps, complete kernels."""
     assert {b.name for b in traced.buffers if b.kind == WEIGHT} <= weights | {constant.name for constant in traced.constants}
     assert [b.name for b in traced.buffers if b.kind == INPUT] == [str(i) for i in range(len(traced.inputs))]
     alive: set[int] = set()
@@ -141,14 +141,14 @@ def consistent(traced: Lowered, weights: set[str]) -> None:
     lifetimes(traced)
 
 
-# --- what is written down -------------------------------------------------------------------------------------
+# --- the records ----------------------------------------------------------------------------------------------
 
 
 def test_perceptron() -> None:
     traced = lowered(nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 10)), floats(32))
     first, second = launches(traced)
     relu, last = traced.variants[first.variant], traced.variants[second.variant]
-    assert "tl.dot(" in relu.source and "maximum" in relu.source  # the activation is part of the product
+    assert "tl.dot(" in relu.source and "maximum" in relu.source  # the activation is fused into the product
     assert "tl.dot(" in last.source and "maximum" not in last.source
     assert 'input_precision="tf32x3"' in relu.source and "allow_tf32" not in relu.source
     assert relu.selected_by == "heuristic"
@@ -176,7 +176,7 @@ def test_scan_brings_its_helper() -> None:
 
 
 def test_parts_of_a_half_precision_product_are_summed_in_float32() -> None:
-    """torch 2.11 offers no template for results of another dtype than the factors'."""
+    """torch 2.11 has no template for a result dtype other than that of the factors."""
     traced = lowered(nn.Linear(64, 48).half(), floats(64, dtype=torch.float16), split_factor=lambda problem: 2)
     (product,) = [variant for variant in traced.variants if "tl.dot(" in variant.source]
     assert "*fp32" in {kind for _, kind in product.signature}
@@ -234,7 +234,7 @@ def test_convolution() -> None:
 
     traced = lowered(model, pictures, choose=choose)
     code = [traced.variants[launch.variant].source for launch in launches(traced)]
-    assert "tl.dot(" in code[0] and len(code) <= 2  # normalization and activation are part of it (torch 2.13), or one kernel (2.11)
+    assert "tl.dot(" in code[0] and len(code) <= 2  # both are fused into it (torch 2.13), or it is one kernel (2.11)
     assert [(p.kind, p.batch, p.m, p.n, p.k) for p in asked] == [("conv", 1, 4 * 8 * 8, 32, 144)]
     assert traced.inputs[0].strides == (4096, 1, 256, 16)
 
@@ -366,7 +366,7 @@ def test_changed_buffer_in_shared_memory() -> None:
     class Shared(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            both = torch.zeros(16)  # two halves: torch.export follows writes to one of them
+            both = torch.zeros(16)  # two halves: torch.export tracks writes to only one of them
             self.register_buffer("first", both[:8])
             self.register_buffer("second", both[8:])
 
@@ -384,7 +384,7 @@ class Choosing(nn.Module):
 
 
 def test_control_flow() -> None:
-    """One graph alone has none: branches and loops are taken apart before."""
+    """A single graph has none: branches and loops are split off before."""
     program, tensors = exported(Choosing(), floats(8), 4)
     with raises("operator-without-kernel", match="control flow"), fake_device.fake_device(H200):
         retrace(program, tensors)
@@ -431,7 +431,7 @@ def test_everything_is_put_back() -> None:
 
 
 def test_fake_devices_of_different_targets() -> None:
-    """Nothing that torch remembers of one target is left in the next."""
+    """No cached state of torch from one target remains for the next."""
     from torch._inductor.runtime.hints import DeviceProperties
 
     seen = []
@@ -448,7 +448,7 @@ def test_a_torch_without_a_name() -> None:
         del module.init_gpu_context
         with raises("torch-unsupported", match="init_gpu_context.*2.13"), fake_device.fake_device(H200):
             pass
-        module.init_gpu_context = None  # for the patch to take away
+        module.init_gpu_context = None  # the patch removes it
     assert not torch.cuda.is_available()
 
 
@@ -470,7 +470,7 @@ import torch
 
 
 def test_wrapper_without_kernels() -> None:
-    """A view keeps its buffer alive; clearing and copying become events of their own."""
+    """A view keeps its buffer alive; fills and copies become separate events."""
     with fake_device.fake_device(H200):
         lowered, _ = record_calls((), WRAPPER, [torch.empty(1)], [(INPUT, "0")], lambda source: pytest.fail("no kernel"))
     assert lowered.events == (
@@ -483,7 +483,7 @@ def test_wrapper_without_kernels() -> None:
     assert lowered.outputs[0].pointer == Pointer(buffer=2, offset=0)
 
 
-# --- what has no kernel in Inductor, in terms of what has ------------------------------------------------------
+# --- decompositions to operators that have a kernel in Inductor ------------------------------------------------
 
 CONVOLUTIONS = {
     # x, weight, stride, padding, dilation, transposed, output_padding, groups
@@ -510,7 +510,7 @@ def test_convolutions(case: tuple) -> None:
 
 
 def test_a_depthwise_convolution_is_one_kernel() -> None:
-    """Also of many positions, and where its consumer goes over another shape: tokens with one more in front, normalized."""
+    """This includes many positions and consumers of another shape: tokens with one more in front, normalized."""
 
     class Positions(nn.Module):
         def __init__(self) -> None:
@@ -558,14 +558,14 @@ def test_products_as_sums(dtype: torch.dtype, shape: tuple[int, int, int]) -> No
 
 
 def test_the_vector_of_a_product_is_computed_once() -> None:
-    """And not for every element of the result."""
+    """It is not recomputed for every element of the result."""
     traced = lowered(nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 16)), floats(32), batch=1)
     first, second = [traced.variants[launch.variant].source for launch in launches(traced)]
     assert "erf(" in first and "erf(" not in second and "tl.sum(" in second
 
 
 def test_programs_of_a_product_of_one_row_are_few_enough_to_begin_at_once() -> None:
-    """Also where a norm in front of it is made by each of them; Inductor would begin 4096."""
+    """This holds even if each of them computes the norm before it. Inductor would start 4096 programs."""
     model = nn.Sequential(nn.LayerNorm(512), nn.Linear(512, 4096), nn.GELU(), nn.Linear(4096, 512))
     traced = lowered(model, floats(512), batch=1)
     first, second = launches(traced)
@@ -580,7 +580,7 @@ def test_attentions(causal: bool, mask: str) -> None:
     query, key, value = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 7, 8), torch.randn(2, 2, 7, 6)
     masks = {"": None, "bool": torch.rand(5, 7) > 0.4, "float": torch.randn(2, 1, 5, 7)}
     if mask == "bool":
-        masks["bool"][1] = False  # a row that sees nothing gives zeros
+        masks["bool"][1] = False  # a fully masked row gives zeros
     options = {"attn_mask": masks[mask], "is_causal": causal, "scale": 0.3, "enable_gqa": True}
     expected = F.scaled_dot_product_attention(query, key, value, **options)
     torch.testing.assert_close(decompositions.attention(query, key, value, **options), expected)
@@ -625,7 +625,7 @@ EXTREMES = torch.iinfo(torch.int64)
 @pytest.mark.parametrize("largest", [False, True])
 @pytest.mark.parametrize("k", [17, 40])
 def test_topk_of_a_vocabulary_is_that_of_its_pieces(k: int, largest: bool) -> None:
-    """As a stable sort has it: of equal ones the first comes first, NaN is the largest; what fills the last piece is no element."""
+    """The first of equal elements comes first, as in a stable sort, and NaN is the largest. Padding does not count."""
     words = torch.randn(2, 30001)
     numbers = torch.randint(-9, 9, (2, 30001))
     numbers[:, ::7], numbers[:, ::11] = EXTREMES.max, EXTREMES.min
@@ -651,7 +651,7 @@ def test_distances_and_trilinear() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_histograms(dtype: torch.dtype) -> None:
-    """Elements outside, at both ends, and between."""
+    """The elements lie outside the range, at both ends, and inside."""
     x = torch.tensor([-1.0, 0.0, 0.5, 1.0, 2.9, 3.0, 3.1, 1.0], dtype=dtype)
     for bins in (1, 3, 4, 7):
         torch.testing.assert_close(decompositions.histogram(x, bins, 0, 3), torch.histc(x, bins, 0, 3))

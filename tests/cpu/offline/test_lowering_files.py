@@ -1,4 +1,4 @@
-"""What lowering processes read: programs without weights, and the weights of all in one file."""
+"""Files that lowering processes read: programs without weights, and the weights of all programs in one file."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.helpers.raising import raises
 
 
 class Tied(nn.Module):
-    """Two names for one weight, a view, a buffer, a literal, and a cache with a view of its own."""
+    """Two names for one weight, a view, a buffer, a literal, and a cache with a view of itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ def test_forked_processes_lower_what_others_do_and_need_no_file_of_weights(tmp_p
     job = linear()
     forked = lowered(job, tmp_path / "forked", messages)
     assert not (tmp_path / "forked/weights.pt").exists()
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # a process that sees a GPU forks none
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # a process that sees a GPU does not fork
     assert lowered(job, tmp_path / "apart", messages) == forked
     assert (tmp_path / "apart/weights.pt").exists()
     assert messages[0] == messages[1]
@@ -92,11 +92,11 @@ def test_what_ends_a_forked_process_is_one_line(tmp_path: Path, monkeypatch: pyt
 
 
 class OwnParameter(nn.Parameter):
-    """As geoopt's: what it is detached to is a plain tensor."""
+    """detach() returns a plain tensor, as in geoopt."""
 
 
 class Halved(nn.Module):
-    """A branch over pairs of columns, whose number is even."""
+    """A branch over pairs of columns, whose number must be even."""
 
     def __init__(self) -> None:
         super().__init__()

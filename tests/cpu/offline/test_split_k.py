@@ -1,4 +1,4 @@
-"""Cutting products changes no result: the graph is run on real tensors before and after."""
+"""Splitting the inner axis of products changes no result: the graph runs on real tensors before and after."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ aten = torch.ops.aten
 H200 = arch("sm_90")
 
 ERROR = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
-"""Between two orders of summing 128 to 256 products: a few rounding steps of the result's dtype, relative to its largest."""
+"""Tolerance between two summation orders of 128 to 256 products: a few rounding steps of the dtype, relative to the largest."""
 
 
 class Of(nn.Module):
-    """A function of a (batch, 256) tensor and a weight of (256, 24), with a bias of 24 and one for each row."""
+    """A function of a (batch, 256) tensor and a weight (256, 24), with a bias of 24 and one for each row."""
 
     def __init__(self, function: Callable[[Of, Tensor], Tensor], dtype: torch.dtype) -> None:
         super().__init__()
@@ -52,12 +52,12 @@ def linear(m: Of, x: Tensor) -> Tensor:
 
 
 def left_strided(m: Of, x: Tensor) -> Tensor:
-    """The left factor takes every second element of its rows, from the second one on."""
+    """The left factor consists of every second element of its rows, from the second on."""
     return x[:, 1::2] @ m.weight[:128]
 
 
 def left_transposed(m: Of, x: Tensor) -> Tensor:
-    """The left factor lies column by column: its inner axis has a stride that is no 1."""
+    """The left factor is stored by columns: the stride of its inner axis is not 1."""
     return m.weight.T[:, :128] @ x[:2].reshape(128, 4)
 
 
@@ -66,7 +66,7 @@ def right_strided(m: Of, x: Tensor) -> Tensor:
 
 
 def two_readers(m: Of, x: Tensor) -> Tensor:
-    """The product is read by two operations, one of which changes its layout, and it is one factor of another product."""
+    """Two operations read the product, one of them with another layout; the product is also a factor of another product."""
     y = x @ m.weight
     return torch.cat([torch.relu(y), y.T.contiguous().T * 2, y @ m.across[:, :64]], 1)
 
@@ -85,7 +85,7 @@ class OnCpu(torch.fx.Interpreter):
 
 
 def traced(function: Callable[[Of, Tensor], Tensor], dtype: torch.dtype) -> tuple[Retraced, list[Tensor]]:
-    """Inside `fake_device`: the graph, and real tensors for it."""
+    """Returns the graph and real tensors for it; must be called inside `fake_device`."""
     source = load_source(Of(function, dtype).eval(), lambda batch: (torch.randn(batch, 256, dtype=dtype),))
     program, (example,) = export(source, {"batch": (4,)}).programs.first, sample(source, {"batch": 4}).tensors
     retraced = retrace(program, [example])
@@ -127,7 +127,7 @@ def test_a_cut_product_is_the_same_product(function: Callable[[Of, Tensor], Tens
 
 
 def test_partial_sums_are_float32() -> None:
-    """Adding half precision parts in half precision would lose what a whole product keeps."""
+    """Adding half-precision parts in half precision would lose accuracy that the whole product has."""
     with fake_device(H200):
         retraced, _ = traced(linear, torch.bfloat16)
         split_k(retraced, "sm_90", lambda problem: 4)
@@ -151,7 +151,7 @@ def test_the_problem_is_what_the_product_computes() -> None:
 
 
 def test_what_new_nodes_say_of_their_results_is_what_they_compute() -> None:
-    """Lowering reads shapes, dtypes and strides from the nodes: a wrong one would be found on the GPU alone."""
+    """Lowering reads shapes, dtypes and strides from the nodes; an error would only show on a GPU."""
     with fake_device(H200):
         retraced, tensors = traced(left_strided, torch.float16)
         split_k(retraced, "sm_90", lambda problem: 2)
@@ -180,7 +180,7 @@ def test_the_users_line_stays_with_the_parts() -> None:
 
 
 def test_the_default_choice_cuts_a_narrow_product() -> None:
-    """The two halves fit together: `split_factor` is what lowering hands to `split_k`."""
+    """`split_factor` is the function that lowering passes to `split_k`."""
     narrow = Problem(kind="mm", batch=1, m=8, n=64, k=8192, dtype="bfloat16", arch="sm_90")
     assert split_factor(narrow, H200) > 1
     with fake_device(H200):

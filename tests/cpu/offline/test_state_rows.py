@@ -1,4 +1,4 @@
-"""State whose number of rows a load chooses, cross-compiled: proved by the interpreter, and the same code for any number."""
+"""State with a number of rows chosen at load time, cross-compiled: proved by the interpreter, with the same code for any number."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def built(folder: Path, pages: int, prove: str) -> archive.Archive:
 
 
 def test_the_code_is_the_same_for_any_number_of_rows(tmp_path: Path) -> None:
-    """What a bundle with few rows makes of its recordings for more is what a build with more records."""
+    """A load with more rows gives the recordings that a build with more rows makes."""
     few, many = built(tmp_path, PAGES, "interpret"), built(tmp_path, MANY["pages"], "none")
     check_loaded(few)
     assert [proof.method for entry in few.manifest.entries for proof in entry.self_test.proofs] == ["interpret"] * 2
@@ -65,7 +65,7 @@ def test_operators_of_triton_kernels_may_not_read_the_number(tmp_path: Path, siz
 
 
 class Looped(torch.nn.Module):
-    """Takes rows of its state through a loop, and puts them back."""
+    """Passes rows of its state through a loop and writes them back."""
 
     def __init__(self) -> None:
         super().__init__()

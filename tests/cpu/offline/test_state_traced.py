@@ -1,5 +1,5 @@
-"""A program with state and written inputs on both sides of a host region, cross-compiled and proved by interpreting it.
-The proof takes from eager PyTorch what the host makes, so its code is not compiled here; tests/gpu runs it."""
+"""A program with state and mutated inputs on both sides of a host region, cross-compiled and proved by interpretation. The proof
+uses eager PyTorch for the host region, whose code is not compiled here; tests/gpu runs it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_calls_carry_state_through_graphs_and_host_regions(tmp_path: Path, monke
     values = program.values
     moves = [
         (values[step.inputs[0]], values[step.outputs[0]]) for step in program.steps if step.kind == "copy"
-    ]  # what the host changes goes there and back; what graphs change stays where it is
+    ]  # values that the host changes are copied there and back; values that graphs change stay in place
     there = [(source.memory, source.offset) for source, target in moves if target.memory == "host"]
     back = [(target.memory, target.offset) for source, target in moves if source.memory == "host"]
     seen = values[program.inputs[1]]

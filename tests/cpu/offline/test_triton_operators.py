@@ -1,4 +1,4 @@
-"""A user's operator that launches a Triton kernel, in a cross-compiled bundle."""
+"""A user's operator with a Triton kernel, in a cross-compiled bundle."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def inputs(batch):
 
 
 def test_its_kernel_is_in_the_bundle_and_nothing_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was lowered would be found again by the exported program, which does not hold the kernel's source."""
+    """A cache entry would be found by the exported program, which does not contain the kernel's source."""
     monkeypatch.setattr(jobs, "recall", None)
     monkeypatch.setattr(jobs, "remember", None)
     file = tmp_path / "shifting.py"

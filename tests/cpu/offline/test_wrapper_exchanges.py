@@ -1,4 +1,4 @@
-"""Collectives that Inductor's wrapper calls, as they are recorded."""
+"""Collectives that Inductor's wrapper calls, as recorded."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.helpers.raising import raises
 
 
 def recorded(kind: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32, world: int = 2, cut: str = "x") -> Lowered:
-    """Of a wrapper with one call, whose input is `cut` of the tensor x."""
+    """Records a wrapper with one call, whose input is `cut`, an expression of the tensor x."""
     call = f"torch.ops.cgcompile.collective.default({cut}, {kind!r}, {world}, {0 if kind == 'broadcast' else -1})"
     wrapper = f"import torch\ndef call(args):\n    x, = args\n    made = {call}\n    del x\n    return (made,)\n"
 

@@ -1,4 +1,4 @@
-"""Recordings written by hand: tensors placed one after the other, launches with parameter blocks as the driver packs them."""
+"""Handwritten recordings: tensors placed one after the other, launches with parameter blocks as the driver packs them."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ KINDS = {
     torch.int32: "i32",
     torch.uint8: "u8", torch.bool: "i1", torch.float8_e4m3fn: "fp8e4nv", torch.float8_e5m2: "fp8e5",
 }  # fmt: skip
-"""Triton's names."""
+"""Triton's dtype names."""
 
 SCALARS = {"i32": "i", "i64": "q", "fp32": "f"}
 
 
 class Sheet:
-    """A recording that grows.  `weight`, `input` and `output` place tensors and return their Values; `launch` adds a row, and `cut`
-    begins the next recording."""
+    """A recording under construction. `weight`, `input` and `output` place tensors and return their Values; `launch` adds a row,
+    and `cut` starts the next recording."""
 
     def __init__(self) -> None:
         self.weights: dict[str, torch.Tensor] = {}
@@ -44,7 +44,7 @@ class Sheet:
         self.ends = dict.fromkeys(("weights", "inputs", "arena"), 0)
 
     def place(self, memory: str, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int] | None = None) -> Value:
-        """Room for a tensor, 256-byte aligned, with nothing in it."""
+        """Reserves 256-byte aligned memory for a tensor."""
         like = torch.empty(0, dtype=dtype)
         strides = tuple(strides or torch.empty(tuple(shape), device="meta").stride())
         count = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) + 1
@@ -78,7 +78,7 @@ class Sheet:
         return self.outputs[-1]
 
     def launch(self, source: str, grid: tuple[int, int, int], *arguments: Value | Address | float, **constants: Any) -> None:
-        """A row that runs the function of `source` (it is called `kernel`); numbers are "i32", or "fp32" when they are floats."""
+        """Adds a row that runs the function `kernel` in `source`. Numbers are "i32", or "fp32" if they are floats."""
         code = source.strip("\n")
         names = [part.split(":")[0].strip() for part in code.split("def kernel(")[1].split(")")[0].split(",")]
         signature, block, relocations, params = [], bytearray(), [], []
@@ -115,7 +115,7 @@ class Sheet:
         self.inputs, self.functions, self.nodes = [], [], []
 
     def task(self, folder: Path, key: tuple[int, ...] = (1,)) -> Task:
-        """The task, its weights written to `folder`, the rows of each stage in a chain.  Ends the last stage."""
+        """Ends the last stage and returns the task; writes its weights to `folder`. The rows of each stage form a chain."""
         path = folder / "weights.safetensors"
         with open(path, "wb") as file:
             named = self.weights.items()
@@ -131,17 +131,17 @@ class Sheet:
 
 
 def raw(tensor: torch.Tensor) -> bytes:
-    """Row-major bytes."""
+    """Returns row-major bytes."""
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def tensor_of(contents: bytes, value: Value) -> torch.Tensor:
-    """The reverse."""
+    """Converts row-major bytes to a tensor."""
     return torch.frombuffer(bytearray(contents), dtype=getattr(torch, value.dtype)).reshape(value.shape)
 
 
 def address(value: Value) -> Address:
-    """Where a tensor begins."""
+    """Returns the address of a tensor."""
     return Address(memory=MEMORIES.index(value.memory), offset=value.offset)
 
 

@@ -1,4 +1,4 @@
-"""Where a program is cut into its layers, and which parts are the same but for weights."""
+"""Splits a program into its layers, and finds layers that are equal except for weights."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def graph(model: nn.Module) -> torch.fx.GraphModule:
 
 
 def sizes(model: nn.Module) -> list[int]:
-    """How many operations every piece has."""
+    """Returns the number of operations of every piece."""
     nodes = [node for node in graph(model).graph.nodes if node.op == "call_function"]
     cut = pieces(nodes)
     assert [node for piece in cut for node in piece] == nodes
@@ -36,7 +36,7 @@ def layers(count: int, activation: type[nn.Module] = nn.Tanh) -> list[nn.Module]
 
 
 class Around(nn.Module):
-    """Layers between an operation of the model's own and another."""
+    """Layers between two operations of the model itself."""
 
     def __init__(self, parts: list[nn.Module]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Regions: run one after the other they give exactly what the program gives, for every kind of obstacle and at several keys."""
+"""Regions run one after the other equal the program exactly, for every kind of obstacle and at several keys."""
 
 from __future__ import annotations
 
@@ -59,14 +59,14 @@ def number(m: Model, x: Tensor) -> Any:
 
 
 def number_twice(m: Model, x: Tensor) -> Any:
-    """The number is read on both sides of a graph: it is taken from its tensor a second time."""
+    """The number is read before and after a graph: it is read from its tensor a second time."""
     h = m.a(x).relu()
     scale = h.sum().item()
     return m.c(m.b(h * scale).relu() + scale)
 
 
 def number_of_ints(m: Model, x: Tensor) -> Any:
-    """Arithmetic on a number and the batch."""
+    """Arithmetic with a number and the batch."""
     count = (x > 0).sum().item()
     return m.a(x) * (count + x.shape[0] * 2) + m.b(x) * (count > 3)
 
@@ -79,13 +79,13 @@ def number_as_index(m: Model, x: Tensor) -> Any:
 
 
 def number_checked(m: Model, x: Tensor) -> Any:
-    """Nothing but an assertion reads the number."""
+    """Only an assertion reads the number."""
     torch._check((x > 0).sum().item() <= 512)
     return m.a(x)
 
 
 def number_asserted(m: Model, x: Tensor) -> Any:
-    """An assertion gives the number its one value, which torch then takes for known."""
+    """An assertion determines the number, which torch then treats as known."""
     count = (x == x).sum().item()
     torch._check(2 * count == 1024)
     return m.a(x) * (count + 1)
@@ -96,7 +96,7 @@ def boolean(m: Model, x: Tensor) -> Any:
 
 
 def boolean_twice(m: Model, x: Tensor) -> Any:
-    """A tensor whose size depends on data is read before and after a graph: it is computed twice and does not cross."""
+    """A tensor of data-dependent size is read before and after a graph: it is computed twice and does not cross."""
     kept = x[x > 0]
     h = m.a(x) * kept.sum()
     return m.b(m.c(h).relu()) + kept.numel() + (kept * m.c(h).sum()).sum()
@@ -108,7 +108,7 @@ def nonzero_and_unique(m: Model, x: Tensor) -> Any:
 
 
 def boolean_changed(m: Model, x: Tensor) -> Any:
-    """The tensor of unknown size is written to between two sums."""
+    """The tensor of unknown size is mutated between two sums."""
     kept = x[x > 0]
     first = kept.sum()
     kept.mul_(2)
@@ -138,7 +138,7 @@ def branch(m: Model, x: Tensor) -> Any:
 
 
 def turns_with_sizes(m: Model, x: Tensor) -> Any:
-    """A loop, and a branch in it, that know the batch."""
+    """A loop that uses the batch, with a branch that does too."""
     h = m.b(x)
     rows = h.shape[0]
 
@@ -150,7 +150,7 @@ def turns_with_sizes(m: Model, x: Tensor) -> Any:
 
 
 def branch_with_sizes(m: Model, x: Tensor) -> Any:
-    """The branches know the batch, and one of them changes a copy in place."""
+    """The branches use the batch; one of them mutates a copy."""
     h = m.a(x)
     rows = x.shape[0]
     return m.c(torch.cond(h.sum() > 0, lambda h: h.clone().mul_(rows), lambda h: h + h.shape[1], (h,)))
@@ -181,7 +181,7 @@ def a_constant(m: Model, x: Tensor) -> Any:
 
 
 def weights_on_both_sides(m: Model, x: Tensor) -> Any:
-    """`a` and `d` share a weight, which the host reads, too; the buffer that is not saved is read by two graphs."""
+    """`a` and `d` share a weight, which the host reads too; two graphs read the non-persistent buffer."""
     h = m.a(x) + m.scratch
     h = m.d(h) * h.mean().item() + m.a.weight.sum() * h.sum().item()
     return m.a(h) + m.scratch
@@ -195,7 +195,7 @@ def several(m: Model, x: Tensor) -> Any:
 
 
 def writes(m: Model, x: Tensor) -> Any:
-    """A tensor filled through views, and results changed in place on both sides of an obstacle."""
+    """A tensor is filled through views, and results are mutated on both sides of an obstacle."""
     filled = torch.zeros(x.shape[0], x.shape[1], 8)
     filled[:, :, 1] = m.a(x)[:, :, 2]
     filled[:, :, 2] = x.sum().item()
@@ -214,7 +214,7 @@ def write_of_unknown_length(m: Model, x: Tensor) -> Any:
 
 
 def write_to_what_crossed(m: Model, x: Tensor) -> Any:
-    """The host's result is changed in place by a graph, and a graph's result by the host."""
+    """A graph mutates the host's result, and the host a graph's result."""
     h = m.a(x) * x.sum().item()
     h.relu_()
     h = m.b(h)
@@ -222,7 +222,7 @@ def write_to_what_crossed(m: Model, x: Tensor) -> Any:
 
 
 def view_of_what_is_written(m: Model, x: Tensor) -> Any:
-    """The view was made before the write and is read after it, beyond an obstacle."""
+    """The view is made before a host read, and is used after its tensor was mutated."""
     h = m.a(x)
     view = h.flatten(1)
     total = h.sum().item()
@@ -231,7 +231,7 @@ def view_of_what_is_written(m: Model, x: Tensor) -> Any:
 
 
 def write_after_a_read(m: Model, x: Tensor) -> Any:
-    """The host reads what a graph changes in place afterwards."""
+    """The host reads a tensor that a graph mutates later."""
     h = m.a(x)
     scaled = h * h.sum().item()
     return m.b(h.mul_(2.0)) + scaled
@@ -247,7 +247,7 @@ def write_in_a_block(m: Model, x: Tensor) -> Any:
 
 
 def alias_outside_training(m: Model, x: Tensor) -> Any:
-    """Outside training dropout gives its input itself, which is then written to on the host and read by a graph."""
+    """In eval mode dropout returns its input, which the host then mutates and a graph reads."""
     h = m.a(x)
     same = nn.functional.dropout(h, 0.5, training=False)
     same.mul_(h.sum().item())
@@ -255,7 +255,7 @@ def alias_outside_training(m: Model, x: Tensor) -> Any:
 
 
 def alias_without_schema(m: Model, x: Tensor) -> Any:
-    """A mesh is made of views, which its schema does not say."""
+    """meshgrid returns views, which its schema does not declare."""
     h = m.a(x).sum((0, 1))
     column, _ = torch.meshgrid(h, h[:1], indexing="ij")
     column.mul_(h.sum().item())
@@ -264,7 +264,7 @@ def alias_without_schema(m: Model, x: Tensor) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A function of a model, the kinds of its regions, and the operators (by a part of their names) that the checks would place."""
+    """A function of a model, the kinds of its regions, and parts of the names of operators that the checks put on the host."""
 
     function: Callable[..., Any]
     kinds: str
@@ -332,7 +332,7 @@ def placements(program: ExportedProgram, case: Case) -> dict[str, str]:
 
 @pytest.fixture(scope="module", params=CASES, ids=[case.name for case in CASES])
 def cut(request: pytest.FixtureRequest) -> tuple[Case, ExportedProgram, Partition]:
-    """A case, its program and its regions, small ones left as they are."""
+    """Returns a case, its program and its regions, without merging small ones."""
     program = exported(request.param.function)
     return request.param, program, partition(program, placements(program, request.param), small=0)
 
@@ -341,7 +341,7 @@ Cut = tuple[Case, ExportedProgram, Partition]
 
 
 def run(parts: Partition, modules: Sequence[GraphModule], tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The regions one after the other; what crosses is copied, as between host and device."""
+    """Runs the regions one after the other; values between them are copied, as between host and device."""
     values = dict(zip(parts.inputs, [tensor.clone() for tensor in tensors], strict=True))
     for part, module in zip(parts.regions, modules, strict=True):
         region_outputs = module(*[values[name].clone() for name in part.inputs])
@@ -526,7 +526,7 @@ def test_a_part_of_a_host_regions_result_crosses_instead_of_the_whole() -> None:
 
 
 def test_an_assertion_that_gives_a_number_its_value_stays() -> None:
-    """It was dropped, and a bundle answered where the model raises."""
+    """Without the assertion a bundle returned a result although the model raises an error."""
     _, parts = cut_of(number_asserted)
     kinds = {part.kind: sum("_assert_scalar" in name for name in part.nodes) for part in parts.regions}
     assert kinds["host"] >= 1 and kinds["graph"] == 0
@@ -641,7 +641,7 @@ def test_a_placement_of_an_unknown_node_is_refused() -> None:
 
 
 def test_a_history_that_is_cut_off_is_no_write() -> None:
-    """`torch.tensor()` ends in `detach_`; its numbers lie among the constants, which no call changes."""
+    """`torch.tensor()` ends with `detach_`; its numbers are constants, which no call changes."""
 
     class Made(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Which branches inside of each other are the bodies of a switch."""
+"""Nested branches that become the bodies of a switch."""
 
 from __future__ import annotations
 

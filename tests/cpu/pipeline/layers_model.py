@@ -1,4 +1,4 @@
-"""A model to be split by its layers: state in each, weights that are read at both ends, a view that is returned, two entries."""
+"""A model to split by its layers: state in each layer, weights that are read at both ends, a returned view, two entries."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ WIDTH, TOKENS = 32, 50
 
 
 class Layer(nn.Module):
-    """What it was given last is a buffer of its own."""
+    """A layer that stores its last input in a buffer."""
 
     def __init__(self, generator: torch.Generator) -> None:
         super().__init__()
@@ -22,7 +22,7 @@ class Layer(nn.Module):
     def forward(self, x: torch.Tensor, turned: torch.Tensor) -> torch.Tensor:
         self.calls += 1
         hidden = (x + turned) @ self.up.t()
-        hidden.relu_()  # a write to a value of its own
+        hidden.relu_()  # a write to its own value
         return x + hidden @ self.down.t() * self.calls
 
 
@@ -43,7 +43,7 @@ class Layers(nn.Module):
         return x @ self.embedding.t(), halfway.t(), turned > 1, self.layers[4].calls
 
     def reset(self, places: torch.Tensor) -> torch.Tensor:
-        """Changes state on every device, and needs none of another one."""
+        """Changes state on every device without reading another device's."""
         for layer in self.layers:
             layer.calls.zero_()
         return places + 1

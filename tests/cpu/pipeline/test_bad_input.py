@@ -1,4 +1,4 @@
-"""Bad input: the right exit code and one line (and at most one hint) for each, and nothing left behind."""
+"""Bad input gives the right exit code, one error line and at most one hint, and leaves no files."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ BY_NAME = MODEL.replace("batch: int", "batch: int, seq: int").replace("(batch, 6
 
 
 def call(*arguments: object) -> Result:
-    """A command as the shell would run it."""
+    """Runs a command as the shell would."""
     return CliRunner().invoke(app, [str(argument) for argument in arguments], prog_name="cgcompile", env={"COLUMNS": "80"})
 
 
 def refused(result: Result, code: int) -> str:
-    """The error's line and its hint; checks the exit code, the streams, and that there is nothing else."""
+    """Checks the exit code and the streams. Returns the error line and its hint."""
     assert result.exit_code == code, (result.output, result.exception)
     assert result.stdout == ""
     first, *rest = result.stderr.splitlines()
@@ -43,13 +43,13 @@ def refused(result: Result, code: int) -> str:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty current folder."""
+    """Changes to an empty folder and returns it."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
 def build(*arguments: object) -> Result:
-    """A quiet build for the cpu: what is left on stderr is the error."""
+    """Runs a quiet CPU build: stderr has only the error."""
     return call("build", *arguments, "--target", "cpu", "--quiet")
 
 
@@ -233,7 +233,7 @@ def test_progress_goes_to_stderr(folder: Path, model_file: Path) -> None:
 
 @pytest.fixture
 def copy(bundle: Path, tmp_path: Path) -> Path:
-    """A copy of the bundle to damage."""
+    """Returns a copy of the bundle to damage."""
     return Path(shutil.copytree(bundle, tmp_path / "copy.cgb"))
 
 
@@ -259,7 +259,7 @@ def test_truncated_weights(copy: Path) -> None:
 
 
 def names(bundle: Path) -> list[str]:
-    """The bundle's files, the manifest included."""
+    """Returns the bundle's files, including the manifest."""
     return manifest_text.list_files(str(bundle))
 
 
@@ -274,7 +274,7 @@ def test_a_flipped_byte_in_any_file(copy: Path) -> None:
             result = call("verify", copy)
             assert result.exit_code == 1 and len(result.stdout.splitlines()) == 1, (name, at, result.output)
             if name == file_names.WEIGHTS and at >= header:
-                cgbundle.load(copy).close()  # by design: hashing gigabytes is not the loader's work
+                cgbundle.load(copy).close()  # by design the loader does not hash gigabytes of weights
             else:
                 with pytest.raises(errors.CgbundleError):
                     cgbundle.load(copy)
@@ -294,7 +294,7 @@ def test_verify_finds_all_damage_at_once(copy: Path) -> None:
     assert [damage["message"].partition(":")[0] for damage in report["damage"]] == damaged
 
 
-# --- what a good bundle gives -------------------------------------------------------------------------------------
+# --- results of a valid bundle ------------------------------------------------------------------------------------
 
 
 def test_verify_run(bundle: Path) -> None:
@@ -311,7 +311,7 @@ def test_verify_run_fails_where_the_promise_is_broken(copy: Path) -> None:
     data = bytearray((copy / file_names.WEIGHTS).read_bytes())
     with open(copy / file_names.WEIGHTS, "rb") as file:
         entry = cgbundle.format.safetensors.read_header(file, "weights")[weight.tensor]
-    data[entry.begin + 3] ^= 0x80  # the sign
+    data[entry.begin + 3] ^= 0x80  # the sign bit
     (copy / file_names.WEIGHTS).write_bytes(bytes(data))
     resealed = replace(manifest, files=manifest_text.describe_files(str(copy)))
     (copy / file_names.MANIFEST).write_bytes(manifest_text.encode(resealed))

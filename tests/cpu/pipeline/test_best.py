@@ -1,4 +1,4 @@
-"""`--autotune` without a GPU: recorders, proofs and times that are made up, everything else as it is."""
+"""`--autotune` without a GPU: recorders, proofs and times are fakes, everything else is real."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ SIZES, WIDTH = [1, 4], 8
 
 
 def recorded(recordable: Recordable, name: str, **changes: Any) -> Recorded:
-    """One copy for each key, to a place in the arena that tells who recorded it; behind the weights a table of the name."""
+    """Returns a copy per key, to an arena offset that depends on the recorder's name; a table of this name follows the weights."""
     layout, graphs, replays = recordable.layout, {}, {}
     target = 256 * len(name)
     for key in recordable.request.keys:
@@ -73,7 +73,7 @@ def recorded(recordable: Recordable, name: str, **changes: Any) -> Recorded:
 
 @pytest.fixture
 def scenario(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
-    """What the recorders, the proof and the clock say, by the name of the lowering: an error, or microseconds by key."""
+    """Results of the fake recorders, proof and clock by the name of the lowering: an error, or microseconds by key."""
     said = SimpleNamespace(refused={}, unproved={}, untimed={}, times={}, recorded=[], timed=0)
 
     @contextmanager
@@ -224,11 +224,11 @@ def test_where_nothing_can_be_timed_autotune_is_refused(tmp_path: Path, target: 
         cgcompile.build(torch.nn.ReLU(), lambda: torch.ones(2), out=tmp_path / "a.cgb", target=target, autotune=True)
 
 
-# --- recordings that become one -----------------------------------------------------------------------------------
+# --- recordings that are merged -----------------------------------------------------------------------------------
 
 
 def made_up(tables: Sequence[Table] = (), reserved: Sequence[DonatedRange] = (), at: Sequence[tuple[int, int]] = ()) -> Recorded:
-    """A recording of one key whose only node copies between two places."""
+    """Returns a recording of one key whose only node copies between two addresses."""
     source, target = [Address(memory=memory, offset=offset) for memory, offset in at or ((INPUTS, 0), (ARENA, 0))]
     copy = MemcpyNode(
         source=source, target=target, width=4, height=1, depth=1, source_pitch=4, source_height=1, target_pitch=4, target_height=1
@@ -245,7 +245,7 @@ def made_up(tables: Sequence[Table] = (), reserved: Sequence[DonatedRange] = (),
 
 
 def places(recorded: Recorded) -> tuple[int, int, int]:
-    """Where the copy reads and writes, and where the output is."""
+    """Returns the offsets that the copy reads and writes, and the offset of the output."""
     (graph,) = recorded.graphs[1,]
     (copy,) = graph.recording.nodes
     assert isinstance(copy, MemcpyNode)

@@ -1,4 +1,4 @@
-"""Bundles built from models that hold everything a bundle must carry, compared with eager PyTorch."""
+"""Bundles of models that contain everything a bundle must store, compared with eager PyTorch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.helpers.raising import raises
 
 LEVEL = LEVELS[1]
 TARGET = LEVEL.name if set(LEVEL.features) <= processor_flags() else "cpu"
-"""A bundle for many processors where this one can run it; other tests build for this processor."""
+"""A bundle for many processors if this one can run it; other tests build for this processor."""
 
 leveled = pytest.mark.skipif(LEVEL.name != TARGET, reason=f"this processor is below {LEVEL.name}")
 
@@ -110,7 +110,7 @@ def test_an_index_out_of_range_is_one_line_that_names_the_input(everything: Path
     done = subprocess.run([sys.executable, "-c", OUT_OF_RANGE, everything], capture_output=True, text=True, check=False)
     if included(wrapper=False):
         assert done.stderr == "", "no stack, and nothing that a library prints on its own"
-    else:  # torch 2.11 has no other way to say what went wrong
+    else:  # torch 2.11 cannot report the error in another way
         assert done.stderr.startswith("Error: index out of bounds")
     assert done.stdout.splitlines() == ["input-value input 'ids': value 32 at [2] is outside 0..31", "5"]
 
@@ -249,12 +249,12 @@ def test_two_builds_differ_in_nothing_but_the_time(bundle: Path, rebuilt: Path) 
 
 
 NEWER = torch.__version__ >= "2.12"
-"""torch 2.11 rounds what it knows of a float to whole numbers, and cannot export one that has to be 0.5; and what its libraries
-refuse they say on stderr alone."""
+"""torch 2.11 rounds what it knows of a float to integers and cannot export one that must be 0.5. Errors of its libraries only go to
+stderr."""
 
 
 class Asserting(torch.nn.Module):
-    """A model without dimensions that asserts what it is called with, in every way that PyTorch has."""
+    """A model without dimensions that asserts properties of its inputs in every way that PyTorch has."""
 
     def __init__(self) -> None:
         super().__init__()

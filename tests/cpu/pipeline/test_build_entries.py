@@ -1,4 +1,4 @@
-"""Several entries cross-compiled: interpreted, and one of them beside the host."""
+"""Several cross-compiled entries: interpreted, one of them with a host region."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def lowered_here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Hosted(nn.Module):
-    """One entry reads a number out of a tensor, on the host; the other does not, and both use the buffer."""
+    """One entry reads a number from a tensor on the host, the other does not; both use the buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ def rows(batch: int) -> tuple[torch.Tensor]:
 
 
 def check_shared(manifest: Manifest) -> None:
-    """What the entries have in common stands once, and the arena is the largest of all."""
+    """Checks that shared data is stored once and that the arena is the largest of all programs'."""
     memories, programs = dict(manifest.memories), all_programs(manifest)
     assert memories["arena"] == max(program.arena for program in programs)
     assert memories["inputs"] == max(program.static for program in programs)
@@ -84,7 +84,7 @@ def test_an_entry_beside_the_host_and_one_without(tmp_path: Path, monkeypatch: p
     assert "host" in kinds["scaled"] and kinds["scaled"].count("graph") == 2
     assert dict(built.manifest.memories)["host"] > 0
     (reserved,) = built.manifest.donated
-    assert (reserved.entry, reserved.offset, reserved.bytes) == ("scaled", 0, 256 + 256)  # what the last graph gives, and PAD
+    assert (reserved.entry, reserved.offset, reserved.bytes) == ("scaled", 0, 256 + 256)  # the last graph's output, and PAD
     assert [(row.source, row.target) for row in built.manifest.donations] == [
         ("scaled", "plain"),
         ("scaled", "scaled"),

@@ -1,5 +1,5 @@
-"""Programs with host regions, cross-compiled: what stays on the GPU is lowered region by region over one arena,
-and proved with eager PyTorch in the host's place."""
+"""Cross-compiled programs with host regions: GPU regions are lowered over one arena and proved with eager PyTorch instead of the
+host."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def inputs(batch):
 
 @dataclass(frozen=True, kw_only=True)
 class Build:
-    """A published bundle; `alone`: by key the bytes of the arena that each graph region would need by itself."""
+    """A published bundle; `alone` has, by key, the arena bytes that each graph region would need alone."""
 
     path: Path
     manifest: Manifest
@@ -144,7 +144,7 @@ class Build:
         return [tables.decode((self.path / step.file).read_bytes()) for step in program.steps if step.kind == "graph"]
 
     def regions(self, program: Program) -> list[str]:
-        """The regions' names without the key, and the copies between them."""
+        """Returns the regions' names without the key, and the copies between them."""
         names = [self.manifest.regions[step.region].name if step.kind != "copy" else "copy" for step in program.steps]
         return [re.sub(r"^(host-\d+)-.*", r"\1", name) for name in names]
 
@@ -154,7 +154,7 @@ Make = Callable[..., Build]
 
 @pytest.fixture(scope="module", autouse=True)
 def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """No GPU, and the folder of the model files."""
+    """Hides the GPU and returns the folder of the model files."""
     folder = tmp_path_factory.mktemp("models")
     for name, text in MODELS.items():
         (folder / f"{name}.py").write_text(HEAD + text)
@@ -166,7 +166,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def make(environment: Path, tmp_path_factory: pytest.TempPathFactory) -> Make:
-    """Builds a model of MODELS, each way once.  `compiled`: with its host regions, which takes some 8 s each."""
+    """Returns a function that builds a model of MODELS, once per set of options. `compiled` compiles its host regions, 8 s each."""
     done: dict[object, Build] = {}
 
     def build(name: str, sizes: Sequence[int] = (1, 4), fallback_ops: Sequence[str] = (), compiled: bool = False) -> Build:
@@ -192,7 +192,7 @@ def _noted(alone: dict[IntKey, list[int]], key: IntKey, regions: Sequence[Lowere
 
 
 def sound(build: Build, keys: Sequence[IntKey]) -> None:
-    """The verifier finds nothing, and every key was proved."""
+    """Checks that the verifier finds nothing and that every key was proved."""
     verify.check_bundle(archive.Archive(str(build.path)), "full")
     assert verify.examine(archive.Archive(str(build.path))) == []
     assert archive.read_manifest(str(build.path)).entries[0].programs == build.manifest.entries[0].programs
@@ -203,7 +203,7 @@ def sound(build: Build, keys: Sequence[IntKey]) -> None:
 
 
 def arena_offsets(recording: Recording) -> set[int]:
-    """Where the arguments of a recording's kernels begin in the arena."""
+    """Returns the arena offsets in the arguments of a recording's kernels."""
     targets = [row.target for node in recording.nodes if isinstance(node, KernelNode) for row in node.relocations]
     return {target.offset for target in targets if target.memory == MEMORIES.index("arena")}
 
@@ -276,11 +276,11 @@ def test_what_has_no_triton_kernel_builds_with_the_options_of_the_hint(make: Mak
     assert build.regions(build.manifest.entries[0].programs[0]) == ["graph-1", "copy", "host-1", "copy", "graph-2"]
 
 
-# --- what is caught -----------------------------------------------------------------------------------------------
+# --- detected errors ----------------------------------------------------------------------------------------------
 
 
 def overlapping(traced: Lowered, *kept: Any) -> Any:
-    """A plan that puts everything at one place."""
+    """Returns a plan that puts everything at the same offset."""
     arena_plan = plan(traced, *kept)
     return replace(arena_plan, offsets=dict.fromkeys(arena_plan.offsets, 0))
 
@@ -293,7 +293,7 @@ def test_an_overlap_of_two_regions_is_not_built(make: Make, monkeypatch: pytest.
 
 
 def test_what_an_overlap_spoils_does_not_pass_the_proof(make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Without the check of the plan: the sum lies over the values that the second region multiplies."""
+    """Without the check of the plan, the sum overwrites values that the second region multiplies."""
     make("softmax", sizes=[4])
     monkeypatch.setattr(traced, "plan", overlapping)
     monkeypatch.setattr(traced, "check_plan", lambda traced, arena_plan: None)
@@ -303,7 +303,7 @@ def test_what_an_overlap_spoils_does_not_pass_the_proof(make: Make, monkeypatch:
 
 
 def again(name: str, folder: Path) -> None:
-    """Builds a model once more, from the file of the first build."""
+    """Builds a model again, from the file of the first build."""
     import sys
 
     (model,) = [module for path, module in sys.modules.items() if path == f"cgcompile_model_{name}"]
@@ -317,7 +317,7 @@ def trial(crossing: torch.Tensor, output: torch.Tensor) -> Trial:
 
 @pytest.mark.parametrize(("flipped", "passes"), [(0, True), (1, True), (3, False)])
 def test_rounding_may_turn_a_comparison_over_for_the_host(flipped: int, passes: bool) -> None:
-    """One in twenty thousand booleans, but no output."""
+    """One in twenty thousand booleans may flip, but no output."""
     mask, number = torch.arange(20000) % 3 == 0, torch.ones(4)
     got = mask.clone()
     got[:flipped] = ~got[:flipped]
@@ -356,11 +356,11 @@ def raw(tensor: torch.Tensor) -> bytes:
     return tensor.contiguous().view(torch.uint8).numpy().tobytes()
 
 
-# --- what crosses between two graphs ------------------------------------------------------------------------------
+# --- values between two graphs ------------------------------------------------------------------------------------
 
 
 class Views(torch.nn.Module):
-    """Values of many layouts that one graph makes and the next one reads, and tied weights."""
+    """Values with many layouts that one graph computes and the next one reads, and tied weights."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Cross-compiling, from a model file to a published bundle; kernels, plan and proof have tests of their own."""
+"""Cross-compilation from a model file to a published bundle; kernels, plan and proof have separate tests."""
 
 from __future__ import annotations
 
@@ -104,12 +104,12 @@ def model():
 def inputs(batch):
     return (torch.randn(batch, 8),)
 """
-"""Inductor leaves the transform in line 8 to cuFFT."""
+"""Inductor calls cuFFT for the transform in line 8."""
 
 
 @pytest.fixture(scope="module", autouse=True)
 def environment() -> Iterator[None]:
-    """No GPU, and a time for the manifests."""
+    """Hides the GPU and sets the time of manifests."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: False)
         patch.setenv("SOURCE_DATE_EPOCH", "1700000000")
@@ -118,7 +118,7 @@ def environment() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the model files."""
+    """Returns the folder of the model files."""
     folder = tmp_path_factory.mktemp("models")
     for name, text in (("gpt", GPT), ("linear", LINEAR), ("spectrum", SPECTRUM)):
         (folder / f"{name}.py").write_text(text)
@@ -146,13 +146,13 @@ def ampere(files: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(params=["sm_90", "sm_80"])
 def bundle(request: pytest.FixtureRequest) -> tuple[Path, str]:
-    """A GPT's bundle and its target."""
+    """Returns a GPT's bundle and its target."""
     path: Path = request.getfixturevalue("hopper" if request.param == "sm_90" else "ampere")
     return path, request.param
 
 
 def call(*arguments: object) -> Result:
-    """A command as the shell would run it."""
+    """Runs a command as the shell would."""
     return CliRunner().invoke(main.app, [str(argument) for argument in arguments], prog_name="cgcompile", env={"COLUMNS": "80"})
 
 
@@ -161,8 +161,8 @@ def read(path: Path) -> Manifest:
 
 
 def architecture(image: bytes) -> int:
-    """The compute capability (90 for sm_90) that a cubin's header names: in e_flags, whose second byte holds it since version 8 of
-    CUDA's ELF (CUDA 13), and whose first byte before."""
+    """Returns the compute capability in a cubin's header (90 for sm_90). It is in e_flags: in the second byte since version 8 of
+    CUDA's ELF format (CUDA 13), before that in the first byte."""
     (machine,), (flags,) = struct.unpack_from("<H", image, 18), struct.unpack_from("<I", image, 48)
     assert machine == EM_CUDA
     version = image[8]
@@ -187,7 +187,7 @@ def test_the_images_are_code_for_the_target(bundle: tuple[Path, str]) -> None:
 
 
 def test_the_stage_that_verifies_takes_the_time_of_what_it_says(built: cgcompile.Built) -> None:
-    """Every hash is computed and every table read; where nothing is replayed, that is all of it."""
+    """Every hash is computed and every table read; nothing is replayed."""
     assert 0.001 < dict(built.seconds)["verify"] < 60
 
 
@@ -209,7 +209,7 @@ def test_verify_finds_nothing(bundle: tuple[Path, str]) -> None:
 
 
 def test_it_was_proved_by_interpretation(bundle: tuple[Path, str]) -> None:
-    """Several int_keys: tests/cpu/pipeline/test_build_host_regions.py."""
+    """tests/cpu/pipeline/test_build_host_regions.py tests several int_keys."""
     path, _ = bundle
     manifest = read(path)
     (proof,) = manifest.entries[0].self_test.proofs
@@ -219,7 +219,7 @@ def test_it_was_proved_by_interpretation(bundle: tuple[Path, str]) -> None:
 
 
 def test_the_self_test_is_eager_pytorch(hopper: Path, files: Path) -> None:
-    """The stored outputs are what the model gives for the stored inputs: `verify --run` on a GPU compares with these."""
+    """The stored outputs are the model's results for the stored inputs; `verify --run` on a GPU compares with them."""
     from safetensors.torch import load_file
 
     scope: dict[str, object] = {}
@@ -249,7 +249,7 @@ def test_a_machine_without_a_gpu_says_so(hopper: Path) -> None:
         assert result.exit_code == 2 and len(result.stderr.splitlines()) <= 2
 
 
-# --- what is shown ------------------------------------------------------------------------------------------------
+# --- output of the commands ---------------------------------------------------------------------------------------
 
 
 def test_inspect_lists_the_kernels_and_what_chose_them(hopper: Path) -> None:
@@ -277,13 +277,13 @@ def test_inspect_lists_the_kernels_and_what_chose_them(hopper: Path) -> None:
 
 @pytest.fixture(scope="module")
 def unproved(files: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
-    """The bundle of `ampere` once more, by the command line, in other folders, with an empty cache, and without the proof."""
+    """Builds the bundle of `ampere` again by the command line, in other folders, with an empty cache, without a proof."""
     folder = tmp_path_factory.mktemp("elsewhere")
     (folder / "tmp").mkdir()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CGCOMPILE_CACHE", str(folder / "cache"))
         patch.setenv("TMPDIR", str(folder / "tmp"))
-        patch.setattr("tempfile.tempdir", None)  # read again
+        patch.setattr("tempfile.tempdir", None)  # makes tempfile read its settings again
         out = folder / "again.cgb"
         result = call("build", files / "gpt.py", "--sizes", "2", "--target", "sm_80", "--prove", "none", "-o", out)
     assert result.exit_code == 0, result.output
@@ -299,7 +299,7 @@ def test_two_builds_in_different_folders_are_equal_byte_for_byte(ampere: Path, u
     manifests = [json.loads(bundle_files.pop(file_names.MANIFEST)) for bundle_files in (first, second)]
     assert [name for name in first if first[name] != second[name]] == []
     for manifest in manifests:
-        del manifest["entries"][0]["self_test"], manifest["sha256"]  # the proof, which only one of them has
+        del manifest["entries"][0]["self_test"], manifest["sha256"]  # only one of them has a proof
         manifest["provenance"]["options"] = [pair for pair in manifest["provenance"]["options"] if not pair[0].startswith("prove")]
     assert manifests[0] == manifests[1]
 

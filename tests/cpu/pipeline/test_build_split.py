@@ -1,4 +1,4 @@
-"""Models whose layers lie one after the other on several GPUs: built by a process for each, interpreted together."""
+"""Models whose layers are split over several GPUs: built by a process for each GPU, and interpreted together."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_options_that_do_not_go_together(tmp_path: Path, options: dict[str, Any]
 
 
 class Alone(Ranks):
-    """A rank without the other ones, which would say the same."""
+    """A rank without the other ones, which would send the same values."""
 
     def gathered(self, value: Value) -> list[Value]:
         return [value] * self.size

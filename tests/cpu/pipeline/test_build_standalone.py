@@ -1,4 +1,4 @@
-"""Which bundles for the CPU bring functions of torch's libraries, where nobody says so."""
+"""CPU bundles that contain functions of torch's libraries by default."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ measured = pytest.mark.skipif(VECTORS not in processor_flags(), reason=f"functio
 
 
 class Products(nn.Module):
-    """Two entries; `sorted` calls what only torch's libraries have."""
+    """Two entries; `sorted` calls a function that only torch's libraries have."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ def inputs(batch: int) -> tuple[torch.Tensor]:
 
 
 def checked(path: Path, model: nn.Module, error: float = 1e-5) -> bool:
-    """Whether the bundle at `path`, which answers as `model`, brings functions of torch's libraries."""
+    """Checks a bundle against `model`. Returns whether it contains functions of torch's libraries."""
     x = torch.randn(3, 8)
     with cgbundle.load(path) as program, torch.no_grad():
         torch.testing.assert_close(program(x), model(x), rtol=error, atol=error)
@@ -53,7 +53,7 @@ def test_products_are_brought_and_compiled_once(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("CGCOMPILE_CACHE", str(tmp_path / "cache"))
     model = Products().eval()
     assert checked(cgcompile.build(model, inputs, sizes=[1, 4], out=tmp_path / "a.cgb", target="cpu").path, model)
-    monkeypatch.setattr(standalone, "command", lambda compiler, target: ["false"])  # would fail if it were started
+    monkeypatch.setattr(standalone, "command", lambda compiler, target: ["false"])  # would fail if it ran
     wider = nn.Sequential(nn.Linear(8, 30), nn.LayerNorm(30)).eval()
     assert checked(cgcompile.build(wider, inputs, sizes=[4], out=tmp_path / "b.cgb", target="cpu").path, wider)
 
@@ -97,7 +97,7 @@ class Pictures(nn.Module):
     ids=["patches", "overlapping", "overlapping, asked for"],
 )
 def test_pictures_in_patches(kernel: int, stride: int, standalone: bool | None, brought: bool, tmp_path: Path) -> None:
-    """oneDNN's convolutions are as fast as ours: they are replaced where somebody asks for it."""
+    """oneDNN's convolutions are as fast as cgcompile's: they are only replaced on request."""
     model, x = Pictures(kernel, stride).eval(), torch.randn(2, 4, 12, 12)
     sizes = {"batch": [2]}
     built = cgcompile.build(
@@ -142,7 +142,7 @@ def test_products_of_other_numbers_are_not_tried(dtype: torch.dtype, tmp_path: P
 
 @measured
 def test_a_proof_that_fails_is_tried_again_with_torchs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What rounding turns over, say: torch's own products round as eager PyTorch's."""
+    """For example, rounding may flip a comparison: torch's own products round like eager PyTorch."""
     monkeypatch.setenv("CGCOMPILE_CACHE", str(tmp_path / "cache"))
     plain: Callable[..., object] = pipeline.replay
 

@@ -1,4 +1,4 @@
-"""One bundle for a GPU and two levels of processors: weights and self-test once, and the variant for this machine runs."""
+"""One bundle for a GPU and two processor levels: weights and self-test are stored once, and this machine's variant runs."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_a_machine_without_a_gpu_takes_the_highest_level(bundle: Path) -> None:
         cgbundle.load(bundle, variant="sm_120")
     with pytest.raises(ValueError, match="variant"):
         cgbundle.load(bundle, variant=3)  # type: ignore[arg-type]
-    with pytest.raises(CgbundleError):  # there is no such GPU
+    with pytest.raises(CgbundleError):  # this machine has no such GPU
         cgbundle.load(bundle, variant="sm_90")
 
 
@@ -115,7 +115,7 @@ def test_verify_says_which_variant_it_replayed(bundle: Path) -> None:
 
 @on_the_cpu
 def test_a_damaged_variant_is_told_by_its_name(bundle: Path, tmp_path: Path) -> None:
-    """`load` looks at the variant that it takes, `verify` at all."""
+    """`load` checks the variant that it uses, `verify` checks all."""
     import shutil
 
     other = Path(shutil.copytree(bundle, tmp_path / "other.cgb"))

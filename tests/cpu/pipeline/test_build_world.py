@@ -1,4 +1,4 @@
-"""Models over several GPUs: built by a process for each rank, interpreted together."""
+"""Models over several GPUs: built by a process for each rank, and interpreted together."""
 
 from __future__ import annotations
 

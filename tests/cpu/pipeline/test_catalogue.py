@@ -1,5 +1,5 @@
-"""Errors of the catalogue that no other test without a GPU provokes: the recorder against a driver of ours, folders and compilers
-that are not as they should be.  tests/pure/test_errors.py holds every code to a test that names it."""
+"""Error codes that no other test without a GPU raises: the recorder with a fake driver, broken folders and compilers.
+tests/pure/test_errors.py checks that a test names every code."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CALLS = {KEY: ((torch.ones(2),), {})}
 
 @pytest.fixture(scope="module")
 def record() -> SimpleNamespace:
-    """The modules of the recorder, also where cuda-bindings is not installed; `drive` gives them a driver."""
+    """Imports the recorder's modules even without cuda-bindings; `drive` gives them a driver."""
     without = importlib.util.find_spec("cuda") is None
     if without:
         sys.modules["cuda"], sys.modules["cuda.bindings"] = ModuleType("cuda"), ModuleType("cuda.bindings")
@@ -54,7 +54,7 @@ def record() -> SimpleNamespace:
 
 
 class Calls:
-    """A CUDA driver: every call that is not given succeeds with 0."""
+    """A fake CUDA driver: calls that are not given return 0."""
 
     CUgraph = CUmodule = CUdeviceptr = CUfunction_attribute = CUlaunchAttributeID = staticmethod(lambda value: value)
 
@@ -67,7 +67,7 @@ class Calls:
 
 @pytest.fixture
 def drive(record: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> Callable[..., SimpleNamespace]:
-    """Gives the recorder a driver with these calls."""
+    """Returns a function that gives the recorder a driver with these calls."""
 
     def set_calls(**calls: Callable[..., tuple[Any, ...]]) -> SimpleNamespace:
         for module in (record.driver, record.graph_nodes, record.cupti, record.module_state):
@@ -78,7 +78,7 @@ def drive(record: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> Callable[
 
 
 def addresses() -> AddressMap:
-    """1 MiB of weights and nothing else; the driver knows no other address."""
+    """Returns a map with 1 MiB of weights; the driver knows no other address."""
     return AddressMap([Range(kind="weights", start=MEGA, size=MEGA)], [], lambda address: None)
 
 
@@ -120,7 +120,7 @@ def test_a_recorder_dies(record: SimpleNamespace, monkeypatch: pytest.MonkeyPatc
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch.cuda as far as a capture asks for it."""
+    """Fakes the functions of torch.cuda that a capture uses."""
     for name in ("Stream", "current_stream", "synchronize", "CUDAGraph"):
         monkeypatch.setattr(torch.cuda, name, MagicMock())
     for name in ("stream", "graph"):
@@ -129,7 +129,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def fails(error: Exception) -> Callable[[], Any]:
-    """A call that raises."""
+    """Returns a function that raises the error."""
 
     def call() -> Any:
         raise error
@@ -139,7 +139,7 @@ def fails(error: Exception) -> Callable[[], Any]:
 
 def test_the_compiler_fails(record: SimpleNamespace, gpu: None) -> None:
     class OutOfResources(Exception):
-        """Triton's, by its name."""
+        """Has the name of Triton's exception."""
 
     where = "int_key (4,), inductor"
     with raises("lowering-failed", match=r"int_key \(4,\), inductor: cannot be lowered: a kernel needs more registers"):
@@ -154,7 +154,7 @@ def test_the_capture_breaks(record: SimpleNamespace, gpu: None) -> None:
 
 
 class Counter(torch.nn.Module):
-    """A buffer, and a second one over a part of its memory."""
+    """A buffer, and a second one that shares a part of its memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -205,7 +205,7 @@ def test_a_node_of_another_kind(drive: Callable[..., SimpleNamespace]) -> None:
 
 
 def copy_params(**changes: Any) -> Callable[..., tuple[Any, ...]]:
-    """cuGraphMemcpyNodeGetParams: 8 bytes within the weights."""
+    """Fakes cuGraphMemcpyNodeGetParams: a copy of 8 bytes within the weights."""
     device = SimpleNamespace(name="CU_MEMORYTYPE_DEVICE")
     sides = {f"{side}{field}": 0 for side in ("src", "dst") for field in ("Pitch", "Height", "XInBytes", "Y", "Z")}
     sides |= {"srcMemoryType": device, "dstMemoryType": device, "srcDevice": MEGA, "dstDevice": MEGA + 64}

@@ -1,4 +1,4 @@
-"""What people mean although they did not say it: eval(), and no gradients."""
+"""Defaults: a build calls eval() and needs no gradients."""
 
 from __future__ import annotations
 

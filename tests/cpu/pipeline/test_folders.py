@@ -1,4 +1,4 @@
-"""`cgcompile build FOLDER`: a folder in the Hub's layout becomes a bundle; every other thing is one sentence."""
+"""`cgcompile build FOLDER`: a folder in the Hub's layout becomes a bundle; anything else gives an error in one sentence."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.helpers.places import ROOT  # noqa: E402
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama of two layers as the Hub has it: 512 tokens, float32."""
+    """Returns a folder with a Llama of two layers in the Hub's layout: 512 tokens, float32."""
     folder = tmp_path_factory.mktemp("hub") / "Tiny-0.1B"
     network("llama", torch.float32).save_pretrained(folder)
     write_tokenizer(folder, letters=120)
@@ -41,7 +41,7 @@ def copy(llama: Path, tmp_path: Path) -> Path:
 
 
 def test_a_folder_becomes_a_bundle(llama: Path, tmp_path: Path) -> None:
-    """By the command, with no model file: its name is the folder's, and its tokens are transformers'."""
+    """The command needs no model file: the bundle has the folder's name, and its tokens equal transformers'."""
     command = [sys.executable, "-m", "cgcompile_cli", "build", str(llama), "--context", "64", "--lanes", "2", "--target", "cpu"]
     tree = os.pathsep.join([str(ROOT), str(ROOT / "cli"), str(ROOT / "bundles")])
     environment = {**os.environ, "PYTHONPATH": tree}
@@ -62,8 +62,8 @@ def test_a_folder_becomes_a_bundle(llama: Path, tmp_path: Path) -> None:
 
 
 def test_a_folder_of_a_model_with_states_becomes_a_bundle(tmp_path: Path) -> None:
-    """Jamba: Mamba's states, attention of transformers' own code, experts.  The second text takes the pages and the slot of the
-    first."""
+    """Jamba has Mamba states, attention of transformers' own code, and experts. The second text reuses the pages and the slot of
+    the first."""
     folder = tmp_path / "jamba"
     network = small_reference(transformers.AutoConfig.for_model("jamba"), transformers.AutoModelForCausalLM)
     network.save_pretrained(folder)
@@ -149,7 +149,7 @@ def test_a_missing_package_names_the_extra(llama: Path, monkeypatch: pytest.Monk
 
 
 def test_a_model_by_hand_has_the_same_configuration(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """examples/causal_lm.py: weights of eight bits."""
+    """The model is that of examples/causal_lm.py with int8 weights."""
     from cgcompile.model.load import load_sources
 
     monkeypatch.setenv("CAUSAL_LM", str(llama))

@@ -1,4 +1,4 @@
-"""Indices that rounding decides, from the build to the replay: no --allow, and nothing but equal floats."""
+"""Indices that depend on rounding, from build to replay: no --allow is needed, but the selected floats must be equal."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ WORDS, ROWS = 512, 8
 
 
 class Words(nn.Module):
-    """The likeliest word, and what a table holds of it."""
+    """The most likely word, and its row of a table."""
 
     def __init__(self, select: str = "argmax") -> None:
         super().__init__()
@@ -39,13 +39,13 @@ class Words(nn.Module):
         self.table = nn.Parameter(torch.linspace(-1, 1, WORDS).to(torch.bfloat16))
 
     def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        scores = (x * 1.01 + 0.3) * 1.7 + 0.1  # Inductor leaves out the rounding to bfloat16 that makes ties
+        scores = (x * 1.01 + 0.3) * 1.7 + 0.1  # Inductor omits the rounding to bfloat16 that makes ties
         token = scores.topk(2).indices[:, 1] if self.select == "second" else getattr(scores, self.select)(-1)
         return {"token": token + 1000, "value": self.table[token]}
 
 
 def inputs(batch: int) -> torch.Tensor:
-    """In half of the rows one word is far ahead."""
+    """In half of the rows one word has a much higher score."""
     x = torch.rand(batch, WORDS)
     x[batch // 2 :, 7] = 2
     return x.to(torch.bfloat16)
@@ -80,7 +80,7 @@ def test_a_build_tells_which_indices_differ_and_its_self_test_holds_them(built: 
 def test_another_processor_may_select_as_many_others_as_are_as_good(
     built: cgcompile.Built, tmp_path: Path, others: int, passes: bool
 ) -> None:
-    """The bundle is the other one here: its self-test holds what this processor does not select."""
+    """Here the bundle stands for the other processor: its self-test has indices that this processor does not select."""
     folder = shutil.copytree(built.path, tmp_path / "other.cgb")
     key = read_self_test(folder / SELF_TEST, built.manifest, built.manifest.entries[0], (ROWS,))
     token, *rest = key.outputs
@@ -94,7 +94,7 @@ def test_another_processor_may_select_as_many_others_as_are_as_good(
 
 @pytest.mark.parametrize("select", ["argmin", "second"])
 def test_code_that_selects_another_word_is_refused(built: cgcompile.Built, tmp_path: Path, select: str) -> None:
-    """The code is that of the largest one, and the model asks for the smallest, or for the second of topk."""
+    """The code selects the largest score; the model selects the smallest, or the second of topk."""
     source = load_source(Words(select).eval(), inputs)
     exported = export(source, {"batch": (ROWS,)})
     functionalized = {key: functional(program) for key, program in exported.programs.distinct}

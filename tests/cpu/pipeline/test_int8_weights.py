@@ -1,4 +1,4 @@
-"""`cgcompile build FOLDER --weights int8`: what a bundle stores, says and gives."""
+"""`cgcompile build FOLDER --weights int8`: the contents, reports and results of the bundle."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ SHAPE = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama of one layer whose head is its embedding."""
+    """Returns a folder with a Llama of one layer, whose head is tied to its embedding."""
     path = tmp_path_factory.mktemp("hub") / "Tied"
     write_llama(path, SHAPE)
     return path
 
 
 def test_a_bundle_of_int8_weights(folder: Path, tmp_path: Path) -> None:
-    """The tokens are those of eager PyTorch over the same weights; the head and the embedding are one tensor; `inspect` tells."""
+    """Tokens equal eager PyTorch with the same weights; head and embedding are one tensor, and `inspect` shows it."""
     built = cgcompile.build(str(folder), out=tmp_path / "x.cgb", target="cpu", context=64, lanes=[1], weights="int8")
     rows = {row.name: row for row in built.manifest.weights}
     large = {row.tensor: row.dtype for row in rows.values() if len(row.shape) == 2 and row.memory == "weights"}

@@ -1,4 +1,4 @@
-"""A build that is killed at any stage leaves no bundle, and the next build succeeds and cleans up."""
+"""A build that is killed at any stage leaves no bundle; the next build succeeds and cleans up."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ for line in sys.stdin:
             os._exit(1)
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
-"""A process that forks for every build: torch is imported once.  In the place of the compiler, which takes ten seconds, stands what
-it made for `bundle`, a bundle of the same model."""
+"""A process that forks for every build, so that torch is imported once. Compiling takes ten seconds, so a compiled bundle of the
+same model replaces it."""
 
 MOMENTS = [(stage, "start") for stage in ("source", "export", "check", "padding", "lower", "emit", "verify")] + [("verify", "done")]
 
 
 Kill = Callable[[Path, str, str], None]
-"""Begins a build to a path, and kills it in this state of that stage."""
+"""Starts a build to a path, and kills it in this state of that stage."""
 
 
 @pytest.fixture(scope="module")

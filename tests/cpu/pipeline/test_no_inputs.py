@@ -1,4 +1,4 @@
-"""Methods that take no input, natural for state: on the CPU, and cross-compiled."""
+"""Methods without inputs, common for state: on the CPU, and cross-compiled."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DONATIONS = [("tick", "add.x")]
 
 
 class Counter(nn.Module):
-    """State that one method counts, one adds to, and one empties; only `add` takes an input."""
+    """State with methods that count, add and clear; only `add` takes an input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ ENTRIES = {"tick": lambda: (), "add": lambda: (torch.ones(4),), "empty": lambda:
 
 
 class Constant(nn.Module):
-    """No input and no state."""
+    """A model without inputs and state."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Constant(nn.Module):
 
 @pytest.fixture(scope="module")
 def events() -> list[Event]:
-    """What the build of `counter` told of its progress."""
+    """Returns the progress events of the build of `counter`."""
     return []
 
 
@@ -134,7 +134,7 @@ def without_fake(x: torch.Tensor) -> torch.Tensor:
 
 
 class Refused(nn.Module):
-    """What torch.export cannot take, in the second of two entries."""
+    """The second of two entries is one that torch.export cannot export."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + 1

@@ -1,4 +1,4 @@
-"""Values that an operation of the model refuses: the call's fault, and the program serves on."""
+"""Values that an operation rejects raise an error of the call; the program continues to work."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GOOD, BAD = torch.tensor([0, 1, 2, 3]), torch.tensor([0, 1, 2, 7])
 
 
 class Votes(nn.Module):
-    """Checks of torch's own: of labels whose range no build knows, and of a matrix; `count` writes to its state."""
+    """Checks by torch: of labels with an unknown range, and of a matrix; `count` writes to state."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ def test_state_of_a_call_that_was_refused(bundle: Path) -> None:
 
 
 class Wide(nn.Module):
-    """Asks for as much memory as its input says."""
+    """Allocates as much memory as its input says."""
 
     def forward(self, size: torch.Tensor) -> torch.Tensor:
         wide = size.item()

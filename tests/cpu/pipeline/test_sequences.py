@@ -1,4 +1,4 @@
-"""The reference is a model that nobody has called: what earlier calls leave in Python is named, or kept as a buffer."""
+"""The reference is a new model without calls: Python state left by earlier calls is reported, or becomes a buffer."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SHARED: dict[str, Any] = {}
 
 
 class Lazy(nn.Module):
-    """The first call's input decides about all calls."""
+    """The first call's input affects all later calls."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not hasattr(self, "scale"):
@@ -42,7 +42,7 @@ class Lazy(nn.Module):
 
 
 class LazyAtASize(nn.Module):
-    """The same until another size comes."""
+    """The same until another size is called."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not hasattr(self, "scale") or self.scale.shape[0] != x.shape[0]:
@@ -51,7 +51,7 @@ class LazyAtASize(nn.Module):
 
 
 class Shared(nn.Module):
-    """The same in a global of the file."""
+    """The same with a global variable of the file."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if "mean" not in SHARED:
@@ -60,7 +60,7 @@ class Shared(nn.Module):
 
 
 class OfItsClass(nn.Module):
-    """The same in an attribute of the class."""
+    """The same with a class attribute."""
 
     first: Any = None
 
@@ -71,7 +71,7 @@ class OfItsClass(nn.Module):
 
 
 class Largest(nn.Module):
-    """The largest size so far, as transformers' dynamic rotary embeddings have it."""
+    """The largest size so far, as in transformers' dynamic rotary embeddings."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class Growing(nn.Module):
 
 
 class Filled(nn.Module):
-    """A buffer that the first calls fill, and a number that says how far, as rotary_embedding_torch has them."""
+    """A buffer that the first calls fill, and its filled length, as in rotary_embedding_torch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ class Counting(nn.Module):
 
 
 class DrawnOnce(nn.Module):
-    """The first call draws a parameter, as that of gpytorch's variational strategies does."""
+    """The first call draws a parameter, as gpytorch's variational strategies do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ class DrawnByNumpy(DrawnOnce):
 
 
 class Remembering(nn.Module):
-    """One entry sets what the other reads."""
+    """One entry sets what the other one reads."""
 
     def encode(self, x: torch.Tensor) -> torch.Tensor:
         self.found = x * 2
@@ -202,7 +202,7 @@ def test_numbers_that_the_first_call_draws_are_refused_whatever_was_seeded_befor
     numpy.random.seed(seed)
     (finding,) = refusals(model)
     assert finding.rule == "earlier-calls" and "'drawn' at its first call, and later calls read it" in finding.message
-    assert refusals(model) == []  # it was called: the cure
+    assert refusals(model) == []  # the fix: the model was called before
 
 
 def test_it_ends_a_build_and_leaves_no_bundle(tmp_path: Path) -> None:
@@ -295,7 +295,7 @@ def test_every_int_key_is_called_with_new_inputs_and_in_both_orders() -> None:
 
 
 class Counter(nn.Module):
-    """It counts its calls in a buffer."""
+    """Counts its calls in a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -396,7 +396,7 @@ def test_a_process_that_uses_cuda_copies_its_model(monkeypatch: pytest.MonkeyPat
 
 
 class Killed(nn.Module):
-    """Ends every process but one."""
+    """Kills every process except one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -409,7 +409,7 @@ class Killed(nn.Module):
 
 
 class Raising(Killed):
-    """Raises in every process but one."""
+    """Raises an error in every process except one."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if os.getpid() != self.allowed:
@@ -428,7 +428,7 @@ def test_what_a_new_model_raises_is_one_line() -> None:
 
 
 def test_a_process_that_has_just_begun_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "setpgid", lambda process, group: None)  # as long as the child has not come to it
+    monkeypatch.setattr(os, "setpgid", lambda process, group: None)  # as before the child has called it
     with forked_models(load_sources(nn.Linear(4, 4), rows)):
         pass
 

@@ -1,4 +1,4 @@
-"""A build that is told to end does so as on Ctrl-C: a line, and nothing left, neither files nor processes."""
+"""A build that receives a termination signal ends as on Ctrl-C: one line, no files and no processes left."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def inputs(batch):
 
 
 def running(folder: Path) -> list[str]:
-    """The command lines of processes that run in a folder."""
+    """Returns the command lines of processes that run in a folder."""
     command_lines = []
     for path in Path("/proc").glob("[0-9]*"):
         try:
             if (path / "cwd").resolve() == folder:
                 command_lines.append((path / "cmdline").read_text().replace("\0", " "))
-        except OSError:  # it has ended
+        except OSError:  # the process has ended
             pass
     return command_lines
 

@@ -1,4 +1,4 @@
-"""What people see of torch's warnings: nothing about its own insides."""
+"""Users see no warnings about torch's internals."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cgcompile.util.progress import silent
 
 
 def test_an_lstm_is_exported_without_a_word_about_its_attributes() -> None:
-    """torch (2.11, 2.13) warned of `_flat_weights`, three times, in the name of contextlib."""
+    """torch (2.11, 2.13) warned about `_flat_weights` three times, from contextlib."""
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         model = torch.nn.LSTM(4, 6, batch_first=True).eval()
@@ -23,7 +23,7 @@ def test_an_lstm_is_exported_without_a_word_about_its_attributes() -> None:
 
 
 def test_torch_prints_no_graph_that_nobody_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its handler of traces takes itself away when it sees the first record."""
+    """Its trace handler removes itself when it receives the first record."""
     from torch._logging._internal import LazyTraceHandler, trace_structured
 
     monkeypatch.delenv("TORCH_LOGS", raising=False)

@@ -1,4 +1,4 @@
-"""A bfloat16 model with integers that Inductor rounds otherwise than eager PyTorch, and with constants in its call."""
+"""A bfloat16 model with integers that Inductor rounds differently than eager PyTorch, and with constants in its call."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ VOCABULARY, FIRST = 4096, 10**6
 
 
 class Token(nn.Module):
-    """The logits, and the number of the largest, counted from a million on: by the largest index every flip is within 4 %."""
+    """Returns the logits and the largest one's index plus a million: relative to the largest index, every flip is within 4 %."""
 
     def forward(
         self, x: torch.Tensor, mode: str = "a", *, scale: object = None, temperature: float = 1.0
     ) -> dict[str, torch.Tensor]:
         logits = (x * 1.01 + 0.3) / temperature + (0 if mode == "a" else 1)
-        scores = (x * 1.01 + 0.3) * 1.7 + 0.1  # Inductor leaves out the rounding to bfloat16 that makes ties
-        token = (scores == scores.amax(-1, keepdim=True)).int().argmax(-1)  # of integers: no floats say how near another one is
+        scores = (x * 1.01 + 0.3) * 1.7 + 0.1  # Inductor omits the rounding to bfloat16 that makes ties
+        token = (scores == scores.amax(-1, keepdim=True)).int().argmax(-1)  # argmax of integers: no floats show a near tie
         return {"logits": logits, "token": token + FIRST, "flag": x[:, 0] > 0}
 
 
@@ -34,5 +34,5 @@ def build(folder: Path, *allow: str) -> cgcompile.Built:
 
 
 def allowed() -> Path:
-    """The bundle that allows mismatched integers."""
+    """Returns the bundle that allows mismatched integers."""
     return shared_build("token", lambda folder: build(folder, "mismatched-integers")) / "token.cgb"

@@ -1,4 +1,4 @@
-"""A model over several GPUs that calls every collective; rows do not depend on each other."""
+"""A model over several GPUs that calls every collective; its rows are independent."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ WIDTH, HIDDEN = 16, 32
 
 
 class Shares(nn.Module):
-    """Two products split over the ranks, the sum of which is the output; and what the other collectives make of that."""
+    """Two products split over the ranks, whose sum is an output, and the results of the other collectives on it."""
 
     def __init__(self, rank: int, world: int) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class Shares(nn.Module):
         self.calls += 1
         total = collectives.all_reduce((x @ self.up.t()).relu() @ self.down.t(), "sum", group)
         scaled_total = total * (self.rank + 1)
-        gathered = collectives.all_gather_tensor(scaled_total[:, :3].contiguous(), 0, group)  # 12 bytes a row
+        gathered = collectives.all_gather_tensor(scaled_total[:, :3].contiguous(), 0, group)  # 12 bytes per row
         scattered = collectives.reduce_scatter_tensor(scaled_total.t().to(torch.bfloat16).contiguous(), "sum", 0, group)
         first = collectives.broadcast(scaled_total[:1], 1, group)
         turned = collectives.all_to_all_single(scaled_total.amax(0), None, None, group)  # split along a fixed axis

@@ -1,4 +1,4 @@
-"""LoRA adapters: the tokens of every lane are those of the model that is merged with the lane's adapter."""
+"""LoRA adapters: the tokens of every lane equal those of the model merged with the lane's adapter."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ TOKENS = 12
 
 
 def load(model: AdaptedLM, place: int, folder: Path) -> bool:
-    """Puts an adapter into the bank of a model in eager PyTorch."""
+    """Loads an adapter into the bank of a model in eager PyTorch."""
     scale, adapter_factors = factors_of(folder)
     factors = {}
     for layers in model.alike:
@@ -53,7 +53,7 @@ def load(model: AdaptedLM, place: int, folder: Path) -> bool:
 
 
 def written(model: Any, tokens: list[int], count: int) -> list[int]:
-    """The likeliest tokens behind a text, by the model itself."""
+    """Returns the most likely tokens after a text, computed by the model itself."""
     model.set_attn_implementation("eager")
     text = list(tokens)
     with torch.no_grad():
@@ -63,7 +63,7 @@ def written(model: Any, tokens: list[int], count: int) -> list[int]:
 
 
 def check_lanes(plain: Any, model: AdaptedLM, adapters: list[Path], chunk: int = 16) -> None:
-    """Three texts in one batch: one with each adapter, one with none."""
+    """Checks three texts in one batch: one for each adapter, one without."""
     assert all(load(model, place, folder) for place, folder in enumerate(adapters, 1))
     engine = Engine(model, blocks=4, chunk=chunk, adapters=True)
     for place in range(3):
@@ -88,7 +88,7 @@ def test_lanes_have_adapters_of_their_own(family: str, tmp_path: Path) -> None:
 
 
 def test_a_model_that_is_called_by_lane(tmp_path: Path) -> None:
-    """Jamba: states, and attention of transformers' own code."""
+    """Jamba has states, and attention of transformers' own code."""
     network, reference = small_networks(transformers.AutoConfig.for_model("jamba"))
     model = AdaptedLM(network, PAGES, SLOTS, 8, 2, 4).eval()
     adapted = tuple({layers.name.rpartition(".")[2] for layers in model.alike})
@@ -123,7 +123,7 @@ def test_what_is_not_finite_becomes_zeros(tmp_path: Path) -> None:
 
 
 class Served:
-    """A bundle with two adapters of rank 4, over HTTP: of rank 4, and of rank 2 in bfloat16 for two kinds of layers."""
+    """A served bundle with two adapters: of rank 4, and of rank 2 in bfloat16 for two kinds of layers."""
 
     def __init__(self, folder: Path) -> None:
         self.plain = network("llama", torch.float32)
@@ -145,7 +145,7 @@ class Served:
         assert self.process.stderr.readline().startswith("serving Tiny")
 
     def start(self, *words: str) -> subprocess.Popen[str]:
-        """A server; words that are names of adapters stand for these."""
+        """Starts a server; names of adapters in `words` become --adapter options."""
         pairs = [["--adapter", f"{word}={self.folders[word]}"] if word in self.folders else [word] for word in words]
         command = [*self.command, *[word for pair in pairs for word in pair]]
         return subprocess.Popen(command, env=self.environment, stderr=subprocess.PIPE, text=True)
@@ -174,12 +174,12 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 
 def text(length: int, seed: int = 0) -> list[int]:
-    """A prompt of tokens that the tokenizer has."""
+    """Returns a prompt of tokens that the tokenizer has."""
     return [3 + token % 110 for token in prompt(length, seed)]
 
 
 def expected(served: Served, name: str, tokens: list[int]) -> list[str]:
-    """What the merged model writes, as a client sees it."""
+    """Returns the text of the merged model, as a client receives it."""
     from cgserve.language.text import Language
 
     model = merged(served.plain, served.folders[name]) if name in served.folders else served.plain
@@ -188,7 +188,7 @@ def expected(served: Served, name: str, tokens: list[int]) -> list[str]:
 
 
 def test_requests_choose_adapters_by_the_name_of_their_model(served: Served) -> None:
-    """Prompts with one beginning, in any order, more than there are lanes: no adapter's text is another's."""
+    """Prompts with a common prefix, in random order and more than there are lanes, get the texts of their adapters."""
     order = random.Random(0)
     asked = [(name, text(17) + text(4, seed)) for seed in range(3) for name in ("Tiny", "one", "two")] * 2
     order.shuffle(asked)
@@ -204,7 +204,7 @@ def test_requests_choose_adapters_by_the_name_of_their_model(served: Served) -> 
 
 
 def test_adapters_come_and_go(served: Served) -> None:
-    """One that takes the place of another finds nothing that was read with that one."""
+    """An adapter that replaces another does not use pages cached with that one."""
     tokens = text(40)
     first = served.complete("two", tokens)
     request = {"lora_name": "again", "lora_path": "one"}

@@ -1,4 +1,4 @@
-"""bundles/cgserve/models/bundle_cache.py: models that come when they are asked for, and go when their memory is wanted."""
+"""bundles/cgserve/models/bundle_cache.py: models are loaded on request and evicted when memory is needed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def caching() -> ModuleType:
 
 @pytest.fixture
 def folder(bundle: Path, tmp_path: Path) -> Path:
-    """Three models, a version each."""
+    """Returns a folder with three models, one version each."""
     for name in ("a", "b", "c"):
         shutil.copytree(bundle, tmp_path / "models" / name / "1" / "model.cgb")
     return tmp_path / "models"
@@ -40,12 +40,12 @@ def folder(bundle: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def size(bundle: Path) -> int:
-    """The bytes of one of them."""
+    """Returns the bytes of one model."""
     return sum(dict(archive.read_manifest(str(bundle)).memories).values())
 
 
 def used(caching: ModuleType, folder: Path, limit: int, session: Callable[[Any], Awaitable[Any]], poll: float = 0.0) -> list[Any]:
-    """What was told while `session(cache)` ran."""
+    """Returns the events that were reported while `session(cache)` ran."""
     events: list[Any] = []
 
     async def run() -> None:
@@ -60,7 +60,7 @@ def used(caching: ModuleType, folder: Path, limit: int, session: Callable[[Any],
 
 
 async def asked(cache: Any, name: str) -> int:
-    """The version of a model that answers a request, rightly."""
+    """Returns the version of a model that answered a request, after a check of the answer."""
     version = await cache.version(name)
     tensor_class = importlib.import_module("cgserve.tensors.inference_protocol").Given
     [answer] = await version.answer((tensor_class((1, 6), ROW),), 30.0)
@@ -81,7 +81,7 @@ def test_what_was_asked_for_longest_ago_goes_first(caching: ModuleType, folder: 
 def test_a_copy_on_every_device(
     caching: ModuleType, bundle: Path, folder: Path, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The CPU stands in for two GPUs: both copies are examined, and take calls by turns."""
+    """The CPU stands for two GPUs: both replicas are tested, and calls alternate."""
     asked_for, called = [], []
 
     def load(path: str, *, devices: tuple[int, ...], replicas: bool) -> Replicas:
@@ -156,7 +156,7 @@ def test_a_new_version_is_found_while_requests_come(caching: ModuleType, folder:
 
 
 def test_a_model_that_cannot_be_served_costs_no_other_its_place(caching: ModuleType, folder: Path, size: int) -> None:
-    """Nor is it read again, until one of its files is another."""
+    """It is not read again until one of its files changes."""
     program = folder / "b" / "1" / "model.cgb" / file_names.PROGRAM
     right = program.read_bytes()
     program.write_bytes(b"damaged")

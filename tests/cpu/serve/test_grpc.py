@@ -1,4 +1,4 @@
-"""The Open Inference Protocol over gRPC: messages, answers, errors as statuses of gRPC, keys, and the client of Triton."""
+"""The Open Inference Protocol over gRPC: messages, answers, gRPC error statuses, keys, and Triton's client."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_numbers_and_types_are_those_of_tritons_client() -> None:
 
 
 def test_numbers_are_those_of_the_protocol() -> None:
-    """Bytes as the protocol's .proto file has them: field 1 is 0a, 3 is 1a, 5 is 2a, 7 is 3a."""
+    """The bytes follow the protocol's .proto file: field 1 is 0a, 3 is 1a, 5 is 2a, 7 is 3a."""
     message = CLASSES["ModelInferRequest"](model_name="m", id="i", raw_input_contents=[b"r"])
     row = message.inputs.add(name="x", datatype="FP32", shape=[3])
     row.parameters["p"].int64_param = 5
@@ -195,7 +195,7 @@ def test_errors_are_grpcs(address: str) -> None:
     wrong = tiny()
     wrong.inputs[0].datatype = "INT64"
     assert status(address, "ModelInfer", wrong) == ("INVALID_ARGUMENT", "input 'input': datatype 'INT64', expected FP32")
-    assert status(address, "ModelInfer", tiny(50_000))[0] == "RESOURCE_EXHAUSTED"  # 1.2 MB, where --largest is 1 MiB
+    assert status(address, "ModelInfer", tiny(50_000))[0] == "RESOURCE_EXHAUSTED"  # 1.2 MB, more than --largest of 1 MiB
     assert status(address, "ModelStreamInfer", tiny())[0] == "UNIMPLEMENTED"
     for key in (None, (("authorization", "Bearer wrong"),)):
         assert status(address, "ModelInfer", tiny(), key)[0] == "UNAUTHENTICATED"

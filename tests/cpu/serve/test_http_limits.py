@@ -1,4 +1,4 @@
-"""What examples/serve.py does about clients that send too much, too slowly, or leave: over real sockets, with a fake model."""
+"""examples/serve.py with clients that send too much, too slowly, or disconnect: over real sockets, with a fake model."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from cgserve.transport.running import make_server  # noqa: E402
 EXAMPLES = ROOT / "examples"
 BYTES = 256 << 10
 SECONDS, IDLE = 1.5, 2
-"""That a connection has for a whole request here, and between two: enough for a server that waits for a processor."""
+"""Seconds that a connection has for a whole request, and between two: long enough for a busy machine."""
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ class Model:
 
 
 class Running:
-    """A server in a thread; its batches are of 2, and 3 may wait."""
+    """A server in a thread, with batches of 2 and a queue of 3."""
 
     def __init__(self, serve: ModuleType, seconds: float, idle: int = 1) -> None:
         self.model = Model()
@@ -84,7 +84,7 @@ class Running:
         return socket.create_connection(("127.0.0.1", self.port), timeout=60)
 
     def ask(self, body: bytes, headers: dict[str, str] | None = None) -> tuple[int, Any, dict[str, str]]:
-        """(status, body, headers) of a request of its own."""
+        """Returns (status, body, headers) of a request on a new connection."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         connection.request("POST", "/embed", body, {"Content-Type": "application/json"} | (headers or {}))
         answer = connection.getresponse()
@@ -98,7 +98,7 @@ class Running:
 
 @pytest.fixture(scope="module")
 def shared(serve: ModuleType) -> Iterator[Running]:
-    """For tests that leave it as it was, and whose clients may take their time."""
+    """A server with long timeouts, for tests that do not change it."""
     running = Running(serve, 20)
     yield running
     running.stop()
@@ -106,7 +106,7 @@ def shared(serve: ModuleType) -> Iterator[Running]:
 
 @pytest.fixture(scope="module")
 def strict(serve: ModuleType) -> Iterator[Running]:
-    """One that does not wait long."""
+    """A server with short timeouts."""
     running = Running(serve, SECONDS, IDLE)
     yield running
     running.stop()
@@ -114,14 +114,14 @@ def strict(serve: ModuleType) -> Iterator[Running]:
 
 @pytest.fixture
 def running(serve: ModuleType) -> Iterator[Running]:
-    """A server of the test's own."""
+    """A server for one test."""
     server = Running(serve, 20)
     yield server
     server.stop()
 
 
 def head(length: int | None, *lines: str) -> bytes:
-    """The head of a request whose body has that length, or comes in chunks."""
+    """Returns the head of a request with a body of this length, or with a chunked body."""
     size = "Transfer-Encoding: chunked" if length is None else f"Content-Length: {length}"
     return "\r\n".join(["POST /embed HTTP/1.1", "Host: here", "Content-Type: application/json", size, *lines, "", ""]).encode()
 
@@ -132,7 +132,7 @@ def request(text: str) -> bytes:
 
 
 def status(connection: socket.socket) -> int:
-    """Of the next answer, whose body is read."""
+    """Returns the status of the next answer, after reading its body."""
     answer = http.client.HTTPResponse(connection)
     answer.begin()
     answer.read()
@@ -140,7 +140,7 @@ def status(connection: socket.socket) -> int:
 
 
 def ended(connection: socket.socket) -> bool:
-    """Whether the server ends the connection without another word."""
+    """Tells whether the server closes the connection without another byte."""
     try:
         return connection.recv(1000) == b""
     except ConnectionError:
@@ -159,7 +159,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 def test_a_body_that_is_declared_too_long_is_refused_unread(shared: Running, serve: ModuleType) -> None:
     with shared.connect() as connection:
-        connection.sendall(head(1 << 40))  # and not one byte of the body
+        connection.sendall(head(1 << 40))  # and sends no byte of the body
         assert status(connection) == 413
     code, response, _ = shared.ask(b" " * (BYTES + 1))
     assert (code, response) == (413, {"detail": f"body: more than {BYTES} bytes"})
@@ -167,7 +167,7 @@ def test_a_body_that_is_declared_too_long_is_refused_unread(shared: Running, ser
 
 
 def test_who_asks_before_sending_is_told_before_sending(shared: Running) -> None:
-    """As curl does with large bodies."""
+    """curl asks in this way before it sends large bodies."""
     with shared.connect() as connection:
         connection.sendall(head(1 << 30, "Expect: 100-continue"))
         assert connection.recv(100).startswith(b"HTTP/1.1 413 ")
@@ -253,7 +253,7 @@ def test_a_connection_is_kept_between_requests_and_closed_when_idle(strict: Runn
 
 
 def test_the_rest_of_a_refused_body_keeps_no_connection(strict: Running) -> None:
-    """It is read and dropped, so that a client which sends all before it reads gets its answer; for a while."""
+    """The body is read and dropped for a while, so that a client that sends everything before it reads gets its answer."""
     begin = time.monotonic()
     with strict.connect() as connection:
         connection.sendall(head(1 << 40))
@@ -275,7 +275,7 @@ def test_half_of_a_next_request_keeps_no_connection(strict: Running) -> None:
 
 
 def test_an_answer_that_nobody_takes_keeps_no_connection(serve: ModuleType) -> None:
-    """Requests without end whose answers pile up."""
+    """The client sends requests without end and reads no answers."""
     running = Running(serve, SECONDS)
     try:
         with running.connect() as connection:
@@ -314,7 +314,7 @@ def test_what_a_client_asked_that_left_is_not_computed(running: Running) -> None
 
 
 def test_who_ends_the_server_ends_a_request_too(serve: ModuleType) -> None:
-    """The end of a request whose client left is told from that of its task: only the first is the middleware's own."""
+    """Only a disconnect of the client is handled by the middleware; a cancellation of the task is passed on."""
 
     async def slow(scope: Any, receive: Any, send: Any) -> None:
         await asyncio.sleep(60)
@@ -417,7 +417,7 @@ def test_sigterm_answers_those_who_wait_and_takes_no_more(serve: ModuleType) -> 
 
 
 def test_bodies_have_a_bound_together(serve: ModuleType) -> None:
-    """Also unfinished ones, until their clients leave."""
+    """Unfinished bodies count too, until their clients disconnect."""
     limits = importlib.import_module("cgserve.transport.limits")
 
     async def app(scope: Any, receive: Any, send: Any) -> None:

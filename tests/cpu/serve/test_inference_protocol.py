@@ -20,18 +20,18 @@ SHAPES = st.lists(st.integers(0, 4), max_size=3).map(tuple)
 
 @pytest.fixture(scope="module")
 def protocol() -> ModuleType:
-    """The module, where what it needs is installed."""
+    """Imports the module if its requirements are installed."""
     return importlib.import_module("cgserve.tensors.inference_protocol")
 
 
 def ports(protocol: ModuleType) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Two inputs and two outputs."""
+    """Returns two inputs and two outputs."""
     inputs = (protocol.Port("ids", "INT64", (-1, 2)), protocol.Port("mask", "BOOL", (-1,)))
     return inputs, (protocol.Port("scores", "FP32", (-1, 3)), protocol.Port("kept", "BF16", (-1,)))
 
 
 def request(**changes: Any) -> dict[str, Any]:
-    """A request that fits."""
+    """Returns a valid request."""
     inputs = [
         {"name": "mask", "datatype": "BOOL", "shape": [1], "data": [True]},
         {"name": "ids", "datatype": "INT64", "shape": [1, 2], "data": [[3, -4]]},
@@ -54,7 +54,7 @@ def test_a_request_of_json(protocol: ModuleType) -> None:
 
 
 def test_a_request_of_bytes_and_json_beside_each_other(protocol: ModuleType) -> None:
-    """Bytes lie in the order of the request's inputs, whatever the model's order is."""
+    """Bytes are in the order of the request's inputs, whatever the model's order is."""
     mask = {"name": "mask", "datatype": "BOOL", "shape": [2], "parameters": {"binary_data_size": 2}}
     ids = {"name": "ids", "datatype": "INT64", "shape": [2, 2], "parameters": {"binary_data_size": 32}}
     data = struct.pack("<4q", 1, 2, 3, 4)
@@ -158,7 +158,7 @@ DTYPES = ["bool", "float16", "float32", "float64", *[f"{sign}int{bits}" for sign
 @settings(max_examples=150, deadline=None)
 @given(st.data(), st.sampled_from(DTYPES))
 def test_every_tensor_comes_through_both_ways(protocol: ModuleType, data: st.DataObject, dtype: str) -> None:
-    """As JSON and as bytes, there and back, by the same names."""
+    """Every tensor survives a round trip as JSON and as bytes."""
     datatype, shape = protocol.DATATYPES[dtype], data.draw(SHAPES)
     raw = data.draw(st.binary(min_size=(size := math.prod(shape) * protocol.WIDTHS[datatype]), max_size=size))
     if dtype == "bool":
@@ -199,7 +199,7 @@ def test_nothing_that_comes_ends_in_another_error(protocol: ModuleType, text: An
 
 
 def test_more_json_than_is_read(protocol: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bytes behind it do not count."""
+    """The binary data after it does not count."""
     monkeypatch.setattr(protocol, "JSON_BYTES", 200)
     port = protocol.Port("x", "FP32", (-1,))
     row = {"name": "x", "datatype": "FP32", "shape": [100], "parameters": {"binary_data_size": 400}}

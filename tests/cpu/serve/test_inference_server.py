@@ -1,5 +1,4 @@
-"""The Open Inference Protocol over real HTTP: the protocol, versions that are exchanged under load, what is refused, and the
-end."""
+"""The Open Inference Protocol over real HTTP: the protocol, version changes under load, refusals, and shutdown."""
 
 from __future__ import annotations
 
@@ -31,15 +30,15 @@ from tests.helpers.places import GOLDEN, ROOT, skip_older_torch
 
 HEADER = "Inference-Header-Content-Length"
 STARTS = 300
-"""Seconds that a server may take to start, on a machine that is busy."""
+"""Seconds that a server may take to start on a busy machine."""
 
 
-# --- versions of one model whose answers tell which one gave them ------------------------------------------------------
+# --- versions of one model whose answers identify the version ----------------------------------------------------------
 
 
 def shifted(bundle: Path, folder: Path, shift: float, examined: bool = True) -> Path:
-    """A copy of the tiny bundle whose last bias is larger by `shift`, and so is every answer; its self-test is, too, if
-    `examined`."""
+    """Returns a copy of the tiny bundle whose answers are larger by `shift`, by its last bias. With `examined`, its self-test
+    fits."""
     shutil.copytree(bundle, folder)
     _add(folder / file_names.WEIGHTS, lambda name: name == "2.bias", shift)
     if examined:
@@ -64,14 +63,14 @@ def _add(path: Path, chosen: Callable[[str], bool], shift: float) -> None:
 
 
 class Folder:
-    """A folder of one model, `tiny`, whose versions come and go in one step each."""
+    """A folder of one model, `tiny`, whose versions are added and removed atomically."""
 
     def __init__(self, path: Path, bundle: Path) -> None:
         self.path, self._bundle = path, bundle
         (path / "models" / "tiny").mkdir(parents=True)
 
     def put(self, number: int, examined: bool = True) -> None:
-        """Version `number`, whose answers are larger by `number` than those of the bundle."""
+        """Adds version `number`, whose answers are larger by `number`."""
         version_folder = self.path / f"made-{number}"
         shifted(self._bundle, version_folder / "model.cgb", float(number), examined)
         version_folder.rename(self.path / "models" / "tiny" / str(number))
@@ -83,13 +82,13 @@ class Folder:
 
 
 class Client:
-    """Requests to a server, on a connection that is kept."""
+    """Sends requests to a server on a persistent connection."""
 
     def __init__(self, port: int) -> None:
         self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
 
     def ask(self, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, Any, dict[str, str]]:
-        """(status, body, headers); the body as JSON where it is."""
+        """Returns (status, body, headers); a JSON body is parsed."""
         text = body if isinstance(body, bytes | None) else json.dumps(body).encode()
         self._connection.request(method, path, text, {name.replace("_", "-"): value for name, value in headers.items()})
         answer = self._connection.getresponse()
@@ -102,7 +101,7 @@ class Client:
 
 
 class Server:
-    """`cgcompile serve`, started, and its log."""
+    """A `cgcompile serve` process and its log."""
 
     def __init__(self, folder: Path, *options: object, script: Sequence[str] = ("-m", "cgcompile_cli", "serve")) -> None:
         path = os.pathsep.join([str(ROOT), str(ROOT / "cli"), str(ROOT / "bundles"), os.environ.get("PYTHONPATH", "")])
@@ -127,7 +126,7 @@ class Server:
             self.log.append(json.loads(line) if line.startswith("{") else {"event": "text", "text": line})
 
     def said(self, wanted: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-        """The first event of the log that is wanted; waits for it."""
+        """Waits for the first matching event of the log and returns it."""
         end = time.monotonic() + STARTS
         while time.monotonic() < end:
             events = [event for event in list(self.log) if wanted(event)]
@@ -147,7 +146,7 @@ class Server:
         return client
 
     def memory(self) -> int:
-        """Bytes of memory that are the process' own."""
+        """Returns the bytes of anonymous memory of the process."""
         text = Path(f"/proc/{self.process.pid}/status").read_text()
         return next(int(line.split()[1]) << 10 for line in text.splitlines() if line.startswith("RssAnon"))
 
@@ -177,7 +176,7 @@ def folder(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Folder:
 
 @pytest.fixture(scope="module")
 def server(folder: Folder) -> Iterator[Server]:
-    """One for all tests that leave it as it is."""
+    """Runs one server for all tests that do not change it."""
     with serving(folder.path / "models", "--poll", 3600) as running_server:
         running_server.ready()
         yield running_server
@@ -185,7 +184,7 @@ def server(folder: Folder) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def eager(bundle: Path) -> Callable[[Sequence[Sequence[float]]], Any]:
-    """The bundle's own answers, row by row."""
+    """Returns a function with the bundle's answers for rows."""
     import cgbundle
 
     numpy = pytest.importorskip("numpy")
@@ -280,7 +279,7 @@ def test_prometheus_reads_what_happened(server: Server) -> None:
 
 
 def counted(client: Client) -> dict[str, float]:
-    """/metrics, as the client library itself reads it; labels in the order of their names."""
+    """Returns the metrics, parsed by prometheus_client; labels are sorted by name."""
     parser = importlib.import_module("prometheus_client.parser")
     status, text, headers = client.ask("GET", "/metrics")
     assert status == 200 and headers["content-type"].startswith("text/plain; version=0.0.4")
@@ -324,7 +323,7 @@ def test_tritons_client_talks_to_it(server: Server, triton: ModuleType, eager: A
             answer = client.infer("tiny", [tensor], outputs=wanted, request_id="7", timeout=10_000_000)
             assert numpy.allclose(answer.as_numpy("output"), eager(x) + 1, atol=1e-5)
             assert (answer.get_response()["id"], answer.get_response()["model_version"]) == ("7", "1")
-    answer = client.infer("tiny", [tensor], model_version="1")  # no outputs named: all, as bytes
+    answer = client.infer("tiny", [tensor], model_version="1")  # without outputs in the request: all, as bytes
     assert answer.as_numpy("output").shape == (3, 3)
 
 
@@ -378,7 +377,7 @@ def test_64_of_tritons_clients_get_their_own_answers(server: Server, triton: Mod
 
 
 def swap_under_load(folder: Folder, server: Server, eager: Any, swaps: int, clients: int) -> SimpleNamespace:
-    """Exchanges the version `swaps` times, up and back down again, while clients ask without a pause: what they were told."""
+    """Changes the version `swaps` times, up and down, while clients send requests without a pause. Returns their answers."""
     base = eager([ROW])[0]
     tally = SimpleNamespace(answers=0, failed=list[Any](), mixed=list[Any](), versions=set[int](), memory=list[int]())
     done, lock = threading.Event(), threading.Lock()
@@ -417,7 +416,7 @@ def swap_under_load(folder: Folder, server: Server, eager: Any, swaps: int, clie
 
 
 def test_versions_are_exchanged_under_load(folder: Folder, eager: Any) -> None:
-    """No request fails, every answer is of one version, the one that it names, and the old one's memory comes back."""
+    """No request fails, every answer comes from the one version that it names, and the old version's memory is freed."""
     with serving(folder.path / "models", "--poll", 3600) as server:
         server.ready()
         tally = swap_under_load(folder, server, eager, swaps=12, clients=8)
@@ -447,7 +446,7 @@ def test_a_version_whose_self_test_fails_is_refused_and_the_old_one_stays(folder
             index = {row["version"]: row["state"] for row in client.ask("POST", "/v2/repository/index")[1]}
             assert index == {"1": "READY", "7": "UNAVAILABLE", "8": "UNAVAILABLE"}
             folder.take(7)
-            folder.put(7)  # repaired
+            folder.put(7)  # a valid version again
             assert server.said(lambda event: event["event"] == "serving" and event["version"] == 7)["before"] == 1
             assert client.infer([ROW])[1]["model_version"] == "7"
         finally:
@@ -461,7 +460,7 @@ def test_models_come_and_go(folder: Folder, bundle: Path) -> None:
     models = folder.path / "models"
     with serving(models, "--poll", 0.1) as server:
         client = server.ready()
-        shifted(bundle, folder.path / "made" / "5", 5.0)  # a version's folder that is the bundle itself
+        shifted(bundle, folder.path / "made" / "5", 5.0)  # here the version's folder is the bundle itself
         (folder.path / "made").rename(models / "second")
         server.said(lambda event: event["event"] == "serving" and event["model"] == "second" and event["version"] == 5)
         assert client.ask("GET", "/v2/models/second")[1]["versions"] == ["5"]
@@ -477,7 +476,7 @@ def test_models_come_and_go(folder: Folder, bundle: Path) -> None:
 
 
 def at_once(server: Server, clients: int, **more: Any) -> list[tuple[int, Any, dict[str, str]]]:
-    """What as many clients are told who ask at the same moment."""
+    """Returns the answers to this number of simultaneous clients."""
     answers: list[tuple[int, Any, dict[str, str]]] = []
     barrier = threading.Barrier(clients)
 
@@ -495,7 +494,7 @@ def at_once(server: Server, clients: int, **more: Any) -> list[tuple[int, Any, d
 
 
 def test_too_many_are_told_to_come_back_and_the_late_that_they_are(folder: Folder) -> None:
-    """Requests wait 10 s for others to fill the batch of 4, unless they may not wait for so long."""
+    """Requests wait up to 10 s to fill the batch of 4, unless their timeout is shorter."""
     with serving(folder.path / "models", "--wait", 10_000, "--queue", 2, "--largest", 1) as server:
         client = server.ready()
         answers = at_once(server, 6, parameters={"timeout": 2_000_000})
@@ -541,7 +540,7 @@ def versions() -> ModuleType:
 
 
 def described(**changes: Any) -> Any:
-    """What `describe` makes of an entry: x [batch, 3] -> y [batch]."""
+    """Returns the result of `describe` for an entry x [batch, 3] -> y [batch]."""
     entry = {
         "name": "forward", "mutated_buffers": (), "mutated_inputs": (), "data_sizes": (),
         "dimensions": (Dimension(name="batch", sizes=(1, 4), pad="rows", chunk=True, reason=""),),
@@ -581,7 +580,7 @@ def test_what_the_protocol_has_no_words_for(versions: ModuleType) -> None:
 
 
 def test_axes_are_told_as_they_are(versions: ModuleType) -> None:
-    """A number is one, as in `shape`."""
+    """A fixed axis is a number, as in `shape`."""
     mixed = TensorSpec(name="x", dtype="float32", shape=("batch", 3, ("+", ("*", "seq", 2), 1)), order=(0, 1, 2))
     [port] = described(inputs=(mixed,)).inputs
     assert (port.shape, port.axes) == ((-1, 3, -1), ("batch", 3, "2*seq+1"))
@@ -647,7 +646,7 @@ def test_the_watch_of_the_folder_survives_what_a_look_raises(tmp_path: Path) -> 
 
 
 def test_each_entry_is_a_model_of_its_own_name(tmp_path: Path) -> None:
-    """One that changes the state is not served, and the log says why; a bundle is served under the name that is given."""
+    """An entry that changes state is not served, and the log tells why; `--name` sets the served name."""
     skip_older_torch()
     with serving(GOLDEN / "v1" / "cpu_entries.cgb", "--name", "two") as server:
         client = server.ready()

@@ -1,4 +1,4 @@
-"""OpenAI's protocol over real HTTP: a model that is quick and known, the `openai` client, and a bundle without torch."""
+"""OpenAI's protocol over real HTTP: a fast model with known output, the `openai` client, and a bundle without torch."""
 
 from __future__ import annotations
 
@@ -252,7 +252,7 @@ def test_echo(server: Running) -> None:
 
 
 def test_log_probabilities_of_a_prompt(server: Running) -> None:
-    """The first token has none.  Neither stop strings nor tokens that end an answer end the prompt."""
+    """The first token has none. Stop strings and stop tokens in the prompt have no effect."""
     prompt = byte_tokenizer().encode("abEc").ids
     asked = {"echo": True, "logprobs": 2, "stop": "E", "stop_token_ids": prompt[2:3]}
     completion = server.complete(prompt, max_tokens=3, **asked)
@@ -273,7 +273,7 @@ def test_log_probabilities_of_a_prompt(server: Running) -> None:
 
 
 def test_what_ends_an_answer(server: Running) -> None:
-    """`stop_token_ids` beside the model's own tokens, which `ignore_eos` leaves out."""
+    """`stop_token_ids` add to the model's own end tokens, which `ignore_eos` disables."""
     ended = server.complete("abc", max_tokens=12, stop_token_ids=byte_tokenizer().encode("D").ids)["choices"][0]
     assert ended["finish_reason"] == "stop" and ended["text"] == said(3, 12).partition("D")[0]
     assert server.complete("abc", max_tokens=12, top_k=9, ignore_eos=True)["usage"]["completion_tokens"] == 12
@@ -325,7 +325,7 @@ def test_other_paths(server: Running) -> None:
     assert server.ask("/v1/completions", None, "GET")[0] == 405
 
 
-# --- many, and those that leave ---------------------------------------------------------------------------------------------
+# --- many requests, and disconnects ------------------------------------------------------------------------------------------
 
 
 def test_too_many_are_told_to_come_back(folder: Path) -> None:
@@ -345,7 +345,7 @@ def test_too_many_are_told_to_come_back(folder: Path) -> None:
 
 
 def test_the_next_step_is_prepared_while_one_runs(folder: Path) -> None:
-    """And a prompt that comes again is not read again."""
+    """A repeated prompt is not computed again."""
     with running(folder) as server:
         server.model.gate.clear()
         waiting = server.send("/v1/completions", {"prompt": "a" * 90, "max_tokens": 5, "seed": 0})
@@ -373,7 +373,7 @@ def test_a_client_that_leaves_frees_its_pages(server: Running, stream: bool) -> 
 
 
 def test_what_comes_and_goes_leaves_nothing(server: Running) -> None:
-    """Random lengths, streams, choices and clients that leave, through a cache that is too small for all."""
+    """Random lengths, streams, choices and disconnects, with a cache that is too small for all."""
     order = random.Random(3)
 
     def one(number: int) -> None:
@@ -398,7 +398,7 @@ def test_what_comes_and_goes_leaves_nothing(server: Running) -> None:
 
 
 def test_copies_on_several_devices(folder: Path) -> None:
-    """A request goes to the copy that has the least to do; one that fails at once does not draw them all."""
+    """A request goes to the least loaded replica; one that fails at once does not attract all requests."""
     with running(folder, others=[Scripted()], limit=2) as server:
         models = [engine._model for engine in server.served.engine._each]
         for model in models:
@@ -488,7 +488,7 @@ def test_metrics(server: Running) -> None:
 
 
 class Process:
-    """`cgcompile serve`, started."""
+    """A `cgcompile serve` process."""
 
     models: Path
 
@@ -534,7 +534,7 @@ def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
 
 
 def test_texts_of_many_are_those_of_each_alone(process: Process) -> None:
-    """More requests than lanes; greedy and drawn, with log-probabilities of other tokens and without."""
+    """More requests than lanes; greedy and sampled, with and without log-probabilities of other tokens."""
     order = random.Random(0)
     asked: list[dict[str, Any]] = []
     for number in range(24):
@@ -553,7 +553,7 @@ def test_texts_of_many_are_those_of_each_alone(process: Process) -> None:
 
 
 def test_one_process_serves_both_and_another_version_takes_over(process: Process) -> None:
-    """An answer that has begun is finished by the version that began it."""
+    """The version that began an answer finishes it."""
     row = {"name": "x", "datatype": "FP32", "shape": [1, 16], "data": [0.0] * 16}
     ports = process.ask("/v2/models/mlp")
     reply = process.ask("/v2/models/mlp/infer", {"inputs": [row | {"name": ports["inputs"][0]["name"]}]})
@@ -574,7 +574,7 @@ def test_one_process_serves_both_and_another_version_takes_over(process: Process
 
 
 def test_texts_go_on_where_their_pages_were_taken(process: Process) -> None:
-    """Five pages for two lanes of up to four: what is read again continues as it would have, drawn and with a penalty, too."""
+    """Five pages for two lanes of up to four: recomputed texts continue as before, also with sampling and a penalty."""
     from cgserve.language.bundle_model import BundleModel
     from cgserve.scheduling.requests import Request, Sampling
     from cgserve.scheduling.scheduler import Scheduler
@@ -602,7 +602,7 @@ def test_texts_go_on_where_their_pages_were_taken(process: Process) -> None:
 
 
 def test_answers_of_a_form_are_the_same_together_and_alone(process: Process) -> None:
-    """Biases, penalties and a prompt's log-probabilities in a bundle; with a grammar where the engine is there."""
+    """Biases, penalties and log-probabilities of a prompt in a bundle; with a grammar if its engine is installed."""
     order, asked = random.Random(1), list[dict[str, Any]]()
     forms = {"presence_penalty": 1.5, "frequency_penalty": 0.5}, {"logit_bias": {"7": 3, "8": -3}}, {"echo": True, "logprobs": 1}
     for number in range(12):
@@ -694,7 +694,7 @@ def test_openai_errors(client: Any, server: Running) -> None:
 
 
 def test_a_far_too_long_prompt_is_not_made_tokens(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of one that may fit, the beginning is tried first; health answers meanwhile."""
+    """For a prompt that may fit, its beginning is tokenized first; health requests are answered meanwhile."""
     with running(folder) as server:
         lengths: list[int] = []
         language, gate = server.served.language, threading.Event()

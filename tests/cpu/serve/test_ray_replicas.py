@@ -1,4 +1,4 @@
-"""cgserve.ray_replicas in a real Ray cluster of this machine: from no replica to answers, and replicas that are killed."""
+"""cgserve.ray_replicas in a local Ray cluster: from zero replicas to answers, and killed replicas."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ROW = [1.0, -2.0, 0.5, 3.0, 0.0, -1.0]
 
 @pytest.fixture(scope="module")
 def cluster(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """The application with no replica yet, and its handle."""
+    """Deploys the application without a replica and returns its handle."""
     folder = tmp_path_factory.mktemp("ray") / "models"
     for name in ("first", "second"):
         shutil.copytree(bundle, folder / name / "1" / "model.cgb")
@@ -44,7 +44,7 @@ def cluster(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 
 def ask(path: str, body: Any = None, model: str = "", timeout: float = 120) -> tuple[int, Any]:
-    """(status, body as JSON) of a request."""
+    """Returns (status, body as JSON) of a request."""
     connection = http.client.HTTPConnection("127.0.0.1", PORT, timeout=timeout)
     try:
         headers = {"serve_multiplexed_model_id": model} if model else {}
@@ -95,7 +95,7 @@ def test_by_a_handle(cluster: Any, expected: Any) -> None:
 
 
 def killed_under_load(expected: Any, requests: int, clients: int, kills: int) -> SimpleNamespace:
-    """What clients are told, each of whom asks again where no answer came, while replicas are killed."""
+    """Returns the answers of clients that repeat unanswered requests while replicas are killed."""
     tally = SimpleNamespace(right=0, wrong=list[Any](), again=0, killed=set[int]())
     left, lock = iter(range(requests)), threading.Lock()
 
@@ -136,7 +136,7 @@ def killed_under_load(expected: Any, requests: int, clients: int, kills: int) ->
                 os.kill(process, signal.SIGKILL)
                 tally.killed.add(process)
             except (OSError, TypeError, KeyError):
-                pass  # none answers right now
+                pass  # no replica answers at the moment
             pause = time.monotonic() + 1
         time.sleep(0.02)
     return tally

@@ -1,4 +1,4 @@
-"""bundles/cgserve/batching/request_queue.py: what goes together, what waits, and what is refused."""
+"""bundles/cgserve/batching/request_queue.py: which requests are batched, wait or are refused."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ import pytest
 
 @pytest.fixture(scope="module")
 def requests() -> ModuleType:
-    """The module, where what it needs is installed."""
+    """Imports the module if its requirements are installed."""
     return importlib.import_module("cgserve.batching.request_queue")
 
 
 class Model:
-    """Doubles numbers, and remembers what came together.  13 is bad luck.  Waits for `gate` where it has one."""
+    """Doubles numbers and records its batches. Raises an error for 13. Waits for `gate` if there is one."""
 
     def __init__(self, gate: threading.Event | None = None) -> None:
         self.called: list[list[int]] = []
@@ -38,7 +38,7 @@ class Model:
 
 
 def asked(requests: ModuleType, model: Model, session: Callable[[Any], Awaitable[Any]], **options: Any) -> Any:
-    """What `session(queue)` gives; batches of at most 4 rows.  Batches are noted in `session.batches` where it has that."""
+    """Returns the result of `session(queue)`, with batches of at most 4 rows. `session.batches`, if it exists, records them."""
 
     async def run() -> Any:
         arguments = {"wait": 0.01, "limit": 100, "watch": lambda batch: None} | options
@@ -64,7 +64,7 @@ def test_rows_of_one_group_go_together_up_to_the_largest(requests: ModuleType) -
 
 
 def test_several_calls_at_once(requests: ModuleType) -> None:
-    """Two begin, the third when one of them is done; nothing more is taken from the queue meanwhile."""
+    """Two calls run; the third starts when one of them ends, and no request leaves the queue before."""
     gate, began = threading.Event(), threading.Semaphore(0)
 
     def call(items: Sequence[int]) -> list[int]:
@@ -100,7 +100,7 @@ def test_a_full_queue_refuses_and_says_when_to_come_back(requests: ModuleType) -
         assert caught.value.seconds >= 1
         waiting[0].cancel()
         await asyncio.gather(waiting[0], return_exceptions=True)
-        late = asyncio.create_task(queue.answer(4, "a", 1, 20))  # one has gone, and there is a place again
+        late = asyncio.create_task(queue.answer(4, "a", 1, 20))  # one request has left, so there is room again
         await asyncio.sleep(0)
         gate.set()
         return [await task for task in (first, waiting[1], late)]
@@ -154,7 +154,7 @@ def test_the_end_answers_what_waits_and_takes_nothing_more(requests: ModuleType)
 
 
 def test_every_answer_is_its_own(requests: ModuleType) -> None:
-    """300 requests of random groups and rows at random moments, some of which go away."""
+    """300 requests with random groups and rows at random times, some of which are cancelled."""
     draw, model, batches = random.Random(0), Model(), list[Any]()
 
     async def later(queue: Any, item: int) -> int:

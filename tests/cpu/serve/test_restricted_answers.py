@@ -1,4 +1,4 @@
-"""response_format, tools, biases and penalties over real HTTP: a model that is quick and known, and the `openai` client."""
+"""response_format, tools, biases and penalties over real HTTP: a fast model with known output, and the `openai` client."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def fits(text: str) -> bool:
 
 
 def test_answers_keep_to_a_schema(server: Running) -> None:
-    """Several at once, beside one that is free; whole and streamed, with log-probabilities."""
+    """Several answers beside a free one, complete and streamed, with log-probabilities."""
     completion = server.chat("Hi", response_format=FORMAT, n=3)
     assert all(fits(choice["message"]["content"]) and choice["finish_reason"] == "stop" for choice in completion["choices"])
     *pieces, _ = server.chat("Hi", response_format=FORMAT, stream=True, logprobs=True)
@@ -146,7 +146,7 @@ def test_calls_that_are_forced(server: Running, choice: Any) -> None:
 
 
 def test_tools_that_may_be_called(server: Running) -> None:
-    """The template is told of them, unless none may be; an answer without a call is a text."""
+    """The template receives the tools unless tool_choice is none; an answer without a call is text."""
     free = server.chat("Hi", tools=TOOLS, max_tokens=5)
     assert free["usage"]["prompt_tokens"] == 4 and free["choices"][0]["message"]["content"] == said(4, 5)
     none = server.chat("Hi", tools=TOOLS, tool_choice="none", max_tokens=5)
@@ -170,7 +170,7 @@ def test_openai_client(client: Any) -> None:
 
 
 def test_openai_parses_answers(client: Any) -> None:
-    """By the client's own helpers: a schema of a class, and a stream that gathers calls."""
+    """The client's helpers parse a schema given by a class, and a stream with tool calls."""
     from pydantic import BaseModel
 
     class Pair(BaseModel):

@@ -1,4 +1,4 @@
-"""Embeddings, rerankers and classifiers over HTTP: models whose answers are known, a bundle, and the `openai` client."""
+"""Embeddings, rerankers and classifiers over HTTP: models with known answers, a bundle, and the `openai` client."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def ports(width: int, inputs: int = 2) -> Ports:
 
 
 class Summing:
-    """An entry whose output is, for each row, (sum of the tokens, of the mask, of the kinds, 0, ...)."""
+    """An entry whose output is, for each row, (sum of token ids, sum of the mask, sum of token types, 0, ...)."""
 
     def __init__(self, shown: Ports) -> None:
         self.ports, self.calls, self.waiting = shown, list[tuple[int, ...]](), 0
@@ -68,7 +68,7 @@ class Summing:
 
 
 def write_words(folder: Path, **config: Any) -> Path:
-    """A tokenizer of WORDS, whose tokens are numbered from 1."""
+    """Writes a tokenizer of WORDS, whose token ids start at 1."""
     tokenizer = tokenizers.Tokenizer(
         tokenizers.models.WordLevel({word: index for index, word in enumerate(["[UNK]", *WORDS])}, unk_token="[UNK]")
     )
@@ -82,7 +82,7 @@ def write_words(folder: Path, **config: Any) -> Path:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:
-    """Three models in one server."""
+    """Runs three models in one server."""
     folder = tmp_path_factory.mktemp("texts")
     labels = {"architectures": ["BertForSequenceClassification"], "id2label": {"0": "bad", "1": "good", "2": "none"}}
     kinds = {"embed": (ports(2), {}), "rerank": (ports(1, 3), {}), "classify": (ports(3), labels)}
@@ -160,7 +160,7 @@ def test_the_second_text_of_a_pair_is_marked(tmp_path: Path) -> None:
 
 
 class Gated(Summing):
-    """Calls go on when `open` is set."""
+    """Calls wait until `open` is set."""
 
     def __init__(self) -> None:
         super().__init__(ports(2))
@@ -178,7 +178,7 @@ class Gated(Summing):
 
 
 def test_few_calls_of_a_request_wait_at_once(tmp_path: Path) -> None:
-    """2048 texts are 513 calls, more than the queue takes.  The request is answered; another one has to come back meanwhile."""
+    """2048 texts are 513 calls, more than the queue takes: the request is answered, and another one gets a retry status."""
     entry = Gated()
     model = TextModel("m", Language(write_words(tmp_path)), ports(2), entry.answer, 60.0, 100, lambda calls: calls)
 
@@ -214,7 +214,7 @@ def test_a_request_ends_at_its_deadline(tmp_path: Path) -> None:
 
 
 class Slow(Summing):
-    """Every call takes a moment; the queue says how long a call waited that was too late."""
+    """Every call takes a moment; for a late call the queue reports how long it waited."""
 
     async def answer(self, tensors: Sequence[Given], seconds: float) -> list[Given]:
         try:
@@ -226,7 +226,7 @@ class Slow(Summing):
 
 
 def test_a_late_request_is_told_its_own_deadline(tmp_path: Path) -> None:
-    """The second call of a request has less time than the request had."""
+    """The second call of a request has less time left than the request."""
     model = TextModel("m", Language(write_words(tmp_path)), ports(2), Slow(ports(2)).answer, 0.25)
     texts = model.encoded(["the cat"] * 4 * 4 * AT_ONCE, field="input", truncate=False)
     with pytest.raises(ExceptionGroup) as caught:
@@ -334,7 +334,7 @@ def inputs(batch: int, seq: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 @contextmanager
 def serving(*arguments: object) -> Iterator[int]:
-    """`cgcompile serve`; the port."""
+    """Runs `cgcompile serve` and yields its port."""
     path = os.pathsep.join([str(ROOT), str(ROOT / "cli"), str(ROOT / "bundles"), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, "-m", "cgcompile_cli", "serve", *map(str, arguments), "--port", "0"]
     process = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": path}, stderr=subprocess.PIPE, text=True)

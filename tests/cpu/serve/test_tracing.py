@@ -1,4 +1,4 @@
-"""bundles/cgserve/batching/tracing.py: the spans of requests that go together, by OpenTelemetry's own SDK."""
+"""bundles/cgserve/batching/tracing.py: spans of batched requests, with OpenTelemetry's SDK."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def tracing() -> ModuleType:
 
 
 def two_requests(tracing: ModuleType) -> list[Any]:
-    """Two requests of one batch, the first of which belongs to a trace already."""
+    """Returns two requests of one batch, the first of which belongs to a trace."""
     queue = sys.modules["cgserve.batching.request_queue"]
 
     async def run() -> list[Any]:
@@ -39,7 +39,7 @@ def two_requests(tracing: ModuleType) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def provided() -> Any:
-    """What keeps the spans of this process; a provider is set once."""
+    """Returns the exporter that stores this process's spans; a provider is set once."""
     sdk = pytest.importorskip("opentelemetry.sdk.trace", reason="pip install '.[dev]'")
     export = importlib.import_module("opentelemetry.sdk.trace.export")
     memory = importlib.import_module("opentelemetry.sdk.trace.export.in_memory_span_exporter")
@@ -56,7 +56,7 @@ def exporter(provided: Any) -> Any:
 
 
 def posted(tracing: ModuleType, path: str, method: str = "POST") -> list[int]:
-    """The statuses of an application that answers in two parts, within the middleware."""
+    """Returns the statuses of an application that answers in two parts, inside the middleware."""
     sent = list[Any]()
 
     async def app(scope: Any, receive: Any, send: Any) -> None:

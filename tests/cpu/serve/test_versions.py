@@ -1,4 +1,4 @@
-"""bundles/cgserve/models/version.py: what the first version of a model is examined by."""
+"""bundles/cgserve/models/version.py: how the first version of a model is tested."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from cgserve.models.version import Version, Watch, first_keys  # noqa: E402
 
 
 def test_a_new_version_is_opened_with_the_one_before(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes the tokenizer from there, and does not keep that version."""
+    """It reuses that version's tokenizer and keeps no reference to the version."""
     opened, event_names = list[tuple[int, int | None]](), list[str]()
     real = Version.open
 

@@ -1,4 +1,4 @@
-"""A bundle whose outputs and state are large beside its weights: its self-test is small, and notices what it has to."""
+"""A bundle with outputs and state that are large compared to its weights: the self-test is small and still detects errors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ROWS, COLUMNS = 2200, 4096
 
 
 class Outer(torch.nn.Module):
-    """An outer product, which is added to state too; what is above a threshold as bool."""
+    """An outer product, which is also added to state; elements above a threshold as bool."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ def test_variants_share_a_self_test_that_is_condensed(bundle: Path, tmp_path: Pa
 
 
 def changed(bundle: Path, folder: Path, change: Callable[[dict[str, safetensors_writer.Tensor]], None]) -> Path:
-    """A copy of the bundle with another self-test."""
+    """Returns a copy of the bundle with another self-test."""
     copy = shutil.copytree(bundle, folder / "changed.cgb")
     stored = safetensors.Mapped(str(bundle / file_names.SELF_TEST), file_names.SELF_TEST)
     tensors: dict[str, safetensors_writer.Tensor] = {
@@ -95,8 +95,8 @@ def test_a_wrong_expectation_is_named(bundle: Path, tmp_path: Path) -> None:
         for name, part in (("-/output/0", ".samples"), ("-/state/0", ".statistics")):
             dtype, shape, contents = tensors[name + part]
             data = bytearray(contents())
-            data[3] ^= 0x40  # of the first number: its exponent as float32, a low bit as float64
-            data[7] ^= 0x40  # of the second as float32; the exponent of the first as float64
+            data[3] ^= 0x40  # the exponent of the first number as float32, a low bit as float64
+            data[7] ^= 0x40  # the second number as float32; the exponent of the first as float64
             tensors[name + part] = (dtype, shape, lambda data=data: bytes(data))
             hashes = tensors[name + ".hashes"]
             tensors[name + ".hashes"] = (*hashes[:2], lambda size=len(bytes(hashes[2]())): bytes(size))

@@ -1,4 +1,4 @@
-"""The golden bundle with donations on a CPU: outputs that other calls take, beside eager PyTorch, in random order."""
+"""The golden bundle with donations on a CPU: calls in random order, with donated outputs, equal eager PyTorch."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_calls_in_random_order(program: cgbundle.Program, model: Recurrent, libr
                 close(total, sums)
                 known["step"] = hidden, wanted
             for hidden, wanted in known.values():
-                close(hidden, wanted)  # what one entry gave stays when the other one is called
+                close(hidden, wanted)  # the output of one entry stays valid after a call of the other one
 
 
 def test_what_is_taken_is_not_copied(program: cgbundle.Program, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The golden bundle of several entries: calls in any order beside eager PyTorch, in every session."""
+"""The golden bundle with several entries: calls in any order and session equal eager PyTorch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def eager() -> Lanes:
     model = Lanes()
     stored = Mapped(str(BUNDLE / file_names.WEIGHTS), file_names.WEIGHTS)
     for name, tensor in model.state_dict().items():
-        if name not in stored.entries:  # state of zeros
+        if name not in stored.entries:  # state of zeros is not stored
             tensor.zero_()
             continue
         tensor.copy_(torch.frombuffer(bytearray(stored.data(name)), dtype=tensor.dtype).reshape(tensor.shape))
@@ -103,7 +103,7 @@ LANES = GOLDEN / "v1/cpu_lanes.cgb"
 
 @pytest.fixture
 def decoder() -> cgbundle.Program:
-    """Prefill at lengths 64 and 256, decode at batch sizes 1 and 8, and a method that only writes."""
+    """Loads a bundle with prefill at lengths 64 and 256, decode at batch sizes 1 and 8, and a method that only writes."""
     try:
         return cgbundle.load(LANES)
     except MachineError as error:

@@ -1,4 +1,4 @@
-"""A process that is forked: what works in the child, and that the rest says so at once."""
+"""A forked process: some functions work in the child, the others raise an error at once."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""An interrupt, as of Ctrl-C, anywhere in a call on the CPU, a load or a close: it is raised, what comes next is right, and
-nothing stays locked or open."""
+"""An interrupt, such as Ctrl-C, at any point of a CPU call, a load or a close is raised; later calls are right, and nothing stays
+locked or open."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ numpy = pytest.importorskip("numpy")
 pytest.importorskip("torch")  # its libraries run the code
 
 SHARED, STATE = "v1/cpu_mlp", "v1/cpu_state"
-"""A bundle whose replays run side by side, and one whose replays share memory."""
+"""A bundle whose replays run concurrently, and one whose replays share memory."""
 
 PATIENCE = 60
 
 
 @pytest.fixture(autouse=True)
 def lost(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """What went wrong where nobody can be told: in `__del__`, or in a callback."""
+    """Collects exceptions that could not be raised: in `__del__`, or in a callback."""
     skip_older_torch()
     errors: list[Any] = []
     monkeypatch.setattr(sys, "unraisablehook", errors.append)
@@ -39,7 +39,7 @@ def lost(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 
 
 def called(program: Any) -> Any:
-    """What a call gives; of a program with state, from its first state on."""
+    """Returns the result of a call; resets the state of a program first."""
     if len(program.state):
         program.reset()
         program.seed(0)
@@ -48,7 +48,7 @@ def called(program: Any) -> Any:
 
 
 def elsewhere(act: Callable[[], Any]) -> Any:
-    """What it gives in another thread, which would wait for a lock that was left."""
+    """Returns the result in another thread, which would wait for a lock that was not released."""
     answers: list[Any] = []
     thread = threading.Thread(target=lambda: answers.append(act()), daemon=True)
     thread.start()
@@ -76,7 +76,7 @@ def test_a_call(golden: str, alone: bool, large: int, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("alone", [False, True])
 def test_a_close(alone: bool) -> None:
-    """Where it is interrupted, the next one goes on."""
+    """The next close continues after an interrupted one."""
     programs: list[Any] = []
 
     def close() -> None:
@@ -110,7 +110,7 @@ def test_a_close(alone: bool) -> None:
 
 
 def test_a_load_leaves_nothing() -> None:
-    """Descriptors and code of a load that was interrupted are given back."""
+    """An interrupted load releases its descriptors and code."""
     before = dict(open_files._WAITING)
     number = 0
     while True:
@@ -128,7 +128,7 @@ def test_a_load_leaves_nothing() -> None:
 
 @pytest.mark.parametrize("golden", [SHARED, STATE])
 def test_the_handler_of_a_signal_closes_the_program_that_it_interrupts(golden: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As one that ends a process does.  What the call uses stays until it ends."""
+    """A handler that ends the process does this. Resources of the call stay valid until it ends."""
     program = cgbundle.load(GOLDEN / f"{golden}.cgb")
     called(program)
     backend = program._backend
@@ -151,7 +151,7 @@ def test_the_handler_of_a_signal_closes_the_program_that_it_interrupts(golden: s
 
 
 def test_a_thread_that_waits_for_its_turn() -> None:
-    """An interrupt while a thread waits changes nothing for those that come later."""
+    """An interrupt of a waiting thread does not affect later threads."""
     with cgbundle.load(GOLDEN / f"{STATE}.cgb") as program:
         expected = called(program)
         held, go_on = threading.Event(), threading.Event()

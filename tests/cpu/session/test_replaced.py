@@ -1,4 +1,4 @@
-"""What a loaded program runs when its bundle is built again, swapped, cut or removed: what was checked, and nothing else."""
+"""A loaded program runs exactly what was checked when its bundle is rebuilt, swapped, truncated or removed."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def bundle(tmp_path: Path) -> Path:
 
 
 def passes(program: Program, origin: Path) -> bool:
-    """Whether the program gives the answers of the self-test of the bundle that it was loaded from, a copy of `origin`."""
+    """Tells whether the program gives the answers of the self-test in `origin`, a copy of its bundle."""
     results = self_test.replay_self_test(program)
     stored, expected = program.open_self_test(), Mapped(str(origin / file_names.SELF_TEST), file_names.SELF_TEST)
     try:
@@ -50,7 +50,7 @@ def passes(program: Program, origin: Path) -> bool:
 
 
 def overwrite(source: Path, target: Path) -> None:
-    """As `cp -rf` does: the files stay the same files and get other contents."""
+    """Overwrites the contents of the same files, as `cp -rf` does."""
     for name in manifest_text.list_files(str(source)):
         (target / name).parent.mkdir(exist_ok=True)
         with open(target / name, "r+b" if (target / name).exists() else "wb") as file:
@@ -61,7 +61,7 @@ def overwrite(source: Path, target: Path) -> None:
 
 
 def swap(source: Path, target: Path) -> None:
-    """As a build with --force does."""
+    """Replaces the bundle, as a build with --force does."""
     target.rename(target.with_name("old"))
     shutil.copytree(source, target)
     shutil.rmtree(target.with_name("old"))
@@ -95,7 +95,7 @@ def test_equal_code_is_loaded_once_and_no_descriptor_stays_open(bundle: Path) ->
 
     for _ in range(2):
         cgbundle.load(bundle).close()
-    gc.collect()  # what tests before left open in cycles
+    gc.collect()  # objects that earlier tests left in reference cycles
     before = seen()
     for _ in range(5):
         cgbundle.load(bundle).close()
@@ -103,7 +103,7 @@ def test_equal_code_is_loaded_once_and_no_descriptor_stays_open(bundle: Path) ->
 
 
 def test_weights_that_were_copied_are_not_seen_to_change(tmp_path: Path) -> None:
-    """In a process of its own: where the copy is not one, it ends by a bus error."""
+    """Runs in another process, which would end with SIGBUS if the weights were not copied."""
     bundle = Path(shutil.copytree(ONE, tmp_path / "model.cgb"))
     code = (
         "import os, sys, cgbundle\n"
@@ -139,7 +139,7 @@ def test_a_shared_object_that_is_cut_off_or_another_library_is_refused(bundle: P
 
 
 def seal(bundle: Path, *, attached: bool = False) -> None:
-    """Describes the files anew, as whoever means harm would; `attached`: with the rows that the shared object should have."""
+    """Describes the files again, as an attacker would; `attached` also writes the rows that the shared object should have."""
     from dataclasses import replace
 
     from tests.helpers.bundles import tiny_bundle

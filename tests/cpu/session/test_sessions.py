@@ -1,5 +1,4 @@
-"""Sessions, state, seeds, static inputs and shared outputs of a bundle for a CPU whose code AOTInductor made; the bundle itself is
-made by hand."""
+"""Sessions, state, seeds, static inputs and shared outputs of a handmade CPU bundle whose code AOTInductor compiled."""
 
 from __future__ import annotations
 
@@ -35,7 +34,7 @@ SPIN = 200
 
 
 class Cell(torch.nn.Module):
-    """A recurrent cell: `memory` fades and takes in the mean of the rows, `steps` counts calls from 10 on in steps of 1 to 4."""
+    """A recurrent cell: `memory` decays and adds the mean of the rows; `steps` starts at 10 and grows by 1 to 4 per call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -283,7 +282,7 @@ def test_a_closed_program_closes_its_sessions_and_forgotten_ones_are_freed(bundl
 
 
 def test_threads_that_close_one_session_at_once_free_it_once(bundle: Path) -> None:
-    """The one who closes the program closes its sessions, too, while another closes one of them."""
+    """Closing the program closes its sessions too, while another thread closes one of them."""
     for _ in range(30):
         program = cgbundle.load(bundle)
         sessions = [program.session() for _ in range(4)]

@@ -1,4 +1,4 @@
-"""Bundles for the CPU whose models keep state, or hand out what they share: built, and driven beside eager PyTorch."""
+"""CPU bundles of models with state or with outputs that share memory: built, and compared with eager PyTorch."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class Apart(torch.nn.Module):
 
 
 class Sometimes(torch.nn.Module):
-    """`reshape` gives a look where it can, else a copy."""
+    """`reshape` returns a view if possible, else a copy."""
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         product = (x * 2)[:, :4]

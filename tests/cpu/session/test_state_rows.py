@@ -1,4 +1,4 @@
-"""State whose number of rows a load chooses: built for the CPU, driven beside eager PyTorch; and what cannot be built so."""
+"""State with a number of rows chosen at load time, on the CPU: results equal eager PyTorch; models without it are refused."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_the_manifest_says_what_varies(paged: Path) -> None:
 
 
 def test_nobody_says_how_many(paged: Path) -> None:
-    """Half of the memory that is free for pages, and as many slots as are of use."""
+    """By default pages take half of the free memory, and slots have their useful maximum."""
     with cgbundle.load(paged, state={"pages": 9}) as program:
         assert program.state.rows == {"pages": 9, "slots": 50} and "cgcompile_rows_pages" not in program.state
     with cgbundle.load(paged) as program:
@@ -129,7 +129,7 @@ def test_buffers_that_cannot_vary() -> None:
 
 
 class Uses(torch.nn.Module):
-    """What a call does with its state is a function's."""
+    """Calls a function with its state."""
 
     def __init__(self, use: Callable[..., Any]) -> None:
         super().__init__()
@@ -185,7 +185,7 @@ def test_python_may_not_read_the_number_of_rows(use: Callable[..., Any]) -> None
 
 def test_a_trace_shows_that_the_number_of_rows_matters_to_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     exported = [export(uses(lambda cache, index: cache[index]), {})]
-    monkeypatch.setattr(more_rows, "export", None)  # it calls the model many times
+    monkeypatch.setattr(more_rows, "export", None)  # it would call the model many times
     same_with_more_rows(exported, 4, print)
     assert exported[0].source.model.cache.shape == (6, 3)
 

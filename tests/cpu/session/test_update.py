@@ -1,4 +1,4 @@
-"""`program.update`: other weights in place, for programs that were built for a CPU, beside eager PyTorch."""
+"""`program.update`: other weights in place, for CPU programs, compared with eager PyTorch."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 
 
 class Odd(torch.nn.Module):
-    """What an update has to look at: tied weights, one that is not row-major, small ones, a constant, a buffer that is in no
-    state_dict, state, an unused weight."""
+    """Weights that an update treats specially: tied, not row-major, small, a constant, a non-persistent buffer, state, an unused
+    one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ def numbers(batch: int) -> torch.Tensor:
 
 
 def tiny(seed: int) -> torch.nn.Module:
-    """The model of the bundle that all tests of the CPU share, with other weights."""
+    """Returns the model of the bundle that all CPU tests share, with other weights."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.ReLU(), torch.nn.Linear(16, 3)).eval()
@@ -98,7 +98,7 @@ def odd_bundle() -> Path:
     return folder / "odd.cgb"
 
 
-# --- what is given ------------------------------------------------------------------------------------------------
+# --- accepted weights ---------------------------------------------------------------------------------------------
 
 
 def as_file(weights: dict[str, torch.Tensor], folder: Path) -> object:
@@ -197,7 +197,7 @@ def test_nothing_at_all_is_a_part(bundle: Path) -> None:
         check(program, tiny(0))
 
 
-# --- what does not fit --------------------------------------------------------------------------------------------
+# --- refused weights ----------------------------------------------------------------------------------------------
 
 
 def with_other(name: str, value: Any) -> dict[str, Any]:
@@ -411,7 +411,7 @@ def test_a_closed_program_has_no_weights(bundle: Path) -> None:
         program.update(weights_of(tiny(7)))
 
 
-# --- what an update is not about ----------------------------------------------------------------------------------
+# --- what an update does not change -------------------------------------------------------------------------------
 
 
 def test_state_small_weights_and_tied_ones(odd_bundle: Path, tmp_path: Path) -> None:
@@ -426,7 +426,7 @@ def test_state_small_weights_and_tied_ones(odd_bundle: Path, tmp_path: Path) -> 
         program.update(weights_of(model))
         torch.testing.assert_close(program(ids), model(ids), **CLOSE)
         assert program.state["calls"].tolist() == [[2.0] * 6] * 2, "state stays, and goes on"
-        for leave in ("head.weight", "embedding.weight"):  # as checkpoints do
+        for leave in ("head.weight", "embedding.weight"):  # as in checkpoints
             checkpoint = {name: value.contiguous() for name, value in weights_of(odd(2)).items() if name not in (leave, "calls")}
             program.update(as_file(checkpoint, tmp_path))
             torch.testing.assert_close(program(ids), odd(2)(ids), **CLOSE)
@@ -475,7 +475,7 @@ def test_a_profile_goes_on(bundle: Path) -> None:
 
 @pytest.mark.parametrize("alone", [False, True], ids=["program", "sessions"])
 def test_every_answer_is_by_the_old_weights_or_the_new_ones_entirely(bundle: Path, alone: bool) -> None:
-    """Four threads call while weights change; calls are chunked in three, so that one runs several replays."""
+    """Four threads call while weights change; calls are chunked in three, so that each runs several replays."""
     x = torch.randn(9, 6, generator=torch.Generator().manual_seed(9))
     models = [tiny(seed) for seed in range(5)]
     with torch.no_grad():
@@ -489,7 +489,7 @@ def test_every_answer_is_by_the_old_weights_or_the_new_ones_entirely(bundle: Pat
             begun.wait()
             last = False
             while not last:
-                last = done.is_set() and len(seen[place]) >= SPIN  # then this call begins behind the last update
+                last = done.is_set() and len(seen[place]) >= SPIN  # then this call starts after the last update
                 distances = (callers[place](x) - expected).abs().amax((1, 2))
                 assert (distances < 1e-5).sum() == 1, distances
                 seen[place].append(int(distances.argmin()))
@@ -511,7 +511,7 @@ def checked(call: Callable[[int], None], done: threading.Event, failures: list[B
     def run(place: int) -> None:
         try:
             call(place)
-        except BaseException as error:  # told by the test
+        except BaseException as error:  # the test reports it
             failures.append(error)
             done.set()
             raise

@@ -1,4 +1,4 @@
-"""`program.update` of weights whose values Python read while the bundle was built."""
+"""`program.update` of weights whose values Python read during the build."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cgbundle.format import archive  # noqa: E402
 
 
 class Gated(torch.nn.Module):
-    """A branch on a tied weight, a size by a buffer, a number by a parameter, and weights that nobody asks."""
+    """A branch on a tied weight, a size from a buffer, a number from a parameter, and weights that Python does not read."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()

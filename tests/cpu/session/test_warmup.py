@@ -1,4 +1,4 @@
-"""warmup and profile of programs for the CPU, on golden bundles: nothing is built."""
+"""warmup and profile of CPU programs, on golden bundles; nothing is built."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _this_machine_runs_them() -> None:
 
 
 def ones_input(program: cgbundle.Program, key: tuple[int, ...]) -> cgbundle.Tensor:
-    """An input of ones."""
+    """Returns an input of ones."""
     (spec,) = program.inputs
     shape = [key[0] if size == program.manifest.entries[0].dimensions[0].name else int(str(size)) for size in spec.shape]
     count = 1
@@ -45,7 +45,7 @@ def flat(result: object) -> list[object]:
 
 @pytest.mark.parametrize("outputs", ["copy", "view"])
 def test_a_warm_program_answers_as_a_fresh_one_does(outputs: str) -> None:
-    """State, random numbers and the results of later calls are those of a program that was not warmed up."""
+    """State, random numbers and later results equal those of a program that was not warmed up."""
     with cgbundle.load(STATEFUL) as fresh, cgbundle.load(STATEFUL, outputs=outputs) as warm:
         for program in (fresh, warm):
             if program.manifest.random is not None:
@@ -91,7 +91,7 @@ def test_no_descriptor_is_left_open() -> None:
         return len(os.listdir("/proc/self/fd"))
 
     cgbundle.load(PLAIN).close()
-    gc.collect()  # what tests before left open in cycles
+    gc.collect()  # objects that earlier tests left in reference cycles
     before = opened()
     program = cgbundle.load(PLAIN)
     program.warmup()
@@ -108,7 +108,7 @@ def test_calls_and_steps_are_timed(tmp_path: Path) -> None:
             program(x)
             with raises("input-kind"):
                 program(3)
-        program(x)  # not seen
+        program(x)  # before the profile starts
         call, step = profile.rows()
         assert (call.name, call.track, call.times, step.track, step.times) == (CALL, "CPU", 2, "CPU", 2)
         assert 0 < step.least <= step.most and step.seconds < call.seconds

@@ -1,4 +1,4 @@
-"""What AOTInductor of torch 2.11 does otherwise: names of constants, and vectorized code that does not compile."""
+"""Differences of AOTInductor in torch 2.11: names of constants, and vectorized code that does not compile."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Scaled(nn.Module):
 
 
 def test_constants_are_buffers_under_their_names() -> None:
-    """As plain attributes torch 2.11 would call them _tensor_constant0, which is not a weight of the model."""
+    """torch 2.11 would name plain attributes _tensor_constant0, which is not a weight of the model."""
     program = torch.export.export(Scaled(), (torch.randn(2, 2),))
     module = with_buffers(program.module())
     named = {str(node.target) for node in module.graph.find_nodes(op="get_attr")}
@@ -29,7 +29,7 @@ def test_constants_are_buffers_under_their_names() -> None:
 
 
 def test_code_that_does_not_compile_is_made_again_without_vectors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A Swin's, by torch 2.11."""
+    """This happens for Swin with torch 2.11."""
     asked, messages = [], []
 
     def refused(module: Any, inputs: Any, options: Any) -> str:

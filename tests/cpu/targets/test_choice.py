@@ -1,4 +1,4 @@
-"""What `--target` may name besides GPUs."""
+"""Values of `--target` other than GPUs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How Inductor is made to compile: side by side, what fails told, nothing left running; and instruction sets without probes."""
+"""Inductor's compilations: in parallel, with errors reported and no process left; and instruction sets without probes."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ case "$*" in
   *) exec g++ "$@" ;;
 esac
 """
-"""One that never ends with one file, and fails for the other."""
+"""A compiler that never ends for one file, and fails for the other."""
 
 
 def test_a_compilation_that_fails_ends_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where it is compiled again, without vectors: what the first attempt left is not waited for."""
+    """This includes a second compilation without vectors: processes of the first attempt are not waited for."""
     path, pids = tmp_path / "g++", tmp_path / "pids"
     path.write_text(COMPILER.format(pids=pids))
     path.chmod(0o700)

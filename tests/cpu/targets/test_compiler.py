@@ -1,4 +1,4 @@
-"""The script that Inductor calls for the compiler: what it makes of the options, and what it notes."""
+"""The compiler script for Inductor: how it changes options, and what it records."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GIVEN = ["-O3", "-march=native", "-fPIC", "-mavx512f", "-mavx512vnni", "-c", "-o
 
 @pytest.fixture(autouse=True)
 def echo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A compiler that prints its arguments, one a line."""
+    """Sets CXX to a compiler that prints its arguments, one per line."""
     path = tmp_path / "g++ 12"
     path.write_text("#!/bin/sh\nprintf '%s\\n' \"$@\"\n")
     path.chmod(0o700)

@@ -1,4 +1,4 @@
-"""What the C++ compiler defines: asked once, kept from build to build, and asked again where the answer may be another."""
+"""Predefined macros of the C++ compiler: queried once, cached between builds, and queried again if they may have changed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ exec g++ {options} "$@"
 
 @pytest.fixture
 def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
-    """What CXX, a compiler of the test's own, was asked since this was called last."""
+    """Returns a function that gives the queries to CXX, a fake compiler, since its last call."""
     log = tmp_path / "log"
     write(tmp_path, "")
     monkeypatch.setenv("CXX", str(tmp_path / "g++"))

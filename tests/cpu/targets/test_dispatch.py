@@ -1,4 +1,4 @@
-"""Operators that AOTInductor has no C function for run without Python, and give what eager PyTorch does, in one compilation."""
+"""Operators without a C function in AOTInductor run without Python and equal eager PyTorch, all in one compilation."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ CALLS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "optional numbers": lambda x, z, m: F.interpolate(x[None, None], scale_factor=2, mode="bilinear", antialias=True),
     "rows": lambda x, z, m: torch.unique(x[:2].sign(), dim=0).sum(0),
 }
-"""Of x (4, 8), complex z (4, 6) and well-conditioned m (4, 4, 4)."""
+"""Functions of x (4, 8), complex z (4, 6) and well-conditioned m (4, 4, 4)."""
 
 
 SCALE = "a scale that is a weight of no dimensions"
@@ -70,7 +70,7 @@ class Many(nn.Module):
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Tensor, Tensor]]:
-    """What eager PyTorch gives, and what the compiled code does."""
+    """Returns the results of eager PyTorch and of the compiled code."""
     generator = torch.Generator().manual_seed(0)
     x, parts = torch.randn(4, 8, generator=generator), torch.randn(4, 6, 2, generator=generator)
     inputs = [x, torch.view_as_complex(parts), torch.randn(4, 4, 4, generator=generator) + 4 * torch.eye(4)]
@@ -93,7 +93,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Tensor,
 
 
 def _read(library: libtorch.LibTorch, handle: int | None, like: Tensor) -> Tensor:
-    """A copy of the tensor behind a handle."""
+    """Copies the tensor behind a handle."""
     dtype, shape, strides = library.layout(handle or 0)
     assert dtype == library.dtype(dtype_name(like.dtype))
     place = ctypes.c_void_p()
@@ -110,7 +110,7 @@ def test_the_code_gives_what_eager_pytorch_does(name: str, results: dict[str, tu
 
 
 class Scaled(nn.Module):
-    """Calls an operator that takes a `Scalar` and has no decomposition once ours is left out."""
+    """Calls an operator that takes a `Scalar` and that has no decomposition when cgcompile's is removed."""
 
     def forward(self, z: Tensor) -> Tensor:
         return torch.sub(z, z, alpha=2)
@@ -126,7 +126,7 @@ def test_an_operator_that_the_c_interface_cannot_call_is_named_with_the_line(tmp
 
 
 class Converted(nn.Module):
-    """Calls an operator that torch has in Python alone."""
+    """Calls an operator that torch implements only in Python."""
 
     def forward(self, z: Tensor) -> Tensor:
         converted: Tensor = torch.ops.prims.convert_element_type(z, torch.complex128)

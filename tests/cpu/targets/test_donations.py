@@ -1,4 +1,4 @@
-"""What donations() says, as rows: names, dtypes, shapes, and outputs that cannot stay where they are."""
+"""donations() as rows: names, dtypes, shapes, and outputs that cannot stay in place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The C interface of compiled models: compiled once, kept, taken out of generated files, and left in where that cannot be."""
+"""The C interface of compiled models: compiled once, cached, removed from generated files, and kept there if that fails."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ for each do
 done
 exec g++ "$@"
 """
-"""It notes whether the file around a model, which it refuses, has the interface in it, and for which standard it is compiled."""
+"""A compiler that refuses the model's file and logs whether it contains the interface, and its C++ standard."""
 
 MADE = """while [ $# -gt 0 ]; do if [ "$1" = -o ]; then echo object > "$2"; echo made >> {log}; fi; shift; done; exit 0"""
 
@@ -34,7 +34,7 @@ Log = Callable[[], list[str]]
 
 @pytest.fixture
 def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Log]:
-    """Makes CXX a compiler that does this with the interface, and returns what reads its log."""
+    """Returns a function that sets CXX to a compiler with this action for the interface, and returns its log reader."""
     monkeypatch.setenv("CGCOMPILE_CACHE", str(tmp_path / "cache"))
     path, log = tmp_path / "g++", tmp_path / "log"
 

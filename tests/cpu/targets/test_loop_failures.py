@@ -1,6 +1,6 @@
-"""An index out of range inside of a parallel loop is an error and does not end the process.
+"""An index out of range in a parallel loop raises an error instead of ending the process.
 
-cli/docs/calls.md shows the error of a compiled bundle, and tests/cpu/docs runs it; here the generated code is looked at.
+cli/docs/calls.md shows the error of a compiled bundle, and tests/cpu/docs runs it. These tests read the generated code.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 NO_HEADERS = {"aot_inductor.precompile_headers": False}
-"""Else Inductor compiles headers, for ten seconds, though nothing that it writes is compiled."""
+"""Otherwise Inductor compiles headers for ten seconds, though none of its code is compiled here."""
 
 
 class Looking(torch.nn.Module):
@@ -25,12 +25,12 @@ class Looking(torch.nn.Module):
         self.table = torch.nn.Embedding(1000, 64)
 
     def forward(self, ids: Any, x: Any) -> tuple[Any, Any]:
-        """The rows of `ids` and their exponentials; the sine of `x`."""
+        """Returns the exponentials of the rows `ids`, and the sine of `x`."""
         return self.table(ids).exp(), x.sin()
 
 
 def kernels(folder: Path) -> list[str]:
-    """The C++ of every loop nest of `Looking`, which nothing compiles."""
+    """Returns the C++ of every loop nest of `Looking`, without compiling it."""
     from cgcompile.targets.cpu.loops import failures_leave_loops
 
     program = torch.export.export(Looking(), (torch.zeros(64, 128, dtype=torch.int64), torch.zeros(1 << 18)))

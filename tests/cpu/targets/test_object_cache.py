@@ -1,4 +1,4 @@
-"""Shared objects that earlier builds compiled: found when all that matters is the same, and made again when anything is odd."""
+"""The cache of compiled shared objects: a hit if everything relevant is equal, a new compilation in doubtful cases."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def exported(module: nn.Module | None = None, rows: int = 3, high: int = 8) -> E
 
 @pytest.fixture
 def build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Build:
-    """Builds with a compiler that writes what it was asked for; every call has a folder of its own."""
+    """Returns a function that builds with a logging compiler; every call has its own folder."""
     monkeypatch.setenv("CGCOMPILE_CACHE", str(tmp_path / "cache"))
     number = 0
 
@@ -70,7 +70,7 @@ def build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Build:
 
 
 def test_what_inductor_notes_in_its_options_does_not_matter(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first program that a process compiles leaves a note there, which the second one's build took for another option."""
+    """The first program that a process compiles leaves an entry there; the second build took it for another option."""
     build(exported())
     monkeypatch.setitem(config.aot_inductor.metadata, "AOTI_DEVICE_KEY", "other")
     assert build(exported()).recalled

@@ -1,4 +1,4 @@
-"""Operators whose code for the CPU is C++ of ours: beside what they are written with, alone and in a bundle."""
+"""Operators with cgcompile's own C++ code for the CPU equal their PyTorch definitions, alone and in a bundle."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_products_that_are_refused(code: Code) -> None:
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[object, ...]:
-    """What `paged_attention` takes."""
+    """Draws arguments of `paged_attention`."""
     torch.manual_seed(draw(st.integers(0, 1 << 20)))
     batch, seq, key_heads = draw(st.integers(1, 3)), draw(st.sampled_from([1, 1, 3, 17, 40])), draw(st.integers(1, 3))
     heads, dim, page = (
@@ -75,7 +75,7 @@ def cases(draw: st.DrawFn) -> tuple[object, ...]:
 @settings(max_examples=80, deadline=None)
 @given(cases())
 def test_attention_reads_live_tokens_alone(code: Code, case: tuple[object, ...]) -> None:
-    """What lies behind a lane's tokens is NaN here."""
+    """Tokens after a lane's end are NaN here."""
     query, keys, values, pages, start, count, sinks, *numbers = case
     wanted = paged_attention(*case)
     for lane, table in enumerate(pages.tolist()):
@@ -115,7 +115,7 @@ def test_pages_that_were_checked_may_be_more_than_the_sizes_say(code: Code) -> N
 
 
 class Both(nn.Module):
-    """Both operators behind each other."""
+    """Both operators one after the other."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -136,7 +136,7 @@ def both_inputs(rows: int) -> tuple[Tensor, ...]:
 
 @pytest.mark.parametrize("standalone", [None, False])
 def test_a_bundle_calls_them(tmp_path: Path, standalone: bool | None) -> None:
-    """Linked beside torch's libraries as well as in their place."""
+    """The operators are linked beside torch's libraries, and instead of them."""
     torch.manual_seed(0)
     model = Both().eval()
     built = cgcompile.build(model, both_inputs, sizes=[5], out=tmp_path / "both.cgb", target="cpu", standalone=standalone)

@@ -1,4 +1,4 @@
-"""Generated code runs on any number of threads: nothing in it is sized for those of the machine that built it."""
+"""Generated code runs on any number of threads: nothing depends on the thread count of the build machine."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ import pytest
 torch = pytest.importorskip("torch")
 
 NO_HEADERS = {"aot_inductor.precompile_headers": False}
-"""Else Inductor compiles headers, for ten seconds, though nothing that it writes is compiled."""
+"""Otherwise Inductor compiles headers for ten seconds, though none of its code is compiled here."""
 
 
 class Sums(torch.nn.Module):
-    """A sum of everything, and a loop of a few elements."""
+    """A sum over all elements, and a loop over a few."""
 
     def forward(self, x: Any, few: Any) -> tuple[Any, Any]:
-        """The sum of `x`, and `few` plus one."""
+        """Returns the sum of `x`, and `few` plus one."""
         return x.sum(), few + 1
 
 
 def generated(folder: Path) -> str:
-    """The kernels of `Sums` as C++, which nothing compiles."""
+    """Returns the C++ kernels of `Sums`, without compiling them."""
     from cgcompile.targets.cpu.loops import any_number_of_threads
 
     inputs = (torch.zeros(1 << 20), torch.zeros(8))

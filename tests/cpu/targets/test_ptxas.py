@@ -1,4 +1,4 @@
-"""The lowest driver for kernel images comes from the ptxas that makes them."""
+"""The lowest driver version for kernel images follows from the ptxas that makes them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from cgcompile.targets.kernels.ptxas import assemble, lowest_driver
 
 @pytest.fixture
 def triton(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A triton without anything but the folder of its ptxas; returns that folder."""
+    """Makes a triton package that only has the folder of its ptxas; returns that folder."""
     folder = tmp_path / "triton" / "backends" / "nvidia" / "bin"
     folder.mkdir(parents=True)
     spec = SimpleNamespace(origin=str(tmp_path / "triton" / "__init__.py"))
@@ -34,7 +34,7 @@ def script(path: Path, body: str) -> None:
 
 
 def test_the_installed_triton_serves_every_target() -> None:
-    """Triton 3.6 and 3.7 bring ptxas of CUDA 12 and of CUDA 13; a major version has no minor one as its lowest driver."""
+    """Triton 3.6 and 3.7 bring ptxas of CUDA 12 and CUDA 13; the lowest driver of a major version has minor version 0."""
     drivers = {row.name: lowest_driver(row.capability) for row in ARCHES}
     assert set(drivers.values()) <= {12000, 13000, 14000}
     assert drivers["sm_80"] == drivers["sm_86"] == drivers["sm_89"] == drivers["sm_90"] <= drivers["sm_100"] == drivers["sm_120"]
@@ -72,7 +72,7 @@ def test_a_ptxas_that_says_no_version(triton: Path, body: str) -> None:
 @pytest.mark.parametrize("row", ARCHES, ids=lambda row: row.name)
 def test_the_kernels_that_fill_memory_are_code_for_every_target(row: Arch) -> None:
     image = fill_image(row.name)
-    assert image == fill_image(row.name)  # nothing of the folder or the time is in it
+    assert image == fill_image(row.name)  # it does not depend on the folder or the time
     flags = int.from_bytes(image[48:52], "little")  # the low byte up to ptxas 12, the second from 13 on
     assert row.capability in (flags & 0xFF, flags >> 8 & 0xFF)
     assert all(read_kernel_info(image, f"cgcompile_fill_{piece}").params == PARAMS for piece in PIECES)

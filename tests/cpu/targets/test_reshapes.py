@@ -1,4 +1,4 @@
-"""What is reshaped across axes is stored first: no loop computes the indices of two reshapes in one another."""
+"""Results that are reshaped across axes are stored first: no loop nests the indices of two reshapes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ torch = pytest.importorskip("torch")
 from cgcompile.targets.cpu import loops  # noqa: E402
 
 NO_HEADERS = {"aot_inductor.precompile_headers": False}
-"""Else Inductor compiles headers, for ten seconds, though nothing that it writes is compiled."""
+"""Otherwise Inductor compiles headers for ten seconds, though none of its code is compiled here."""
 
 SIZES = st.lists(st.integers(1, 5), min_size=1, max_size=6)
 
@@ -58,13 +58,13 @@ class Shifted(torch.nn.Module):
     """Relative positions, shifted as in Funnel and Transformer-XL."""
 
     def forward(self, x: Any) -> Any:
-        """`x` (batch, heads, 8, 16) with every row a position further."""
+        """`x` (batch, heads, 8, 16): shifts every row by one more position."""
         one = (x + 1).reshape(x.shape[0], 4, 16, 8)[:, :, 1:]
         return one.reshape(x.shape[0], 4, 8, 15)[..., :8].exp()
 
 
 def lines(folder: Path, stored: AbstractContextManager[None]) -> list[str]:
-    """The lines of the loops of `Shifted`, which nothing compiles."""
+    """Returns the lines of the loops of `Shifted`, without compiling them."""
     inputs = (torch.zeros(3, 4, 8, 16),)
     program = torch.export.export(Shifted(), inputs, dynamic_shapes=({0: torch.export.Dim("batch")},))
     options = {"aot_inductor.package": True, "aot_inductor.package_cpp_only": True, "cpp.vec_isa_ok": True, **NO_HEADERS}

@@ -1,4 +1,4 @@
-"""What is linked to code for the CPU in libtorch's place: against torch, alone and in a bundle."""
+"""Functions that are linked to CPU code instead of libtorch equal torch, alone and in a bundle."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def code(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @st.composite
 def matrices(draw: st.DrawFn, shape: tuple[int, ...]) -> torch.Tensor:
-    """Random numbers, either axis the denser one, with gaps or without."""
+    """Draws random matrices, with either axis contiguous, with or without gaps."""
     gaps = draw(st.sampled_from([0, 0, 1, 5]))
     *outer, rows, columns = shape
     if draw(st.booleans()):
@@ -52,7 +52,7 @@ def matrices(draw: st.DrawFn, shape: tuple[int, ...]) -> torch.Tensor:
 
 @st.composite
 def laid_out(draw: st.DrawFn, shape: tuple[int, ...]) -> torch.Tensor:
-    """Random numbers, the axes in any order in memory, some repeated, with gaps or without."""
+    """Draws random tensors with axes in any memory order, some with stride 0, with or without gaps."""
     order = draw(st.permutations(range(len(shape))))
     repeated = [draw(st.integers(0, 7)) == 0 for _ in shape]
     tensor = draw(matrices(tuple(1 if repeated[axis] else shape[axis] for axis in order)))
@@ -113,7 +113,7 @@ def test_attention_is_torchs(code: Code, data: st.DataObject, batch: int, heads:
     given_scale = byref(c_double(scale)) if scale is not None else None
     name = "_scaled_dot_product_flash_attention_for_cpu"
     assert code(name, q, k, v, c_double(0), c_int32(causal), given_mask, given_scale, byref(output_handle), byref(rest)) == 0
-    # torch itself (2.13) answers with what lay in memory where the rows of q are one row repeated: a leading dimension of 0.
+    # torch (2.13) reads wrong memory if the rows of q have stride 0: a leading dimension of 0
     plain = [tensor.contiguous() for tensor in (q, k, v)]
     want = F.scaled_dot_product_attention(*plain, attn_mask=mask, is_causal=causal, scale=scale)
     actual = code.taken(output_handle, want)
@@ -153,7 +153,7 @@ def test_functions_of_vectors_are_right_to_two_units_in_the_last_place(code: Cod
         torch.nextafter(rounded.abs(), torch.tensor(torch.inf)).double() - rounded.abs().double(), torch.tensor(1e-45)
     )
     if name in ("sin", "cos"):
-        unit = torch.full_like(unit, 2.0**-24)  # near zero of a large angle the error is absolute, as it is of a sum of parts
+        unit = torch.full_like(unit, 2.0**-24)  # near zeros at large angles the error is absolute, as in a sum of parts
     special = ~torch.isfinite(rounded) | (rounded == 0)
     assert torch.equal(torch.nan_to_num(actual[special], nan=7.0), torch.nan_to_num(rounded[special], nan=7.0))
     error = ((actual.double() - want).abs() / unit)[~special]
@@ -182,7 +182,7 @@ def test_convolutions_are_torchs(
     sized = [word for number in numbers for word in (number, c_int64(2))]
     none = byref((c_int64 * 2)(0, 0)), c_int64(2)
     assert code("convolution", x, weight, given_bias, *sized, c_int32(0), *none, c_int64(1), byref(output_handle)) == 0
-    # torch 2.13's convolution by oneDNN ends the process for some inputs that it has to pad: they are padded for it
+    # torch 2.13's oneDNN convolution crashes for some inputs that it must pad: pad them before
     want = F.conv2d(F.pad(x, (padding[1], padding[1], padding[0], padding[0])), weight, bias, stride, 0, dilation)
     place, library = c_void_p(), libtorch.LibTorch(code.library)
     _, sizes, strides = library.layout(output_handle.value or 0)
@@ -250,7 +250,7 @@ def test_an_item(code: Code, value: float, kind: type[Any]) -> None:
 
 @pytest.mark.parametrize("rows", [83, 200, 711])
 def test_bands_of_rows_have_the_bits_of_all_rows_at_once(code: Code, rows: int) -> None:
-    """Where panels are kept a product goes by bands of as many rows as stay in a cache: 84 of these, or fewer."""
+    """If panels are cached, a product runs in bands of as many rows as fit into a cache: 84 of these, or fewer."""
     a, weight, added, out = torch.randn(rows, 1550), torch.randn(70, 1550), torch.randn(70), torch.empty(rows, 70)
     code.library.cgbundle_fix(c_void_p(weight.data_ptr()), c_int64(weight.nbytes))
     products = []
@@ -275,9 +275,9 @@ def test_panels_are_kept_of_memory_that_is_fixed_alone(code: Code) -> None:
     code.library.cgbundle_fix(begin, c_int64(weight.nbytes))
     assert all(torch.equal(product(), first) for _ in range(3))
     weight.zero_()
-    assert torch.equal(product(), first)  # what was kept
+    assert torch.equal(product(), first)  # the cached panels
     assert code("mm_out", part := torch.empty(5, 40), a, weight[40:].T) == 0
-    assert torch.count_nonzero(part) == 0  # another matrix of the same memory
+    assert torch.count_nonzero(part) == 0  # another matrix in the same memory
     code.library.cgbundle_release(begin)
     assert torch.equal(product(), first)
     code.library.cgbundle_release(begin)
@@ -295,7 +295,7 @@ def test_what_it_cannot_do_is_an_error(code: Code) -> None:
     dropout = (c_double(0.5), c_int32(0), None, None, byref(c_void_p()), byref(c_void_p()))
     assert code("_scaled_dot_product_flash_attention_for_cpu", *[torch.zeros(1, 1, 2, 2)] * 3, *dropout)
     plain = (c_double(0), c_int32(0), None, None, byref(c_void_p()), byref(c_void_p()))
-    for other in ((1, 4, 2, 2), (3, 6, 2, 2), (1, 6, 2, 4)):  # heads that are no groups; rows, and numbers of another count
+    for other in ((1, 4, 2, 2), (3, 6, 2, 2), (1, 6, 2, 4)):  # heads that are not multiples; different rows and counts
         tensors = torch.zeros(1, 6, 2, 2), torch.zeros(other), torch.zeros(other)
         assert code("_scaled_dot_product_flash_attention_for_cpu", *tensors, *plain)
 
@@ -314,8 +314,8 @@ def test_what_nobody_has_is_named_by_the_linker(tmp_path: Path) -> None:
 
 
 class Attention(nn.Module):
-    """Products, one plus a number of no axes, attention with either axis first and of grouped heads, an exponential, a
-    normalization, state."""
+    """Products, a sum with a scalar tensor, attention with either axis first and with grouped heads, an exponential, a norm,
+    state."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -386,7 +386,7 @@ def test_its_answers_beside_torch_in_the_same_process(standalone_bundle: tuple[P
 
 class Doubles(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x.double().topk(2, 1).values  # ours takes no float64, which the linker does not know
+        return x.double().topk(2, 1).values  # cgcompile's takes no float64, which the linker does not know
 
 
 def test_where_a_function_of_ours_fails_torchs_takes_its_place(tmp_path: Path) -> None:

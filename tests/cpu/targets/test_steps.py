@@ -1,4 +1,4 @@
-"""A program of several regions as steps: what is copied when, and how it lies."""
+"""A program with several regions as steps: the copies and their layouts."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_what_is_only_handed_through_the_host_keeps_its_layout() -> None:
 
 
 def test_what_the_host_writes_to_goes_back_where_it_came_from() -> None:
-    """x and y are inputs; the host writes to x and to the buffer b, a graph to y in place."""
+    """x and y are inputs; the host writes to x and to the buffer b, and a graph writes to y in place."""
     partition = Partition(
         regions=(region("host-1", ("b", "x"), ("h",), written=("b", "x")), region("graph-1", ("h", "y"), ("z",), written=("y",))),
         merged=(), inputs=("x", "y"), outputs=("z",), state=("b",),

@@ -1,4 +1,4 @@
-"""Code for all sizes: what the example's sizes decide narrows none of them."""
+"""Code for all sizes: guards on the example's sizes do not restrict any size."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OPTIONS = {
     "aot_inductor.precompile_headers": False,
     "cpp.vec_isa_ok": True,
 }
-"""Nothing that Inductor writes is compiled."""
+"""No code of Inductor is compiled."""
 
 
 class Filtered(torch.nn.Module):
@@ -33,7 +33,7 @@ class Filtered(torch.nn.Module):
 
 
 def exported(rows: int) -> tuple[Any, Any]:
-    """A convolution over at most 16 rows, with an example of `rows`, and the symbol of its rows."""
+    """Returns a convolution over at most 16 rows, exported with an example of `rows`, and the symbol of its rows."""
     sizes = {0: torch.export.Dim("batch", min=1, max=16)}
     program = torch.export.export(Filtered().eval(), (torch.zeros(rows, 1, 8, 8),), dynamic_shapes=(sizes,))
     placeholder = program.graph.find_nodes(op="placeholder")[-1]
@@ -41,7 +41,7 @@ def exported(rows: int) -> tuple[Any, Any]:
 
 
 def ends_of_loops(folder: Path, decided: bool) -> list[str]:
-    """Where loops end that do so at an expression, and not at a number."""
+    """Returns the loop ends that are expressions instead of numbers."""
     program, _ = exported(16)
     context: AbstractContextManager[None] = decided_alike(program) if decided else nullcontext()
     with pytest.MonkeyPatch.context() as patch, torch.no_grad(), context:
@@ -52,7 +52,7 @@ def ends_of_loops(folder: Path, decided: bool) -> list[str]:
 
 
 def test_a_convolution_of_sixteen_rows_is_one_of_any_number(tmp_path: Path) -> None:
-    """It was not: the code wrote 16 rows into the memory of one, and the build ended with a segmentation fault."""
+    """Before the fix, the code wrote 16 rows into the memory of one, and the build crashed."""
     assert not ends_of_loops(tmp_path / "plain", decided=False), "torch narrows nothing any more: is this still needed?"
     assert ends_of_loops(tmp_path / "decided", decided=True)
 
@@ -70,7 +70,7 @@ def test_answers_narrow_nothing_and_have_to_be_alike_for_all_sizes() -> None:
 
 
 def test_numbers_that_are_read_are_no_sizes() -> None:
-    """They have no largest value, and what the model asserts about them narrows them."""
+    """They have no upper bound, and the model's assertions restrict them."""
 
     class Reading(torch.nn.Module):
         def forward(self, x: Any, count: Any) -> Any:

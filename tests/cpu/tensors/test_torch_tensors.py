@@ -1,4 +1,4 @@
-"""Whether inputs are like those of a call before: torch answers in one question, and never yes where a call would differ."""
+"""Comparison of inputs with those of an earlier call: one call of torch, which never says yes if the calls would differ."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def library(request: pytest.FixtureRequest) -> Torch:
     torch_library = Torch(torch)
     assert torch_library._guards is not None
     if request.param == "by descriptors":
-        torch_library._guards = None  # as with a torch that lacks it
+        torch_library._guards = None  # as with a torch without it
     return torch_library
 
 
@@ -45,7 +45,7 @@ def test_what_differs_is_told_apart(library: Torch, other: Callable[[], Any]) ->
         like = library.guard(tensors)
         assert like(tensors) is not None
         last = like([*tensors[1:], other()])
-        assert last is None or last[0] != [first.data_ptr()] * count  # what is resolved lies elsewhere
+        assert last is None or last[0] != [first.data_ptr()] * count  # resolved tensors have other addresses
         assert like([*tensors, first]) is None and like([]) is None
 
 
@@ -67,7 +67,7 @@ def test_numbers_that_memory_does_not_hold_are_resolved() -> None:
 
 
 def test_every_mode_of_torch_has_a_likeness_of_its_own() -> None:
-    """One that was made in another mode says no, and that costs time alone."""
+    """A guard from another mode says no, which only costs time."""
     library = Torch(torch)
     outside = library.guard([values()])
     for mode in (torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu")):

@@ -1,4 +1,4 @@
-"""`cgcompile bench` for real on a tiny model, and the bundle's program as Python for its baselines."""
+"""A real `cgcompile bench` of a tiny model, and the bundle's program as Python for its baselines."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_bundle_beside_eager(bundle: Path, tmp_path: Path) -> None:
 
 
 def other_expectations(bundle: Path, path: Path) -> Path:
-    """A sound bundle whose self-test promises, at batch 4, something else than the model gives."""
+    """Returns a valid bundle whose self-test expects wrong outputs at batch 4."""
     shutil.copytree(bundle, path)
     file = path / file_names.SELF_TEST
     stored = safetensors.Mapped(str(file), file_names.SELF_TEST)
@@ -69,7 +69,7 @@ def other_expectations(bundle: Path, path: Path) -> Path:
     for name, entry in stored.entries.items():
         data = bytearray(stored.data(name))
         if name == file_names.self_test_entry((4,), "output", 0):
-            data[3] ^= 0x40  # an exponent's bit of the first element
+            data[3] ^= 0x40  # an exponent bit of the first element
         tensors[name] = (entry.dtype, entry.shape, lambda data=data: bytes(data))
     with open(file, "wb") as target:
         safetensors_writer.write(target, tensors)
@@ -80,7 +80,7 @@ def other_expectations(bundle: Path, path: Path) -> Path:
 
 
 def test_wrong_outputs_fail_naming_way_int_key_and_error(bundle: Path, tmp_path: Path) -> None:
-    """The bundle's own are; a baseline's: the next test."""
+    """Here the bundle's outputs are wrong; the next test has a wrong baseline."""
     result = bench(other_expectations(bundle, tmp_path / "other.cgb"), "--rounds", 1, "--against", "manual", "--quiet")
     assert result.exit_code == 1 and "outputs  WRONG in 1 comparison of 2" in result.stdout
     (line,) = result.stderr.splitlines()
@@ -131,7 +131,7 @@ def test_a_model_that_is_not_there_is_found_at_once(bundle: Path) -> None:
 
 
 class Branch(nn.Module):
-    """A condition on data, which is two graphs inside a graph."""
+    """A data-dependent branch, which has two graphs inside the graph."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.cond(x.sum() > 0, lambda x: x.sin() + 1, lambda x: x.cos(), (x,)) * float("inf")
@@ -154,7 +154,7 @@ def rows(batch: int) -> tuple[torch.Tensor]:
 
 
 def job(folder: Path, exported: Exported, **more: Any) -> dict[str, Any]:
-    """What a worker is told: the program went through a file without weights, the weights through theirs."""
+    """Returns a worker's job: the program is saved without weights, and the weights are in their own file."""
     tensors = weight_tensors(exported.programs.first)
     emit.write_program(folder / file_names.PROGRAM, exported.programs.first)
     rows = write_weights(folder / file_names.WEIGHTS, tensors, weight_rows(tensors, ()))
@@ -237,7 +237,7 @@ def test_a_users_module_is_called_as_its_forward_wants(tmp_path: Path) -> None:
 
 
 def test_the_compilers_worker_serves_in_this_process_too(bundle: Path, model_file: Path) -> None:
-    """What a fresh process does, without one: the self-test's inputs in, the self-test's outputs out."""
+    """Does in this process what a new process does: takes the self-test's inputs and returns its outputs."""
     manifest = archive.read_manifest(str(bundle))
     job = {
         "bundle": str(bundle), "target": "cpu", "entry": "forward",

@@ -1,4 +1,4 @@
-"""`cgcompile bench --generate` on a tiny Llama: its own process without torch, beside transformers' generate."""
+"""`cgcompile bench --generate` with a tiny Llama: a process without torch, beside transformers' generate."""
 
 from __future__ import annotations
 

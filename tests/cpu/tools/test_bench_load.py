@@ -1,4 +1,4 @@
-"""`cgcompile bench URL --generate`: a load of requests, and numbers as vLLM's `bench serve` names them."""
+"""`cgcompile bench URL --generate`: a load of requests, with the metric names of vLLM's `bench serve`."""
 
 from __future__ import annotations
 

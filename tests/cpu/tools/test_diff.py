@@ -1,4 +1,4 @@
-"""`cgcompile diff` over real builds: the same thing built twice does not differ, and one changed weight is all that differs."""
+"""`cgcompile diff` of real builds: two equal builds do not differ, and one changed weight is the only difference."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ EDIT = """
         made[0].weight.data[3, 2] += 1
         return made
 """
-"""One of 96 weights of the first layer: Inductor writes constants of up to 8 elements, such as the last bias, into its code."""
+"""One of 96 weights of the first layer: Inductor inlines constants of up to 8 elements, such as the last bias."""
 
 
 def build(folder: Path, source: str) -> Path:
-    """The model of that source, for batch 1 and 4, from a file of its own."""
+    """Builds the model of this source, for batch 1 and 4, from a new file."""
     folder.mkdir()
     (folder / "tiny.py").write_text(source)
     return cgcompile.build(str(folder / "tiny.py"), sizes=[1, 4], out=folder / "tiny.cgb", target="cpu").path
@@ -55,7 +55,7 @@ def model() -> nn.Module:
 def inputs(batch: int) -> tuple[torch.Tensor]:
     return (torch.randint(0, 11, (batch, 5)),)
 """
-"""A model whose compiled code checks its indices, and says in which generated file."""
+"""A model whose compiled code checks its indices and names its generated file."""
 
 
 def test_two_builds_of_a_model_that_checks_indices_do_not_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The list of what becomes of PyTorch's operators agrees with what `check` says of a model that calls them."""
+"""The list of PyTorch's operators agrees with `check` for models that call them."""
 
 from __future__ import annotations
 

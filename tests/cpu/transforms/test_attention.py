@@ -1,4 +1,4 @@
-"""Attention of one row in one kernel: which graphs get it, and what it computes."""
+"""Attention of one row in one kernel: which graphs use it, and its results."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def causal(x: Any, place: Any) -> Any:
 
 
 def shared_heads(x: Any, place: Any) -> Any:
-    """Two heads read one key."""
+    """Two heads share one key."""
     keys, values = [
         random_tensor(1, HEADS // 2, PLACES, WIDTH)[:, :, None].expand(-1, -1, 2, -1, -1).reshape(1, HEADS, PLACES, WIDTH)
         for _ in range(2)
@@ -117,7 +117,7 @@ def inputs():
 
 @pytest.mark.parametrize(("shared", "dtype"), [(4, "torch.float32"), (2, "torch.bfloat16")])
 def test_a_step_with_a_cache_is_one_kernel_with_what_eager_computes(shared: int, dtype: str, tmp_path: Path) -> None:
-    """Outputs and state are those of eager PyTorch: the kernels are interpreted before a bundle is published."""
+    """Outputs and state equal eager PyTorch: the kernels are interpreted before a bundle is published."""
     file = tmp_path / "step.py"
     file.write_text(MODEL.format(shared=shared, dtype=dtype))
     built = cgcompile.build(str(file), out=tmp_path / "step.cgb", target="sm_90")

@@ -1,4 +1,4 @@
-"""Outputs whose sizes depend on data: padded to a bound in the program, and returned with the sizes that eager PyTorch gives."""
+"""Outputs with data-dependent sizes: padded to a bound in the program, and returned with eager PyTorch's sizes."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ Function = Callable[[Tensor, Tensor], Any]
 MOST = 40
 
 
-# --- an operator as torchvision has it, where it is not installed ---------------------------------------------------
+# --- torchvision's operator, if torchvision is not installed ---------------------------------------------------------
 
 
 def _suppressed(boxes: Tensor, scores: Tensor, threshold: float) -> Tensor:
-    """Positions of the boxes that stay, one box after the other."""
+    """Returns the positions of the kept boxes, one box after the other."""
     kept, gone = [], torch.zeros(len(scores), dtype=torch.bool)
     areas = (boxes[:, 2] - boxes[:, 0]) * (boxes[:, 3] - boxes[:, 1])
     for at in scores.sort(stable=True, descending=True)[1].tolist():
@@ -81,7 +81,7 @@ def exported(function: Function) -> Any:
 
 
 def inputs(seed: int, ties: bool = False) -> tuple[Tensor, Tensor]:
-    """Random ones, at times such that no row is selected, or all are; with `ties`, of few different scores."""
+    """Returns random inputs, some of which select no row or all rows; with `ties`, there are few different scores."""
     torch.manual_seed(seed)
     rows = (3, 4, 9, 16, MOST)[seed % 5]
     boxes, scores = torch.rand(rows, 4), torch.rand(rows)
@@ -91,7 +91,7 @@ def inputs(seed: int, ties: bool = False) -> tuple[Tensor, Tensor]:
 
 
 def check(function: Function, bounded: Bounded, ties: bool = True) -> None:
-    """The program gives what eager PyTorch gives, and zeros behind it."""
+    """Checks that the program gives eager PyTorch's outputs, with zeros behind them."""
     module = bounded.program.module(check_guards=False)
     for seed in range(40):
         tensors = inputs(seed, ties and seed % 2 == 0)
@@ -134,7 +134,7 @@ def divided(b: Tensor, s: Tensor) -> Any:
 
 
 def overlapping(b: Tensor, s: Tensor) -> Any:
-    """Suppression as packages without torchvision write it for graphs: all pairs at once."""
+    """Non-maximum suppression of all pairs at once, as packages without torchvision write it for graphs."""
     order = s.argsort(descending=True, stable=True)
     boxes = boxes_of(b)[order]
     areas = (boxes[:, 2:] - boxes[:, :2]).prod(1)
@@ -267,7 +267,7 @@ def test_writes_in_place_are_not_moved(function: Function) -> None:
 
 
 def lookup(b: Tensor, s: Tensor) -> Any:
-    """Rows of one selection at the positions of another one, which may be more."""
+    """Indexes the rows of one selection with the positions of another, which may be more."""
     return b[s > 0.5][(s > 0.3).nonzero()[:, 0] - 2]
 
 
@@ -353,7 +353,7 @@ def test_the_manifest_says_what_is_padded(bundle: Path) -> None:
 
 
 class Suppressed(nn.Module):
-    """A detector that asks how many boxes there are, before and behind the suppression."""
+    """A detector that reads the number of boxes before and after the suppression."""
 
     def __init__(self, nms: Any) -> None:
         super().__init__()

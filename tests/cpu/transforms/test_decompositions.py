@@ -1,4 +1,4 @@
-"""Decompositions for both recorders: products with a vector are sums where that reads in order; `argmax` by parts."""
+"""Decompositions for both recorders: matrix-vector products become sums if that reads in order; `argmax` by parts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ aten = torch.ops.aten
 @pytest.mark.parametrize(
     ("a", "b", "sums"),
     [
-        (torch.randn(1, 600), torch.randn(700, 600).t(), True),  # a row by a weight of nn.Linear
+        (torch.randn(1, 600), torch.randn(700, 600).t(), True),  # a row times a weight of nn.Linear
         (torch.randn(1, 600), torch.randn(600, 700), False),
         (torch.randn(1, 600), torch.randn(600, 7), True),  # small
         (torch.randn(700, 600), torch.randn(600, 1), True),
@@ -45,7 +45,7 @@ def test_a_sum_reads_in_order(a: Any, b: Any, sums: bool) -> None:
 @pytest.mark.parametrize("shape", [(1, LONG), (3, LONG + 1), (2, 1, 3 * LONG - 5)])
 def test_the_largest_of_a_long_axis_is_found_by_parts(shape: tuple[int, ...], dtype: Any) -> None:
     torch.manual_seed(0)
-    drawn = torch.randn(shape).to(dtype)  # bfloat16: many are equal, and the first counts
+    drawn = torch.randn(shape).to(dtype)  # bfloat16: many are equal, and the first one counts
     nothing = torch.full(shape, float("-inf"), dtype=dtype)
     last = nothing.clone()
     last[..., -1] = 0
@@ -61,7 +61,7 @@ def test_the_largest_of_a_long_axis_is_found_by_parts(shape: tuple[int, ...], dt
     ("x", "dim"),
     [
         (torch.zeros(1, LONG - 1), -1),
-        (torch.zeros(ROWS, LONG), -1),  # a block for every multiprocessor
+        (torch.zeros(ROWS, LONG), -1),  # one block per multiprocessor
         (torch.zeros(LONG, 2), 0),
         (torch.zeros(2, LONG), None),
         (torch.zeros(1, LONG, dtype=torch.int64), -1),

@@ -1,4 +1,4 @@
-"""The bound of every output follows from the dtypes that it went through."""
+"""The tolerance of every output follows from the dtypes of its computation."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ INFINITY, NAN = float("inf"), float("nan")
     "dtype", [torch.float64, torch.float32, torch.float16, HALF, torch.float8_e5m2, torch.complex64, torch.complex128]
 )
 def test_tensors_are_measured_as_bytes_are(dtype: torch.dtype) -> None:
-    """The compiler's measure and the runtime's are one."""
+    """The compiler and the runtime measure errors in the same way."""
     from cgbundle.tensors import comparison
     from cgcompile.model.pytree import dtype_name
     from cgcompile.util.raw_bytes import raw
@@ -135,7 +135,7 @@ def test_integers_are_measured_as_bytes_are(dtype: torch.dtype) -> None:
 
 
 def test_neighbours_above_2_to_the_53_are_not_equal() -> None:
-    """As float64 they would be."""
+    """They would be equal as float64."""
     assert compare(torch.tensor([2**53]), torch.tensor([2**53 + 1])).error == 1
     assert compare(torch.ones(2), torch.ones(3)).error == compare(torch.ones(2), torch.ones(2).int()).error == INFINITY
     assert compare(torch.ones(0), torch.ones(0)).error == 0
@@ -151,7 +151,7 @@ class OneLogit(nn.Module):
 
 
 class Quantized(nn.Module):
-    """Activations rounded to int8 by their largest: a rounding step of an input turns some of them over."""
+    """Activations rounded to int8 by their maximum: a rounding step of an input flips some of them."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         scale = x.abs().amax() / 127
@@ -171,7 +171,7 @@ def test_rounding_inside_widens_the_bound() -> None:
 
 
 class LookedUp(nn.Module):
-    """As `OneLogit`, of tokens: no input can be a rounding step off, but the norm behind the embedding can."""
+    """A model like `OneLogit` with tokens: an input has no rounding, but the norm after the embedding has."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Buffers that take each other's values, what numbers are scattered into, and numbers that `Identity` is a part of."""
+"""Buffers that swap their values, the dtype of scattered numbers, and numbers inside `Identity`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ aten, rev = torch.ops.aten, torch.ops.prims.rev.default
 
 
 class Swapping(torch.nn.Module):
-    """Two pairs of buffers that swap their values, one of them by an addition of nothing."""
+    """Two pairs of buffers that swap their values, one pair through an addition of zero."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Swapping(torch.nn.Module):
 
 @pytest.mark.parametrize("target", ["cpu", "sm_90"])
 def test_a_bundle_swaps_them_as_eager_pytorch_does(tmp_path: Path, target: str) -> None:
-    """The proof of a trace replays its rows, interpreted, and compares the buffers."""
+    """The proof of a cross-compiled bundle interprets its rows and compares the buffers."""
     path = cgcompile.build(Swapping(), lambda: (torch.zeros(4),), out=tmp_path / "swapping.cgb", target=target).path
     if target == "cpu":
         eager = Swapping()
@@ -48,7 +48,7 @@ def test_a_bundle_swaps_them_as_eager_pytorch_does(tmp_path: Path, target: str) 
 
 
 class Emptied(torch.nn.Module):
-    """A counter that a call sets back to what another buffer holds."""
+    """A counter that a call resets to the value of another buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ def test_caches_know_the_pass_by_its_text() -> None:
 
 
 class Scattered(torch.nn.Module):
-    """Numbers in one column of every row, in each dtype."""
+    """Writes numbers to one column of every row, in each dtype."""
 
     def forward(self, columns: Any) -> Any:
         def one(dtype: Any, number: Any) -> Any:
@@ -114,7 +114,7 @@ class Scattered(torch.nn.Module):
 def test_numbers_that_are_scattered_keep_the_dtype() -> None:
     columns = torch.tensor([[1], [3]])
     exported = torch.export.export(Scattered(), (columns,)).module()
-    # one kernel: no processes to compile many, no headers compiled before, no probes of instruction sets
+    # one kernel: no compile processes, no precompiled headers, no probes of instruction sets
     options = {"force_disable_caches": True, "compile_threads": 1, "cpp_cache_precompile_headers": False, "cpp.vec_isa_ok": True}
     with torch.no_grad():
         outputs = compile_graph(exported, [columns], options, dynamic=False)(columns)
@@ -132,7 +132,7 @@ class Repeating(torch.nn.Module):
 
 
 def test_equal_outputs_are_tensors_of_their_own(tmp_path: Path) -> None:
-    """Code that was compiled ahead gave one tensor twice, and the process that called it died."""
+    """Compiled code returned one tensor twice, and the calling process crashed."""
     x = torch.rand(6)
     with cgbundle.load(cgcompile.build(Repeating(), lambda: (x,), out=tmp_path / "equal.cgb", target="cpu").path) as program:
         for one, want in zip(program(x), Repeating()(x), strict=True):
@@ -169,7 +169,7 @@ def test_rules_of_dtypes_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Factors(torch.nn.Module):
-    """Sums with factors of products of matrices, one inside of a branch."""
+    """Sums with scaled matrix products, one inside a branch."""
 
     def forward(self, x: Any, a: Any, b: Any) -> Any:
         first = torch.add(x.exp(), a @ b, alpha=-1) + torch.add(a @ b, x.exp(), alpha=0.5)

@@ -1,4 +1,4 @@
-"""Operators that a host region cannot call become what they do, with the same results."""
+"""Operators that a host region cannot call are replaced by their operations, with the same results."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_the_same_without_it(function: Callable[..., object], x: torch.Tensor) -
 
 
 def test_what_inductor_lowers_stays() -> None:
-    import torch.ao.quantization.fx._decomposed  # registers the operators that PT2E leaves
+    import torch.ao.quantization.fx._decomposed  # registers operators that PT2E uses
 
     quantize = torch.ops.quantized_decomposed.quantize_per_tensor.default
     program = torch.export.export(Calling(lambda x: quantize(x, 0.1, 3, 0, 255, torch.uint8)), (torch.randn(3),), strict=False)

@@ -1,4 +1,4 @@
-"""Indices are right where the floats that they point at are equal within tolerance; what follows is compared for that choice."""
+"""Indices are right if the floats at them are equal within tolerance; later values are compared for that choice."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROWS, WORDS = 4, 64
 
 
 class Scores(nn.Module):
-    """Scores of words that are nearly equal in pairs: word 2n is ahead of word 2n + 1 by `ahead`, which the sign of turns over."""
+    """Scores of words in nearly equal pairs: word 2n leads word 2n + 1 by `ahead`, whose sign decides the order."""
 
     def __init__(self, ahead: float, then: Callable[[nn.Module, Tensor], object]) -> None:
         super().__init__()
@@ -35,12 +35,12 @@ class Scores(nn.Module):
 
 
 TIE, CLEAR = 1e-4, 0.5
-"""The bound of float32 is 1e-4 of the largest score, 31."""
+"""The tolerance of float32 is 1e-4 of the largest score, 31."""
 
 
 @cache
 def run_of(then: Callable[..., object], ahead: float = TIE, draws: bool = False) -> Run:
-    """Calls of the model by eager PyTorch: what a build does with the exported program."""
+    """Runs the model in eager PyTorch, as a build does with the exported program."""
     with torch.no_grad():
         program = torch.export.export(Scores(ahead, then).eval(), (torch.ones(1),))
     module = ProgramModule([with_generator(program) if draws else program])
@@ -61,13 +61,13 @@ def bounds(seen: Seen) -> list[ErrorBound]:
 
 
 def verdict(then: Callable[..., object], ahead: float) -> Verdict | None:
-    """Of a program whose scores are turned over, by rounding or by more."""
+    """Returns the verdict for a program whose scores are in the other order, by rounding or by more."""
     got = run_of(then, -ahead)()
     return judged(run_of(then, ahead), got, bounds(got))
 
 
 def changed(then: Callable[..., object], change: Callable[[tuple[Tensor, ...]], None]) -> Verdict | None:
-    """Of a program with a mistake: what eager PyTorch gives, changed."""
+    """Returns the verdict for a wrong program: eager PyTorch's outputs, changed."""
     run = run_of(then)
     outputs = tuple([tensor.clone() for tensor in run().left])
     change(outputs)
@@ -89,7 +89,7 @@ def sort(module: nn.Module, y: Tensor) -> object:
 
 
 def moved(module: nn.Module, y: Tensor) -> object:
-    """Through views, casts, a gather, a filter, a concatenation, and a write in place."""
+    """Passes the index through views, casts, a gather, a filter, a concatenation, and an in-place write."""
     best = y.max(1)
     words = torch.where(best.values > 0, best.indices, -1)
     kept = torch.zeros(2 * ROWS, dtype=torch.int64)
@@ -102,7 +102,7 @@ def moved(module: nn.Module, y: Tensor) -> object:
 
 
 def loop(module: nn.Module, y: Tensor) -> object:
-    """Each token decides the next scores."""
+    """Each token determines the next scores."""
 
     def more(turn: Tensor, token: Tensor, tokens: Tensor) -> Tensor:
         return turn < 5
@@ -116,24 +116,24 @@ def loop(module: nn.Module, y: Tensor) -> object:
 
 
 def hidden(module: nn.Module, y: Tensor) -> object:
-    """The index itself is no output."""
+    """The index itself is not an output."""
     return module.table[y[:1].argmax(-1)]
 
 
 def beams(module: nn.Module, y: Tensor) -> object:
-    """Two outputs make an index of one row; neither is it."""
+    """Two outputs are made from an index of one row; neither is the index."""
     best = (y + torch.arange(ROWS)[:, None] / 4).reshape(1, -1).topk(3).indices
     return best // WORDS, best % WORDS
 
 
 def filtered(module: nn.Module, y: Tensor) -> object:
-    """Words below the eighth are left out, then scores that others decide: a word at the threshold."""
+    """Filters words below the eighth, then scores of other words decide: one word is at the threshold."""
     least = y.topk(7).values[:, -1:]
     return (torch.where(y >= least, -y, float("-inf")) + 0 * y).argmax(-1)
 
 
 def narrowed(module: nn.Module, y: Tensor) -> object:
-    """The compiled program leaves out the word that would win, and keeps the one that it selects."""
+    """The compiled program filters the word that would win, and keeps the one that it selects."""
     limit = y[:, :1] * 0 + 28
     return torch.where(y <= limit, y + 0.6 * torch.arange(WORDS).remainder(2), float("-inf")).argmax(-1)
 
@@ -177,9 +177,9 @@ def test_the_report_counts_indices_that_differ() -> None:
 
 def test_the_share_of_indices_with_others_that_are_as_good() -> None:
     def picked(module: nn.Module, y: Tensor) -> object:
-        shift = 0.4 * torch.arange(ROWS)[:, None].clamp(max=1)  # rows but the first have no ties
+        shift = 0.4 * torch.arange(ROWS)[:, None].clamp(max=1)  # all rows except the first have no ties
         apart = y + shift * torch.arange(WORDS).remainder(2)
-        near = torch.cat([apart.argmax(-1), torch.arange(ROWS)])  # half of it are no indices
+        near = torch.cat([apart.argmax(-1), torch.arange(ROWS)])  # half of it are not indices
         return near, apart.topk(4)[1].int(), y.max(-1).values, (y * 10).round().long()
 
     assert near_ties(run_of(picked)) == (1 / (2 * ROWS), 1 / ROWS, 0.0, 0.0)
@@ -269,7 +269,7 @@ def test_the_users_model_has_to_agree_too() -> None:
 
 
 def test_a_mask_hides_nothing_of_the_rest_of_its_row() -> None:
-    """The largest value that a mask has says nothing about how near the others are."""
+    """The largest value of a mask does not hide how close the others are."""
 
     def masked(module: nn.Module, y: Tensor) -> object:
         return y.masked_fill(torch.arange(WORDS) > 1, torch.finfo(torch.float32).min).topk(4).indices

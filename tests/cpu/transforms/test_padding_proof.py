@@ -1,4 +1,4 @@
-"""What the padding proof decides, on models whose answer is known."""
+"""Verdicts of the padding proof on models with known answers."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def looped(x: torch.Tensor) -> torch.Tensor:
     ids=["none", "cond", "while_loop", "vmap", "checkpoint", "no_grad"],
 )
 def test_the_operator_that_changes_is_named_with_its_own_line(function: Callable[[torch.Tensor], torch.Tensor], line: str) -> None:
-    """Also where the outputs of eager PyTorch differ, and where a function that another one was given has the operator."""
+    """This holds even if outputs of eager PyTorch differ, and if a function passed to another function has the operator."""
     pad, chunk, reason = decide(Batched(function), rows, {"batch": (2, 5)})["batch"]
     assert (pad, chunk) == ("no", False)
     named, _, trial = reason.partition("; ")

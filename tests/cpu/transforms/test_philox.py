@@ -1,4 +1,4 @@
-"""The generator against the known answers of Random123, and the distributions' edges and statistics."""
+"""The generator against the known answers of Random123, and the limits and statistics of the distributions."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ words = st.integers(0, MASK)
 
 
 def signed(number: int) -> int:
-    """A number below 2^64 as the int64 of the same bits."""
+    """Converts a number below 2^64 to the int64 with the same bits."""
     return number - (1 << 64) if number >> 63 else number
 
 
@@ -39,7 +39,7 @@ def drawn(element: Tensor, number: int = 0, seed: int = 0, calls: int = 0) -> Wo
 
 
 def reference(counter: list[int], key: list[int]) -> list[int]:
-    """The generator as in the paper, with Python's integers."""
+    """Computes the generator as in the paper, with Python integers."""
     for turn in range(ROUNDS):
         left, right = [(word + turn * bump) & MASK for word, bump in zip(key, BUMPS, strict=True)]
         a, b = counter[0] * MULTIPLIERS[0], counter[2] * MULTIPLIERS[1]
@@ -80,7 +80,7 @@ def same(word: int) -> Words:
     ("dtype", "digits"), [(torch.float64, 53), (torch.float32, 24), (torch.float16, 11), (torch.bfloat16, 8)], ids=str
 )
 def test_a_uniform_number_has_the_digits_of_its_dtype_and_is_never_1(dtype: torch.dtype, digits: int) -> None:
-    """As at::transformation::uniform_real: a multiple of 2^-digits in [0, 1)."""
+    """The values are multiples of 2^-digits in [0, 1), as in at::transformation::uniform_real."""
     assert uniform01(same(0), dtype).item() == 0
     assert uniform01(same(MASK), dtype).item() == 1 - 2.0**-digits
     assert uniform01(same(1 << 31), dtype).dtype == dtype
@@ -101,7 +101,7 @@ def test_no_word_gives_infinity_or_a_waiting_time_of_zero(dtype: torch.dtype) ->
 
 @given(words, words, st.integers(1, (1 << 63) - 1) | st.integers(1, 1 << 32))
 def test_integers_lie_in_their_range(low: int, high: int, span: int) -> None:
-    """Up to 2^31 the high word of 64 random bits times the range, above 63 bits modulo it: neither overflows."""
+    """Up to 2^31 it is the high word of 64 random bits times the range; above, 63 bits modulo the range. Neither overflows."""
     integer = integers((torch.tensor(low), torch.tensor(high), *same(0)[:2]), span).item()
     drawn64 = low | high << 32
     assert integer == ((drawn64 * span) >> 64 if span <= 1 << 31 else (drawn64 & ((1 << 63) - 1)) % span)
@@ -115,7 +115,7 @@ def stream() -> Stream:
     ("low", "high"), [(-(1 << 63), (1 << 63) - 1), (-(1 << 62), 1 << 62), (-5, (1 << 63) - 1), (-(1 << 63), 1)]
 )
 def test_ranges_of_more_than_63_bits(low: int, high: int) -> None:
-    """As torch.randint, which takes any range of int64."""
+    """Any range of int64 is accepted, as by torch.randint."""
     numbers = LEAVES[torch.ops.aten.randint.low](stream(), low, high, [COUNT])
     assert low <= int(numbers.min()) and int(numbers.max()) < high
     assert numbers.double().mean().item() == pytest.approx((low + high) / 2, abs=(high - low) * 0.005)
@@ -130,7 +130,7 @@ def test_a_shuffle_holds_every_number_once() -> None:
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (1, 2, 0)], ids=str)
 def test_numbers_lie_in_memory_as_the_tensor_that_they_are_for(order: tuple[int, ...]) -> None:
-    """As torch.rand_like, which keeps the strides."""
+    """The strides are kept, as by torch.rand_like."""
     like = torch.empty(24).view(2, 3, 4).permute(order)
     numbers = LEAVES[torch.ops.aten.rand_like.default](stream(), like)
     assert (numbers.shape, numbers.stride(), axes_in_memory(numbers)) == (like.shape, like.stride(), axes_in_memory(like))
@@ -142,7 +142,7 @@ def test_numbers_lie_in_memory_as_the_tensor_that_they_are_for(order: tuple[int,
 
 
 def correlation(left: Tensor, right: Tensor) -> float:
-    """In standard deviations of that of independent numbers."""
+    """Returns the correlation in standard deviations for independent numbers."""
     return float(torch.corrcoef(torch.stack([left, right]))[0, 1]) * math.sqrt(len(left))
 
 
@@ -152,7 +152,7 @@ def uniform(**options: int) -> Tensor:
 
 @pytest.mark.parametrize("seed", [0, 1, -1 & (1 << 64) - 1, 1 << 40])
 def test_uniform_numbers_are_uniform(seed: int) -> None:
-    """Mean 1/2, variance 1/12, and Kolmogorov and Smirnov's distance below that of one sample in a thousand."""
+    """Mean 1/2, variance 1/12, and a Kolmogorov-Smirnov distance below that of one sample in a thousand."""
     numbers = uniform(seed=seed)
     assert numbers.mean().item() == pytest.approx(1 / 2, abs=4 * math.sqrt(1 / 12 / COUNT))
     assert numbers.var().item() == pytest.approx(1 / 12, abs=4 * math.sqrt(1 / 180 / COUNT))
@@ -193,7 +193,7 @@ def test_two_seeds_give_other_numbers(left: int, right: int) -> None:
 
 
 def test_no_block_occurs_twice_in_10000_calls_of_3_draws() -> None:
-    """4 elements each: of 120,000 numbers of 63 bits two are alike once in 10^9."""
+    """4 elements each. Two of 120,000 random numbers of 63 bits are equal with a probability of 10^-9."""
     shared = torch.stack([schedule(torch.tensor([11, call])) for call in range(10_000)], -1).unsqueeze(-1)
     blocks = [bits63(block(torch.arange(4), shared, number)) for number in range(3)]
     assert {numbers.shape for numbers in blocks} == {(10_000, 4)}

@@ -1,4 +1,4 @@
-"""Norms and softmaxes in front of products of one row, computed for every column: the same numbers, where it pays."""
+"""Norms and softmaxes before products of one row are computed for every column: the same numbers, if it is faster."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def attention(x: Any) -> Any:
 
 
 def online(x: Any) -> Any:
-    """As Inductor writes a softmax where it finds one."""
+    """A softmax in the form in which Inductor rewrites it."""
     most, total = SOFTMAX(x.view(3, 1, 40), -1)
     return (torch.exp(x.view(3, 1, 40) - most) / total) @ weights(3, 40, 24)
 
@@ -58,7 +58,7 @@ def of_two_rows(x: Any) -> Any:
 
 
 def of_itself(x: Any) -> Any:
-    """Attention of a single token: both factors are made of the row."""
+    """Attention of a single token: both factors come from the row."""
     y = rms(x.view(3, 1, 40))
     return (y * 2) @ (y + 1).view(3, 40, 1)
 
@@ -76,7 +76,7 @@ def of_a_column(x: Any) -> Any:
 
 
 def behind_another(x: Any) -> Any:
-    """A residual is made once: what the second norm reads is not computed again with the first."""
+    """A residual is computed once: the input of the second norm is not recomputed with the first."""
     x = x + F.linear(norm(x, 120), weights(120, 120))
     return x + F.linear(norm(x, 120), weights(120, 120))
 
@@ -88,7 +88,7 @@ def behind_another(x: Any) -> Any:
         (lambda x: F.linear(norm(x, 120).to(torch.bfloat16), weights(40, 120).to(torch.bfloat16)), 1),
         (attention, 2),
         (online, 2),
-        (shared, 2),  # two of the three products have as many columns: they share theirs
+        (shared, 2),  # two of the three products have the same number of columns and share theirs
         (behind_another, 2),
         (of_a_column, 1),
         (lambda x: F.linear(x, weights(40, 120)), 0),
@@ -125,7 +125,7 @@ def _rows(node: Any) -> int:
 
 @pytest.mark.parametrize("axes", [None, [], [0, 1]])
 def test_a_sum_over_all_axes_is_no_product_of_a_row(axes: list[int] | None) -> None:
-    """`x.norm()`, which the decompositions make one of."""
+    """The decompositions turn `x.norm()` into such a sum."""
     graph = make_fx(lambda x: torch.ops.aten.sum.dim_IntList(x * x, axes))(torch.rand(1, 6)).graph
     (total,) = [node for node in graph.nodes if "sum" in node.name]
     assert one_product(total) is None

@@ -1,4 +1,4 @@
-"""Models that draw random numbers: the rewritten program beside PyTorch's own operators, and compiled beside eager."""
+"""Models that draw random numbers: the rewritten program against PyTorch's operators, and compiled against eager."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def exported(model: nn.Module | Callable[..., Any], inputs: Callable[..., Any] =
 
 
 def run(program: Any, *tensors: Tensor, seed: int = 0, calls: int = 0) -> list[Tensor]:
-    """The outputs of one call of a program from this state."""
+    """Returns the outputs of one call of a program from this generator state."""
     module = program.module()
     module.get_buffer(RNG).copy_(torch.tensor([seed, calls]))
     with torch.no_grad():
@@ -130,13 +130,13 @@ DISTRIBUTIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "attention": lambda x: F.scaled_dot_product_attention(*(x.view(1, -1, 50, 4),) * 3, dropout_p=0.3).reshape(-1),
     "a slice of a tensor": lambda x: x.view(-1, 4).clone()[:, 1:3].normal_(),
 }  # fmt: skip
-"""What draws the same number of numbers each time from float32 [COUNT]."""
+"""Functions that draw a fixed number of values from float32 [COUNT]."""
 
 
 @pytest.mark.parametrize("name", DISTRIBUTIONS)
 def test_the_distribution_is_that_of_pytorchs_own_operator(name: str) -> None:
-    """Kolmogorov and Smirnov's distance of two samples below that of one pair in a thousand, equal dtypes and shapes; the second
-    call gives other numbers, and the same seed the same."""
+    """The Kolmogorov-Smirnov distance of two samples is below that of one pair in a thousand, with equal dtypes and shapes. The
+    second call gives other numbers; the same seed gives the same ones."""
     function = DISTRIBUTIONS[name]
     program = with_generator(export(load_source(Drawing(function).train(), lambda: (FLAT,)), {}).programs.first)
     assert not draws(program) and generator_buffer(program) == RNG
@@ -151,7 +151,7 @@ def test_the_distribution_is_that_of_pytorchs_own_operator(name: str) -> None:
 
 
 def distance(left: Tensor, right: Tensor) -> float:
-    """Kolmogorov and Smirnov's: the largest difference of the two distribution functions."""
+    """Returns the Kolmogorov-Smirnov distance: the largest difference of the two distribution functions."""
     left, right = left.reshape(-1).sort().values, right.reshape(-1).sort().values
     both = torch.cat([left, right])
     parts = [torch.searchsorted(sample, both, right=True) / len(sample) for sample in (left, right)]
@@ -186,7 +186,7 @@ class Network(nn.Module):
 
 
 class Autoencoder(nn.Module):
-    """The reparametrization of a variational autoencoder, and its sample and mean."""
+    """The reparametrization of a variational autoencoder, with its sample and mean."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -209,7 +209,7 @@ class Recurrent(nn.Module):
 
 
 def test_a_network_in_training_mode_draws_anew_at_any_batch() -> None:
-    """Batch normalization's own state stays, and is the program's second."""
+    """Batch norm's own state remains as the program's second state."""
     model_export = exported(Network())
     tensor = torch.rand(5, 8)
     first, second = run(model_export.programs.first, tensor), run(model_export.programs.first, tensor, calls=1)
@@ -250,7 +250,7 @@ def test_samples_of_monte_carlo_dropout_differ_within_a_call() -> None:
     ids=str,
 )
 def test_dropout_between_the_layers_of_recurrent_networks(kind: type[nn.RNNBase], options: dict[str, Any]) -> None:
-    """As PyTorch's own: outputs and last states have the same distributions, and the batch stays free."""
+    """Outputs and last states have the same distributions as in PyTorch, and the batch stays dynamic."""
     model, first = Recurrent(kind, **options), options.get("batch_first")
     inputs = lambda batch: (torch.ones(batch, 3, 4) if first else torch.ones(3, batch, 4),)  # noqa: E731
     program = exported(model, inputs, batch=(2, 3000)).programs.first
@@ -268,7 +268,7 @@ def test_dropout_between_the_layers_of_recurrent_networks(kind: type[nn.RNNBase]
 
 
 def test_attention_drops_weights() -> None:
-    """With one-hot values the output is the weights: those that stay are divided by 1 - p, as in PyTorch."""
+    """With one-hot values the output is the weights: kept ones are divided by 1 - p, as in PyTorch."""
     program = exported(lambda x: F.scaled_dot_product_attention(x * 0, x * 0, torch.eye(8)[None].expand(x.shape), dropout_p=0.25),
                     lambda batch: (torch.rand(batch, 8, 8),), batch=(2, 500)).programs.first  # fmt: skip
     (weights,) = run(program, torch.rand(500, 8, 8))
@@ -291,7 +291,7 @@ def test_a_write_to_a_part_of_a_tensor_leaves_the_rest() -> None:
 
 
 def test_numbers_of_channels_last_images_keep_their_strides() -> None:
-    """torch.export decided by the strides which views are possible."""
+    """torch.export decides by the strides which views are possible."""
 
     def image(x: Tensor) -> tuple[Tensor, Tensor]:
         y = x.to(memory_format=torch.channels_last)
@@ -311,7 +311,7 @@ def test_numbers_for_as_many_elements_as_the_data_say() -> None:
 
 
 def several(x: Tensor) -> tuple[Tensor, ...]:
-    """Uniform and integer numbers first: their bits do not depend on how floats are computed."""
+    """Draws uniform numbers and integers first: their bits do not depend on how floats are computed."""
     return (
         torch.rand(4),
         torch.randint(-7, 1000, (x.shape[0],)),
@@ -333,7 +333,7 @@ def program() -> Any:
 
 @pytest.fixture(scope="module")
 def smaller() -> Any:
-    """For what looks at a whole program: every draw is some hundred operations."""
+    """A small program for tests of the whole graph: every draw is some hundred operations."""
     return exported(lambda x: (torch.rand_like(x), F.dropout(x, 0.5))).programs.first
 
 
@@ -349,7 +349,7 @@ def test_nodes_keep_their_names_and_the_users_lines(program: Any) -> None:
 
 
 def test_every_operation_is_pytorchs_own(program: Any) -> None:
-    """A saved program needs nothing of ours."""
+    """A saved program needs no operators of cgcompile."""
     spaces = {node.target.namespace for node in program.graph.nodes if isinstance(node.target, torch._ops.OpOverload)}
     assert spaces == {"aten"}
 
@@ -365,7 +365,7 @@ def test_saved_and_loaded_it_draws_the_same(smaller: Any) -> None:
 
 
 def test_exported_again_it_needs_no_second_rewriting(smaller: Any) -> None:
-    """A bundle's program.pt2 is a model, too."""
+    """A bundle's program.pt2 can be a model too."""
     again = export(load_source(smaller.module(), rows), {"batch": (2, 5)})
     assert not draws(again.programs.first) and with_generator(again.programs.first) is again.programs.first
     assert generator_buffer(again.programs.first) == f"model.{RNG}"
@@ -380,7 +380,7 @@ def test_functional_it_draws_the_same(smaller: Any) -> None:
 
 
 def test_the_program_can_be_moved_to_another_device() -> None:
-    """Every operation that names a device is told by move_to_device_pass; `meta` stands in for a GPU."""
+    """move_to_device_pass sets the device of every operation; `meta` stands for a GPU."""
     moved = move_to_device_pass(exported(lambda x: (torch.rand_like(x), torch.randperm(x.shape[0]))).programs.first, "meta")
     assert moved.state_dict[RNG].device.type == "meta"
     for node in moved.graph.nodes:
@@ -392,9 +392,9 @@ def test_the_program_can_be_moved_to_another_device() -> None:
 
 
 def test_compiled_ahead_of_time_it_draws_the_same_and_never_twice(program: Any, tmp_path: Path) -> None:
-    """AOTInductor for the CPU: equal bits of uniform numbers, integers and masks, the rest to within float arithmetic, at two batch
-    sizes.  2,000 calls: no number of 4 x 24 bits twice (two are alike once in 10^22), means and variances as they should be."""
-    program.state_dict[RNG].copy_(torch.tensor([6, 0]))  # what it starts with
+    """AOTInductor for the CPU gives equal bits of uniform numbers, integers and masks, and equal floats within rounding, at two
+    batch sizes. In 2,000 calls no 4 x 24 bits repeat (chance 1 in 10^22), and means and variances are right."""
+    program.state_dict[RNG].copy_(torch.tensor([6, 0]))  # its initial state
     with torch.no_grad():
         path = torch._inductor.aot_compile(
             program.module(), program.example_inputs[0],
@@ -425,13 +425,13 @@ def test_compiled_ahead_of_time_it_draws_the_same_and_never_twice(program: Any, 
 
 
 def test_compiled_at_run_time_it_draws_the_same() -> None:
-    """torch.compile, which keeps the buffer of the module up to date."""
+    """torch.compile updates the module's buffer."""
     program = exported(lambda x: torch.rand_like(x)).programs.first
     expected = [run(program, torch.rand(4, 8), seed=9, calls=call)[0] for call in range(3)]
     module = program.module()
     module.get_buffer(RNG).copy_(torch.tensor([9, 0]))
     compiled = torch.compile(module)
-    # one kernel: no processes to compile many, and no headers compiled before
+    # one kernel: no compile processes and no precompiled headers
     once = torch._inductor.config.patch({"compile_threads": 1, "cpp.vec_isa_ok": True, "cpp_cache_precompile_headers": False})
     with torch.no_grad(), once:
         actual = [compiled(torch.rand(4, 8))[0] for _ in range(3)]
@@ -439,7 +439,7 @@ def test_compiled_at_run_time_it_draws_the_same() -> None:
 
 
 def test_two_programs_of_one_model_share_nothing_but_the_seed() -> None:
-    """Operations are numbered within a program: the same seed gives two models the same numbers at the same place."""
+    """Draws are numbered within a program: the same seed gives two models the same numbers at the same place."""
     first, second = [exported(lambda x: torch.rand_like(x)).programs.first for _ in range(2)]
     tensor = torch.rand(4, 8)
     assert torch.equal(run(first, tensor, seed=1)[0], run(second, tensor, seed=1)[0])
@@ -461,7 +461,7 @@ def test_a_program_that_draws_nothing_is_left_alone() -> None:
 
 
 def random_operators() -> set[torch._ops.OpOverload]:
-    """Those that PyTorch tags as random, without forms that write to an argument `out`, and fused and backward kernels."""
+    """Returns the operators that PyTorch tags as random, without `out` variants, fused kernels and backward kernels."""
     operators = set()
     for schema in torch._C._jit_get_all_schemas():
         packet = getattr(torch.ops.aten, schema.name.removeprefix("aten::"), None) if schema.name.startswith("aten::") else None
@@ -476,10 +476,10 @@ def random_operators() -> set[torch._ops.OpOverload]:
 
 def test_every_random_operator_of_pytorch_is_rewritten_or_refused_on_purpose() -> None:
     left = {op.name().removeprefix("aten::") for op in random_operators() - supported()}
-    left = {name for name in left if "names" not in name}  # of named axes, which torch before 2.13 counts as random, too
+    left = {name for name in left if "names" not in name}  # named axes, which torch before 2.13 counts as random too
     assert left == {
-        "poisson", "binomial",  # no inverse transform of a fixed length
-        "lstm.data", "gru.data", "rnn_tanh.data", "rnn_relu.data",  # packed sequences, which torch.export does not take
+        "poisson", "binomial",  # no inverse transform of fixed length
+        "lstm.data", "gru.data", "rnn_tanh.data", "rnn_relu.data",  # packed sequences, which torch.export does not support
     }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Operators that join rows: padded only where that changes what none of them gives, whatever the example shows."""
+"""Operators that mix rows: padded only if that cannot change any of their results, whatever the example shows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Function = Callable[..., torch.Tensor]
 
 
 class Over(nn.Module):
-    """A function of the inputs, with a layer that has a bias (`biased`) and one that has none (`plain`) at hand."""
+    """A function of the inputs and of a module that has a layer with a bias (`biased`) and one without (`plain`)."""
 
     def __init__(self, function: Function) -> None:
         super().__init__()
@@ -176,14 +176,14 @@ def test_large_operators_that_join_nothing_are_not_tried(
 
 
 def test_what_is_large_and_joined_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Entries meet others of a tensor whose rows are none of the call's, or lie elsewhere."""
+    """Elements are combined with those of a tensor whose rows are not the call's, or that are in another order."""
     monkeypatch.setattr(operator_trials, "LARGE", 1)
     for function in (lambda m, x: x * x.flip(0), lambda m, x: x * torch.arange(x.shape[0]).flip(0)[:, None]):
         assert decide(Over(function), signed, {"batch": (2, 4)})["batch"][0] == "no"
 
 
 def attention(score: Callable[..., torch.Tensor]) -> Function:
-    """Two layers: in the second one padded positions hold what depends on the call."""
+    """Two layers: in the second one, padded positions hold values that depend on the call."""
 
     def function(m: Any, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         for _ in range(2):
@@ -215,7 +215,7 @@ def forgotten(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Ten
 
 
 def saturated(m: Any, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Padded scores are low in the example, and another call may have lower ones."""
+    """Padded scores are low in the example, but another call may have lower ones."""
     return (x.abs().sum(-1) * 100).softmax(-1)[..., None] * x
 
 
@@ -254,8 +254,8 @@ def test_sequence(case: str, large: int, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 class Layer(torch.nn.Module):
-    """PyTorch's own masked attention, of a width at which kernels for two sizes give other bits.  Its program has views that take
-    one order of the axes in memory."""
+    """PyTorch's masked attention, with a width at which kernels for two sizes give different bits. Its program has views that
+    require one memory order of the axes."""
 
     def __init__(self, whole: bool) -> None:
         super().__init__()

@@ -1,5 +1,5 @@
-"""What a build tries that no example has: indices stay where examples have them, and one out of range is an IndexError that ends
-nothing, on any device."""
+"""Trials of a build with inputs that no example has: indices keep the examples' range, and an index out of range raises IndexError
+on any device."""
 
 from __future__ import annotations
 
@@ -73,11 +73,11 @@ def test_what_is_in_range_passes(kind: str) -> None:
     with IndexGuard(), torch.no_grad():
         torch.testing.assert_close(IN_RANGE[kind](), wanted)
     torch.manual_seed(0)
-    torch.testing.assert_close(IN_RANGE[kind](), wanted)  # and leaves nothing behind
+    torch.testing.assert_close(IN_RANGE[kind](), wanted)  # and leaves no side effect
 
 
 class GraphNetwork(nn.Module):
-    """Sums what edges bring to their nodes."""
+    """Sums the messages of edges at their nodes."""
 
     def __init__(self, first: int = 0) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ def counted_from_one(nodes: int, edges: int) -> tuple[torch.Tensor, ...]:
 
 
 class Labels(nn.Module):
-    """Integers that are positions of classes, words and edges."""
+    """Integers that are indices of classes, words and edges."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -115,8 +115,8 @@ def labelled(batch: int) -> tuple[torch.Tensor, ...]:
 
 TRIED = [
     (Labels(), labelled, 0),
-    (GraphNetwork(), graph, 1),  # a part of the nodes, beside all edges
-    (GraphNetwork(1), counted_from_one, 3),  # and zeros for edges, which are what padding means
+    (GraphNetwork(), graph, 1),  # some of the nodes, with all edges
+    (GraphNetwork(1), counted_from_one, 3),  # zeros as edges, which padding gives
 ]
 
 
@@ -124,7 +124,7 @@ TRIED = [
 def test_an_index_of_a_trial_ends_no_build(
     model: nn.Module, inputs: Callable[..., Any], most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a GPU each index out of range would end its use: it is refused before the operator runs, and few trials have any."""
+    """On a GPU an index out of range would break the context: it is refused before the operator runs, and few trials have one."""
     refused: list[str] = []
     checked = index_guard._check
 

@@ -1,4 +1,4 @@
-"""A signed bundle that runs: loaded with a key, and its self-test replayed by a process that has it, too."""
+"""A signed bundle that runs: loaded with a key, and its self-test replayed by a process that also has the key."""
 
 from __future__ import annotations
 
@@ -30,6 +30,6 @@ def test_what_was_signed_is_loaded_and_runs(bundle: Path, tmp_path: Path) -> Non
     with open(copy / file_names.WEIGHTS, "r+b") as file:
         file.seek(-1, 2)
         file.write(b"\x7f")
-    cgbundle.load(copy).close()  # without a key the weights' data is not hashed
+    cgbundle.load(copy).close()  # without a key the weights are not hashed
     with raises("file-damaged", match="weights.safetensors: SHA-256"):
         cgbundle.load(copy, key=ours.public)

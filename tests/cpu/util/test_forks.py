@@ -1,4 +1,4 @@
-"""Work in forked processes: answers in order, a refusal by its code, a death told, products on several threads, nothing left."""
+"""Work in forked processes: answers in order, errors with their code, reported deaths, products on several threads."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_they_compute_with_threads_where_this_process_has_done_so(tmp_path: Path
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        expected = (large @ large).exp2().sum().item()  # libgomp has a thread from here on
+        expected = (large @ large).exp2().sum().item()  # libgomp has started its threads here
         results = answers({number: lambda tell: (large @ large).exp2().sum().item() for number in range(2)}, tmp_path)
     finally:
         torch.set_num_threads(before)
@@ -76,7 +76,7 @@ def test_the_first_refusal_ends_all_and_what_they_started(tmp_path: Path, monkey
 
 
 def runs(process: str) -> bool:
-    """Whether it has not ended; whoever adopted it may not have waited for it yet."""
+    """Tells whether it still runs; a zombie has ended but was not waited for."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:

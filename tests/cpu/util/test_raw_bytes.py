@@ -1,4 +1,4 @@
-"""What changed between two tensors, and how far two are apart, without a copy of all their elements."""
+"""The changes between two tensors, and their distance, without a copy of all elements."""
 
 from __future__ import annotations
 
@@ -133,5 +133,5 @@ def test_zeros_of_a_large_copy_take_no_memory() -> None:
 
 
 def resident() -> int:
-    """Bytes of memory that this process has."""
+    """Returns the resident memory of this process in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE

@@ -1,4 +1,4 @@
-"""Workers: an answer, a refusal by its code, and a death each come back as themselves; a worker takes one request or several."""
+"""Workers return answers, errors with their code, and deaths; a worker takes one request or several."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_whatever_else_ends_it_is_its_death(kind: Mapping[str, Any]) -> None:
 
 
 def test_there_are_as_many_workers_as_processors_may_be_used(kind: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a container or under taskset that is fewer than the machine has."""
+    """In a container or under taskset the number is less than the machine's."""
     monkeypatch.setattr(os, "cpu_count", lambda: 3)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {5})
     answers = ask(Kind(**kind), {number: Request(content="who", what="doing it") for number in range(3)})
@@ -116,19 +116,19 @@ def test_the_first_error_ends_the_others(kind: Mapping[str, Any]) -> None:
 
 
 def running(folder: Path) -> list[str]:
-    """The command lines of the processes that a test of this folder started."""
+    """Returns the command lines of processes that a test of this folder started."""
     command_lines = []
     for path in Path("/proc").glob("[0-9]*"):
         try:
             if (path / "cwd").resolve() == folder and (path / "cmdline").read_text():
                 command_lines.append((path / "cmdline").read_text())
-        except OSError:  # it has ended
+        except OSError:  # the process has ended
             pass
     return command_lines
 
 
 def wait_until(what: str, folder: Path, *, seconds: float = 60) -> bool:
-    """Whether within so many seconds there is such a process, with "" whether none is left."""
+    """Waits for a process whose command line contains `what`, or with "" until none is left. Returns whether it happened."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         commands = running(folder)
@@ -143,7 +143,7 @@ PROC = pytest.mark.skipif(not Path("/proc/self/cwd").exists(), reason="needs /pr
 
 @PROC
 def test_what_a_worker_started_ends_with_it(kind: Mapping[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The compiler of a worker that is ended since another one failed."""
+    """The compiler of a worker that is ended because another one failed."""
     popen = subprocess.Popen
     monkeypatch.setattr(subprocess, "Popen", lambda *arguments, **more: popen(*arguments, **{"cwd": tmp_path, **more}))
     answers = ask(Kind(**kind), {name: Request(content=name, what="doing it") for name in ("compile", "who")}, 2)
@@ -183,7 +183,7 @@ def test_a_worker_that_starts_while_the_others_are_ended_is_not_waited_for(
         nonlocal calls
         calls += 1
         if calls == 2:
-            time.sleep(1)  # the first has refused by then
+            time.sleep(1)  # the first one has failed by then
         return popen(*arguments, **more)
 
     monkeypatch.setattr(subprocess, "Popen", late)

@@ -1,4 +1,4 @@
-"""Bundles that tests of this folder share: built once per run, with references from eager PyTorch."""
+"""Bundles that tests of this folder share: built once per run, with eager PyTorch as reference."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ class Case:
     tolerance: float
 
     def draw(self, batch: int, seed: int = 0) -> torch.Tensor:
-        """An input on the GPU; other seeds give others."""
+        """Draws an input on the GPU, which depends on the batch and the seed."""
         with torch.random.fork_rng():
             torch.manual_seed(1000 * batch + seed)
             return self.inputs(batch)[0].cuda()
 
     def eager(self, value: torch.Tensor) -> torch.Tensor:
-        """What PyTorch gives."""
+        """Returns the output of eager PyTorch."""
         with torch.no_grad():
             return self.network(value.cuda())
 
@@ -51,7 +51,7 @@ class Case:
 
 
 def build_gpt() -> Case:
-    """A GPT of two layers, bf16, by Inductor."""
+    """Builds a GPT with two layers, bf16, by Inductor."""
     torch.manual_seed(0)
     network = GPT(2, WIDTH, 2, VOCABULARY, TOKENS).bfloat16().eval()
 
@@ -65,7 +65,7 @@ def build_gpt() -> Case:
 
 
 def build_mlp() -> Case:
-    """A perceptron, fp32, with PyTorch's own kernels."""
+    """Builds an MLP, fp32, with PyTorch's own kernels."""
     torch.manual_seed(0)
     network = mlp(WIDTH).eval()
 
@@ -79,7 +79,7 @@ def build_mlp() -> Case:
 
 
 def altered(bundle: Path, folder: Path, change: Callable[[Path, Manifest], Manifest | None]) -> Path:
-    """A copy of a bundle that `change` edits; where it returns a manifest, all hashes are made to fit again."""
+    """Returns a copy of a bundle that `change` edits. If `change` returns a manifest, all hashes are recomputed."""
     copy = folder / "altered.cgb"
     shutil.copytree(bundle, copy)
     manifest = change(copy, archive.read_manifest(str(copy)))

@@ -1,10 +1,10 @@
-"""Carry bundles to another machine without their weights, which that machine makes again from the model's seed.
+"""Copies bundles to another machine without their weights, which that machine makes again from the model's seed.
 
-    python -m tests.gpu.helpers.carried pack CARRIED MODEL=BUNDLE...      here: copies all files but the weights
-    python -m tests.gpu.helpers.carried fill CARRIED                      there: makes the weights; exit 1 when they differ
+    python -m tests.gpu.helpers.carried pack CARRIED MODEL=BUNDLE...      here: copies all files except the weights
+    python -m tests.gpu.helpers.carried fill CARRIED                      there: writes the weights; exit status 1 if they differ
 
-MODEL is a model file, or `architecture:NAME` of tests/bench/builds/architectures.py; the environment has to be that of the build.
-Tensors that are not the model's parameters and buffers (constants of the program) travel.
+MODEL is a model file, or `architecture:NAME` of tests/bench/builds/architectures.py.  The environment must be that of the build.
+Tensors that are not parameters or buffers of the model (constants of the program) are copied.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ EXTRA = "extra.safetensors"
 
 
 def tensors_of(model: str) -> dict[str, Any]:
-    """Parameters and buffers of a model by name."""
+    """Returns parameters and buffers of a model by name."""
     import torch
 
     if model.startswith("architecture:"):
@@ -44,14 +44,14 @@ def tensors_of(model: str) -> dict[str, Any]:
 
 
 def raw(tensor: Any, strides: tuple[int, ...]) -> bytes:
-    """The bytes in the order of memory."""
+    """Returns the bytes of a tensor in memory order."""
     from cgcompile.targets.weights import contents
 
     return contents(tensor, strides)
 
 
 def pack(folder: Path, model: str, bundle: Path) -> None:
-    """Copies a bundle into `folder` under its own name."""
+    """Copies a bundle into `folder` under its own name, without weights."""
     target = folder / bundle.name
     shutil.rmtree(target, ignore_errors=True)
     shutil.copytree(bundle, target, ignore=shutil.ignore_patterns(file_names.WEIGHTS, file_names.PROGRAM))
@@ -70,7 +70,7 @@ def pack(folder: Path, model: str, bundle: Path) -> None:
 
 
 def fill(bundle: Path) -> bool:
-    """Writes the weights; whether they have the manifest's hash."""
+    """Writes the weights. Returns whether they have the manifest's hash."""
     from cgbundle.format.spans import memory_order
 
     model = json.loads((bundle / "carried.json").read_text())["model"]
@@ -98,7 +98,7 @@ def fill(bundle: Path) -> bool:
 
 
 def main(action: str, folder: str, *pairs: str) -> int:
-    """See the top of this file."""
+    """Runs the action of the module docstring."""
     if action == "pack":
         for pair in pairs:
             model, _, bundle = pair.rpartition("=")

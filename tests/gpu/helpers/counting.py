@@ -1,4 +1,4 @@
-"""How often the calls of the driver are made."""
+"""Counts calls of the driver."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class Counting:
-    """The driver, and how often each call is made."""
+    """Passes calls to the driver and counts them by name."""
 
     def __init__(self, real: Any) -> None:
         self.real, self.calls = real, Counter[str]()

@@ -11,7 +11,7 @@ WIDTH = 64
 
 @torch.library.custom_op("cgcompile_tests::by_sum", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 def by_sum(x: torch.Tensor) -> torch.Tensor:
-    """The rows, the largest sum first."""
+    """Sorts the rows by their sum, largest first."""
     return x[torch.argsort(x.sum(1), descending=True)]
 
 
@@ -21,7 +21,7 @@ def _(x: torch.Tensor) -> torch.Tensor:
 
 
 class Layers(nn.Module):
-    """Layers of which `between` stands in the middle."""
+    """Layers with the operation `between` in the middle."""
 
     def __init__(self, count: int = 6) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Layers(nn.Module):
 
 
 class Masked(Layers):
-    """A boolean index and a number that Python reads."""
+    """A boolean index, and a number that Python reads."""
 
     def between(self, x: torch.Tensor) -> torch.Tensor:
         return x / (1.0 + x[x > 0].sum().item() / x.numel())
@@ -56,7 +56,7 @@ class Unsafe(Layers):
 
 
 class Twice(Layers):
-    """Two obstacles, so three graphs."""
+    """Two such operations, so there are three graphs."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for number, layer in enumerate(self.layers):
@@ -75,7 +75,7 @@ class Softmax(nn.Module):
 
 
 class Table(nn.Module):
-    """A table on the CPU, and an output that the host makes."""
+    """An embedding table on the CPU, and an output that is computed on the host."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,4 +96,4 @@ KINDS = {
     "softmax": ["graph", "graph"],
     "table": ["graph", "host", "graph"],
 }
-"""The steps that are no copies."""
+"""The kinds of all steps except copies."""

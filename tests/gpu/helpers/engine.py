@@ -1,7 +1,7 @@
-"""A hand-written engine: a decoder with a paged cache, a CUDA graph for each number of lanes, captured by plain `torch.cuda.graph`.
+"""A hand-written engine: a decoder with a paged cache, and a graph captured by `torch.cuda.graph` for each number of lanes.
 
-`python -m tests.gpu.helpers.engine ROLE FOLDER` is one process of it.  `save` captures and saves to FOLDER, `attach` attaches what
-was saved, `capture` captures only, for comparison.  The last line that it prints is JSON.
+`python -m tests.gpu.helpers.engine ROLE FOLDER` runs one process of it. `save` captures graphs and saves them to FOLDER, `attach`
+attaches the saved graphs, `capture` only captures, for comparison. The last line of its output is JSON.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LANES = (32, 8, 1)
 LAYERS, WIDTH, HEADS, VOCABULARY = 4, 1024, 8, 8192
 PAGE, PAGES, PER_LANE = 16, 160, 4
 LENGTH = PAGE * PER_LANE
-"""Tokens of a lane; then it begins again."""
+"""Number of tokens after which a lane starts again at position 0."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -42,7 +42,7 @@ def norm_kernel(out, x, weight, width: tl.constexpr):  # type: ignore[no-untyped
 
 @triton.jit  # type: ignore[untyped-decorator]
 def follow_kernel(out, table, count: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Sums what the addresses in a table point to."""
+    """Sums the values at the addresses in a table."""
     at = tl.arange(0, count)
     values = tl.load(tl.load(table + at).to(tl.pointer_type(tl.float32)))
     tl.store(out, tl.sum(values))
@@ -50,7 +50,7 @@ def follow_kernel(out, table, count: tl.constexpr):  # type: ignore[no-untyped-d
 
 @triton.jit  # type: ignore[untyped-decorator]
 def early_kernel(out, x, width: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Doubles what the kernel before it wrote, and lets the next one begin long before it has ended."""
+    """Doubles the output of the previous kernel, and lets the next kernel start long before this one ends."""
     at = tl.arange(0, width)
     tl.extra.cuda.gdc_wait()
     values = tl.load(x + at)
@@ -73,7 +73,7 @@ def gated(x: torch.Tensor) -> torch.Tensor:
 
 
 def weights() -> dict[str, torch.Tensor]:
-    """Random ones, the same in every process."""
+    """Returns random weights, the same in every process."""
     torch.manual_seed(0)
     shapes: dict[str, tuple[int, ...]] = {"embedding": (VOCABULARY, WIDTH), "head": (VOCABULARY, WIDTH), "norm": (WIDTH,)}
     for layer in range(LAYERS):
@@ -86,7 +86,7 @@ def weights() -> dict[str, torch.Tensor]:
 
 
 class Engine:
-    """Weights, which engines may share, and a cache and lanes of its own."""
+    """Weights, which engines may share, and a cache and lanes for each engine."""
 
     def __init__(self, held: dict[str, torch.Tensor], pages: int = PAGES) -> None:
         self.weights, most = held, max(LANES)
@@ -100,11 +100,11 @@ class Engine:
         self.logits: dict[str, torch.Tensor] = {}
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """All that the graphs read and write, but for their outputs."""
+        """Returns all tensors that the graphs read and write, except their outputs."""
         return {**self.weights, **self.cache, "tokens": self.tokens, "positions": self.positions, "pages": self.pages}
 
     def step(self, lanes: int) -> torch.Tensor:
-        """One token of each of the first lanes; the logits."""
+        """Computes one token for each of the first lanes and returns the logits."""
         w, linear = self.weights, torch.nn.functional.linear
         tokens, positions, pages = self.tokens[:lanes], self.positions[:lanes], self.pages[:lanes]
         x = torch.nn.functional.embedding(tokens, w["embedding"])
@@ -125,7 +125,7 @@ class Engine:
         return logits
 
     def capture(self) -> None:
-        """A graph for each number of lanes, in one pool; state is put back."""
+        """Captures a graph for each number of lanes in one pool, and restores the state."""
         kept = {name: tensor.clone() for name, tensor in self.tensors().items() if name not in self.weights}
         pool = torch.cuda.graph_pool_handle()
         for lanes in LANES:
@@ -145,13 +145,13 @@ class Engine:
 
 
 def age() -> float:
-    """Seconds since this process was started."""
+    """Returns the seconds since the start of this process."""
     started = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
     return float(Path("/proc/uptime").read_text().split()[0]) - started
 
 
 def refusal(call: Callable[[], Any]) -> str:
-    """What a call refuses: its code and message, or "" when it succeeds."""
+    """Returns the code and message of the error that a call raises, or ""."""
     try:
         call()
     except cgbundle.CgbundleError as error:
@@ -160,7 +160,7 @@ def refusal(call: Callable[[], Any]) -> str:
 
 
 def small_graphs() -> dict[str, Callable[[], tuple[dict[Any, torch.cuda.CUDAGraph], dict[str, torch.Tensor]]]]:
-    """Graphs and tensors by name: most are refused.  What they need is kept alive by their tensors."""
+    """Returns graphs and tensors by name; most of them must be refused. `kept` keeps their memory alive."""
     x, y = torch.ones(64, device="cuda"), torch.zeros((), device="cuda")
     kept.append((x, y))
 
@@ -186,7 +186,7 @@ def small_graphs() -> dict[str, Callable[[], tuple[dict[Any, torch.cuda.CUDAGrap
         return graphs, tensors
 
     def filled() -> tuple[Any, Any]:
-        """The second graph reads memory of the captures' that the engine fills, and no graph does."""
+        """The second graph reads memory of the capture pool that the engine fills, but no graph does."""
         first, second = [torch.cuda.CUDAGraph(keep_graph=True) for _ in range(2)]
         with torch.cuda.graph(first):
             held = torch.empty_like(x)
@@ -197,7 +197,7 @@ def small_graphs() -> dict[str, Callable[[], tuple[dict[Any, torch.cuda.CUDAGrap
         return {1: first, 2: second}, {"x": x, "y": y}
 
     def early() -> torch.Tensor:
-        """The second kernel may begin early, the third may not."""
+        """The second kernel may start early, the third may not."""
         first, second = torch.empty_like(x), torch.empty_like(x)
         early_kernel[(1,)](first, x, 64, launch_pdl=True)
         early_kernel[(1,)](second, first, 64, launch_pdl=True)
@@ -246,7 +246,7 @@ def save(folder: Path) -> dict[str, Any]:
 
 
 def attach(folder: Path, steps: int) -> dict[str, Any]:
-    shift = torch.zeros(77 << 20, dtype=torch.uint8, device="cuda")  # other addresses
+    shift = torch.zeros(77 << 20, dtype=torch.uint8, device="cuda")  # changes the addresses of later tensors
     engine = Engine(weights())
     ready = age()
     graphs = cgbundle.attach(folder / "engine.cgb", engine.tensors())
@@ -308,7 +308,7 @@ def attach(folder: Path, steps: int) -> dict[str, Any]:
 
 
 def attach_pools(folder: Path) -> bool:
-    """Whether graphs of two pools keep their outputs beside each other."""
+    """Tells whether graphs of two pools keep their outputs in separate memory."""
     x = torch.arange(64, device="cuda", dtype=torch.float32)
     with cgbundle.attach(folder / "pools.cgb", {"x": x}) as graphs:
         for key in graphs:
@@ -321,7 +321,7 @@ def attach_pools(folder: Path) -> bool:
 
 
 def attach_early(folder: Path) -> list[int]:
-    """The types of the edges of kernels, the second of which may begin before the first has ended; [] where the bits differ."""
+    """Returns the types of the edges between kernels, the second of which may start early; [] if the outputs differ."""
     from cgbundle.format.archive import Archive
     from cgbundle.tables.table import Table
 
@@ -333,7 +333,7 @@ def attach_early(folder: Path) -> list[int]:
 
 
 def edited(source: Path, target: Path) -> None:
-    """A copy of a bundle that was saved with another version of the driver."""
+    """Copies a bundle and changes the driver version in it."""
     import shutil
     from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Bundles that a process which sees no GPU builds for this one's architecture: built without a GPU, replayed on one."""
+"""Builds bundles for this GPU's architecture in a process that sees no GPU; the tests replay them on the GPU."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from tests.helpers.models.state_models import SIZES, draws, looks, pairs, rows, 
 from tests.helpers.places import ROOT
 
 STATEFUL = {"running": (running, rows), "draws": (draws, singles), "looks": (looks, pairs)}
-"""The models of test_state_traced.py, and what makes their inputs."""
+"""The models of test_state_traced.py, and functions that make their inputs."""
 
 
 def built_without_gpu(kind: str, name: str, path: Path) -> Path:
-    """The bundle of a model in `arguments`, at `path`."""
+    """Builds the bundle of a model in `arguments` at `path`."""
     arch = "sm_{}{}".format(*torch.cuda.get_device_capability())
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     subprocess.run([sys.executable, "-m", __name__, kind, name, str(path), arch], env=environment, cwd=ROOT, check=True)
@@ -28,7 +28,7 @@ def built_without_gpu(kind: str, name: str, path: Path) -> Path:
 
 
 def arguments(kind: str, name: str) -> tuple[Any, Any, dict[str, Any]]:
-    """The model, its inputs, and options of the build."""
+    """Returns the model, its inputs, and options of the build."""
     if kind == "entries":
         return entry_models.lanes(), entry_models.ENTRIES, {"sizes": entry_models.SIZES}
     if kind == "donations":

@@ -1,4 +1,4 @@
-"""Small models for GPU tests, each with the sizes it is recorded at: name -> Case."""
+"""Small models for GPU tests, each with its recorded sizes: name -> Case."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """A model and a call of it: `inputs(batch)` gives the positional arguments, axis 0 of each being the batch."""
+    """A model and its inputs: `inputs(batch)` returns positional arguments whose axis 0 is the batch."""
 
     model: Callable[[], nn.Module]
     inputs: Callable[[int], tuple[torch.Tensor, ...]]
@@ -55,7 +55,7 @@ class GPT(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """Two stacked LSTM layers; cuDNN runs them in parallel branches."""
+    """Two stacked LSTM layers, which cuDNN runs in parallel branches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class Spectral(nn.Module):
 
 
 class Convolutional(nn.Module):
-    """Convolutions in half precision and channels last, batch norm, pooling."""
+    """Convolutions in half precision with channels last, batch norm, pooling."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class Convolutional(nn.Module):
 
 
 class Counting(nn.Module):
-    """Changes a buffer on every call, has tied weights, a constant, and returns an input's view."""
+    """Changes a buffer on every call, has tied weights and a constant, and returns a view of an input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ class Counting(nn.Module):
 
 
 class Sorting(nn.Module):
-    """Kernels with temporary storage of their own: sort, top-k, scan, gather, masked sums."""
+    """Kernels with temporary storage: sort, top-k, scan, gather, masked sums."""
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         values, order = torch.sort(x, dim=1)
@@ -119,21 +119,21 @@ class Sorting(nn.Module):
 
 
 class Noisy(nn.Module):
-    """Draws random numbers: refused."""
+    """Draws random numbers; must be refused."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + torch.rand_like(x)
 
 
 class Overwriting(nn.Module):
-    """Writes into its input: refused."""
+    """Writes to its input; must be refused."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x.mul_(2) + 1
 
 
 class Reading(nn.Module):
-    """Has a shape that depends on values: the host waits for it, so it cannot be captured."""
+    """Has a data-dependent shape: the host waits for it, so it cannot be captured."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.nonzero(x > 0).sum() + x

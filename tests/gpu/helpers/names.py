@@ -1,8 +1,8 @@
-"""Two kernels of one name in two images, one of them captured: which image does the recorder name?
+"""Two images contain a kernel of the same name, and one of them is captured: tests which image the recorder names.
 
 `python -m tests.gpu.helpers.names FOLDER`
 
-Prints "right" when it is the image that was launched; mapping by name could not tell.  A process of its own, because CUPTI has to
+Prints "right" if it is the launched image; a lookup by name could not tell.  It runs in its own process, because CUPTI must
 subscribe before CUDA starts.
 """
 
@@ -57,7 +57,7 @@ def main(folder: Path) -> str:
     (node,) = nodes
     assert isinstance(node, RawKernel) and node.symbol == "scale"
     same_name = sum("scale" in read_cubin(data).functions for data in images.values())
-    if node.image not in hashes:  # the driver handed out other bytes than were loaded
+    if node.image not in hashes:  # the driver returned other bytes than were loaded
         return f"another image of {same_name}"
     return "right" if node.image == hashes[1] and same_name >= 3 else f"image {hashes.index(node.image)} of {same_name}"
 

@@ -1,4 +1,4 @@
-"""The host memory of a command and all that it starts: `python -m tests.gpu.helpers.peak_memory COMMAND...` prints it at last."""
+"""Measures the host memory of a command and its children: `python -m tests.gpu.helpers.peak_memory COMMAND...` prints it last."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 INTERVAL = 0.1
-"""Seconds between two looks."""
+"""Seconds between two samples."""
 
 
 def run(command: Sequence[str]) -> tuple[int, float, int]:
-    """The exit status, the seconds, and the most bytes that the tree of processes held at one time.
+    """Returns the exit status, the seconds, and the peak memory of the process tree in bytes.
 
-    Counted is memory that is no file's: each process's share of anonymous and shared pages where the kernel tells it, else its
-    anonymous pages, else all that is resident.
+    Memory of files does not count. A process counts with its proportional share of anonymous and shared pages, if the kernel
+    reports it. Otherwise its anonymous pages count, or else its resident memory.
     """
     begin, most = time.monotonic(), 0
     process = subprocess.Popen(command)
@@ -28,7 +28,7 @@ def run(command: Sequence[str]) -> tuple[int, float, int]:
 
 
 def _tree(root: int) -> list[int]:
-    """A process and all below it."""
+    """Returns a process and all its descendants."""
     parents: dict[int, int] = {}
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit() and (match := re.search(r"\nPPid:\s+(\d+)", _read(folder / "status"))):
@@ -51,7 +51,7 @@ def _held(process: int) -> int:
 def _read(path: Path) -> str:
     try:
         return path.read_text()
-    except OSError:  # it ended meanwhile
+    except OSError:  # the process has ended
         return ""
 
 

@@ -1,7 +1,7 @@
-"""`python -m tests.gpu.helpers.rank_process BUNDLE RANK MEETING DEVICE CALLS [KEY]`: a rank of `rank_bundles` in its own process.
+"""`python -m tests.gpu.helpers.rank_process BUNDLE RANK MEETING DEVICE CALLS [KEY]`: one rank of `rank_bundles` in its own process.
 
-It makes so many calls with inputs of the CPU, says `ready` after the first, and `right` at the end, or the code of what it raised,
-how long that call took, and how many were right before.
+It makes CALLS calls with CPU inputs and prints `ready` after the first. At the end it prints `right`, or the error code, the
+seconds of the failed call, and the number of right calls before it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Several GPUs of one process that run collectives: their exchange memories, and graphs of launches on each."""
+"""Runs collectives on several GPUs of one process: exchange memory, and graphs of launches on each GPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ENABLED_BEFORE = 704
 
 
 class Collective(NamedTuple):
-    """A launch on every rank.  `inputs`, `outputs`: an address for each; `stride` as in `kernels.params`.  `sender` -1: all."""
+    """A launch on every rank. `inputs`, `outputs`: an address per rank; `stride` as in `kernels.params`. `sender` -1: all ranks."""
 
     launch: CollectiveLaunch
     combine: Combine
@@ -30,7 +30,7 @@ class Collective(NamedTuple):
 
 
 class Ranks:
-    """GPUs 0 and on in torch's contexts; `limit`: nanoseconds that a kernel waits, 0 for ever."""
+    """The first GPUs in torch's contexts. `limit`: nanoseconds that a kernel waits, 0 for no limit."""
 
     def __init__(self, memory: ExchangeMemory, limit: int = 10**9) -> None:
         self.layout, self.world = memory, memory.world
@@ -52,7 +52,7 @@ class Ranks:
         self.wait()
 
     def graph(self, collectives: Sequence[Collective]) -> list[Any]:
-        """A graph for every rank, of all collectives one after the other."""
+        """Returns a graph for every rank with all collectives in order."""
         senders = (1 << self.world) - 1
         bases = [memory.data_ptr() for memory in self.memories]
         types = (ctypes.c_void_p,) * (self.world + 2) + (ctypes.c_uint64,) + (ctypes.c_uint32,) * 3
@@ -73,9 +73,9 @@ class Ranks:
         return executables
 
     def replay(self, graphs: Sequence[Any], ranks: Sequence[int] = ()) -> float:
-        """Launches the graphs of some ranks, of all by default; milliseconds on the rank where it took less, when all are done."""
+        """Launches the graphs of `ranks` (default: all) and waits. Returns the milliseconds of the fastest rank."""
         chosen = ranks or range(self.world)
-        for rank in range(self.world):  # what fills the inputs is on other streams
+        for rank in range(self.world):  # other streams may still fill the inputs
             torch.cuda.synchronize(rank)
         for rank in chosen:
             self._current(rank)
@@ -87,7 +87,7 @@ class Ranks:
         return min(self.events[rank][0].elapsed_time(self.events[rank][1]) for rank in chosen)
 
     def wait(self) -> None:
-        """Until nothing runs.  Raises AssertionError after 20 seconds, which a kernel that waits for ever takes."""
+        """Waits until all streams are idle. Raises AssertionError after 20 seconds: then a kernel waits forever."""
         until = time.monotonic() + 20
         for rank in range(self.world):
             while not self.streams[rank].query():
@@ -95,7 +95,7 @@ class Ranks:
             torch.cuda.synchronize(rank)
 
     def status(self) -> list[int]:
-        """Of every rank 0, or 1 + the rank that it has waited for in vain."""
+        """Returns, for every rank, 0 or 1 + the rank for which it timed out."""
         return [int(memory[STATUS : STATUS + 4].view(torch.int32).item()) for memory in self.memories]
 
     def _word(self, rank: int, at: int, value: int, dtype: torch.dtype) -> None:
@@ -107,6 +107,6 @@ class Ranks:
 
 
 def check(result: tuple[Any, ...]) -> Any:
-    """What a call gives beside its error, which has to be none."""
+    """Returns the value of a driver call; asserts that there is no error."""
     assert int(result[0]) == 0, result[0]
     return result[1] if len(result) == 2 else None

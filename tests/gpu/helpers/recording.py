@@ -1,4 +1,4 @@
-"""Record a case of models.py, and write what a replay without torch needs."""
+"""Records a case of models.py, and writes the data that a replay without torch needs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ RECORDED = ("mlp_small", "gpt_two", "lstm", "fft", "conv", "counting", "sorting"
 
 
 def export(name: str, device: str = "cpu") -> tuple[Programs, dict]:
-    """A case as a program with a dynamic batch, and one call per size."""
+    """Exports a case with a dynamic batch. Returns the program and one call per size."""
     case = CASES[name]
     torch.manual_seed(0)
     model = case.model().eval().to(device)
@@ -42,7 +42,7 @@ def export(name: str, device: str = "cpu") -> tuple[Programs, dict]:
 
 
 def record_case(name: str, folder: Path, level: str, **options) -> tuple[Recorded, dict]:
-    """Record a case; returns it with the plain data of `replay.py`."""
+    """Records a case. Returns the recording and the plain data of `replay.py`."""
     programs, calls = export(name)
     takes: list[Take] = []
 
@@ -83,7 +83,7 @@ def record_case(name: str, folder: Path, level: str, **options) -> tuple[Recorde
 
 
 def check_recording(name: str, folder: Path, level: str) -> Recorded:
-    """Record a case: it is deterministic, near eager PyTorch, at other addresses in both processes, and replays elsewhere."""
+    """Records a case and checks that it is deterministic, close to eager PyTorch, and replays at other addresses."""
     recorded, plain = record_case(name, folder, level)
     assert replay(folder) == "exact"
     bound = max(TF32, coarsest(export(name)[0]))
@@ -98,13 +98,13 @@ def check_recording(name: str, folder: Path, level: str) -> Recorded:
 
 
 def other_calls(calls: dict) -> dict:
-    """Other inputs of the same shapes for every key, the same in every run."""
+    """Returns other inputs of the same shapes for every key, the same in every run."""
     generator = torch.Generator().manual_seed(0)
     return {key: tree_map_only(torch.Tensor, lambda t: _other_values(t, generator), call) for key, call in calls.items()}
 
 
 def _other_values(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Other values of the same kind: floats of the same mean and spread, everything else permuted, so that indices stay valid."""
+    """Returns other values of the same kind: floats with the same mean and spread, others permuted, so that indices stay valid."""
     if tensor.dtype.is_floating_point and tensor.numel() and tensor.element_size() > 1:
         wide = tensor.detach().cpu().double()
         spread = wide.std(correction=0).item() or 1.0
@@ -116,7 +116,7 @@ def _other_values(tensor: torch.Tensor, generator: torch.Generator) -> torch.Ten
 
 
 def replay(folder: Path) -> str:
-    """Rebuild and replay in a fresh process without torch; its report ("exact" for every key, or what went wrong)."""
+    """Replays a recording in a new process without torch. Returns its report: "exact", or an error."""
     command = [sys.executable, str(HERE / "replay.py"), str(folder / "plain.pkl")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     lines = (done.stdout + done.stderr).strip().splitlines()

@@ -1,7 +1,7 @@
-"""Rebuild recordings in a process without torch: `python replay.py PLAIN`, where recording.py wrote PLAIN.
+"""Rebuilds recordings in a process without torch: `python replay.py PLAIN`, where recording.py wrote PLAIN.
 
-A check of the recorder that needs no bundle: other addresses, arena and undefined bytes filled with poison, every key
-replayed twice in changing order, outputs compared bit for bit with those of the recording process.
+It checks the recorder without a bundle. Addresses differ from those of the recording. The arena and undefined bytes are filled with
+poison. Every key is replayed twice in changing order, and outputs must equal those of the recording process bit for bit.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def is_row_major(value) -> bool:
 
 
 def elements(value):
-    """Offsets in bytes of a value's elements, in row-major order."""
+    """Returns the byte offsets of a value's elements, in row-major order."""
     offsets = [0]
     for n, stride in zip(value.shape, value.strides, strict=True):
         offsets = [o + i * stride for o in offsets for i in range(n)]
@@ -140,7 +140,7 @@ def build(recording, base: dict, functions: dict, context, keep: list):
             nodes.append(check(driver.cuGraphAddMemcpyNode(graph, [], 0, p, context)))
         else:
             nodes.append(check(driver.cuGraphAddEmptyNode(graph, [], 0)))
-    for edge in recording.edges:  # one by one: of several, the driver takes the data of the first for all
+    for edge in recording.edges:  # one at a time: the driver applies the data of the first edge to all
         e = driver.CUgraphEdgeData()
         e.from_port, e.to_port, e.type = edge.from_port, edge.to_port, edge.type
         check((*driver.cuGraphAddDependencies(graph, [nodes[edge.source]], [nodes[edge.target]], [e], 1), 0))
@@ -189,7 +189,7 @@ def main(path: str) -> str:
             load("state")
             for value, data in zip(plain["inputs"][key], plain["trials"][key][0], strict=True):
                 write(base, value, data)
-            # the fills and small copies above are not waited for, and the graph's stream does not wait for theirs
+            # the fills and small copies above are asynchronous, and the graph's stream does not wait for them
             check((*driver.cuCtxSynchronize(), 0))
             check((*driver.cuGraphLaunch(graphs[key], stream), 0))
             check((*driver.cuStreamSynchronize(stream), 0))

@@ -1,4 +1,4 @@
-"""The stored self-test of a bundle, replayed by a process with the runtime alone."""
+"""Replays the self-test of a bundle in a process that imports only the runtime."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from cgbundle import self_test
 
 
 def passed(path: Path) -> None:
-    """All of it passes, and torch was not imported."""
+    """Asserts that the whole self-test passes without an import of torch."""
     answer = self_test.fresh(str(path))
     assert [row["passed"] for row in answer["results"]] == [True] * len(answer["results"]), answer
     assert answer["results"] and not answer["torch_imported"]

@@ -1,7 +1,7 @@
-"""Record many cases at once and print a line about each: `python -m tests.gpu.helpers.survey OUT name:level ...` (a GPU is needed).
+"""Records many cases, with a line about each: `python -m tests.gpu.helpers.survey OUT name:level ...` (needs a GPU).
 
-For every case: nodes and kinds, how the parameter words were classified, tables, module state, arena, error against eager, and
-whether a fresh process without torch replayed the recordings bit for bit.  Cases run in processes of their own, `JOBS` at a time.
+A line shows nodes and kinds, the classification of parameter words, tables, module state, arena, and the error against eager
+PyTorch. It also shows whether a new process without torch replayed it bit for bit. Cases run in child processes, `JOBS` at a time.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 
 def survey(name: str, level: str, folder: Path) -> str:
-    """Record one case and describe it."""
+    """Records one case and describes it."""
     from cgcompile.errors import BuildError
     from tests.gpu.helpers.recording import record_case, replay
 
@@ -56,7 +56,7 @@ def survey(name: str, level: str, folder: Path) -> str:
 
 
 def main(arguments: list[str]) -> None:
-    """One case in this process, or several in processes of their own."""
+    """Runs one case in this process, or several in child processes."""
     out = Path(arguments[0])
     if len(arguments) == 2:
         name, level = arguments[1].split(":")

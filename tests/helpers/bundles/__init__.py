@@ -1,1 +1,1 @@
-"""Bundles made by hand, without a build, and what they are made of."""
+"""Bundles that tests write by hand, without a build, and the parts of these bundles."""

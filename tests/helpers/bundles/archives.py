@@ -1,4 +1,4 @@
-"""An opened bundle whose manifest is not the one on disk: for tests that change a row, or have no manifest file at all."""
+"""An `Archive` whose manifest differs from the one on disk, or whose folder has no manifest file."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from cgcompile.bundle import manifest_text
 
 
 class ArchiveOf(Archive):
-    """The bundle in `folder` with `manifest`; its files are taken as they are."""
+    """Opens the bundle in `folder` with `manifest`. Files that `manifest` does not list are described from disk."""
 
     def __init__(self, folder: str | Path, manifest: Manifest) -> None:
         self._text = manifest_text.encode(manifest)

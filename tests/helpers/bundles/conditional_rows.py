@@ -1,5 +1,7 @@
-"""A recording with a loop, a branch in it, and a branch behind it, over memory `arena` alone: copies, fills and the kernel that
-sets conditions.  It runs on a GPU, and against `fake_driver`.
+"""A recording with a loop, a branch inside the loop and a branch after it.
+
+All nodes use memory `arena` only: copies, fills and the kernel that sets conditions. The recording runs on a GPU and against
+`fake_driver`.
 
     while turns[0]: output = [5 if choices[0] else 3, *output]; turns, choices = turns[1:], choices[1:]
     result = 1 if flag else 2
@@ -17,7 +19,7 @@ from cgcompile.bundle.recordings import ConditionalNode, Edge, Function, Handle,
 ARENA = 3
 ROW = 32
 TURNS, CHOICES, SPARE, OUTPUT, FLAG, RESULT = 0, 32, 64, 96, 128, 129
-"""Places in the arena: three rows of bytes, a row between copies, two bytes."""
+"""Offsets in the arena: three rows of bytes, a spare row for copies, the output row and two single bytes."""
 
 
 def function(image: str) -> Function:
@@ -57,7 +59,7 @@ def copy(source: int, target: int) -> MemcpyNode:
 
 
 def recording(image: str) -> Recording:
-    """The rows: in each graph one after the other."""
+    """Returns the recording; the nodes of each graph form a chain."""
     outer_nodes: list[Node] = [
         fill(OUTPUT, 0, ROW),
         setter(0, TURNS),
@@ -80,19 +82,19 @@ def recording(image: str) -> Recording:
 
 
 WAYS = 3
-"""Bodies of the switch below."""
+"""Number of bodies of the switch node below."""
 
 
 def switching(image: str) -> Recording:
-    """Another recording: the result is 10 and the flag, 9 where the switch has no body of that number."""
+    """Returns a recording with a switch: the result is 10 + flag, or 9 if the switch has no body for the flag."""
     bodies = [[fill(RESULT, 10 + way)] for way in range(WAYS)]
     outer_nodes = [fill(RESULT, 9), setter(0, FLAG), ConditionalNode(type="switch", bodies=tuple(range(WAYS)))]
     return chained(image, [outer_nodes, *bodies])
 
 
 def several(image: str, ways: int, *, nested: bool) -> Recording:
-    """A switch of so many bodies on the flag, or a branch for each but the last inside of the other side of the one before it, on
-    the bytes of the choices; a body that runs sets the result."""
+    """Returns a recording with `ways` bodies, each of which sets the result. Without `nested` a switch node selects the body by the
+    flag. With `nested` the bodies are nested branches, which read the bytes of the choices."""
     if not nested:
         outer_nodes = [setter(0, FLAG), ConditionalNode(type="switch", bodies=tuple(range(ways)))]
         return chained(image, [outer_nodes, *[[fill(RESULT, 10 + way)] for way in range(ways)]])
@@ -104,7 +106,7 @@ def several(image: str, ways: int, *, nested: bool) -> Recording:
 
 
 def chained(image: str, graphs: Sequence[Sequence[Node]]) -> Recording:
-    """A recording of these graphs, the own one first, each a chain."""
+    """Returns a recording of these graphs. The first one is the outer graph; the nodes of every graph form a chain."""
     nodes: list[Node] = []
     edges: list[Edge] = []
     begins = []
@@ -119,7 +121,7 @@ def chained(image: str, graphs: Sequence[Sequence[Node]]) -> Recording:
 
 
 def arena(choices: Sequence[int], flag: int) -> bytearray:
-    """The arena before a run of as many turns as there are choices."""
+    """Returns the arena before a run with one turn for each choice."""
     data = bytearray(b"\xcd" * 256)
     for at, values in ((TURNS, [1] * len(choices)), (CHOICES, choices)):
         data[at : at + ROW] = bytes(values).ljust(ROW, b"\0")
@@ -128,5 +130,5 @@ def arena(choices: Sequence[int], flag: int) -> bytearray:
 
 
 def expected(choices: Sequence[int], flag: int) -> tuple[bytes, int]:
-    """The output and the result after it."""
+    """Returns the output row and the result byte after the run."""
     return bytes([5 if choice else 3 for choice in reversed(choices)]).ljust(ROW, b"\0"), 1 if flag else 2

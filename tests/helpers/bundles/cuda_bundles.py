@@ -55,7 +55,7 @@ __global__ void large_shared(unsigned *out, unsigned words) {
 
 ADD = ((0, 8), (8, 8), (16, 8), (24, 4))
 COMBINE = ((0, 8), (8, 16), (24, 8), (32, 4))
-"""(offset, size) of the parameters."""
+"""(offset, size) of each kernel parameter."""
 
 KEYS = (4, 8)
 FLOATS = 16
@@ -64,7 +64,7 @@ FLOATS = 16
 ARENA, STATIC = 4096, 1024
 WEIGHTS_AT, STATE_AT, INPUTS_AT, ARENA_AT = range(4)
 ONE, SUM, TWO, RESULT, OUTPUT = 0, 512, 1024, 1536, 2048
-"""Places in the arena."""
+"""Offsets in the arena."""
 
 
 def address(memory: int, offset: int) -> Address:
@@ -93,7 +93,7 @@ def launch(function: int, block: bytes, places: tuple[Relocation, ...], undefine
 
 
 def recording(image: str, key: int) -> Recording:
-    """The graph at the top of this file, its nodes numbered so that edges run backwards too."""
+    """Returns the graph of the module docstring. Its nodes are numbered so that some edges point to a lower number."""
     n = key * FLOATS
     one = MemsetNode(target=address(ARENA_AT, ONE), value=0x3F800000, element=4, width=n, height=1, pitch=0)
     add = launch(0, bytes(24) + pack("<i", n), relocations((0, ARENA_AT, SUM), (8, ARENA_AT, ONE), (16, INPUTS_AT, 0)))
@@ -147,7 +147,7 @@ def program(key: int) -> Program:
 
 
 def write(folder: Path, image: bytes, arch: str = "sm_90", driver: int = 12000) -> Manifest:
-    """Writes the bundle's files but the manifest, which it returns."""
+    """Writes all files of the bundle except the manifest, which it returns."""
     name = hashlib.sha256(image).hexdigest()
     (folder / "kernels").mkdir(parents=True)
     (folder / "graphs").mkdir()
@@ -180,7 +180,7 @@ def write(folder: Path, image: bytes, arch: str = "sm_90", driver: int = 12000) 
 
 
 def manifest(arch: str = "sm_90", driver: int = 12000) -> Manifest:
-    """The bundle's manifest, but for its weights and files."""
+    """Returns the manifest of the bundle without weights and files."""
     forward = EntrySpec(
         name="forward",
         inputs=(),
@@ -205,7 +205,7 @@ def manifest(arch: str = "sm_90", driver: int = 12000) -> Manifest:
 
 
 def inputs(key: int, seed: int = 0) -> array[float]:
-    """Small whole numbers: every result is exact."""
+    """Returns small integers as float32, so that every result is exact."""
     return array("f", [(7 * i + 13 * seed) % 32 - 16 for i in range(key * FLOATS)])
 
 

@@ -1,8 +1,8 @@
-"""A bundle for CUDA made by hand whose entries pass a tensor on, for the fake driver.  For n floats
+"""A handmade CUDA bundle for the fake driver, whose entries donate outputs to inputs. For n floats:
 
     make(x) = 2 x        take(a, b) = 2 a + b        again(a) = 2 a, which donates to itself
 
-`make` and `again` leave theirs in what is reserved for them; `take` has a temporary, which lies where the arena of all is.
+`make` and `again` write their outputs to donated ranges of the arena. `take` has a temporary, in the shared part of the arena.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ ADDS = {
     "again": [((ARENA_AT, AGAIN_AT), (INPUTS_AT, A), (INPUTS_AT, A))],
     "take": [((ARENA_AT, SHARED_AT), (INPUTS_AT, A), (INPUTS_AT, B)), ((ARENA_AT, 2048), (ARENA_AT, SHARED_AT), (INPUTS_AT, A))],
 }
-"""(target, one, other) of the additions of each entry, (memory, offset) each."""
+"""For each entry, the additions as (target, first operand, second operand); each of these is (memory, offset)."""
 
 
 def recording(image: str, name: str) -> Recording:
@@ -74,7 +74,7 @@ def program(name: str, number: int) -> Program:
 
 
 def write(folder: Path) -> Manifest:
-    """Writes the bundle but its manifest, which it returns."""
+    """Writes all files of the bundle except the manifest, which it returns."""
     bare = cuda_bundles.write(folder, b"an image")
     image = hashlib.sha256(b"an image").hexdigest()
     for old in (folder / "graphs").iterdir():
@@ -112,7 +112,7 @@ def write(folder: Path) -> Manifest:
 
 
 def numbers(seed: int) -> array[float]:
-    """Small whole numbers: every sum is exact."""
+    """Returns small integers as float32, so that every sum is exact."""
     return array("f", [(5 * i + 11 * seed) % 32 - 16 for i in range(N)])
 
 

@@ -1,4 +1,4 @@
-"""Changed copies of records, for tests that change a manifest: its fields, and those of its first entry."""
+"""Changed copies of records, for tests that change fields of a manifest or of its first entry."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ OF_ENTRY = {field.name for field in fields(EntrySpec)} - {"name"}
 
 
 def edited(record: Any, **changes: Any) -> Any:
-    """`dataclasses.replace`; of a manifest, fields that only entries have are changed in its first entry."""
+    """Works like `dataclasses.replace`. For a manifest, fields that only entries have are changed in its first entry."""
     if not isinstance(record, Manifest):
         return replace(record, **changes)
     entry_changes = {name: value for name, value in changes.items() if name in OF_ENTRY}
@@ -21,6 +21,6 @@ def edited(record: Any, **changes: Any) -> Any:
 
 
 def located(path: str) -> str:
-    """The path of a field in a manifest, given one of its first entry without `entries[0]`."""
+    """Returns the path of a field in a manifest; adds `entries[0].` if only entries have that field."""
     field = path.replace("[", ".").partition(".")[0]
     return f"entries[0].{path}" if field in OF_ENTRY else path

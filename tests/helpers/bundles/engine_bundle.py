@@ -1,7 +1,7 @@
-"""A small bundle of an engine's graphs, made by hand of the recordings in `cuda_bundles`.
+"""A small handmade bundle with the graphs of an engine, made from the recordings in `cuda_bundles`.
 
-Graph "small" computes from tensor `small` (4 rows), graph (8, "rows") from tensor `x` (8 rows, of which `small` are the first 4);
-the first leaves `result` among the temporaries, the second writes to tensor `out`.
+Graph "small" reads tensor `small` (4 rows). Graph (8, "rows") reads tensor `x` (8 rows), whose first 4 rows are `small`. The first
+graph leaves `result` in the arena, the second one writes to tensor `out`.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from tests.helpers.bundles.cuda_bundles import ARENA_AT, FLOATS, INPUTS_AT, RESU
 
 KEYS = ("small", (8, "rows"))
 OUT, INPUTS = 768, 2048
-"""Where tensor `out` is in memory inputs, and the bytes of this."""
+"""Offset of tensor `out` in memory inputs, and the size of this memory in bytes."""
 
 IMAGE = b"an image"
 
 
 def engine() -> Engine:
-    """The manifest's rows of it."""
+    """Returns the `engine` field of the manifest."""
 
     def tensor(name: str, number: int, memory: str, offset: int) -> EngineTensor:
         shape, strides = (number, FLOATS), (FLOATS, 1)
@@ -50,7 +50,7 @@ def engine() -> Engine:
 
 
 def recording(image: str, position: int) -> Recording:
-    """Graph number `position`."""
+    """Returns the recording of graph number `position`."""
     rows_recording = replace(rows.recording(image, (4, 8)[position]), key=(position,))
     if not position:
         return rows_recording
@@ -63,7 +63,7 @@ def recording(image: str, position: int) -> Recording:
 def write(
     folder: Path, change: Callable[[Manifest], Manifest] = lambda manifest: manifest, record: Callable[..., Recording] = recording
 ) -> Path:
-    """Writes the bundle, its manifest changed by `change`, and returns its path."""
+    """Writes the bundle with the manifest that `change` returns. Returns the path of the bundle."""
     name = hashlib.sha256(IMAGE).hexdigest()
     (folder / "kernels").mkdir(parents=True)
     (folder / "graphs").mkdir()

@@ -1,8 +1,7 @@
-"""Signatures and a backend made by hand: what the tests of guards, plans and programs run without a bundle on disk.
+"""Handmade signatures and a fake backend: tests of guards, plans and programs use them without a bundle on disk.
 
-The fake backend computes with the memory it is given, element by element through ctypes, as a real one does: it reads inputs at
-their addresses in the layout of the program's values and writes outputs into memory of its own, which it spoils when that is
-let go.
+The fake backend reads and writes real memory through ctypes, element by element. It reads inputs at their addresses, in the layout
+of the program's values. It writes outputs into its own memory and overwrites that memory on release.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ Numbers = list[Any]
 """The elements of a tensor, row-major."""
 
 Compute = Callable[[tuple[int, ...], list[Numbers]], list[Numbers]]
-"""What a fake model does: (key, inputs) -> outputs."""
+"""The function of a fake model: (key, inputs) -> outputs."""
 
 ELEMENTS = {
     "float32": ctypes.c_float, "float64": ctypes.c_double, "int64": ctypes.c_int64, "int32": ctypes.c_int32,
@@ -59,9 +58,8 @@ def signature(
     output_orders: Sequence[Sequence[int]] | None = None,
     parameters: tuple[Parameter, ...] = (),
 ) -> Manifest:
-    """A cpu manifest of one host region; by default the call takes the inputs by position and the result is a tuple of the outputs.
-
-    `output_orders` are the orders in which the backend lays the outputs out (default: row-major).
+    """Returns a CPU manifest with one host region. By default a call takes the inputs by position and returns a tuple of the
+    outputs. `output_orders` are the dimension orders in which the backend lays out the outputs (default: row-major).
     """
     orders = output_orders or [range(len(output.shape)) for output in outputs]
 
@@ -99,7 +97,7 @@ def signature(
 
 
 class FakeResults:
-    """Outputs in memory that is spoiled when nobody holds this any more, or that the next replay reuses (`static`)."""
+    """Outputs in memory that is overwritten when this object is deleted, or that the next replay reuses (`static`)."""
 
     device: int | None = None
 
@@ -108,7 +106,7 @@ class FakeResults:
         self.addresses = [ctypes.addressof(buffer) for buffer in buffers]
 
     def release(self) -> None:
-        """Nothing: the memory goes with this object."""
+        """Does nothing: the memory lives as long as this object."""
 
     def transfer_ownership(self, index: int) -> object:
         assert not self.static
@@ -123,15 +121,14 @@ class FakeResults:
 
 
 def kept_self_test(folder: str) -> KeptFile:
-    """The self-test in a folder, as `loader` hands it to a program."""
+    """Opens the self-test in a folder, as the loader passes it to a program."""
     with open(os.path.join(folder, SELF_TEST), "rb") as file:
         return KeptFile(file.fileno())
 
 
 class FakeBackend:
-    """Runs `compute`; `calls` lists (key, inputs) of every replay, `closed` is 1 after `close`.
-
-    `static`: as on a GPU, every replay of a program writes to the same memory, and replays run one by one.
+    """Runs `compute`. `calls` lists (key, inputs) of every replay; `closed` is 1 after `close`. With `static`, replays of a program
+    write to the same memory and run one at a time, as on a GPU.
     """
 
     device: int | None = None
@@ -149,10 +146,10 @@ class FakeBackend:
         return self.running.turn
 
     def begin(self, stream: int | None) -> None:
-        """Nothing: calls have no streams."""
+        """Does nothing: calls have no streams."""
 
     def end(self, stream: None) -> None:
-        """Likewise."""
+        """Does nothing: calls have no streams."""
 
     def locked(self, stream: int | None) -> Any:
         return locked(self, stream)
@@ -166,13 +163,13 @@ class FakeBackend:
         buffers = [write_numbers(numbers, row.values[index]) for numbers, index in zip(output_numbers, row.outputs, strict=True)]
         if not self.static:
             return FakeResults(buffers, static=False)
-        known = self.memory.setdefault(program, FakeResults(buffers, static=True))
-        for target, source in zip(known.buffers, buffers, strict=True):
+        results = self.memory.setdefault(program, FakeResults(buffers, static=True))
+        for target, source in zip(results.buffers, buffers, strict=True):
             ctypes.memmove(target, source, ctypes.sizeof(source))
-        return known
+        return results
 
     def poison(self, byte: int, *, reserved: bool = True) -> None:
-        """Nothing: the memory of every replay is fresh."""
+        """Does nothing: every replay has new memory."""
 
     def close(self) -> None:
         self.running.close()
@@ -198,17 +195,17 @@ def _offsets(value: Value) -> list[int]:
     return [sum(index * stride for index, stride in zip(place, value.strides, strict=True)) for place in places]
 
 
-# --- a manifest's bytes, written as FORMAT.md says, not by manifest_json.py ------------------------------------
+# --- a manifest's bytes, written after FORMAT.md, not with manifest_json.py ------------------------------------
 
 
 def seal_plain(plain: dict[str, Any]) -> bytes:
-    """The manifest file of plain JSON values, sealed."""
+    """Returns the manifest file of plain JSON values, with its hash."""
     plain = plain | {"sha256": "0" * 64}
     lines = [f"{json.dumps(name)}:{json.dumps(plain[name], sort_keys=True, separators=(',', ':'))}" for name in sorted(plain)]
     return seal_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
 def seal_text(text: str) -> bytes:
-    """Puts the hash of the text into its field of zeros."""
+    """Replaces the zeros in the field `sha256` with the hash of the text."""
     data = text.encode()
     return data.replace(b'\n"sha256":"' + b"0" * 64, b'\n"sha256":"' + sha256(data).hexdigest().encode())

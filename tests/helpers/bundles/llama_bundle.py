@@ -1,4 +1,4 @@
-"""A Llama of one layer and its bundle, which tests of language models and of their server share."""
+"""A Llama with one layer and its bundle, for tests of language models and of their server."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from tests.helpers.bundles.shared_builds import shared_build
 
 
 def llama_bundle() -> Path:
-    """A folder with `llama`, as the Hub has it (128 tokens, float32), and `llama.cgb`: 2 lanes of 4 pages, 16 tokens a
-    chunk, 64 pages and 8 slots to give out; without `generate`, which takes two minutes to build."""
+    """Returns a folder with `llama` (Hub layout, 128 tokens, float32) and `llama.cgb`. The bundle has 2 lanes of 4 pages, chunks of
+    16 tokens, 64 usable pages and 8 slots. It has no `generate`, whose build takes two minutes."""
     return shared_build("causal_lm", build)
 
 
 def build(folder: Path, seed: int = 0) -> None:
-    """Fills the folder, with random weights; needs torch and transformers."""
+    """Builds both in `folder`, with random weights; needs torch and transformers."""
     import torch
     import transformers
 

@@ -1,7 +1,7 @@
-"""A small bundle over several GPUs made by hand: what the tests of its runtime run, against `ranks_driver` or on GPUs.
+"""A small handmade bundle for several GPUs. Tests of its runtime run it against `ranks_driver` or on GPUs.
 
-Per key k, on rank r, for n = 16 k floats: a = input + weight(r), an all_reduce of a, and the sum is the output.  The weights of
-rank r are r, r + 1, r + 2, ...
+For key k and n = 16 k floats, rank r computes a = input + weight(r). An all_reduce sums a over the ranks; the sum is the output.
+The weights of rank r are r, r + 1, r + 2, ...
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ SUM, RESULT = 0, 1024
 
 
 def write(folder: Path, image: bytes, world: int = 2, exchange: bytes | None = None, arch: str = "sm_90") -> Manifest:
-    """Writes the bundle of `world` ranks, and gives rank 0's manifest.  `image` holds the kernel `add`, `exchange` those of the
-    collectives; None: the same file."""
+    """Writes the bundle of `world` ranks and returns the manifest of rank 0. `image` holds the kernel `add`, `exchange` the kernels
+    of the collectives (None: the same file)."""
     (folder / "kernels").mkdir(parents=True)
     for contents in (image, exchange or image):
         (folder / "kernels" / hashlib.sha256(contents).hexdigest()).write_bytes(contents)
@@ -60,7 +60,7 @@ def inputs(key: int, seed: int = 0) -> array[float]:
 
 
 def expected(values: Sequence[float], world: int = 2) -> array[float]:
-    """Whole numbers: every result is exact."""
+    """Returns the sum over all ranks; integers, so every result is exact."""
     return array("f", [sum(x + rank + index for rank in range(world)) for index, x in enumerate(values)])
 
 
@@ -82,7 +82,7 @@ def _write_rank(folder: Path, image: bytes, world: int, rank: int, exchange: byt
         safetensors_writer.write(file, contents)
     spec = TensorSpec(name="x", dtype="float32", shape=("batch", FLOATS), order=(0, 1))
     files = describe_files(str(folder))
-    if rank:  # those of rank 0 are its images too
+    if rank:  # a rank also uses the images in the folder of rank 0
         files = (*files, *[file for file in describe_files(str(folder.parents[1])) if file.path.startswith("kernels/")])
     rank_manifest = edited(
         cuda_bundles.manifest(arch),

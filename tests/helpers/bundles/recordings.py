@@ -1,4 +1,4 @@
-"""A recording with a node of every kind, a module state, and what they refer to; `with_kernel` and `with_node` change one."""
+"""A recording with one node of every kind, and a module state. `with_kernel` and `with_node` return changed copies."""
 
 from __future__ import annotations
 

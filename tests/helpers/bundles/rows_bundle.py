@@ -1,7 +1,7 @@
-"""The bundle of `state_bundles` with state whose number of rows a load chooses.
+"""The bundle of `state_bundles`, with state whose number of rows is chosen at load time.
 
-`lines`, uint8 (rows, 8), is touched by nothing.  `total`, float32 (rows, 4), is behind it: a call adds the first row of x to its
-first four rows, which begin as zeros.  `number` holds how many rows there are, and no output shares their memory.
+No node uses `lines`, uint8 (rows, 8). `total`, float32 (rows, 4), lies behind it. A call adds the first row of x to the first four
+rows of `total`, which start as zeros. `number` holds the number of rows. No output shares memory with this state.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ OUTPUTS = ("y", "head", "same", "tail", "table")
 
 
 def write(folder: Path, most: int | None = None) -> Manifest:
-    """Writes the bundle's files but the manifest, which it returns."""
+    """Writes all files of the bundle except the manifest, which it returns."""
     base = state_bundles.write(folder)
     for key in KEYS:
         file = folder / "graphs" / f"g0-{key}.bin"
@@ -53,12 +53,12 @@ def write(folder: Path, most: int | None = None) -> Manifest:
     ]  # fmt: skip
     names = [row.name for row in rows]
     entry = base.entries[0]
-    kept = [index for index in range(6) if index != 1]
-    aliases = [replace(alias, output=kept.index(alias.output)) for alias in entry.aliases if alias.output in kept]
+    places = [index for index in range(6) if index != 1]
+    aliases = [replace(alias, output=places.index(alias.output)) for alias in entry.aliases if alias.output in places]
     aliases = [replace(alias, index=names.index("offsets")) if alias.memory == "weights" else alias for alias in aliases]
     return edited(
         base,
-        outputs=tuple([entry.outputs[index] for index in kept]),
+        outputs=tuple([entry.outputs[index] for index in places]),
         aliases=tuple(aliases),
         random=names.index("random"),
         mutated_buffers=tuple(sorted(map(names.index, ("lines", "total", "marks", "random")))),
@@ -77,7 +77,7 @@ def write(folder: Path, most: int | None = None) -> Manifest:
 
 
 def _over_rows(node: Any) -> Any:
-    """A node that finds `total` where it lies here."""
+    """Returns the node with the new offset of `total` in its relocations."""
     relocations = [
         replace(relocation, target=replace(relocation.target, offset=TOTAL))
         if (relocation.target.memory, relocation.target.offset) == (STATE_AT, state_bundles.TOTAL) else relocation
@@ -87,6 +87,6 @@ def _over_rows(node: Any) -> Any:
 
 
 def _without(program: Any) -> Any:
-    """Without the output that was `total`."""
+    """Returns the program without the output `total`."""
     values = [value for value in program.values if value.memory != "state"]
     return replace(program, values=tuple(values), outputs=(2, *range(3, len(values))))

@@ -1,4 +1,4 @@
-"""What is built once per run and used by many files of tests, which may run in several processes."""
+"""Builds that many test files use. They are made once per test run, even if the tests run in several processes."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from tests.helpers.cxx import SHARED
 
 
 def shared_build(name: str, build: Callable[[Path], object]) -> Path:
-    """The folder `name`, which the first to ask fills with `build(folder)` while others wait.  Copy what you change."""
+    """Returns the folder `name`. The first caller fills it with `build(folder)`; others wait. Copy a file before you change it."""
     folder = Path(os.environ[SHARED]) / name
-    whole = folder.with_suffix(".whole")
+    finished = folder.with_suffix(".whole")
     with open(folder.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not whole.exists():
+        if not finished.exists():
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir()
             build(folder)
-            whole.touch()
+            finished.touch()
     return folder

@@ -1,4 +1,4 @@
-"""Pairs of ed25519 keys as files, as openssl writes them; files with a flipped bit."""
+"""Pairs of ed25519 keys as PEM files, as openssl writes them, and files with a flipped bit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives.serialization import (
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A private and a public key as PEM files, and the public one as 64 digits."""
+    """A private and a public key as PEM files, and the public key as 64 hex digits."""
 
     private: Path
     public: Path
@@ -26,7 +26,7 @@ class Pair:
 
     @classmethod
     def make(cls, folder: Path, name: str = "key", key: Any = None, encryption: KeySerializationEncryption | None = None) -> Pair:
-        """A new pair in `folder`."""
+        """Writes a new pair to `folder`."""
         key = key or Ed25519PrivateKey.generate()
         private, public = folder / f"{name}.private.pem", folder / f"{name}.pem"
         private.write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, encryption or NoEncryption()))
@@ -36,13 +36,13 @@ class Pair:
 
 
 def pem(public: Any) -> bytes:
-    """A public key as `openssl pkey -pubout` writes it."""
+    """Returns a public key as `openssl pkey -pubout` writes it."""
     pem_bytes: bytes = public.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
     return pem_bytes
 
 
 def flip(path: Path, at: int = -2) -> None:
-    """Flips a bit of the byte at `at`."""
+    """Flips the lowest bit of the byte at offset `at`."""
     data = bytearray(path.read_bytes())
     data[at] ^= 1
     path.write_bytes(bytes(data))

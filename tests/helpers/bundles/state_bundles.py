@@ -1,15 +1,15 @@
-"""The bundle of `cuda_bundles` with what lasts from call to call: state, outputs that share memory, a signature to call it by.
+"""The bundle of `cuda_bundles` with state, with outputs that share memory, and with a call signature.
 
-Per key k, with x of shape (k, 16), a call gives
+For key k and x of shape (k, 16), a call returns
 
-    y       as in cuda_bundles, in memory of its own
-    total   state `total` itself, to whose 16 numbers the call has added the first row of x; it starts as 0, 1, 2, ...
+    y       as in cuda_bundles, in its own memory
+    total   state `total` itself, after the call has added the first row of x to its 16 numbers; it starts as 0, 1, 2, ...
     head    the first 4 columns of y
     same    x itself
     tail    the columns of x from 4 on
     table   weight `offsets` itself
 
-and fills state `marks` (8 bytes, zeros at first) with 7s.  The state of random numbers is there, and no call draws any.
+and fills state `marks` (8 bytes, initially zeros) with 7s.  It has state for random numbers, but no call draws any.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from tests.helpers.bundles.tiny_bundle import POSITIONAL, bounds, proof
 
 STATE = 1024
 TOTAL, MARKS, RANDOM = 0, 256, 512
-"""Places in memory state."""
+"""Offsets in memory state."""
 
 OUTPUTS = ("y", "total", "head", "same", "tail", "table")
 FIRST = [float(number) for number in range(FLOATS)]
-"""What state `total` holds at first."""
+"""Initial value of state `total`."""
 
 
 def value(memory: str, offset: int, shape: Sequence[int], strides: Sequence[int], dtype: str = "float32") -> Value:
@@ -46,7 +46,7 @@ def value(memory: str, offset: int, shape: Sequence[int], strides: Sequence[int]
 
 
 def write(folder: Path, image: bytes = b"an image", arch: str = "sm_90") -> Manifest:
-    """Writes the bundle's files but the manifest, which it returns."""
+    """Writes all files of the bundle except the manifest, which it returns."""
     base = cuda_bundles.write(folder, image, arch)
     for key in KEYS:
         file = folder / "graphs" / f"g0-{key}.bin"

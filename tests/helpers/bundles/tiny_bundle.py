@@ -1,6 +1,6 @@
-"""A tiny valid bundle written by hand from schema rows: what tests need that inspect, verify, damage or compare bundles.
+"""A tiny valid bundle, written by hand from schema rows. Tests use it to inspect, verify, damage or compare bundles.
 
-Nothing here imports torch, and the shared object is a dummy: such a bundle can be checked, not run.
+This module does not import torch. The shared object is a dummy: the bundle can be checked but not run.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SIZES = (1, 4)
 
 
 def write_bundle(folder: Path, change: Change | None = None) -> Path:
-    """Writes the bundle to `folder`; `change` edits the manifest before it is sealed.  Returns `folder`."""
+    """Writes the bundle to `folder` and returns `folder`. `change` edits the manifest before it is sealed."""
     (folder / "host").mkdir(parents=True)
     (folder / HOST_FILE).write_bytes(b"\x7fELF, but not really\n" * 20)
     (folder / file_names.PROGRAM).write_bytes(b"PK, but not really\n" * 10)
@@ -59,23 +59,23 @@ def write_bundle(folder: Path, change: Change | None = None) -> Path:
 
 
 def finish(folder: Path, manifest: Manifest) -> None:
-    """Writes the rows behind the shared objects, and the manifest with all files described."""
+    """Appends the rows of the host code to the shared objects, then writes the manifest with all files described."""
     host_code.attach(folder, manifest)
     seal(folder, replace(manifest, files=manifest_text.describe_files(str(folder))))
 
 
 def seal(folder: Path, manifest: Manifest) -> None:
-    """Writes the manifest as it is, sound or not."""
+    """Writes the manifest without any check."""
     (folder / file_names.MANIFEST).write_bytes(manifest_text.encode(manifest))
 
 
 def floats(values: range) -> Callable[[], bytes]:
-    """The bytes of float32 numbers, as `safetensors_writer.write` wants them."""
+    """Returns a function that gives float32 values as bytes, the form that `safetensors_writer.write` takes."""
     return lambda: pack(f"<{len(values)}f", *values)
 
 
 def self_test_tensors() -> dict[str, safetensors_writer.Tensor]:
-    """x and y of both sizes, under the self-test's names."""
+    """Returns x and y of both sizes under the names that the self-test uses."""
     tensors: dict[str, safetensors_writer.Tensor] = {}
     for size in SIZES:
         tensors[entry((size,), "input", 0)] = ("float32", (size, 3), floats(range(size * 3)))
@@ -84,7 +84,7 @@ def self_test_tensors() -> dict[str, safetensors_writer.Tensor]:
 
 
 def manifest() -> Manifest:
-    """y[batch, 2] = first(x[batch, 3]) on the cpu, with a tied weight, for batch 1 and 4; lists no file yet."""
+    """Returns a CPU manifest: y[batch, 2] = first(x[batch, 3]), batch 1 and 4, with a tied weight and without files."""
     forward = EntrySpec(
         name="forward",
         dimensions=(Dimension(name="batch", sizes=SIZES, pad="rows", chunk=True, reason="rows do not depend on each other"),),
@@ -130,18 +130,18 @@ POSITIONAL = Parameter()
 
 
 def proof(*key: int, method: str = "replay", errors: tuple[float, ...] = (), tolerance: float = 1e-5) -> Proof:
-    """A proof of a key, the worst of whose errors is the first."""
+    """Returns the proof of a key; `error` is the first of `errors`, which must be the largest."""
     error = errors[0] if errors else 0.0
     return Proof(key=key, method=method, error=error, tolerance=tolerance, errors=errors)
 
 
 def bounds(*dtypes: str) -> tuple[float, ...]:
-    """The bounds of tensors of these dtypes."""
+    """Returns the self-test's tolerance for each of these dtypes."""
     return tuple([1e-5 if "float" in dtype or "complex" in dtype else 0.0 for dtype in dtypes])
 
 
 def program(size: int) -> Program:
-    """One host step from x to y."""
+    """Returns a program with one host step from x to y."""
     values = [Value(dtype="float32", shape=(size, width), strides=(width, 1), memory="host") for width in (3, 2)]
     step = Step(kind="host", region=0, inputs=(0,), outputs=(1,))
     return Program(key=(size,), values=tuple(values), inputs=(0,), outputs=(1,), steps=(step,), arena=0, static=0)

@@ -1,1 +1,1 @@
-"""A GPU where there is none: fake drivers, PTX run on the CPU; and calls of the backend that they stand for."""
+"""Drivers for tests without a GPU: fake drivers, PTX run on the CPU, and calls of the CUDA backend."""

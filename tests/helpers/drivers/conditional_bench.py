@@ -1,4 +1,4 @@
-"""A recording of `conditional_rows` over an arena of a GPU's, or of `fake_driver`'s."""
+"""Runs a recording of `conditional_rows` over an arena on a GPU or in `fake_driver`."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from tests.helpers.bundles.cuda_bundles import write
 
 BYTES = 256
 CASES: tuple[tuple[tuple[int, ...], int], ...] = (((), 1), ((1,), 0), ((0, 1, 1, 0, 7), 3), ((1,) * 20, 0))
-"""(choices, flag): see `conditional_rows.arena`."""
+"""(choices, flag); see `conditional_rows.arena`."""
 
 
 class Bench:
-    """A recording over an arena; `image` holds the kernel that sets conditions."""
+    """A recording and its arena; `image` holds the kernel that sets conditions."""
 
     def __init__(self, folder: Path, image: bytes, cleanup: ExitStack, rows: Callable[[str], Recording] = recording) -> None:
         manifest = write(folder, image)
@@ -49,10 +49,10 @@ class Bench:
     def give(self, choices: tuple[int, ...], flag: int) -> None:
         """Fills the arena for one run."""
         check("cuMemcpyHtoD", driver.cu.cuMemcpyHtoD(self.memories.bases[3], bytes(arena(choices, flag)), BYTES))
-        check("cuStreamSynchronize", driver.cu.cuStreamSynchronize(0))  # the copy may return before it is done, and no stream waits
+        check("cuStreamSynchronize", driver.cu.cuStreamSynchronize(0))  # the copy is asynchronous; other streams do not wait for it
 
     def read_back(self) -> tuple[bytes, int]:
-        """The output and the result."""
+        """Returns the output row and the result byte."""
         data, cu, stream = (ctypes.c_uint8 * BYTES)(), driver.cu, self.context.stream
         check("copy", cu.cuMemcpyDtoHAsync(ctypes.addressof(data), self.memories.bases[3], BYTES, stream))
         check("cuStreamSynchronize", cu.cuStreamSynchronize(stream))

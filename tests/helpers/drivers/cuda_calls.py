@@ -1,4 +1,4 @@
-"""Calls of the CUDA backend from tests and benchmarks: inputs from either side, outputs read, without a program around it."""
+"""Calls of the CUDA backend for tests and benchmarks, without a `Program`: inputs on the host or the GPU, outputs on the GPU."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from cgbundle.gpu.backend import CudaBackend
 from tests.helpers.bundles.archives import ArchiveOf
 
 Given = tuple[int, bool, int]
-"""Where an input lies: address, whether that is on the GPU, bytes."""
+"""Location of an input: address, whether it is on the GPU, size in bytes."""
 
 GRANULARITY = 2 << 20
-"""Bytes in which the driver takes memory from the GPU."""
+"""Granularity of the driver's memory allocation, in bytes."""
 
 
 def opened(manifest: Manifest, folder: str | os.PathLike[str], device: int = 0, mode: str = "graph", **options: Any) -> CudaBackend:
-    """The bundle in `folder` on a GPU; options as for `CudaBackend`, but that all graphs are built now: calls are counted."""
+    """Opens the bundle in `folder` on a GPU. Graphs are built at once, because tests count driver calls."""
     return CudaBackend(ArchiveOf(folder, manifest), device, mode, **{"lazy": False, **options})
 
 
 def run(backend: CudaBackend, program: int, inputs: Sequence[Given | None], stream: int | None = None) -> list[int]:
-    """Replays in the order of the stream; the addresses of the outputs on the GPU.  None leaves a static buffer as it is."""
+    """Replays a program in stream order and returns the addresses of the outputs. An input of None leaves its buffer unchanged."""
     with backend.locked(stream) as handle:
         return replay(backend, program, inputs, handle)
 
 
 def replay(backend: CudaBackend, program: int, inputs: Sequence[Given | None], handle: Any) -> list[int]:
-    """`run` inside of `locked`, whose handle is given."""
+    """Does what `run` does, inside `backend.locked`; `handle` is its result."""
     places = static_buffers(backend, program)
     addresses = []
     for source, (target, size) in zip(inputs, places, strict=True):
@@ -43,14 +43,14 @@ def replay(backend: CudaBackend, program: int, inputs: Sequence[Given | None], h
 
 
 def static_buffers(backend: CudaBackend, program: int) -> list[tuple[int, int]]:
-    """(address, bytes) of the inputs' static buffers."""
+    """Returns (address, bytes) of the static buffer of each input."""
     row = backend._manifest.entries[0].programs[program]
     values = [row.values[index] for index in row.inputs]
     return [(backend._memories.address(value.memory, value.offset), span(value)) for value in values]
 
 
 def call(backend: CudaBackend, program: int, values: array[float], stream: int | None = None) -> array[float]:
-    """One replay of a program of one input and one output of as many bytes, from host to host."""
+    """Replays a program with one input and one output of equal size, copied from and to the host."""
     start, count = values.buffer_info()
     (output,) = run(backend, program, [(start, False, 4 * count)], stream)
     result = array("f", bytes(4 * count))
@@ -59,7 +59,7 @@ def call(backend: CudaBackend, program: int, values: array[float], stream: int |
 
 
 def to_host(backend: CudaBackend, target: int, source: int, size: int, stream: int | None = None) -> None:
-    """Copies GPU memory to the host address `target` and waits for it."""
+    """Copies GPU memory to the host address `target` and waits for the copy."""
     with backend.locked(stream) as handle:
         memory.copy(target, source, size, handle, target_on_device=False)
         driver.check("cuStreamSynchronize", driver.cu.cuStreamSynchronize(handle))
@@ -72,12 +72,12 @@ def synchronize(backend: CudaBackend, stream: int | None = None) -> None:
 
 
 def allocate(backend: CudaBackend, size: int, stream: int | None = None) -> memory.Output:
-    """Fresh GPU memory that outlives the backend, ready in the order of the stream."""
+    """Allocates GPU memory that outlives the backend, in stream order."""
     with backend.locked(stream) as handle:
         return memory.Output(backend._context, size, handle)
 
 
 def planned(sizes: Mapping[str, int]) -> int:
-    """Bytes that allocations for memories of these sizes take from the GPU."""
+    """Returns the bytes of GPU memory that the driver allocates for memories of these sizes."""
     on_gpu = [size for name, size in sizes.items() if name not in (memory.HOST, KERNEL_CODE)]
     return sum(-(-max(size, memory.SMALLEST) // GRANULARITY) * GRANULARITY for size in on_gpu)

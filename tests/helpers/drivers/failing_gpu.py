@@ -1,5 +1,5 @@
-"""`python -m tests.helpers.drivers.failing_gpu FOLDER FLAG`: `cgcompile serve` over the fake driver, which
-fails at every call as soon as a file FLAG is there.  FOLDER is made, with one model, `twice`, in it: 64 floats -> twice as much."""
+"""`python -m tests.helpers.drivers.failing_gpu FOLDER FLAG`: runs `cgcompile serve` over a fake driver. Every driver call fails as
+soon as the file FLAG exists. Creates FOLDER with one model, `twice`, which doubles 64 floats."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LOST = 719
 
 
 class FailingDriver(FakeDriver):
-    """Fails at every call once `flag` is there, as the real one does when its context is lost."""
+    """Fails every call once `flag` exists, as the real driver does when its context is lost."""
 
     def __init__(self, flag: Path) -> None:
         super().__init__()
@@ -41,8 +41,8 @@ class FailingDriver(FakeDriver):
 
 
 def write(folder: Path) -> Manifest:
-    """The bundle's first entry alone, with a self-test."""
-    whole = donation_bundles.write(folder)
+    """Writes a bundle that has only the first entry of `donation_bundles`, with a self-test."""
+    base = donation_bundles.write(folder)
     image = hashlib.sha256(b"an image").hexdigest()
     for path in [*(folder / "graphs").iterdir(), *folder.glob("programs/*")]:
         path.unlink()
@@ -55,17 +55,17 @@ def write(folder: Path) -> Manifest:
             file_names.self_test_entry((), "output", 0): twice(numbers(0)),
         }
         safetensors_writer.write(file, {name: (*shape, lambda data=data: data) for name, data in named.items()})
-    self_test = replace(whole.entries[0].self_test, bounds=(0.0,), proofs=(replace(proof(1), key=(), errors=(0.0,)),))
+    self_test = replace(base.entries[0].self_test, bounds=(0.0,), proofs=(replace(proof(1), key=(), errors=(0.0,)),))
     manifest = edited(
-        whole, name="twice", entries=(replace(whole.entries[0], name="forward"),), donations=(), donated=(), self_test=self_test,
-        regions=whole.regions[:1], files=manifest_text.describe_files(str(folder)),
+        base, name="twice", entries=(replace(base.entries[0], name="forward"),), donations=(), donated=(), self_test=self_test,
+        regions=base.regions[:1], files=manifest_text.describe_files(str(folder)),
     )  # fmt: skip
     (folder / file_names.MANIFEST).write_bytes(manifest_text.encode(manifest))
     return manifest
 
 
 def main(folder: str, flag: str) -> None:
-    """Serves until the GPU fails."""
+    """Serves the model until the process is stopped."""
     write(Path(folder) / "twice" / "1" / "model.cgb")
     install(pytest.MonkeyPatch(), FailingDriver(Path(flag)))
     sys.argv = ["cgcompile", "serve", folder, "--port", "0", "--poll", "3600", "--log", "json"]

@@ -1,8 +1,7 @@
-"""A CUDA driver in a page: GPU memory is host memory, kernels are the functions below, graphs run in an order that their edges
-allow.
+"""A fake CUDA driver. GPU memory is host memory, kernels are Python functions, and graphs run in an order that their edges allow.
 
-It checks what the real one would (freed twice, unknown handles, a context that is not current), counts what is alive, and can
-fail at any call: so the tests walk the backend through every failure without a GPU.
+It checks what the real driver checks: double frees, unknown handles, a context that is not current. It counts live objects and can
+fail at any call, so tests reach every error path of the backend without a GPU.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ FLAT = {"cuMemsetD8Async": 1, "cuMemsetD16Async": 2, "cuMemsetD32Async": 4}
 
 
 def install(monkeypatch: pytest.MonkeyPatch, fake: FakeDriver | Driver) -> None:
-    """Puts a driver under the backend."""
+    """Replaces the driver in all modules of the runtime."""
     of_cuda = (driver, graph_executor, memory, modules, stream_executor, stream_order, lanes, upload)
     of_gpu = (backend, fast_path, host_steps, programs, threaded_copies, update)
     of_ranks = (ranks, exchanging)
@@ -44,11 +43,11 @@ def install(monkeypatch: pytest.MonkeyPatch, fake: FakeDriver | Driver) -> None:
 
 
 class Handle(int):
-    """A handle of the driver."""
+    """A driver handle."""
 
 
 class FakeDriver:
-    """Stands in for `libcuda.Driver`.  `fail_at` is the number of the call that returns `error` instead of running."""
+    """Replaces `libcuda.Driver`. The call with number `fail_at` returns `error` instead of running."""
 
     def __init__(self, arch: tuple[int, int] = (9, 0), version: int = 13000, devices: int = 1) -> None:
         self.arch, self.version, self.devices = arch, version, devices
@@ -56,13 +55,13 @@ class FakeDriver:
         self.calls: list[str] = []
         self.live: dict[int, Any] = {}
         self.functions: dict[int, Any] = {}
-        self.pinned: dict[int, int] = {}  # bytes of host memory by address
+        self.pinned: dict[int, int] = {}  # size in bytes by address of host memory
         self.capturing: set[int] = set()  # streams
-        self.captured: list[Callable[[], object]] = []  # what was enqueued on them
-        self.captures: dict[int, int] = {}  # streams whose capture is a graph here
-        self.conditions: dict[int, int] = {}  # by handle
+        self.captured: list[Callable[[], object]] = []  # work enqueued on captured streams
+        self.captures: dict[int, int] = {}  # streams and the graphs that their captures write to
+        self.conditions: dict[int, int] = {}  # value by conditional handle
         self.disabled: set[tuple[int, int]] = set()  # nodes of executable graphs
-        self.refused: set[int] = set()  # addresses that no copy node takes
+        self.refused: set[int] = set()  # addresses that cuGraphExecMemcpyNodeSetParams rejects
         self.retained = 0
         self.freed = 0
         self._numbers = itertools.count(0x1000)
@@ -169,7 +168,7 @@ class FakeDriver:
         self._drop(address)
 
     def do_cuIpcOpenMemHandle(self, handle: bytes, flags: int) -> int:
-        """The handle says where the other process's memory lies, and how many bytes it has."""
+        """Maps the memory of another process; the handle holds its address and its size in bytes."""
         assert len(handle) == 64 and flags == 1
         address, size = unpack("<QQ", handle[:16])
         self.live[address] = (ctypes.c_char * size).from_address(address)
@@ -199,12 +198,12 @@ class FakeDriver:
         self._enqueue(stream, lambda: ctypes.memmove(address, data, len(data)))
 
     def on_device(self, address: int) -> bool:
-        """Whether an address lies in memory of the GPU that is alive."""
+        """Tells whether an address lies in allocated GPU memory."""
         places = [(start, len(item)) for start, item in self.live.items() if isinstance(item, ctypes.Array)]
         return any(start <= address < start + size for start, size in places if start not in self.pinned)
 
     def is_pinned(self, address: int) -> bool:
-        """Whether an address lies in pinned memory of the host."""
+        """Tells whether an address lies in pinned host memory."""
         return any(start <= address < start + size for start, size in self.pinned.items())
 
     def do_cuPointerGetAttribute(self, attribute: int, address: int) -> tuple[int, int]:
@@ -262,7 +261,7 @@ class FakeDriver:
         return before
 
     def mode(self) -> int:
-        """The calling thread's capture mode: 0 global, 2 relaxed."""
+        """Returns the calling thread's capture mode: 0 global, 2 relaxed."""
         return int(getattr(self._current, "mode", 0))
 
     def do_cuEventCreate(self, flags: int) -> Handle:
@@ -309,7 +308,7 @@ class FakeDriver:
     # --- launches ---------------------------------------------------------------------------------------------
 
     def _kernel(self, handle: int, address: int) -> Any:
-        """A launch with its parameters copied now."""
+        """Returns a function that runs the kernel; it copies the parameters now."""
         function = self.functions[handle]
         sizes = [size for _, size in PARAMS[function.symbol]]
         pointers = (ctypes.c_void_p * len(sizes)).from_address(address)
@@ -402,7 +401,7 @@ class FakeDriver:
         return self._node(graph, lambda: self._memset(name, address, value, width, 0))
 
     def do_cuGraphAddMemcpyNode(self, graph: int, dependencies: None, count: int, params: Any, context: int) -> Any:
-        copy_params = Memcpy3D.from_buffer_copy(params)  # as the driver does
+        copy_params = Memcpy3D.from_buffer_copy(params)  # the real driver copies the parameters too
         return self._node(graph, lambda: self._copy_block(copy_params))
 
     def do_cuGraphAddEmptyNode(self, graph: int, dependencies: None, count: int) -> Any:
@@ -424,11 +423,11 @@ class FakeDriver:
 
     @staticmethod
     def _nodes(drawn: Any) -> list[Any]:
-        left, done = list(drawn.nodes), []
-        while left:  # the last node that may run, so that only edges can explain the order
-            ready = [n for n in left if not any(target is n and source in left for source, target in drawn.edges)]
+        pending, done = list(drawn.nodes), []
+        while pending:  # take the last node that may run, so that only edges can explain the order
+            ready = [n for n in pending if not any(target is n and source in pending for source, target in drawn.edges)]
             done.append(ready[-1])
-            left.remove(ready[-1])
+            pending.remove(ready[-1])
         return done
 
     def do_cuGraphInstantiate(self, graph: int, flags: int) -> Handle:

@@ -1,4 +1,4 @@
-"""As much of torch as a call with tensors of a GPU takes, over memory of `logging_driver`."""
+"""The part of torch that a call with GPU tensors uses, over the memory of `logging_driver`."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 from tests.helpers.drivers.logging_driver import LoggingDriver
 
 PAGE = 4096
-"""Memory begins at multiples of this, as torch's does at multiples of 512."""
+"""Alignment of tensors in bytes (torch uses 512)."""
 
 
 class FakeTensor:
-    """A row-major float32 tensor of the GPU."""
+    """A row-major float32 tensor on the GPU."""
 
     layout, dtype, is_cuda, is_cpu, requires_grad = "strided", "torch.float32", True, False, False
 
@@ -48,7 +48,7 @@ class FakeTensor:
 
 
 class FakeTorch:
-    """To stand in `sys.modules["torch"]`.  `current` is the caller's stream.  Tensors that it makes lie on `driver`'s GPU."""
+    """Replaces `sys.modules["torch"]`. `current` is the caller's stream. New tensors lie in the memory of `driver`."""
 
     Tensor, strided, float32, contiguous_format = FakeTensor, "strided", "torch.float32", None
 
@@ -56,7 +56,7 @@ class FakeTorch:
         self.driver, self.current, self.capturing = driver, 0, False
         self._C = SimpleNamespace(_cuda_getCurrentRawStream=lambda device: self.current)
         self.cuda = SimpleNamespace(is_initialized=lambda: True, is_current_stream_capturing=lambda: self.capturing)
-        self._pages: dict[int, object] = {}  # kept: no two tensors have one address
+        self._pages: dict[int, object] = {}  # never freed, so that no two tensors share an address
 
     def empty(self, shape: tuple[int, ...], data: bytes = b"") -> FakeTensor:
         buffer = ctypes.create_string_buffer(2 * PAGE)
@@ -80,7 +80,7 @@ class FakeTorch:
         return self.empty(value.shape, ctypes.string_at(value.address, 4 * value.numel()))
 
     def forget(self) -> None:
-        """Takes its memory off the GPU."""
+        """Removes the memory of all tensors from the driver."""
         for address in self._pages:
             del self.driver.live[address]
         self._pages.clear()

@@ -1,4 +1,4 @@
-"""Memory between two pages that nobody may touch: an access one byte outside ends the process there and then."""
+"""Memory between two inaccessible pages: an access one byte outside ends the process with SIGSEGV."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NOTHING = 0
 
 
 class GuardedMemory:
-    """`size` bytes that end where the forbidden page begins (`at_end`), or begin where one ends, at `address`."""
+    """`size` bytes at `address`, which end at the second guard page (`at_end`) or start after the first one."""
 
     def __init__(self, size: int, *, at_end: bool) -> None:
         page = mmap.PAGESIZE
@@ -29,7 +29,7 @@ class GuardedMemory:
 
 
 def guarded(data: bytes, dtype: str, shape: tuple[int, ...], *, at_end: bool) -> Tensor:
-    """A row-major tensor of these bytes between guard pages."""
+    """Returns a row-major tensor of these bytes between guard pages."""
     memory = GuardedMemory(len(data), at_end=at_end)
     assert memory.address % DTYPES[dtype] == 0
     ctypes.memmove(memory.address, data, len(data))

@@ -1,6 +1,6 @@
-"""The driver of `fake_driver`, which writes down every call with its arguments.
+"""The driver of `fake_driver`, with a log of every call and its arguments.
 
-Handles and addresses differ from run to run.  They are written by the order in which they appeared: `gpu2+256`, `stream1`.
+Handles and addresses differ from run to run, so the log numbers them in the order of their first use: `gpu2+256`, `stream1`.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ KINDS = {
     "cuGraphClone": "graph", "cuGraphInstantiate": "executable", "cuGraphConditionalHandleCreate": "condition",
     "cuModuleGetGlobal": "symbol",
 }  # fmt: skip
-"""What the answer of a driver call is."""
+"""Kind of the object that a driver call returns."""
 
 FIRST_ADDRESS = 1 << 32
-"""Numbers from here on are addresses."""
+"""Integers from here on are logged as addresses."""
 
 
 class LoggingDriver(FakeDriver):
-    """`log` has a line for every call of the thread that made this; `others` has those of other threads, in any order.  `labels`:
-    by handle, and by the address where memory begins."""
+    """`log` has a line for every call of the thread that created this object; `others` has the calls of other threads, unordered.
+    `labels` maps handles, and start addresses of memory, to their names in the log."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class LoggingDriver(FakeDriver):
         return logged
 
     def taken(self) -> list[str]:
-        """The lines since the last time; those of other threads behind them, sorted."""
+        """Returns and clears the lines since the last call; lines of other threads follow, sorted."""
         lines = [*self.log, *[f"  {line}" for line in sorted(self.others)]]
         self.log.clear()
         self.others.clear()
@@ -102,7 +102,7 @@ class LoggingDriver(FakeDriver):
         return str(getattr(value, "label", type(value).__name__))
 
     def place(self, address: int) -> str:
-        """An address in memory of the driver by the label of that memory; any other is `host`."""
+        """Returns the label and offset of an address in memory of the driver, or `host`."""
         for start, item in list(self.live.items()):
             if isinstance(item, ctypes.Array) and start <= address < start + len(item):
                 return f"{self.labels.get(start, 'other')}+{address - start}"
@@ -124,7 +124,7 @@ class LoggingDriver(FakeDriver):
         return self.labels.get(value or 0, str(value or 0))
 
     def _block(self, function: int, params: int) -> str:
-        """The parameters of a kernel, word by word."""
+        """Returns the parameters of a kernel as text, one word of 8 bytes at a time."""
         symbol = self.functions[function].symbol
         sizes = [size for _, size in PARAMS[symbol]]
         pointers = (ctypes.c_void_p * len(sizes)).from_address(params)

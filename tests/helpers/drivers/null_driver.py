@@ -1,5 +1,5 @@
-"""`python -m tests.helpers.drivers.null_driver BUNDLE`: loads a bundle for a GPU over a driver that does nothing, and prints the
-modules of the runtime that this has imported, as JSON.  Nothing of the runtime is imported here but what the load itself needs."""
+"""`python -m tests.helpers.drivers.null_driver BUNDLE`: loads a bundle for a GPU over a driver that does nothing. Prints the
+runtime modules that this imports, as JSON. This file imports no runtime module that the load does not need."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import sys
 from typing import Any
 
 ADD = ((0, 8), (8, 8), (16, 8), (24, 4))
-"""(offset, size) of the parameters of the only kernel, `add`."""
+"""(offset, size) of the parameters of `add`, the only kernel."""
 
 ANSWERS: dict[str, Any] = {
     "cuDriverGetVersion": 13000, "cuDeviceGetCount": 1, "cuDeviceGet": 0, "cuDeviceGetName": b"Null", "cuStreamIsCapturing": 0,
@@ -18,7 +18,7 @@ ANSWERS: dict[str, Any] = {
 
 
 class NullDriver:
-    """Every function succeeds; memory is the host's, and stays."""
+    """A driver whose calls all succeed. Its memory is host memory that is never freed."""
 
     def __init__(self) -> None:
         self._numbers = itertools.count(0x1000)
@@ -47,7 +47,7 @@ class NullDriver:
 
 
 def main(path: str) -> None:
-    """Prints the modules."""
+    """Prints the imported modules."""
     import cgbundle
     from cgbundle.cuda import libcuda
 

@@ -1,8 +1,8 @@
-"""PTX run on the CPU, as far as the kernels of collectives use it: several GPUs, with a weak memory.
+"""An interpreter of the PTX that the kernels of collectives use: several GPUs with weak memory order, run on the CPU.
 
-Every thread is run an instruction at a time, in an order that a generator of random numbers chooses.  What a block stores is seen
-by its own threads at once, and by all others some time later, in any order but that of stores to the same bytes; a vector of 16
-bytes arrives in two halves.  A fence, and the end of a block, send all that its threads have stored before.  Loads are never early.
+A random generator chooses which thread runs its next instructions. A block's own threads see its stores at once. Other threads see
+them later, in any order, except that stores to the same bytes keep theirs. A vector store of 16 bytes arrives in two halves. A
+fence, and the end of a block, publish all earlier stores of the block. Loads are never reordered.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from typing import Any
 U32, U64 = (1 << 32) - 1, (1 << 64) - 1
 
 UNDEFINED = 0x7FC00BAD
-"""What a register holds at first: no number, as a float32."""
+"""Initial value of a register: a NaN as float32."""
 
 Run = Callable[["Thread"], "int | None"]
-"""One instruction: the place of the next one, or None for the one behind it."""
+"""One instruction. Returns the index of the next one, or None for the following one."""
 
 
 @dataclass(eq=False)
 class Memory:
-    """Bytes from an address on, which all GPUs share."""
+    """Memory that all GPUs share, in regions by their start addresses."""
 
     regions: dict[int, bytearray] = field(default_factory=dict)
 
     def allocate(self, size: int) -> int:
-        """The address of `size` zeros."""
+        """Allocates `size` zero bytes and returns their address."""
         address = (max(self.regions, default=0) >> 32) + 1 << 32
         self.regions[address] = bytearray(size)
         return address
@@ -49,14 +49,14 @@ class Memory:
 
 @dataclass(eq=False)
 class Block:
-    """Threads, what they have stored that others do not see yet, and how many wait at the barrier."""
+    """A thread block: its threads, its stores that other blocks do not see yet, and the number of threads at the barrier."""
 
     threads: list[Thread] = field(default_factory=list)
     stored: list[tuple[int, bytes]] = field(default_factory=list)
     waiting: int = 0
 
     def send(self, memory: Memory, which: int | None = None) -> None:
-        """One of the stores becomes visible, behind those to the same bytes that were before it, or all of them."""
+        """Publishes all stores. With `which`, publishes one store: the first one that overlaps store `which`."""
         if which is None:
             for address, data in self.stored:
                 memory.write(address, data)
@@ -69,7 +69,7 @@ class Block:
 
 @dataclass(eq=False)
 class Thread:
-    """`registers` hold bits, of numbers of any type."""
+    """A thread. `registers` hold the bits of values of any type."""
 
     block: Block
     memory: Memory
@@ -94,7 +94,7 @@ class Thread:
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel on a GPU: its program, how many blocks and threads, and its parameters."""
+    """A kernel launch on one GPU: its program, the number of blocks and threads, and its parameters."""
 
     program: Program
     blocks: int
@@ -103,16 +103,16 @@ class Launch:
 
 
 Program = tuple[tuple[str, ...], tuple[Run, ...]]
-"""The names of a kernel's parameters, and its instructions."""
+"""The parameter names of a kernel, and its instructions."""
 
 
 def run(memory: Memory, gpus: Sequence[Sequence[Launch]], random: Random, clock: Callable[[], int] = lambda: 0) -> None:
-    """Runs the launches of each GPU in their order, those of different GPUs side by side.  Raises AssertionError where nothing can
-    go on, or all goes on for ever."""
-    left = [list(launches) for launches in gpus]
+    """Runs the launches of each GPU in order; GPUs run concurrently. Raises AssertionError if the launches do not end within 50,000
+    steps."""
+    pending = [list(launches) for launches in gpus]
     running: list[list[Block]] = [[] for _ in gpus]
     for _ in range(50_000):
-        for gpu, launches in enumerate(left):
+        for gpu, launches in enumerate(pending):
             if not running[gpu] and launches:
                 running[gpu] = _blocks(memory, launches.pop(0), clock)
         blocks = [(gpu, block) for gpu, resident in enumerate(running) for block in resident]
@@ -150,15 +150,15 @@ def _blocks(memory: Memory, launch: Launch, clock: Callable[[], int]) -> list[Bl
 
 def _step(thread: Thread) -> None:
     instructions: Any = thread.registers["instructions"]
-    there = instructions[thread.place](thread)
-    thread.place = thread.place + 1 if there is None else there
+    next_place = instructions[thread.place](thread)
+    thread.place = thread.place + 1 if next_place is None else next_place
 
 
-# --- from text to instructions --------------------------------------------------------------------------------------
+# --- parser ---------------------------------------------------------------------------------------------------------
 
 
 def parse(text: str) -> dict[str, Program]:
-    """Every kernel of a PTX text by its name."""
+    """Returns every kernel of a PTX module by its name."""
     kernels = {}
     for name, head, body in re.findall(r"\.visible \.entry (\w+)\((.*?)\)\s*\{(.*?)\n\}", text, re.DOTALL):
         names = tuple(re.findall(r"\.param \.\w+ (\w+)", head))
@@ -190,8 +190,8 @@ def _instruction(text: str, labels: dict[str, int]) -> Run:
     operands = re.findall(r"\{[^}]*\}|\[[^\]]*\]|[^,\s]+", rest)
     kind, *parts = name.split(".")
     if kind == "bra":
-        there = labels[operands[0]]
-        return lambda thread: there
+        target = labels[operands[0]]
+        return lambda thread: target
     if kind == "ret":
         return partial(_state, "done")
     if kind == "bar":
@@ -287,23 +287,23 @@ def _assign(compute: Callable[..., int], target: str, operands: Sequence[str], t
 
 
 def float_of(bits: int) -> float:
-    """The float32 of 32 bits."""
+    """Returns the float32 with these 32 bits."""
     return float(struct.unpack("<f", bits.to_bytes(4, "little"))[0])
 
 
 def bits_of(value: float) -> int:
-    """The 32 bits of a number rounded to float32."""
+    """Rounds a number to float32 and returns its 32 bits."""
     return int.from_bytes(struct.pack("<f", value), "little")
 
 
 def bfloat16(bits: int) -> int:
-    """The 16 bits of a bfloat16 next to the float32 of 32 bits, ties to even."""
+    """Rounds the float32 with these bits to bfloat16, ties to even, and returns its 16 bits."""
     return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
 
 
 @cache
 def half_of(bits: int) -> int:
-    """The 16 bits of a float16 next to the float32 of 32 bits, ties to even."""
+    """Rounds the float32 with these bits to float16, ties to even, and returns its 16 bits."""
     return int.from_bytes(struct.pack("<e", float_of(bits)), "little")
 
 

@@ -1,7 +1,7 @@
-"""Several GPUs in a page: a fake driver whose streams do their work later, in any order that the driver allows.
+"""A fake driver for several GPUs. Streams run their work later, in any order that the driver allows.
 
-Work runs while somebody waits for a stream; who is next is drawn.  A collective ends when all ranks have come to it.  Where nothing
-goes on, the time of those that wait is up, and they write down for whom they have waited.
+Work runs while a thread waits for a stream or an event; a random generator picks the next stream. A collective ends when all ranks
+have entered it. If no stream can go on, all waiting collectives time out and write which rank is missing to their status word.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from cgcompile.targets.collectives.exchange_memory import LIMIT, STATUS
 from tests.helpers.drivers.fake_driver import FakeDriver, Handle
 
 Work = Callable[[], bool]
-"""A piece of work on a stream: it says whether it is done, and is asked again where it is not."""
+"""Work on a stream. Returns whether it is done; otherwise it is called again later."""
 
 
 class RanksDriver(FakeDriver):
-    """`random` draws which stream goes on."""
+    """`random` chooses which stream runs next."""
 
     def __init__(self, devices: int = 2, seed: int = 0) -> None:
         super().__init__(devices=devices)
         self.random, self.multiprocessors = Random(seed), 132
         self.queues: dict[int, deque[Work]] = {}
-        self.events: dict[int, list[int]] = {}  # how often an event was recorded, and how often that was reached
+        self.events: dict[int, list[int]] = {}  # how often an event was recorded, and the last recording that was reached
         self.waiting: list[_Collective] = []
         self.sent: dict[tuple[tuple[int, ...], int], dict[int, tuple[int, list[bytes]]]] = {}
         self.epochs: dict[int, int] = {}
-        self.mapped: dict[int, int] = {}  # by address the memory, by its first handle
+        self.mapped: dict[int, int] = {}  # address of a mapping -> handle of its memory in the exporting process
         self.imported: dict[int, int] = {}
 
     # --- streams ----------------------------------------------------------------------------------------------
@@ -42,7 +42,7 @@ class RanksDriver(FakeDriver):
         self.queues.setdefault(self._own(stream), deque()).append(work)
 
     def _own(self, stream: Any) -> int:
-        """A stream's handle; of the default stream, which each device has, with the context's."""
+        """Returns a stream's handle. A default stream, which every device has, is combined with its context."""
         return int(stream or 0) + (0 if int(stream or 0) > 2 else int(self._current.stack[-1]) << 32)
 
     def do_cuDevicePrimaryCtxRetain(self, device: int) -> Handle:
@@ -61,8 +61,8 @@ class RanksDriver(FakeDriver):
         self._drain(lambda: not any(self.queues.values()))
 
     def do_cuEventSynchronize(self, event: int) -> None:
-        wanted = self.events[int(event)][0] if int(event) in self.events else 0
-        self._drain(lambda: self.events.get(int(event), [0, 0])[1] >= wanted)
+        recordings = self.events[int(event)][0] if int(event) in self.events else 0
+        self._drain(lambda: self.events.get(int(event), [0, 0])[1] >= recordings)
 
     def _drain(self, done: Callable[[], bool]) -> None:
         while not done():
@@ -93,7 +93,7 @@ class RanksDriver(FakeDriver):
         self._queue(stream, lambda: state[1] >= number)
 
     def do_cuMemFree(self, address: int) -> None:
-        self.settle()  # as the driver does
+        self.settle()  # cuMemFree synchronizes the device
         super().do_cuMemFree(address)
 
     def do_cuMemFreeHost(self, address: int) -> None:
@@ -103,11 +103,11 @@ class RanksDriver(FakeDriver):
     def do_cuMemFreeAsync(self, address: int, stream: int) -> None:
         self._enqueue(stream, lambda: self._drop(address))
 
-    # --- what runs on them ------------------------------------------------------------------------------------
+    # --- work on streams ----------------------------------------------------------------------------------------------
 
     def do_cuMemcpyHtoDAsync(self, target: int, source: int, size: int, stream: int) -> None:
         assert self.on_device(target) and not self.on_device(source)
-        data = ctypes.string_at(source, size)  # pageable memory has been read when the call returns
+        data = ctypes.string_at(source, size)  # the driver has read pageable memory when the call returns
         self._enqueue(stream, lambda: ctypes.memmove(target, data, size) and None)
 
     def do_cuMemcpyDtoHAsync(self, target: int, source: int, size: int, stream: int) -> None:
@@ -187,7 +187,7 @@ class RanksDriver(FakeDriver):
 
 
 class _Collective:
-    """A launch of a kernel of ours: an all_reduce of float32."""
+    """A launch of a collective kernel of cgcompile: an all_reduce of float32."""
 
     def __init__(self, driver: RanksDriver, symbol: str, address: int) -> None:
         world = driver.devices
@@ -204,7 +204,7 @@ class _Collective:
         return self.memories[self.rank]
 
     def world_of(self) -> tuple[int, ...]:
-        """The memories of all ranks, wherever a process sees them."""
+        """Returns the memory handles of all ranks, which are the same in every process."""
         return tuple([self.driver.mapped[at] for at in self.memories])
 
     def _word(self, at: int) -> ctypes.c_uint32:
@@ -217,20 +217,20 @@ class _Collective:
             data = [ctypes.string_at(self.source, self.size)] * self.world
             driver.sent.setdefault((self.world_of(), self.epoch), {})[self.rank] = self.size, data
             driver.waiting.append(self)
-        came = driver.sent[self.world_of(), self.epoch]
+        arrivals = driver.sent[self.world_of(), self.epoch]
         if not self._word(STATUS).value:
-            if len(came) < self.world or len({size for size, _ in came.values()}) > 1:
+            if len(arrivals) < self.world or len({size for size, _ in arrivals.values()}) > 1:
                 return False
-            numbers = [struct.unpack(f"<{self.size // 4}f", came[rank][1][self.rank]) for rank in range(self.world)]
+            numbers = [struct.unpack(f"<{self.size // 4}f", arrivals[rank][1][self.rank]) for rank in range(self.world)]
             ctypes.memmove(self.target, struct.pack(f"<{self.size // 4}f", *map(sum, zip(*numbers, strict=True))), self.size)
         driver.waiting.remove(self)
-        self.epoch = -1  # the next launch of the graph is another collective
+        self.epoch = -1  # the next launch of the graph is a new collective
         return True
 
     def give_up(self) -> None:
-        """The time is up."""
+        """Times out: writes the first missing rank to the status word."""
         assert ctypes.c_uint64.from_address(self.mine + LIMIT).value, "it would wait for ever"
-        came = self.driver.sent[self.world_of(), self.epoch]
-        missing = [rank for rank in range(self.world) if rank not in came or came[rank][0] != self.size]
+        arrivals = self.driver.sent[self.world_of(), self.epoch]
+        missing = [rank for rank in range(self.world) if rank not in arrivals or arrivals[rank][0] != self.size]
         if missing:
             self._word(STATUS).value = 1 + missing[0]

@@ -1,1 +1,1 @@
-"""Models that several tests build, and how their bundles are driven beside eager PyTorch."""
+"""Models that several tests build, and checks of their bundles against eager PyTorch."""

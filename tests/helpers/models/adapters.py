@@ -1,4 +1,4 @@
-"""LoRA adapters with random factors, in PEFT's layout, and models that are merged with one."""
+"""LoRA adapters with random factors in PEFT's layout, and models with a merged adapter."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def write_adapter(
     folder: Path, network: nn.Module, rank: int, seed: int, targets: tuple[str, ...] = (), dtype: torch.dtype = torch.float32,
     **config: Any,
 ) -> Path:  # fmt: skip
-    """`targets`: the last names of the layers, () for all linear ones but the head; `config`: more of the configuration.  The
-    factors are large enough to change texts."""
+    """Writes an adapter. `targets` are the last names of the layers; () means all linear layers except the head. `config` extends
+    the configuration. The factors are large enough to change the generated texts."""
     generator, tensors = torch.Generator().manual_seed(seed), dict[str, Tensor]()
     for path, layer in network.named_modules():
         name = path.rpartition(".")[2]
@@ -39,7 +39,7 @@ def write_adapter(
 
 
 def factors_of(folder: Path) -> tuple[float, Mapping[str, tuple[Tensor, Tensor]]]:
-    """The scale of an adapter, and its factors in float32 by the paths of layers."""
+    """Returns the scale of an adapter, and its float32 factors by layer path."""
     config, tensors = json.loads((folder / "adapter_config.json").read_text()), load_file(folder / "adapter_model.safetensors")
     rank, down = config["r"], ".lora_A.weight"
     scale = config["lora_alpha"] / (rank**0.5 if config.get("use_rslora") else rank)
@@ -49,7 +49,7 @@ def factors_of(folder: Path) -> tuple[float, Mapping[str, tuple[Tensor, Tensor]]
 
 
 def merged(network: Any, folder: Path) -> Any:
-    """A copy of a network with `scale * up @ down` added to its weights."""
+    """Returns a copy of a network with `scale * up @ down` added to its weights."""
     network_copy, (scale, factors) = copy.deepcopy(network), factors_of(folder)
     for path, (down, up) in factors.items():
         layer = network_copy.get_submodule(path)

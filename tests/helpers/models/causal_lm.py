@@ -1,4 +1,4 @@
-"""Language models beside transformers: requests over its entries, and what is asked of every family, wherever it runs."""
+"""Language models compared with transformers: an engine that drives their entries, and checks that every family must pass."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ FAMILIES = (
 
 
 PAGES, SLOTS, TURNS = 65, 9, 32
-"""Of the models here, those of nobody among them; and tokens that a loop makes."""
+"""Pages and slots of the models here, including the null page and slot 0; tokens that a loop generates."""
 
 
 def causal_model(name: str, turns: int = TURNS) -> CausalLM:
-    """The model of a named configuration, or of a folder."""
+    """Returns the model of a named configuration or of a folder."""
     return CausalLM(network(name, torch.float32), PAGES, SLOTS, turns)
 
 
 def reference(model: Any, prompt: list[int], count: int, **options: Any) -> list[int]:
-    """What transformers' own `generate` puts behind a prompt, with its own attention and cache."""
+    """Returns the tokens that transformers' `generate` appends to a prompt, with its own attention and cache."""
     network = model.network
     network.set_attn_implementation("eager")
     try:
@@ -48,8 +48,8 @@ def reference(model: Any, prompt: list[int], count: int, **options: Any) -> list
 
 
 class Engine:
-    """Requests over the entries of a model or a bundle, in `lanes` lanes: gives pages and slots out and takes them back.
-    `adapters`: its lanes name one."""
+    """Runs requests over the entries of a model or a bundle, in `lanes` lanes. It assigns pages and slots and takes them back. With
+    `adapters`, lanes pass an adapter index."""
 
     def __init__(self, entries: Any, lanes: int = 4, blocks: int = 12, chunk: int = 16, *, adapters: bool = False) -> None:
         self.entries, self.lanes, self.blocks, self.chunk, self.adapters = entries, lanes, blocks, chunk, adapters
@@ -69,7 +69,7 @@ class Engine:
         return text["tokens"]
 
     def _lanes(self, names: list[Any]) -> tuple[Any, ...]:
-        """(start, pages, slot, sampling), or with an adapter behind the slot; the lanes that are left over are off."""
+        """Returns (start, pages, slot, sampling), with the adapter after the slot if adapters are on. Unused lanes are off."""
         texts = [self.texts[name] for name in names]
         off = self.lanes - len(texts)
         pages = [text["pages"] + [0] * (self.blocks - len(text["pages"])) for text in texts] + [[0] * self.blocks] * off
@@ -80,7 +80,7 @@ class Engine:
         return start, torch.tensor(pages), slot, *([adapter] if self.adapters else []), sampling
 
     def prefill(self, names: list[Any]) -> dict[str, Any]:
-        """A chunk of each text, which is at its end where the next token is appended."""
+        """Runs one chunk of each text. Appends the next token to a text whose prompt is finished."""
         chunks = [self.texts[name]["tokens"][self.texts[name]["read"] :][: self.chunk] for name in names]
         ids = [tokens + [9] * (self.chunk - len(tokens)) for tokens in chunks] + [[9] * self.chunk] * (self.lanes - len(names))
         count = torch.tensor([len(chunk) for chunk in chunks] + [0] * (self.lanes - len(names)))
@@ -114,7 +114,7 @@ class Engine:
         return outputs
 
     def run(self, name: Any, count: int) -> None:
-        """The prompt and `count` tokens behind it, beside no other text."""
+        """Runs the prompt and generates `count` tokens, with no other text in the batch."""
         begun = len(self.texts[name]["tokens"])
         while len(self.texts[name]["tokens"]) == begun:
             self.prefill([name])
@@ -132,7 +132,7 @@ def nobodys_page_is_zero(model: Any) -> bool:
 
 
 def check_family(family: str) -> None:
-    """Prompts of three lengths in one batch, by chunks, steps and the loop: the tokens of transformers' `generate`."""
+    """Checks the tokens against transformers' `generate`: three prompts in one batch, run by chunks, single steps and the loop."""
     model = causal_model(family)
     prompts = {length: prompt(length) for length in (5, 21, 37)}
     engine = Engine(model)
@@ -151,7 +151,7 @@ def check_family(family: str) -> None:
 
 
 def check_requests(engine: Engine, model: Any) -> None:
-    """50 requests that come and go in any order, over pages that are used again: the tokens of `model` by transformers."""
+    """Checks 50 requests that start and end in random order and reuse pages. The tokens must equal those of `generate`."""
     order = random.Random(0)
     waiting, expected, seen = list(range(50)), {}, 0
     prompts = {name: prompt(order.randrange(1, 60), name) for name in waiting}

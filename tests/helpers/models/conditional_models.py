@@ -1,4 +1,4 @@
-"""Models with branches and loops, and inputs for them that take every way."""
+"""Models with branches and loops, and inputs for them that reach every path."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Way = Callable[[Tensor, Tensor], Tensor]
 
 
 class Nested(nn.Module):
-    """A loop with a branch in it inside of a branch; the other side is a branch as well."""
+    """Two nested branches; one of them contains a loop with a branch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Nested(nn.Module):
 
 
 class Carried(nn.Module):
-    """What is carried changes places, is looked at from another side, or stays; branches hand on what they are given."""
+    """A loop swaps, transposes or only copies its carried values; branches copy their operands in either order."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         def turn(i: Tensor, a: Tensor, b: Tensor, square: Tensor, kept: Tensor) -> tuple[Tensor, ...]:
@@ -52,8 +52,7 @@ class Carried(nn.Module):
 
 
 class ReadAfterwards(nn.Module):
-    """Of what a loop begins with it alone takes `doubled`; `read` is an output, too, `seen` and `whole` are read behind the
-    loop."""
+    """Only the loop uses `doubled`. `read` is also an output; `seen` and `whole` are read after the loop."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         doubled, read, seen, whole = x * 2, x + 1, x.sin(), x.cos()
@@ -67,7 +66,7 @@ class ReadAfterwards(nn.Module):
 
 
 class Shifted(nn.Module):
-    """A turn leaves in one thing what another one was, which it changes, too: forwards, backwards, and through a cast."""
+    """A loop step moves carried values to other positions and changes one of them: in both directions, and through a cast."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         def turn(i: Tensor, a: Tensor, b: Tensor, c: Tensor) -> tuple[Tensor, ...]:
@@ -78,7 +77,7 @@ class Shifted(nn.Module):
 
 
 class Overlapping(nn.Module):
-    """A turn's first part gives a view of what is carried, and its last part reads the view where it writes what is carried."""
+    """The first part of a loop step makes a view of a carried value; the last part reads the view and writes the value."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         def turn(i: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -92,7 +91,7 @@ class Overlapping(nn.Module):
 
 
 class Middle(nn.Module):
-    """Twelve layers, and a branch between the sixth and the seventh: a wide layer or none."""
+    """Twelve layers, and a branch between the sixth and the seventh: a wide layer or a copy."""
 
     def __init__(self, width: int = 64) -> None:
         super().__init__()
@@ -106,7 +105,7 @@ class Middle(nn.Module):
 
 
 class Layer(nn.Module):
-    """`folded`: a build computes what the layer scales with."""
+    """A layer; with `folded`, the build computes its scale."""
 
     def __init__(self, folded: bool) -> None:
         super().__init__()
@@ -119,7 +118,7 @@ class Layer(nn.Module):
 
 
 class Layered(nn.Module):
-    """Equal layers before a loop and in it, which carries something for each; behind it their order is another one."""
+    """Equal layers before a loop and inside it. The loop carries one value per layer; after it the layers run in reverse order."""
 
     def __init__(self, count: int = 5, folded: bool = False) -> None:
         super().__init__()
@@ -146,7 +145,7 @@ class Layered(nn.Module):
 
 
 class Chosen(nn.Module):
-    """One of several ways by a number, in a loop that counts; the first of two cases with one constant is taken."""
+    """Selects one of several cases by a number, inside a counting loop. Of two cases with the same number the first one runs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -174,7 +173,7 @@ class Chosen(nn.Module):
 
 
 class Drawing(nn.Module):
-    """A loop whose turns draw random numbers and use state, and state that a branch changes."""
+    """A loop that draws random numbers and reads state, and state that a branch changes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -193,7 +192,7 @@ class Drawing(nn.Module):
 
 
 class Guarded(nn.Module):
-    """A lookup that only its condition makes safe, in a branch and in a loop."""
+    """An embedding lookup that is only safe under its condition, in a branch and in a loop."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -209,7 +208,7 @@ class Guarded(nn.Module):
 
 
 class Keeping(nn.Module):
-    """State that is written before, between and behind a branch; a view of it that crosses; an input written in place."""
+    """State that is written before, between and after branches, a view of it as operand of a branch, and a mutated input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -267,4 +266,4 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], list[Tensor]], tup
     "layered": (Layered, nested_inputs, ("while",)),
     "folded": (lambda: Layered(folded=True), nested_inputs, ("while",)),
 }
-"""By name: the model, inputs, and the types of its conditional nodes, sorted."""
+"""By name: the model, its inputs, and the sorted types of its conditional nodes."""

@@ -1,4 +1,4 @@
-"""Models whose Python asks for values, and whose results have as many rows as data selects."""
+"""Models whose Python code reads tensor values, and whose outputs have a number of rows that depends on data."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 
 class Detector(nn.Module):
-    """Nothing detected is an early return of constant size; a sum of what is detected."""
+    """Returns constant, empty outputs early if nothing is selected; also returns a sum over the selected rows."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """`x` [n, 4]."""
@@ -20,7 +20,7 @@ class Detector(nn.Module):
 
 
 class Two(nn.Module):
-    """Ways that select by other masks, and meet again."""
+    """Branches that select by different masks and then join."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """`x` [n, 4]."""
@@ -31,7 +31,7 @@ class Two(nn.Module):
 
 
 class Measured(nn.Module):
-    """`len()` of selected rows, `repeat()` beside them."""
+    """Uses `len()` and `repeat()` on selected rows."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """`x` [n, 4]."""
@@ -43,7 +43,7 @@ class Measured(nn.Module):
 
 
 class Halves(nn.Module):
-    """Two groups of selected rows go through a layer as one, as feature matchers do."""
+    """Runs two groups of selected rows through one layer call, as feature matchers do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class Halves(nn.Module):
 
 
 class Sliced(nn.Module):
-    """As many rows of a selection as a selection among these has; one mask is computed twice."""
+    """Slices a selection to the size of a selection from it. One mask is computed twice."""
 
     def forward(self, x: Tensor) -> Tensor:
         """`x` [n, 4]."""
@@ -73,7 +73,7 @@ class Sliced(nn.Module):
 
 
 class Swapped(nn.Module):
-    """The ways select the same two groups, in another order: torch gives their sizes the same names."""
+    """Branches that make the same two selections in a different order: torch gives their sizes the same names."""
 
     def forward(self, x: Tensor) -> Tensor:
         """`x` [n, 4]."""
@@ -90,7 +90,7 @@ class Swapped(nn.Module):
 
 
 class SwappedNumbers(nn.Module):
-    """The same, where only the number of rows is kept."""
+    """A model like `Swapped`, of which only the number of rows is used."""
 
     def forward(self, x: Tensor) -> Tensor:
         """`x` [n, 4]."""
@@ -108,7 +108,7 @@ class SwappedNumbers(nn.Module):
 
 
 class Whole(nn.Module):
-    """One way gives all rows, the other one those that a mask selects; truth values too."""
+    """One branch returns all rows, the other one the rows that a mask selects; one output is bool."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """`x` [n, 4]."""
@@ -119,7 +119,7 @@ class Whole(nn.Module):
 
 
 class Shrinking(nn.Module):
-    """Rows are selected again and again, until none is left."""
+    """Selects rows repeatedly until no row is left."""
 
     def forward(self, x: Tensor) -> Tensor:
         """`x` [n, 4]."""
@@ -132,7 +132,7 @@ class Shrinking(nn.Module):
 
 
 class Products(nn.Module):
-    """A result with two such axes."""
+    """An output with two data-dependent axes."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """`x` [n, 4]."""
@@ -143,7 +143,7 @@ class Products(nn.Module):
 
 
 class Twice(nn.Module):
-    """Several selections, each behind a question."""
+    """Several selections, each after a branch."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """`x` [n, 4]."""
@@ -153,7 +153,7 @@ class Twice(nn.Module):
 
 
 class Unasked(nn.Module):
-    """No question: `len()` alone."""
+    """Uses `len()` of a selection without a branch."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """`x` [n, 4]."""
@@ -162,7 +162,7 @@ class Unasked(nn.Module):
 
 
 class Sums(nn.Module):
-    """Letters of `einsum` that stand for selected rows: kept, and summed over."""
+    """`einsum` over a data-dependent axis, which is kept or summed."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """`x` [n, 4]."""
@@ -173,7 +173,7 @@ class Sums(nn.Module):
 
 
 class Strongest(nn.Module):
-    """The three largest of what a mask selects, where there are more, in their order; `nan` is the largest."""
+    """The three largest selected values, in their original order, if more are selected; NaN counts as the largest."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """`x` [n, 4]."""
@@ -187,7 +187,7 @@ class Strongest(nn.Module):
 
 
 class Groups(nn.Module):
-    """As many groups as the size says, which Python counts: a program for each size, with every way."""
+    """Python computes the number of groups from the size: one program per size, with all paths."""
 
     def forward(self, x: Tensor) -> Tensor:
         """`x` [n, 4]."""
@@ -200,7 +200,7 @@ class Groups(nn.Module):
 
 
 class Flipped(nn.Module):
-    """Rows in another order, whose place depends on how many there are."""
+    """Reverses the selected rows: the new position of a row depends on their number."""
 
     def forward(self, x: Tensor) -> Tensor:
         """`x` [n, 4]."""
@@ -209,7 +209,7 @@ class Flipped(nn.Module):
 
 
 class Ambiguous(nn.Module):
-    """A view that PyTorch refuses where nothing is selected, behind where the ways met."""
+    """A reshape that PyTorch rejects for an empty selection, after two branches have joined."""
 
     def forward(self, x: Tensor) -> Tensor:
         """`x` [n, 4]."""
@@ -223,7 +223,7 @@ class Ambiguous(nn.Module):
 
 
 class Sized(nn.Module):
-    """A number that the model computes is the size of a tensor, behind a question that is followed."""
+    """A computed number is the size of a tensor, after a branch that is traced."""
 
     def forward(self, x: Tensor) -> Tensor:
         """`x` [n, 4]."""
@@ -234,7 +234,7 @@ class Sized(nn.Module):
 
 
 class Suppressing(nn.Module):
-    """Boxes in Python's own loop."""
+    """Non-maximum suppression of boxes in a Python loop."""
 
     def forward(self, x: Tensor) -> Tensor:
         """`x` [n, 4]."""
@@ -247,7 +247,7 @@ class Suppressing(nn.Module):
 
 
 class Constant(nn.Module):
-    """A way gives more rows than any selection may have."""
+    """One branch returns more rows than any selection can have."""
 
     def forward(self, x: Tensor) -> Tensor:
         """`x` [n, 4]."""

@@ -1,4 +1,4 @@
-"""Cases of attention to pages, for the kernel on a GPU and under Triton's interpreter, beside PyTorch's operations."""
+"""Cases of paged attention, for the kernel on a GPU and under Triton's interpreter; the reference is PyTorch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ def case(
     sinks: bool = False, lengths: tuple[int, ...] = (1, 0, 65, 130), device: str = "cpu", dtype: torch.dtype = torch.float32,
     page: int = 16,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """Arguments of `paged_decode`: lanes of these lengths, with pages in any order.  The third query lies behind its pages."""
+    """Returns the arguments of `paged_decode` for lanes of these lengths. Pages are in random order; the third query lies behind
+    them.
+    """
     generator = torch.Generator().manual_seed(0)
     batch, blocks = len(lengths), -(-max(lengths) // page)
     pages = (torch.randperm(batch * blocks, generator=generator) + 1).view(batch, blocks)
@@ -36,7 +38,7 @@ def case(
 
 
 def prompt_case(*, seq: int = 40, **options: Any) -> tuple[Any, ...]:
-    """Arguments of `paged_prefill`: the last `seq` tokens of each lane, or fewer, are new; at last, which of them count."""
+    """Returns the arguments of `paged_prefill` and a mask of the valid new tokens, at most the last `seq` tokens of each lane."""
     query, keys, values, pages, _, length, sunk, scale, window, chunk, softcap = case(**options)
     count = torch.minimum(length, torch.tensor([seq, seq, seq - 3, seq], device=length.device))
     generator = torch.Generator().manual_seed(1)

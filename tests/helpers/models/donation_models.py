@@ -1,4 +1,4 @@
-"""A model whose entries pass tensors on: encode -> step -> step ... -> score, and one that has nothing to do with them."""
+"""A model whose entries donate tensors, encode -> step -> step ... -> score, and one entry without donations."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BOUND = 1e-4
 
 
 class Donated(nn.Module):
-    """A recurrent network in four methods."""
+    """A recurrent network with four methods."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Donated(nn.Module):
         return self.read(x).tanh().mean(1)
 
     def step(self, hidden: torch.Tensor, ids: torch.Tensor) -> dict[str, torch.Tensor]:
-        """(batch, WIDTH), (batch,) -> the next hidden, and logits (batch, WORDS)."""
+        """(batch, WIDTH), (batch,) -> the next hidden state, and logits (batch, WORDS)."""
         following = self.mixed(torch.cat([hidden, self.token(ids)], 1)).tanh()
         return {"hidden": following, "logits": self.head(following)}
 
@@ -42,7 +42,7 @@ class Donated(nn.Module):
         return logits.softmax(1).amax(1) + hidden.mean(1)
 
     def other(self, x: torch.Tensor) -> torch.Tensor:
-        """(rows, FEATURES) -> (rows,), with temporaries that are larger than those of the others."""
+        """(rows, FEATURES) -> (rows,); its temporaries are larger than those of the other entries."""
         return (self.read(x) @ self.read(x).T).softmax(1)[:, 0]
 
 
@@ -71,10 +71,9 @@ ENTRIES = {"encode": encode_inputs, "step": step_inputs, "score": score_inputs, 
 
 
 def check_donations(program: Any, device: str, count: int, seed: int = 0, mixed: bool = True) -> float:
-    """Calls in random order, what they give passed on or not, beside eager PyTorch; returns the largest error.
-
-    `program`: loaded with outputs="view".  What is reserved for outputs is spared, the rest of the arena filled with NaN between
-    any two calls.  `mixed`: some inputs are copies, which a call cannot take where they lie.
+    """Calls the entries in random order, with donated or copied outputs, beside eager PyTorch. Returns the largest error. `program`
+    must be loaded with outputs="view". Between two calls the arena is filled with NaN, except the ranges of donated outputs. With
+    `mixed`, some inputs are copies, which a call cannot use in place.
     """
     drawn, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     model, worst = donated().to(device), 0.0

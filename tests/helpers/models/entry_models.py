@@ -1,4 +1,4 @@
-"""A model of several entries over one key-value cache, and calls of them in any order beside eager PyTorch."""
+"""A model with several entries over one key-value cache, and calls of them in random order beside eager PyTorch."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import cgbundle
 VOCABULARY, WIDTH, LANES, LONGEST = 64, 8, 8, 256
 SIZES = {"prefill": {"seq": [64, 256]}, "decode": {"batch": [1, 8]}}
 BOUND = 1e-4
-"""That of float32, as FORMAT.md has it."""
+"""Tolerance of float32 in FORMAT.md."""
 
 
 class Lanes(nn.Module):
-    """One layer of attention with a cache of LANES lanes; the embedding is tied to the head."""
+    """One attention layer with a cache of LANES lanes; the embedding is tied to the head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Lanes(nn.Module):
         return self.head(scores[-1].softmax(-1) @ value)
 
     def decode(self, ids: torch.Tensor) -> torch.Tensor:
-        """(batch,): a token for each of the first lanes -> (batch, VOCABULARY)."""
+        """(batch,), one token for each of the first lanes -> (batch, VOCABULARY)."""
         batch = ids.shape[0]
         lanes, at = torch.arange(batch, device=ids.device), self.length[:batch] % LONGEST
         query, key, value = self.mixed(self.token(ids)).chunk(3, -1)
@@ -54,7 +54,7 @@ class Lanes(nn.Module):
         return self.head(mixed.squeeze(1))
 
     def reset_lane(self, lane: torch.Tensor) -> None:
-        """(1,): empties a lane."""
+        """(1,): clears a lane."""
         self.length[lane] = 0
         self.keys[lane] = 0
         self.values[lane] = 0
@@ -81,7 +81,7 @@ ENTRIES: dict[str, Callable[..., Any]] = {"prefill": prefill_inputs, "decode": d
 
 
 def calls(count: int, seed: int) -> list[tuple[str, tuple[torch.Tensor, ...]]]:
-    """(entry, inputs) of calls in a random order, on the CPU."""
+    """Returns (entry, inputs) of calls in a random order, on the CPU."""
     drawn = random.Random(seed)
     sequence = []
     with torch.random.fork_rng(devices=[]):
@@ -94,8 +94,7 @@ def calls(count: int, seed: int) -> list[tuple[str, tuple[torch.Tensor, ...]]]:
 
 
 def check_calls(program: cgbundle.Program, model: Lanes, device: str, count: int, seed: int = 0) -> float:
-    """Calls the entries in a random order, each beside eager PyTorch on `model`, and compares the state in the end; the largest
-    error."""
+    """Calls the entries in a random order beside eager PyTorch, and compares the final state. Returns the largest error."""
     worst = 0.0
     for name, inputs in calls(count, seed):
         arguments = [tensor.to(device) for tensor in inputs]

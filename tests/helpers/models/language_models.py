@@ -1,4 +1,4 @@
-"""Language models by name: tiny ones of every family that was tried, and three shapes of Llama to measure with."""
+"""Language models by name: a tiny one of every supported family, and three Llama shapes for benchmarks."""
 
 from __future__ import annotations
 
@@ -56,24 +56,24 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
         "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 131072, "rope_theta": 500000.0,
     },
 }  # fmt: skip
-"""Tied, a tiny Gemma with random weights would repeat its last token for ever."""
+"""Configurations by name. Gemma is not tied: with random tied weights it would repeat its last token forever."""
 
 SPREAD = 0.2
-"""Standard deviation of tiny models' weights: ten times the usual, so that different texts are continued differently."""
+"""Standard deviation of the weights of tiny models: ten times the usual one, so that different texts continue differently."""
 
 
 def configuration(name: str) -> PretrainedConfig:
-    """Of a folder with config.json, or by a name of CONFIGURATIONS."""
+    """Returns the configuration of a folder with config.json, or of a name in CONFIGURATIONS."""
     if (Path(name) / "config.json").is_file():
         return folder_configuration(name)
-    wanted = dict(CONFIGURATIONS[name])
-    if wanted["vocab_size"] == TINY["vocab_size"]:
-        wanted["init_std" if wanted["model_type"] == "opt" else "initializer_range"] = SPREAD
-    return AutoConfig.for_model(**wanted)
+    options = dict(CONFIGURATIONS[name])
+    if options["vocab_size"] == TINY["vocab_size"]:
+        options["init_std" if options["model_type"] == "opt" else "initializer_range"] = SPREAD
+    return AutoConfig.for_model(**options)
 
 
 def network(name: str, dtype: torch.dtype) -> PreTrainedModel:
-    """The model in eval mode, with attention over pages; weights of a folder's safetensors, or seeded ones."""
+    """Returns the model in eval mode with paged attention; weights of a folder's safetensors, or random ones with a fixed seed."""
     if name not in CONFIGURATIONS:
         return folder_network(name, dtype)
     with torch.random.fork_rng(devices=[]):

@@ -1,4 +1,4 @@
-"""A model whose cache has any number of pages and slots, and what is asked of its bundles, wherever they run."""
+"""A model whose cache has a variable number of pages and slots, and the checks of its bundles on every target."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STATE = {"keys_*": "pages", "seen": ("slots", 50)}
 
 
 class Paged(nn.Module):
-    """Rows go into pages of a cache, and the pages of a table are summed.  `keys_1` is written at one place of each page."""
+    """Writes rows into pages of a cache and sums the pages of a table. `keys_1` is written at only one place of each page."""
 
     def __init__(self, pages: int = PAGES, slots: int = SLOTS) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Paged(nn.Module):
         self.register_buffer("calls", torch.zeros(1, dtype=torch.int64))
 
     def put(self, x: Tensor, page: Tensor, place: Tensor, slot: Tensor) -> Tensor:
-        """x (batch, WIDTH), the others int64 (batch,): what slots have seen."""
+        """x (batch, WIDTH), the others int64 (batch,) -> the updated rows of `seen`, plus the number of calls."""
         self.calls.add_(1)
         key_rows = self.key(x)
         self.keys_0[page, place] = key_rows
@@ -39,7 +39,7 @@ class Paged(nn.Module):
         return self.seen[slot] + self.calls
 
     def read(self, table: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
-        """table int64 (batch, 3), first int32 (batch,)."""
+        """table int64 (batch, 3), first int32 (batch,) -> sums of pages (batch, WIDTH), and rows that `first` selects."""
         both = self.keys_0[table].sum((1, 2)) + self.keys_1[:, 1][table].sum(1)
         return both, torch.index_select(self.keys_1, 0, first) + nn.functional.embedding(first, self.keys_0[:, 0])[:, None]
 
@@ -70,7 +70,7 @@ def state():
 
 
 def check_rows(path: Path, device: str, pages: int, slots: int, **options: Any) -> None:
-    """The bundle with these numbers beside a model that has them: calls, state, reset, a session."""
+    """Checks a bundle loaded with these numbers of rows against a model of the same sizes: calls, state, reset, a session."""
     with cgbundle.load(path, state={"pages": pages, "slots": slots}, **options) as program:
         assert program.state.rows == {"pages": pages, "slots": slots}
         assert program.state["keys_0"].shape == (pages, 2, WIDTH)

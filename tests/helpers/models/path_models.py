@@ -1,4 +1,4 @@
-"""Models whose Python asks tensors for their truth, in the ways that published models do."""
+"""Models whose Python code branches on tensor values, as published models do."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 
 def foo(x: torch.Tensor) -> torch.Tensor:
-    """The first example of PyTorch's CUDA graph trees."""
+    """The first example in the source of PyTorch's CUDA graph trees."""
     y = x * x * x
     if y.sum() > 0:  # noqa: SIM108  as PyTorch has it
         z = y**y
@@ -25,7 +25,7 @@ class Foo(nn.Module):
 
 
 class Held(nn.Module):
-    """What the models below have: a layer, a state and a flag."""
+    """Base of the models below: layers, a state and a flag."""
 
     seen: torch.Tensor
     ready: torch.Tensor
@@ -40,7 +40,7 @@ class Held(nn.Module):
 
 
 class Twelve(Held):
-    """Twelve independent questions: 4096 ways."""
+    """Twelve independent branches: 4096 paths."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for turn in range(12):
@@ -72,7 +72,7 @@ class Breaks(Held):
 
 
 class Numbers(Held):
-    """`.item()` in conditions and in arithmetic; an assertion, whose message the call raises."""
+    """`.item()` in conditions and in arithmetic, and an assertion, whose message the call raises."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         most = x.max().item()
@@ -106,7 +106,7 @@ class Converted(Held):
 
 
 class Listed(Held):
-    """`tolist()` of several numbers, and questions of `math`."""
+    """`tolist()` of several numbers, and conditions from `math`."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         first, second, *more = x[0].tolist()
@@ -118,14 +118,14 @@ class Listed(Held):
 
 
 class Scaled(Held):
-    """No question: numbers alone."""
+    """Numbers from tensors, without a branch."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x * int(x.abs().max()) + float(x.sum())
 
 
 class Written(Held):
-    """A call writes to its input on some ways, and what it gives is a view of it."""
+    """Some paths write to the input, and one output derives from a view of it."""
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         row = x[1]
@@ -137,7 +137,7 @@ class Written(Held):
 
 
 class Parts(Held):
-    """Lists, dicts, any(), and values on Python's stack."""
+    """Lists, dicts, any(), and values on the stack of the Python frame."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         parts: dict[str, list[torch.Tensor]] = {"rows": [x[:, 0], x[:, 1]]}
@@ -147,14 +147,14 @@ class Parts(Held):
 
 
 class Best(Held):
-    """A function in C asks."""
+    """A C function (`max`) evaluates the condition."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return max([x[0], x[1], x[2]], key=lambda row: row.sum()) * 2
 
 
 class Again(Held):
-    """A question that is asked again keeps its answer; Python's own state says how it goes on."""
+    """A condition that is evaluated twice keeps its value; a Python counter decides how the loop goes on."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         positive, turns = (x > 0).any(), 0
@@ -172,7 +172,7 @@ class Drawn(Held):
 
 
 class Chosen(Held):
-    """A size that depends on data comes before the question."""
+    """A data-dependent size comes before the branch."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         total = x[x > 0].sum()
@@ -182,7 +182,7 @@ class Chosen(Held):
 
 
 class Nested(Held):
-    """Calls inside of calls: a function that waits on Python's stack for its argument."""
+    """Nested calls: a function waits for its argument on the stack of the Python frame."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -208,7 +208,7 @@ def rows() -> torch.Tensor:
 
 
 def calls(count: int) -> list[torch.Tensor]:
-    """So many inputs, float32 [3, 4], that take a model down different ways."""
+    """Returns `count` inputs, float32 [3, 4], that take a model along different paths."""
     chance = random.Random(0)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)

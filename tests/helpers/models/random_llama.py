@@ -1,4 +1,4 @@
-"""A Llama of random weights and a tokenizer of bytes, as the Hub has them."""
+"""A Llama with random weights and a byte tokenizer, in the Hub's layout."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def write_llama(folder: Path, shape: Mapping[str, Any]) -> None:
-    """config.json, model.safetensors, tokenizer.json; `shape`: what transformers' LlamaConfig takes."""
+    """Writes config.json, model.safetensors and tokenizer.json; `shape` holds arguments of transformers' LlamaConfig."""
     import torch
     import transformers
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers

@@ -1,4 +1,4 @@
-"""Models that take and give classes of their own, and how their bundles are driven beside eager PyTorch: on a CPU and on a GPU."""
+"""Models with their own classes as inputs and outputs, and checks of their bundles against eager PyTorch on a CPU and a GPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LAYERS, HEADS, WIDTH, VOCABULARY = 1, 2, 32, 64
 
 
 def causal() -> nn.Module:
-    """A stock causal language model of transformers, which gives its cache."""
+    """Returns a causal language model of transformers that returns its cache."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     config = LlamaConfig(
@@ -31,13 +31,13 @@ def causal() -> nn.Module:
 
 
 def prompt(batch: int, seq: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """(args, kwargs) of the first call."""
+    """Returns (args, kwargs) of the first call."""
     ids = torch.randint(0, VOCABULARY, (batch, seq))
     return (ids,), {"attention_mask": torch.ones(batch, seq, dtype=torch.int64)}
 
 
 def step(batch: int, past: int) -> dict[str, Any]:
-    """The arguments of the next call, with a cache of `past` tokens."""
+    """Returns the arguments of the next call, with a cache of `past` tokens."""
     from transformers import DynamicCache
 
     cache = DynamicCache()
@@ -48,7 +48,7 @@ def step(batch: int, past: int) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Batch:
-    """Tensors and a number."""
+    """An input with tensors and a number."""
 
     x: torch.Tensor
     mask: torch.Tensor
@@ -57,7 +57,7 @@ class Batch:
 
 @dataclass
 class Found:
-    """A result with another one inside it, and something that is None."""
+    """An output with nested records and a field that is None."""
 
     total: torch.Tensor
     parts: dict[str, Batch]
@@ -65,7 +65,7 @@ class Found:
 
 
 class Taken(nn.Module):
-    """Takes a dataclass and more by position and by name; gives dataclasses."""
+    """Takes a dataclass, positional and keyword arguments; returns nested dataclasses."""
 
     def forward(self, batch: Batch, *more: torch.Tensor, bias: torch.Tensor, **named: torch.Tensor) -> Found:
         x = (batch.x * batch.scale + bias).relu() * batch.mask
@@ -73,13 +73,13 @@ class Taken(nn.Module):
 
 
 def taken(batch: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """(args, kwargs) of `Taken`."""
+    """Returns (args, kwargs) for `Taken`."""
     record = Batch(torch.randn(batch, 8), torch.ones(batch, 8))
     return (record, torch.randn(batch, 8)), {"bias": torch.randn(8), "own": torch.randn(batch, 8)}
 
 
 def check_prompt_and_step(first: Path, then: Path, device: str, batch: int, seq: int) -> None:
-    """What the bundle of the prompt gives is what the bundle of the next token takes, and both are what eager PyTorch gives."""
+    """Passes the cache from the bundle of the prompt to the bundle of the next token; both must equal eager PyTorch."""
     model = causal()
     (ids,), kwargs = prompt(batch, seq)
     token = torch.randint(0, VOCABULARY, (batch, 1))
@@ -92,7 +92,7 @@ def check_prompt_and_step(first: Path, then: Path, device: str, batch: int, seq:
 
 
 def check_step(path: Path, device: str, batch: int, past: int) -> None:
-    """A cache of transformers goes in as it is, or as a dict of dicts, and comes back as a record."""
+    """Checks that the bundle takes transformers' cache as an object or as a dict of dicts, and returns it as a record."""
     model, kwargs = causal(), step(batch, past)
     cache = kwargs["past_key_values"]
     layers = [{"keys": layer.keys.clone().to(device), "values": layer.values.clone().to(device)} for layer in cache.layers]
@@ -109,7 +109,7 @@ def check_step(path: Path, device: str, batch: int, past: int) -> None:
 
 
 def near_output(actual: Any, expected: Any) -> None:
-    """Logits and cache of an output of transformers, which is read in the same ways."""
+    """Checks logits and cache of an output, which can be read in the same ways as transformers' output."""
     assert list(actual) == list(expected.keys()) and type(actual).__name__ == type(expected).__name__ and actual.loss is None
     assert actual[0] is actual["logits"] is actual.logits and type(actual.past_key_values).__name__ == "DynamicCache"
     near(actual.logits, expected.logits)
@@ -119,7 +119,7 @@ def near_output(actual: Any, expected: Any) -> None:
 
 
 def check_taken(path: Path, device: str) -> None:
-    """Dataclasses as they are, as dicts, and as what came back."""
+    """Checks that dataclass inputs can be passed as dataclasses or as dicts, and the returned record."""
     with cgbundle.load(path) as program, torch.no_grad():
         for batch in (1, 3, 4):
             (record, *more), kwargs = taken(batch)

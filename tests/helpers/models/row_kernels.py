@@ -1,4 +1,4 @@
-"""A cache of any number of rows that a Triton kernel reads; `sized` hands the kernel the number, which Python reads."""
+"""A cache with a variable number of rows that a Triton kernel reads. With `sized`, Python passes that number to the kernel."""
 
 from __future__ import annotations
 

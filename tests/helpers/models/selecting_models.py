@@ -1,4 +1,4 @@
-"""Models that select rows inside of a branch of Python, compute with them, and put them back."""
+"""Models that select rows inside a Python branch, compute with them, and write them back."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 
 
 class Spline(nn.Module):
-    """As spline flows: what lies inside of an interval goes through a function, the rest stays."""
+    """Applies a function to values inside an interval and keeps the others, as spline flows do."""
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """`x` [n, 4]."""
@@ -35,7 +35,7 @@ class Spline(nn.Module):
 
 
 class Experts(nn.Module):
-    """Rows go to the expert that a gate picks, and are added where they came from."""
+    """Sends rows to the expert that a gate picks, and adds the results to the original rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Experts(nn.Module):
 
 
 class Assigned(Experts):
-    """The same, with assignments at positions and early `continue`."""
+    """A model like `Experts`, with index assignments and an early `continue`."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`x` [n, 4]."""
@@ -69,7 +69,7 @@ class Assigned(Experts):
 
 
 class Summed(nn.Module):
-    """Sums, means and extremes of the selected rows, where there are two at least."""
+    """Sums, means and extremes of the selected rows, if there are at least two."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`x` [n, 4]."""
@@ -80,7 +80,7 @@ class Summed(nn.Module):
 
 
 class Mixed(nn.Module):
-    """Rows of one mask are normalised among themselves: they do not stay apart, yet the others may not count."""
+    """Normalizes the selected rows among themselves: they mix with each other, but must not mix with the other rows."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`x` [n, 4]."""
@@ -94,7 +94,7 @@ class Mixed(nn.Module):
 
 
 class Shifted(nn.Module):
-    """Rows of one mask go to the places of another one, of as many rows: what is not known to fit stays as it is."""
+    """Writes the rows of one mask to the rows of another mask with the same count. The build cannot prove that the counts match."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`x` [n, 4]."""
@@ -113,7 +113,7 @@ class Kept:
 
 
 class Remembers(nn.Module):
-    """Keeps what it has computed in an object, and reads it afterwards alone."""
+    """Stores a result in an object and only reads it afterwards."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ class Remembers(nn.Module):
 
 
 class Put(nn.Module):
-    """Writes to places that follow from the data, and may be none."""
+    """Writes to data-dependent rows; there may be none."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`x` [n, 4]."""
@@ -140,7 +140,7 @@ class Put(nn.Module):
 
 
 class Added(nn.Module):
-    """Adds to such places: here a negative one is refused."""
+    """Adds to data-dependent rows; a negative index is rejected here."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`x` [n, 4]."""
@@ -151,7 +151,7 @@ class Added(nn.Module):
 
 
 class Head(nn.Module):
-    """The end of a detector: selections of one mask, one of them twice, those of `unique`, and a result of fixed size."""
+    """The end of a detector: selections by one mask, a selection that is returned twice, `unique`, and an output of fixed size."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -171,7 +171,7 @@ class Head(nn.Module):
         }  # fmt: skip
 
     def largest(self, boxes: torch.Tensor) -> torch.Tensor:
-        """A second entry, without such sizes."""
+        """A second entry, without data-dependent sizes."""
         return boxes.amax(0)
 
 

@@ -1,4 +1,4 @@
-"""What a bundle with state has to do, on whatever target: called by the tests of the CPU and of the GPU."""
+"""Checks of bundles with state. The tests of the CPU and of the GPU call them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tests.helpers.models.state_models import PLACES, SIZES, WIDTH, Between, bet
 from tests.helpers.raising import raises
 
 ORDER = (4, 1, 1, 4, 1, 4, 4, 1, 4)
-"""Batch sizes, call by call."""
+"""Batch size of each call."""
 
 
 def near(got: Any, want: torch.Tensor) -> None:
-    """Equal within the tolerance of float32; integers are equal."""
+    """Checks equality within the float32 tolerance; integers must be equal."""
     actual = torch.as_tensor(getattr(got, "tensor", got)).cpu()
     assert actual.dtype == want.dtype and actual.shape == want.shape
     rounded = want.is_floating_point()
@@ -26,7 +26,7 @@ def near(got: Any, want: torch.Tensor) -> None:
 
 
 def state_near(program: Any, network: torch.nn.Module) -> None:
-    """All state equals the module's buffers."""
+    """Checks that all state equals the module's buffers."""
     buffers = dict(network.named_buffers())
     assert set(program.state) == set(buffers)
     for name, value in buffers.items():
@@ -34,7 +34,7 @@ def state_near(program: Any, network: torch.nn.Module) -> None:
 
 
 def check_state(path: Path, device: str, mode: str = "graph", outputs: str = "copy") -> None:
-    """Calls of several sizes share state, as in eager PyTorch, where buffers last from call to call; sessions do not."""
+    """Checks that calls of several sizes share state, as buffers in eager PyTorch do, and that sessions do not."""
     network = running().to(device)
     first = copy.deepcopy(network)
     with cgbundle.load(path, mode=mode, outputs=outputs) as program, torch.no_grad():
@@ -64,7 +64,7 @@ def check_state(path: Path, device: str, mode: str = "graph", outputs: str = "co
 
 
 def check_state_is_guarded(path: Path, device: str) -> None:
-    """PyTorch casts and broadcasts what is copied to a buffer; here a slip is an error.  Padding would be written to the cache."""
+    """Checks that wrong state is rejected. PyTorch would cast or broadcast it, and padding would be written to the cache."""
     with cgbundle.load(path) as program:
         with raises("state-missing", match="nothing") as missing:
             program.state["nothing"]
@@ -85,7 +85,7 @@ def check_state_is_guarded(path: Path, device: str) -> None:
 
 
 def check_a_buffer_that_is_handed_out_is_live(path: Path, device: str) -> None:
-    """In eager PyTorch `return self.place` hands out the buffer itself: later calls show in it, and writes to it count."""
+    """Checks that a returned buffer is live, as in eager PyTorch: later calls change it, and writes to it affect later calls."""
     network = running().to(device)
     with cgbundle.load(path) as program, torch.no_grad():
         (x,) = draw(rows, 4, 0, device)
@@ -100,7 +100,7 @@ def check_a_buffer_that_is_handed_out_is_live(path: Path, device: str) -> None:
 
 
 def check_looks(path: Path, device: str) -> None:
-    """Outputs that share memory in eager PyTorch share it here, and nothing else does."""
+    """Checks that exactly those outputs share memory that share it in eager PyTorch."""
     network = looks().to(device)
     with cgbundle.load(path) as program, torch.no_grad():
         assert {alias.output for alias in program.manifest.entries[0].aliases} == {1, 2, 3, 4, 5, 6}
@@ -127,7 +127,7 @@ def check_looks(path: Path, device: str) -> None:
 
 
 def check_looks_as_views(path: Path, device: str) -> None:
-    """PyTorch: "accessing tensor output of CUDAGraphs that has been overwritten by a subsequent run"; clone() keeps it."""
+    """Checks that a view raises after the next call has overwritten it; clone() keeps the values. PyTorch has a similar error."""
     with cgbundle.load(path, outputs="view") as program, torch.no_grad():
         x, y = draw(pairs, 4, 0, device)
         first = program(x, y)
@@ -142,7 +142,7 @@ def check_looks_as_views(path: Path, device: str) -> None:
 
 
 def kinds_of_inputs(device: str) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Pairs of (4, WIDTH) that are laid out in every way: by name."""
+    """Returns pairs of tensors (4, WIDTH) by name, one pair for every kind of memory layout."""
     x = torch.randn(4, WIDTH, device=device)
     row = torch.randn(WIDTH, device=device)
     long = torch.randn(4 + WIDTH, device=device)
@@ -160,8 +160,8 @@ def kinds_of_inputs(device: str) -> dict[str, tuple[torch.Tensor, torch.Tensor]]
 
 
 def check_inputs(path: Path, device: str) -> None:
-    """PyTorch copies each into its static input, or skips graphs ("expanded dimensions", overlapping memory); here none is special,
-    and no caller's tensor changes."""
+    """Checks inputs of all layouts; no input may be changed. PyTorch copies them, or skips CUDA graphs for expanded dimensions and
+    overlapping memory."""
     with cgbundle.load(path) as program:
         for name, (x, y) in kinds_of_inputs(device).items():
             before = x.clone(), y.clone()
@@ -174,7 +174,7 @@ def check_inputs(path: Path, device: str) -> None:
 
 
 def check_between(path: Path, device: str, mode: str = "graph", outputs: str = "copy") -> None:
-    """State and written inputs on both sides of a host region are those of eager PyTorch, call by call and session by session."""
+    """Checks state and mutated inputs on both sides of a host region against eager PyTorch, for every call and session."""
     network = Between().to(device)
     with cgbundle.load(path, mode=mode, outputs=outputs) as program, torch.no_grad():
         for session, rounds in ((program, 5), (program.session(), 2)):
@@ -202,8 +202,8 @@ MOMENTS = ((0.5, 1 / 12), (0.0, 1.0), (1.0, 1 / 3), (0.3, 0.21))
 
 
 def check_random(path: Path, device: str) -> None:
-    """torch.rand and its kind under CUDA graphs: PyTorch registers a generator; a bundle counts its calls.  Means and variances
-    over 5,000 calls, no call like another, the same again from a seed, sessions apart."""
+    """Checks torch.rand and similar operators under CUDA graphs: mean and variance over 5,000 calls, no repeated call. A seed must
+    repeat the numbers, and sessions must differ. PyTorch registers a generator; a bundle counts its calls."""
     x = draw(singles, 4, 0, device)[0]
     with cgbundle.load(path) as program:
         assert list(program.state) == ["calls"], "the state of the random numbers is nobody's buffer"

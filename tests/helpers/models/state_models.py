@@ -1,4 +1,4 @@
-"""Models with state, models whose outputs share memory, and what eager PyTorch does with them call by call."""
+"""Models with state, models whose outputs share memory, and their inputs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SIZES = (1, 4)
 
 
 class Statistics(nn.Module):
-    """A module below the outermost one, which assigns a buffer where others write to theirs."""
+    """A submodule that assigns one buffer and writes to another one in place."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,8 +27,7 @@ class Statistics(nn.Module):
 
 
 class Running(nn.Module):
-    """A cache that is written at a place, a batch normalization in training, a running mean, a counter, and a buffer that is handed
-    out."""
+    """A cache that is written at an index, a batch norm in training mode, a running mean, a counter, and a returned buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +40,7 @@ class Running(nn.Module):
         self.register_buffer("place", torch.full((1,), 2))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(batch, 2, WIDTH) -> (2 * batch, WIDTH); what the cache holds of the rows, summed; the place: the buffer itself."""
+        """(batch, 2, WIDTH) -> (2 * batch, WIDTH), the cache summed over its places, and the buffer `place` itself."""
         rows = torch.arange(x.shape[0], device=x.device)
         self.cache[rows, self.place] = self.key(x[:, 0])
         self.place.add_(1).remainder_(PLACES)
@@ -50,7 +49,7 @@ class Running(nn.Module):
 
 
 class Looks(nn.Module):
-    """Outputs that are the input, a part of it, a weight, each other, a part of each other; and a number, and nothing."""
+    """Outputs that alias the input, a part of it, a weight or each other; also a number and None."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +58,7 @@ class Looks(nn.Module):
             self.linear = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor, y: Tensor) -> dict[str, Any]:
-        """Two of (batch, WIDTH)."""
+        """Takes two tensors (batch, WIDTH)."""
         output = self.linear(x) + y
         return {
             "made": output, "again": output, "first": output[:, 0], "turned": output.t(),
@@ -68,14 +67,14 @@ class Looks(nn.Module):
 
 
 class Draws(nn.Module):
-    """Numbers of four distributions, and a counter beside them."""
+    """Random numbers of four distributions, and a call counter."""
 
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("calls", torch.zeros(1, dtype=torch.int64))
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        """(batch, WIDTH): four of the same shape, and the counter."""
+        """(batch, WIDTH) -> four tensors of this shape, and the counter."""
         self.calls.add_(1)
         ones = torch.ones_like(x)
         return (
@@ -85,58 +84,57 @@ class Draws(nn.Module):
 
 
 def singles(batch: int) -> tuple[Tensor, ...]:
-    """For `Draws`."""
+    """Inputs of `Draws`."""
     return (torch.randn(batch, WIDTH),)
 
 
 def rows(batch: int) -> tuple[Tensor, ...]:
-    """For `Running`."""
+    """Inputs of `Running`."""
     return (torch.randn(batch, 2, WIDTH),)
 
 
 class Sum(nn.Module):
-    """Two inputs and one without elements."""
+    """Adds two inputs; a third one has no elements."""
 
     def forward(self, x: Tensor, y: Tensor, nothing: Tensor) -> tuple[Tensor, Tensor]:
-        """Two of (batch, WIDTH) and (batch, 0): their sum times two, and what has no elements, plus one."""
+        """Two of (batch, WIDTH) and one of (batch, 0) -> twice their sum, and the empty tensor plus one."""
         return torch.cat([x + y, nothing], 1) * 2, nothing + 1
 
 
 def triples(batch: int) -> tuple[Tensor, ...]:
-    """For `Sum`."""
+    """Inputs of `Sum`."""
     return torch.randn(batch, WIDTH), torch.randn(batch, WIDTH), torch.empty(batch, 0)
 
 
 def pairs(batch: int) -> tuple[Tensor, ...]:
-    """For `Looks`."""
+    """Inputs of `Looks`."""
     return torch.randn(batch, WIDTH), torch.randn(batch, WIDTH)
 
 
 def draw(inputs: Callable[[int], tuple[Tensor, ...]], batch: int, seed: int, device: str) -> tuple[Tensor, ...]:
-    """Inputs on a device."""
+    """Draws inputs with a seed and moves them to a device."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return tuple([tensor.to(device) for tensor in inputs(batch)])
 
 
 def draws() -> Draws:
-    """In eval mode, where dropout that is asked for still drops."""
+    """Returns the model in eval mode, where its dropout (training=True) still drops."""
     return Draws().eval()
 
 
 def running() -> Running:
-    """In training mode: its batch normalization keeps statistics."""
+    """Returns the model in training mode, in which batch norm updates its statistics."""
     return Running().train()
 
 
 def looks() -> Looks:
-    """In eval mode."""
+    """Returns the model in eval mode."""
     return Looks().eval()
 
 
 class Between(nn.Module):
-    """State and written inputs on both sides of an operation of the host: it counts, graphs keep a mean and a
-    cache."""
+    """State and mutated inputs on both sides of a host operation: the host counts, graphs keep a mean and a cache."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -161,7 +159,7 @@ class Between(nn.Module):
 
 
 class BeforeBranch(nn.Module):
-    """State that changes before a branch and behind it: a cache, an old value that lives on, sums that the branch takes."""
+    """State that changes before and after a branch: a cache, an old value that is still used, and sums that the branch reads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -169,7 +167,7 @@ class BeforeBranch(nn.Module):
             self.register_buffer(name, torch.zeros(shape))
 
     def forward(self, x: Tensor, place: Tensor) -> tuple[Tensor, ...]:
-        """(WIDTH,), () int64 -> (ROWS,), what was old before, and what it is, (WIDTH,)."""
+        """(WIDTH,), () int64 -> (ROWS,), the earlier value of `old` (WIDTH,), and a part of `old` times 3."""
         self.cache.index_copy_(0, place.view(1), x[None])
         kept, seen = self.old.clone(), self.old[2:]
         self.old.copy_(x * 2)
@@ -187,14 +185,14 @@ class BeforeBranch(nn.Module):
 
 
 class HostDraws(nn.Module):
-    """Numbers of four distributions around an operation of the host, which keeps the counter."""
+    """Random numbers of four distributions around a host operation, which updates the counter."""
 
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("calls", torch.zeros(1, dtype=torch.int64))
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        """(batch, WIDTH): as `Draws`."""
+        """(batch, WIDTH) -> the outputs of `Draws`."""
         uniform = torch.rand_like(x)
         one = (uniform < 2).all().sum().item()
         self.calls.add_(one)
@@ -206,10 +204,10 @@ class HostDraws(nn.Module):
 
 
 def between(batch: int) -> tuple[Tensor, ...]:
-    """For `Between`."""
+    """Inputs of `Between`."""
     return torch.randn(batch, WIDTH), torch.full((1,), 5), torch.randn(batch, WIDTH)
 
 
 def before_branch() -> tuple[Tensor, ...]:
-    """For `BeforeBranch`."""
+    """Inputs of `BeforeBranch`."""
     return torch.randn(WIDTH), torch.tensor(1)

@@ -1,4 +1,4 @@
-"""A tokenizer for tests: a token for every byte, or for some, and two special ones."""
+"""A byte tokenizer for tests: one token for each of the first `letters` bytes, and two special tokens."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 BEGIN, END = 256, 257
-"""The special tokens: <s> and </s>."""
+"""The special tokens <s> and </s>."""
 
 
 def byte_tokenizer(letters: int = 256) -> Any:
-    """As tokenizers.Tokenizer, of so many bytes alone, those that are printed first; needs `tokenizers`."""
+    """Returns a tokenizers.Tokenizer of the first `letters` bytes, printable ones first; needs `tokenizers`."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())[:letters]
@@ -23,7 +23,7 @@ def byte_tokenizer(letters: int = 256) -> Any:
 
 
 def write_tokenizer(folder: Path, letters: int = 256, **settings: Any) -> None:
-    """Its folder in the Hub's layout; `settings` go into tokenizer_config.json."""
+    """Writes the tokenizer in the Hub's layout; `settings` go into tokenizer_config.json."""
     byte_tokenizer(letters).save(str(folder / "tokenizer.json"))
     names = {"bos_token": {"content": "<s>"}, "eos_token": "</s>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(names | settings))

@@ -1,4 +1,4 @@
-"""Models that write to their inputs, and their inputs by batch."""
+"""Models that mutate their inputs, and their inputs by batch."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ Inputs = Callable[[int], tuple[Tensor, ...]]
 
 
 class Step(nn.Module):
-    """One step of decoding: writes a row into the cache at a place, and moves the place on.
+    """One decoding step: writes a row to the cache at `place` and increments `place`.
 
-    The examples' place is the last one: run twice on the same memory, the model would write behind the cache's end.
+    The example's place is the last one: a second run on the same memory would write out of bounds.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class Step(nn.Module):
 
 
 class Whole(nn.Module):
-    """Adds to a whole tensor."""
+    """Adds to the whole input."""
 
     def forward(self, x: Tensor) -> Tensor:
         x.add_(1)
@@ -41,7 +41,7 @@ class Whole(nn.Module):
 
 
 class Views(nn.Module):
-    """Works on views of its input, one of them turned, and on a single row."""
+    """Writes to views of its input, one of them transposed, and to a single row."""
 
     def forward(self, x: Tensor) -> Tensor:
         x.view(-1)[1:3].mul_(5)
@@ -51,7 +51,7 @@ class Views(nn.Module):
 
 
 class Both(nn.Module):
-    """Reads three inputs and writes to the outer ones."""
+    """Reads three inputs and writes to the first and the last."""
 
     def forward(self, first: Tensor, scale: Tensor, last: Tensor) -> Tensor:
         first.mul_(scale)
@@ -60,7 +60,7 @@ class Both(nn.Module):
 
 
 class Returned(nn.Module):
-    """Gives out what it has written to, whole and in part."""
+    """Returns its mutated input, whole and in part."""
 
     def forward(self, x: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
         x[0] = row
@@ -68,7 +68,7 @@ class Returned(nn.Module):
 
 
 class Afterwards(nn.Module):
-    """Writes when the result is there already."""
+    """Writes to its input after the output is computed."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = x * 2
@@ -77,7 +77,7 @@ class Afterwards(nn.Module):
 
 
 class Together(nn.Module):
-    """Four of these, each with inputs of its own: one program to compile."""
+    """Four of these models, each with its own inputs: one program to compile."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class Together(nn.Module):
 
 
 class Kinds(nn.Module):
-    """Writes to a mask, a counter and a half-precision tensor."""
+    """Writes to a bool mask, an integer counter and a bfloat16 tensor."""
 
     def forward(self, x: Tensor, mask: Tensor, counter: Tensor, half: Tensor) -> Tensor:
         mask.logical_not_()
@@ -98,7 +98,7 @@ class Kinds(nn.Module):
 
 
 def drawn(*widths: int) -> Inputs:
-    """float32 (batch, width) for every width."""
+    """Returns a function that draws float32 (batch, width) for every width."""
     return lambda batch: tuple([torch.randn(batch, width) for width in widths])
 
 
@@ -128,21 +128,21 @@ MODELS: dict[str, tuple[type[nn.Module], Inputs, tuple[int, ...]]] = {
     "kinds": (Kinds, kinds, (1, 2, 3)),
     "together": (Together, together, (0, 1, 2, 4)),
 }
-"""Name -> the model, its inputs, and the positions of those that it writes to."""
+"""Name -> the model, its inputs, and the positions of the inputs that it mutates."""
 
 WHOLE = ("both", "kinds", "step", "together")
-"""Of these, models that hold all others."""
+"""The models that together cover all others."""
 
 
 def draw(inputs: Inputs, batch: int, seed: int) -> tuple[Tensor, ...]:
-    """Inputs on the CPU; other seeds give others."""
+    """Draws inputs on the CPU; the result depends on the batch and the seed."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1000 * batch + seed)
         return inputs(batch)
 
 
 def eager(network: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """What PyTorch gives, and what copies of the inputs hold then."""
+    """Returns the outputs of PyTorch, and copies of the inputs after the call."""
     copies = tuple([tensor.clone() for tensor in inputs])
     with torch.no_grad():
         result = network(*copies)

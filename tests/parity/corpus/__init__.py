@@ -1,4 +1,4 @@
-"""The corpus: all groups."""
+"""All cases of the corpus."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ class Cond(nn.Module):
 
 
 class CondOnSize(nn.Module):
-    """A branch on a constant is decided when the model is exported."""
+    """The branch depends on a size, so export decides it."""
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.cond(x.shape[1] > 4, lambda y: y.relu(), lambda y: -y, (x,))
@@ -50,7 +50,7 @@ class Scan(nn.Module):
 
 
 class ScanOfTheBatch(nn.Module):
-    """A scan along an axis whose size is declared: how often it turns is not fixed in the program."""
+    """A scan along a dimension with a declared size: the number of steps is not fixed."""
 
     def forward(self, x: Tensor) -> Tensor:
         def step(state: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Work on the CPU, copies between devices, several GPUs, pinned memory; and moves that move nothing."""
+"""Work on the CPU, copies between devices, several GPUs, pinned memory; and moves without effect."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CPU, COPY = "cpu-operation", "device-copy"
 
 
 class SumOnTheCpu(nn.Module):
-    """relu, a sum that goes to the CPU, softmax: the example of the CUDA graph literature."""
+    """relu, a sum on the CPU, softmax: the usual example in texts on CUDA graphs."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = x.relu()
@@ -29,7 +29,7 @@ class LogitsToTheCpu(nn.Module):
 
 
 class SampleOnTheCpu(nn.Module):
-    """Greedy decoding with the choice made on the host."""
+    """Greedy decoding that selects the token on the host."""
 
     def forward(self, x: Tensor) -> Tensor:
         choice = x.to("cpu").topk(3).indices
@@ -37,7 +37,7 @@ class SampleOnTheCpu(nn.Module):
 
 
 class HalfOnTheCpu(nn.Module):
-    """Float64 statistics on the host, and back."""
+    """Float64 statistics on the host, copied back."""
 
     def forward(self, x: Tensor) -> Tensor:
         host = x.to(device="cpu", dtype=torch.float64)
@@ -96,14 +96,14 @@ class LiteralOnTheDevice(nn.Module):
 
 
 class LiteralMoved(nn.Module):
-    """A literal is made on the CPU and moved, in every call."""
+    """A literal is created on the CPU and moved in every call."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x * torch.tensor([1.0, 2.0] * 4).to(x.device)
 
 
 class ScalarOfTheCpu(nn.Module):
-    """Operations take a scalar of the CPU together with a tensor of the GPU."""
+    """Operations accept a CPU scalar together with a GPU tensor."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x * torch.tensor(0.5)
@@ -115,7 +115,7 @@ class PositionsMoved(nn.Module):
 
 
 class TableInAnAttribute(nn.Module):
-    """A tensor that is no buffer: model.to(device) leaves it where it is."""
+    """A tensor that is not a buffer: model.to(device) does not move it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -149,7 +149,7 @@ class PinnedCopy(nn.Module):
 
 
 class AsynchronousCopy(nn.Module):
-    """A copy that does not wait, read at once."""
+    """An asynchronous copy that is read at once."""
 
     def forward(self, x: Tensor) -> Tensor:
         host = x.relu().to("cpu", non_blocking=True)

@@ -1,4 +1,4 @@
-"""Layers and blocks that models are made of: none of them keeps a CUDA graph from being recorded."""
+"""Common layers and blocks: a CUDA graph can record all of them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Perceptron(nn.Module):
 
 
 class GatedPerceptron(nn.Module):
-    """As in Llama."""
+    """The gated MLP of Llama."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class RotaryHalves(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal attention with heads."""
+    """Causal multi-head attention."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class Attention(nn.Module):
 
 
 class TokenLogits(nn.Module):
-    """Embedding and a head with the same weight."""
+    """An embedding and a head with tied weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ class GroupNorm(nn.Module):
 
 
 class HistogramOfTokens(nn.Module):
-    """Repetition penalty: logits of seen tokens are lowered."""
+    """A repetition penalty, which lowers the logits of seen tokens."""
 
     def forward(self, ids: Tensor) -> Tensor:
         seen = torch.zeros(ids.shape[0], 16, device=ids.device).scatter(1, ids, 1.0)
@@ -140,7 +140,7 @@ class HistogramOfTokens(nn.Module):
 
 
 class BeamSearchStep(nn.Module):
-    """The best continuations, and the beams that they come from."""
+    """The best continuations, and the beams that they extend."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         score, flat = x.log_softmax(-1).flatten(1).topk(4)

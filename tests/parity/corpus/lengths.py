@@ -1,4 +1,4 @@
-"""Sequences of different lengths: packed, cut at a position that a tensor holds, jagged; and masked, gathered, indexed."""
+"""Sequences of different lengths: packed, sliced at a position in a tensor, jagged, masked, gathered, indexed."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class PackAndUnpack(nn.Module):
 
 
 class LengthMask(nn.Module):
-    """The mean over each sequence's own tokens."""
+    """The mean over the valid tokens of each sequence."""
 
     def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
         mask = torch.arange(x.shape[1], device=x.device) < lengths[:, None]
@@ -76,7 +76,7 @@ class RangeByItem(nn.Module):
 
 
 class LastToken(nn.Module):
-    """The hidden state at each sequence's own end."""
+    """The hidden state at the end of each sequence."""
 
     def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
         return x[torch.arange(x.shape[0], device=x.device), lengths - 1]
@@ -88,7 +88,7 @@ class IndexSelect(nn.Module):
 
 
 class SplitByItem(nn.Module):
-    """A prompt and what was generated after it."""
+    """Splits a prompt from the tokens generated after it."""
 
     def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
         prompt = lengths[0].item()

@@ -1,5 +1,5 @@
-"""What a call shares with its caller and with the next call: buffers and inputs that are written to, inputs that overlap, numbers
-among the inputs, outputs that are inputs or weights."""
+"""Memory that a call shares with its caller or with the next call: buffers and inputs that are written to, overlapping inputs,
+numbers among the inputs, outputs that are inputs or weights."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class _Cache(nn.Module):
 
 
 class CacheInABuffer(_Cache):
-    """A KV cache that forward() writes to, at a position that is an input."""
+    """forward() writes to a KV cache in a buffer, at a position that is an input."""
 
     def forward(self, key: Tensor, position: Tensor) -> Tensor:
         self.keys.index_copy_(1, position, key)
@@ -29,7 +29,7 @@ class CacheInABuffer(_Cache):
 
 
 class CacheInAnInput(nn.Module):
-    """A KV cache that the caller owns, written in place."""
+    """The caller's KV cache is written in place."""
 
     def forward(self, x: Tensor, cache: Tensor) -> Tensor:
         cache[:, -1] = x[:, 0]
@@ -37,7 +37,7 @@ class CacheInAnInput(nn.Module):
 
 
 class CacheReturned(nn.Module):
-    """A KV cache that goes in and comes out."""
+    """A KV cache that is an input and an output."""
 
     def forward(self, x: Tensor, cache: Tensor) -> tuple[Tensor, Tensor]:
         grown = torch.cat([cache[:, 1:], x[:, :1]], dim=1)
@@ -74,7 +74,7 @@ class BatchNormInTraining(nn.Module):
 
 
 class BatchNorm(BatchNormInTraining):
-    """The same after model.eval()."""
+    """The same model after model.eval()."""
 
 
 class WriteToInput(nn.Module):
@@ -95,14 +95,14 @@ class WriteToCopyOfInput(nn.Module):
 
 
 class WriteInPlace(nn.Module):
-    """Writes to values of its own."""
+    """Writes to its own intermediate values."""
 
     def forward(self, x: Tensor) -> Tensor:
         return (x + 1).relu_().clamp_(max=2)
 
 
 class ExpandedInput(nn.Module):
-    """A row for the whole batch, expanded without a copy."""
+    """One row for the whole batch, expanded without a copy."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.relu()
@@ -119,14 +119,14 @@ class ExpandedInside(nn.Module):
 
 
 class OverlappingWindows(nn.Module):
-    """Frames of a signal that share samples, by strides that are not zero: each call copies them out."""
+    """Overlapping frames of a signal with nonzero strides; every call copies them."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.mean(1)
 
 
 def windows(batch: int) -> tuple[Tensor]:
-    """float32 [batch, 8], each row 4 samples after the one before."""
+    """float32 [batch, 8], each row 4 samples after the previous one."""
     return (torch.randn(4 * batch + 4).as_strided((batch, 8), (4, 1)),)
 
 
@@ -136,19 +136,19 @@ class TransposedInput(nn.Module):
 
 
 def transposed(batch: int) -> tuple[Tensor]:
-    """float32 [batch, 8], the columns contiguous."""
+    """float32 [batch, 8] with contiguous columns."""
     return (torch.randn(8, batch).t(),)
 
 
 class SharedInputs(nn.Module):
-    """The same tensor for two parameters."""
+    """One tensor for two parameters."""
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         return x + y
 
 
 def shared(batch: int) -> tuple[Tensor, Tensor]:
-    """float32 [batch, 8], one tensor twice."""
+    """float32 [batch, 8], the same tensor twice."""
     x = torch.randn(batch, 8)
     return x, x
 
@@ -199,7 +199,7 @@ class ReturnTwice(nn.Module):
 
 
 class ReturnViews(nn.Module):
-    """Views of a value of its own."""
+    """Returns views of its own value."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         return x.exp().chunk(2, dim=1)

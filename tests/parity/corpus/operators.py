@@ -1,4 +1,4 @@
-"""Operators that PyTorch keeps out of CUDA graphs, custom operators, sparse results, writes by index; and their harmless kin."""
+"""Operators that PyTorch keeps out of CUDA graphs, custom operators, sparse results, indexed writes; and similar allowed ones."""
 
 from __future__ import annotations
 
@@ -14,54 +14,54 @@ _case = partial(case, kind="operators")
 CUSTOM = "custom-operator"
 
 
-# --- operators of the corpus's own ----------------------------------------------------------------------------
+# --- custom operators of the corpus ---------------------------------------------------------------------------
 
 
 @torch.library.custom_op("parity::scaled", mutates_args=())
 def scaled(x: Tensor, by: float) -> Tensor:
-    """A custom operator as it should be."""
+    """A correct custom operator."""
     return x * by
 
 
 @torch.library.custom_op("parity::unsafe", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 def unsafe(x: Tensor) -> Tensor:
-    """Its author says that it cannot be captured."""
+    """A custom operator tagged as impossible to capture."""
     return x + 1
 
 
 @torch.library.custom_op("parity::positive", mutates_args=())
 def positive(x: Tensor) -> Tensor:
-    """Its result's size depends on data."""
+    """The size of the result depends on data."""
     return x[x > 0]
 
 
 @torch.library.custom_op("parity::opaque", mutates_args=())
 def opaque(x: Tensor) -> Tensor:
-    """Without a fake implementation."""
+    """Has no fake implementation."""
     return x - 1
 
 
 @torch.library.custom_op("parity::fill_ones", mutates_args=("x",))
 def fill_ones(x: Tensor) -> None:
-    """It writes to its argument."""
+    """Writes to its argument."""
     x.fill_(1)
 
 
 @torch.library.custom_op("fbgemm::jagged_to_padded_dense", mutates_args=())
 def jagged_to_padded_dense(values: Tensor, offsets: list[Tensor], max_lengths: list[int], padding_value: float) -> Tensor:
-    """Stands for FBGEMM's operator of this name."""
+    """Replaces FBGEMM's operator of this name."""
     return torch.ops.aten._jagged_to_padded_dense_forward(values, offsets, max_lengths, padding_value).clone()
 
 
 @torch.library.custom_op("parity::to_coordinates", mutates_args=())
 def to_coordinates(x: Tensor) -> Tensor:
-    """The first row of a dense matrix, in coordinate format."""
+    """Returns the first row of a dense matrix, in coordinate format."""
     return _first_row(x)
 
 
 @torch.library.custom_op("parity::to_dense", mutates_args=())
 def to_dense(x: Tensor) -> Tensor:
-    """A sparse matrix as a dense one."""
+    """Converts a sparse matrix to a dense one."""
     return x.to_dense()
 
 
@@ -87,14 +87,14 @@ class CustomOperator(nn.Module):
 
 
 class OperatorByItsName(nn.Module):
-    """PyTorch's own operator, called as custom ones are."""
+    """An operator of PyTorch, called like a custom one."""
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.ops.aten.hardswish(x)
 
 
 class CustomOperatorOnTheHost(nn.Module):
-    """The same, and the user wants it on the host."""
+    """The same operator, which the user places on the host."""
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.ops.parity.scaled(x.tanh(), 2.0).relu()
@@ -132,7 +132,7 @@ class FbgemmJagged(nn.Module):
 
 
 class MovingAverageObserver(nn.Module):
-    """Quantization-aware training's observer, left on."""
+    """The observer of quantization-aware training, not turned off."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -149,14 +149,14 @@ class MovingAverageObserver(nn.Module):
 
 
 class StaticQuantize(nn.Module):
-    """The same with the observer's numbers fixed."""
+    """Quantization with fixed scale and zero point."""
 
     def forward(self, x: Tensor) -> Tensor:
         return (x / 0.1).round().clamp(-128, 127) * 0.1
 
 
 class DynamicQuantize(nn.Module):
-    """Scales from the data, as tensors."""
+    """Scales that are computed from the data, as tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -184,7 +184,7 @@ class WriteRowsByMask(nn.Module):
 
 
 class WriteByByteMask(nn.Module):
-    """A mask of uint8 is one of booleans in an older spelling."""
+    """A uint8 mask is an older form of a bool mask."""
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         return x.index_put(((y[:, 0] > 0).to(torch.uint8),), y[0])
@@ -198,14 +198,14 @@ class WriteByIndex(nn.Module):
 
 
 class AddByIndex(nn.Module):
-    """Gradients of embeddings, message passing: sums by index."""
+    """Sums by index, as in gradients of embeddings and message passing."""
 
     def forward(self, ids: Tensor) -> Tensor:
         return torch.zeros(16, device=ids.device).index_put((ids,), torch.ones((), device=ids.device), accumulate=True)
 
 
 class AddByIndexInOrder(AddByIndex):
-    """The same with deterministic algorithms on."""
+    """The same model with deterministic algorithms enabled."""
 
 
 class ScatterAdd(nn.Module):
@@ -214,11 +214,11 @@ class ScatterAdd(nn.Module):
 
 
 class ScatterAddInOrder(ScatterAdd):
-    """The same with deterministic algorithms on."""
+    """The same model with deterministic algorithms enabled."""
 
 
 class CumsumInOrder(nn.Module):
-    """With deterministic algorithms on, and nothing that scatters."""
+    """Deterministic algorithms are enabled, but nothing scatters."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.softmax(-1).sort(-1).values
@@ -243,7 +243,7 @@ def one_size() -> tuple[Tensor]:
 
 
 class Spectrum(nn.Module):
-    """Complex values inside, real ones outside."""
+    """Complex intermediate values, real inputs and outputs."""
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.fft.irfft(torch.fft.rfft(x) * 2j, n=8)
@@ -255,14 +255,14 @@ class ComplexOutput(nn.Module):
 
 
 class Cholesky(nn.Module):
-    """Error codes are returned, not looked at."""
+    """Error codes are returned but not read."""
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.linalg.cholesky_ex(x.transpose(1, 2) @ x + torch.eye(8, device=x.device)).L
 
 
 class Inverse(nn.Module):
-    """An inverse that raises for singular matrices."""
+    """An inverse that raises an error for singular matrices."""
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.linalg.inv(x.transpose(1, 2) @ x + torch.eye(8, device=x.device))

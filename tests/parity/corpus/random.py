@@ -1,4 +1,4 @@
-"""Random numbers and the generator's state, dropout on and off, recomputation."""
+"""Random numbers and the generator's state, dropout in training and eval mode, recomputation."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Dropout(nn.Module):
 
 
 class DropoutInTraining(Dropout):
-    """The same, with model.eval() forgotten."""
+    """The same model without model.eval()."""
 
 
 class DropoutOfZero(nn.Module):
@@ -53,21 +53,21 @@ class NoiseAsInput(nn.Module):
 
 
 class Multinomial(nn.Module):
-    """Sampling a token."""
+    """Samples a token."""
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.multinomial(x.softmax(-1), 1)
 
 
 class ExponentialRace(nn.Module):
-    """Sampling a token without synchronization: the smallest of exponential waiting times."""
+    """Samples a token without synchronization: the minimum of exponential waiting times."""
 
     def forward(self, x: Tensor) -> Tensor:
         return (x.softmax(-1) / torch.empty_like(x).exponential_(1)).argmax(-1)
 
 
 class GumbelOfInput(nn.Module):
-    """Sampling a token, with the random numbers as an input."""
+    """Samples a token, with the random numbers as an input."""
 
     def forward(self, x: Tensor, noise: Tensor) -> Tensor:
         return (x - noise.sigmoid().log().neg().log()).argmax(-1)
@@ -79,7 +79,7 @@ class Bernoulli(nn.Module):
 
 
 class LeakyInTraining(nn.Module):
-    """A random slope, outside training its mean."""
+    """A random slope; in eval mode, its mean."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,13 +90,13 @@ class LeakyInTraining(nn.Module):
 
 
 class LeakyAtRandom(LeakyInTraining):
-    """The same with model.eval() forgotten."""
+    """The same model without model.eval()."""
 
 
 class RestoreGeneratorState(nn.Module):
-    """What activation checkpointing leaves in a graph: an operation run with the generator in a state that was kept.
+    """An operation that runs with a saved generator state, as activation checkpointing leaves it in a graph.
 
-    The half that keeps it, run_and_save_rng_state, torch.export cannot take.
+    torch.export cannot export the operation that saves the state, run_and_save_rng_state.
     """
 
     def __init__(self) -> None:
@@ -108,7 +108,7 @@ class RestoreGeneratorState(nn.Module):
 
 
 class CheckpointedLayer(nn.Module):
-    """Activation checkpointing in inference recomputes nothing."""
+    """Activation checkpointing recomputes nothing in inference."""
 
     def __init__(self) -> None:
         super().__init__()

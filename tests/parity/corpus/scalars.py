@@ -1,4 +1,4 @@
-"""Numbers that leave the GPU: `.item()` and its relatives, branches on data, and what does the same without them."""
+"""Numbers that leave the GPU: `.item()` and similar calls, branches on data, and alternatives without them."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class GreedyToken(nn.Module):
 
 
 class ItemAmongLayers(nn.Module):
-    """Twelve layers, with one number read in the middle."""
+    """Twelve layers; Python reads one number in the middle."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ class ItemAmongLayers(nn.Module):
 
 
 class LossScale(nn.Module):
-    """A buffer read as a number."""
+    """Python reads a buffer as a number."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Sizes that depend on data: routing, filtering, counting; and the same with fixed sizes."""
+"""Sizes that depend on data: routing, filtering, counting; and alternatives with fixed sizes."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class MoeDense(nn.Module):
 
 
 class MoeSorted(nn.Module):
-    """Tokens sorted by expert, in an order of fixed size."""
+    """Tokens sorted by expert; all sizes are fixed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class BooleanIndex(nn.Module):
 
 
 class BooleanIndexOfRows(nn.Module):
-    """Rows of padding are dropped, and the rest is projected."""
+    """Drops padding rows and projects the rest."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ class Argwhere(nn.Module):
 
 
 class UniqueTokens(nn.Module):
-    """Embeddings of distinct tokens only."""
+    """Embeds only distinct tokens."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ class UniqueTokens(nn.Module):
 
 
 class CollapseRepeats(nn.Module):
-    """The greedy end of CTC decoding."""
+    """The last step of greedy CTC decoding."""
 
     def forward(self, ids: Tensor) -> Tensor:
         return torch.unique_consecutive(ids[0]).float().mean()
@@ -129,7 +129,7 @@ class RepeatToKnownSize(nn.Module):
 
 
 class RepeatHeads(nn.Module):
-    """Grouped-query attention repeats keys by a constant."""
+    """Repeats keys by a constant, as grouped-query attention does."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.repeat_interleave(2, dim=1)
@@ -141,7 +141,7 @@ class CountByBincount(nn.Module):
 
 
 class CountByScatter(nn.Module):
-    """The load of every expert, of fixed size."""
+    """The load of every expert, with a fixed size."""
 
     def forward(self, ids: Tensor) -> Tensor:
         flat = ids.flatten()
@@ -167,7 +167,7 @@ class KeepGoodBoxes(nn.Module):
 
 
 class SuppressByMask(nn.Module):
-    """Non-maximum suppression in one round: a mask instead of a list."""
+    """One round of non-maximum suppression with a mask instead of a list."""
 
     def forward(self, corners: Tensor, scores: Tensor) -> Tensor:
         low = torch.maximum(corners[:, :, None, :2], corners[:, None, :, :2])
@@ -184,7 +184,7 @@ class BestBoxes(nn.Module):
 
 
 class TopP(nn.Module):
-    """Nucleus sampling's filter, with a mask."""
+    """The filter of nucleus sampling, with a mask."""
 
     def forward(self, logits: Tensor) -> Tensor:
         ordered, order = logits.sort(descending=True)
@@ -195,7 +195,7 @@ class TopP(nn.Module):
 
 
 class TopPOfOneRow(nn.Module):
-    """Nucleus sampling's filter, with a list of what is kept."""
+    """The filter of nucleus sampling, with a list of the kept tokens."""
 
     def forward(self, logits: Tensor) -> Tensor:
         ordered = logits[0].sort(descending=True).values
@@ -232,7 +232,7 @@ class NonzeroOfKnownSize(nn.Module):
 
 
 class SelectAfterNonzero(nn.Module):
-    """Sizes are static again after the sum: what follows can be recorded."""
+    """Sizes are static again after the sum, so that the later operations can be recorded."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Calls like one before, which go straight to their replay: the same answers, errors and guards; others go the whole way."""
+"""A call like an earlier one goes directly to its replay, with the same answers, errors and guards. Others take the full path."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.helpers.raising import raises
 
 @pytest.fixture
 def program(fake: FakeDriver, tmp_path: Path) -> Iterator[Program]:
-    """y = 3 (1 + x) + ..., as in `cuda_bundles`."""
+    """Yields a program that computes y = 3 (1 + x) + ..., as in `cuda_bundles`."""
     folder = tmp_path / "tiny.cgb"
     manifest = edited(
         cuda_bundles.write(folder, b"an image"),
@@ -119,7 +119,7 @@ def test_a_driver_that_fails_lets_go_of_everything(program: Program, fake: FakeD
         with pytest.raises(MachineError):
             program.replay([value])
         if fake.calls[fake.fail_at] == "cuCtxPopCurrent":
-            fake._current.stack.pop()  # which the failed call left
+            fake._current.stack.pop()  # the failed call left it
         fake.fail_at = -1
         assert not fake._current.stack
         program.replay([value])
@@ -155,7 +155,7 @@ def test_another_threads_session_is_busy(program: Program) -> None:
 def test_copies_are_the_drivers_where_the_library_gives_the_memory(
     program: Program, fake: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As torch does: it is given here by the library of the runtime's own tensors, under another name."""
+    """Where the library allocates the memory, the driver copies. torch does so; here the runtime's own library has another name."""
     monkeypatch.setattr(DLPack, "name", "another")
     monkeypatch.setattr(program, "_views", False)
     monkeypatch.setattr(program._outputs, "_views", False)
@@ -196,7 +196,7 @@ def test_of_one_shape_few_kinds_are_kept() -> None:
         calls.add([value], known(number))
         assert calls.last is not None and calls.last.replay([], ()) == [number]
     assert len(calls) == direct.LIKE and calls.find([value]) is not None
-    chosen[0] = 0  # which went first
+    chosen[0] = 0  # the first call, which was dropped
     assert calls.find([value]) is None
-    calls.add([value], known(-1))  # it does not know its own call again
+    calls.add([value], known(-1))  # it does not recognize this call
     assert len(calls) == direct.LIKE and calls.find([]) is None

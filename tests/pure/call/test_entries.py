@@ -1,4 +1,4 @@
-"""A program of several entries: each has its own signature, and all share the session's memory, state and lock."""
+"""A program of several entries: each entry has its own signature, and all share the session's memory, state and lock."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ PREFILL = entry(signature([dimension("seq", 4, 8, pad="no", chunk=False)], [spec
 DECODE = entry(signature([dimension("batch", 1, 4)], [spec("x", "batch", 2)], [spec("y", "batch", 2)]), "decode")
 RESET = entry(signature([], [spec("lane", 1)], [spec("done", 1)]), "reset")
 THREE = whole(PREFILL, DECODE, RESET)
-"""No entry is called forward."""
+"""Three entries, none of which is called forward."""
 
 
 def compute(key: tuple[int, ...], inputs: list[Numbers]) -> list[Numbers]:
-    """Tells the entries apart by their keys: prefill has even ones from 4 on with a sum, the others double."""
+    """Computes a sum for even keys from 4 on (prefill), and twice the input for others. Keys show which entry was called."""
     return [[sum(inputs[0])]] if key and len(inputs[0]) == key[0] else [[2 * value for value in inputs[0]]]
 
 
@@ -54,7 +54,7 @@ def test_every_entry_is_called_by_its_name() -> None:
     assert list(run.entries) == ["prefill", "decode", "reset"]
     assert run.prefill(numbers((4,)))[0].tolist() == [10.0]
     assert run["decode"](numbers((1, 2)))[0].tolist() == [[2.0, 4.0]]
-    assert run["reset"](numbers((1,)))[0].tolist() == [2.0]  # program.reset brings back the state
+    assert run["reset"](numbers((1,)))[0].tolist() == [2.0]  # program.reset restores the state
     assert [key for key, _ in backend.calls] == [(4,), (1,), ()]
     assert run.decode.int_keys == ((1,), (4,)) and run["reset"].int_keys == ((),)
     assert [spec.name for spec in run.decode.inputs] == ["x"] and "decode" in repr(run.decode)
@@ -76,7 +76,7 @@ def test_a_program_without_forward_is_not_called_itself() -> None:
         run(numbers((4,)))
     assert caught.value.hint == "call program.prefill(...)" and not backend.calls
     run.prefill.watch(None)
-    run.watch(None)  # as at the end of a profile
+    run.watch(None)  # what the end of a profile does
     with raises("entry-missing"):
         run(numbers((4,)))
 
@@ -123,7 +123,7 @@ def test_an_entry_keeps_the_session_and_not_the_program() -> None:
     run, backend = program()
     decode, alive = run.decode, weakref.ref(run)
     del run
-    assert alive() is None and not backend.closed  # at once: nothing waits for the collector
+    assert alive() is None and not backend.closed  # at once, without a garbage collection
     assert decode(numbers((1, 2)))[0].tolist() == [[2.0, 4.0]]
     del decode
     gc.collect()
@@ -153,7 +153,7 @@ def test_entries_are_written_and_read() -> None:
 
 
 def bundle() -> Manifest:
-    """`prefill` and `decode` over a region each."""
+    """Returns a manifest with the entries `prefill` and `decode`, each with its own region."""
     base = tiny_bundle.manifest()
     first = replace(base.entries[0], name="prefill")
     regions = (*base.regions, Region(name="other", kind="host", file="host/other.so"))
@@ -217,7 +217,7 @@ def test_a_shared_object_is_one_entrys() -> None:
 
 
 def test_entries_with_swapped_names_are_refused(tmp_path: object) -> None:
-    """The code behind both takes the same inputs: only its rows say which entry it is."""
+    """Swapped names are refused. Both entries take the same inputs, so only their rows say which code belongs to which."""
     path = tiny_bundle.write_bundle(tmp_path / "tiny.cgb")  # type: ignore[operator]
     check_bundle(archive.Archive(str(path)))
     base = archive.read_manifest(str(path))

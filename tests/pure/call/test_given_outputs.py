@@ -1,5 +1,5 @@
-"""Large outputs of the host, whose own memory a caller is given instead of a copy: it lasts, is nobody else's, and nothing is given
-that shares a byte with another tensor of the call."""
+"""Large outputs of the host are returned without a copy. They last, belong to no other caller, and share no byte with another
+tensor of the call."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TWO = signature(
 
 
 def compute(key: tuple[int, ...], inputs: list[Numbers]) -> list[Numbers]:
-    """2x; the first column of x; x turned, which lies as x does."""
+    """Returns 2x, the first column of x, and x transposed in the memory order of x."""
     (x,), (size,) = inputs, key
     return [[2 * value for value in x], x[::3], [x[3 * row + column] for column in range(3) for row in range(size)]]
 
@@ -44,7 +44,7 @@ def expected(size: int, first: int = 1) -> list[Any]:
 
 
 class Watched(FakeBackend):
-    """Notes the results of every replay."""
+    """Records the results of every replay."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -73,7 +73,7 @@ def served(monkeypatch: pytest.MonkeyPatch, large: int, outputs: str = "copy", *
 
 
 def test_large_ones_are_given_and_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of eight rows y has 96 bytes, the column 32; what lies in another order is copied."""
+    """With eight rows y has 96 bytes and the column 32. An output in another memory order is copied."""
     run, backend = served(monkeypatch, 64)
     results = [run(numbers(8, first)) for first in (1, 50, 100)]
     for (y, first, turned), (addresses, taken), begin in zip(results, backend.replays, (1, 50, 100), strict=True):
@@ -102,7 +102,7 @@ def test_one_that_is_kept_keeps_no_other(monkeypatch: pytest.MonkeyPatch) -> Non
     ("size", "outputs", "static"), [(2, "copy", False), (5, "copy", False), (8, "copy", True), (8, "view", False)]
 )
 def test_others_are_copied(monkeypatch: pytest.MonkeyPatch, size: int, outputs: str, static: bool) -> None:
-    """Small ones, of a padded call, in memory that the next replay writes to; and views are guarded as ever."""
+    """Small outputs, outputs of a padded call, and outputs in memory that the next replay writes to are copied."""
     run, backend = served(monkeypatch, 64, outputs, static=static)
     results = run(numbers(size))
     assert backend.replays[0][1] == []
@@ -119,7 +119,7 @@ def test_what_shares_a_byte_is_not_apart(begin: int, other: int, source: int, si
 
 
 def test_what_lies_in_another_output_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where a compiler makes one in a part of another: a caller may write to each."""
+    """An output that a compiler placed inside another one is copied, since a caller may write to each."""
     run, backend = served(monkeypatch, 16)
     replay = backend.run
 

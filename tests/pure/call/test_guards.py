@@ -1,4 +1,4 @@
-"""Guards and plans: from the shapes of a call to what runs, or an error that names input, axis, expected and actual."""
+"""Guards and plans: the shapes of a call give what runs, or an error with the input, axis, expected and actual size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Outputs that share memory with an input, state, a weight or each other: what callers get, on both targets, as in eager."""
+"""Outputs that share memory with an input, state, a weight or each other: on both targets callers get what eager PyTorch gives."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_parts_follow_the_layout_of_the_callers_tensor(fake: FakeDriver, bundle:
 
 
 class KeepingWeights(FakeBackend):
-    """Weight 0 lies in this object's memory; the shared object gives rubbish for outputs that are aliases."""
+    """Holds weight 0 in its own memory. Returns wrong numbers for outputs that are aliases."""
 
     def __init__(self, manifest: Manifest, compute: Any) -> None:
         super().__init__(manifest, compute)
@@ -125,7 +125,7 @@ class KeepingWeights(FakeBackend):
 
 
 def model(outputs: str = "copy", on_miss: str = "pad", *, turned: bool = False) -> tuple[Program, KeepingWeights]:
-    """y = 2 x; then weight[2:], y.t(), x, x[:, 1:], (y[0], for a fixed size)."""
+    """Returns a program with the outputs y = 2 x, weight[2:], y.t(), x, x[:, 1:], and for a fixed size y[0]."""
     manifest = signature(
         [dimension("batch", 2, 4)],
         [spec("x", "batch", 3)],
@@ -252,8 +252,8 @@ def test_a_read_only_array_stays_read_only() -> None:
 
 @st.composite
 def looks(draw: st.DrawFn) -> tuple[Any, Any, Any, bool]:
-    """A shape, a function that takes a look at an array of it, the axes' order of another layout, and whether the look keeps the
-    axes apart."""
+    """Draws a shape, a function that makes a view of an array, the axis order of another layout, and whether the view keeps the
+    axes separate."""
     shape = tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)))
     slices = []
     for size in shape:
@@ -280,7 +280,7 @@ def test_a_look_lies_in_another_layout_where_numpy_takes_it(drawn: tuple[Any, An
     base = numpy.arange(int(numpy.prod(shape)), dtype="float32").reshape(shape)
     seen = take(base)
     if not numpy.shares_memory(seen, base):
-        return  # a copy in eager, too: no alias
+        return  # eager PyTorch copies, too: no alias
     begin = seen.__array_interface__["data"][0] - base.__array_interface__["data"][0]
     spread = numpy.zeros([size * (2 if gaps else 1) for size in (shape[axis] for axis in other_order)], "float32")
     caller = spread[tuple([slice(None, None, 2 if gaps else 1)] * len(shape))].transpose(numpy.argsort(other_order))

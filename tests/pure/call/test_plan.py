@@ -1,4 +1,4 @@
-"""Which program a call or a key means, where inputs may lie, and where a dimension shows: what test_guards.py leaves open."""
+"""Which program a call or a key means, where inputs may lie, and which axes show a dimension: cases that test_guards.py omits."""
 
 from __future__ import annotations
 

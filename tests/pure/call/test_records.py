@@ -1,4 +1,4 @@
-"""Records: read as the instances were that they stand for, without their classes."""
+"""Records are read like instances of the classes that they replace, without those classes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Nested inputs and outputs as data: taken apart and built."""
+"""Nested inputs and outputs are described as data, flattened and rebuilt."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ shapes = st.recursive(
 
 
 class Leaf:
-    """Stands for a tensor: equal to itself only."""
+    """Stands for a tensor, and equals only itself."""
 
 
 def grow(shape: Any, leaves: list[Leaf]) -> tuple[dict[str, Any], Any]:
-    """A shape's tree, and a value of that structure; its leaves are appended in order."""
+    """Returns the tree of a shape and a value of that structure. Appends its leaves in order."""
     if shape == "tensor":
         leaves.append(Leaf())
         return {"tensor": len(leaves) - 1}, leaves[-1]
@@ -65,7 +65,7 @@ def grow(shape: Any, leaves: list[Leaf]) -> tuple[dict[str, Any], Any]:
 
 
 def positional(call: dict[str, Any]) -> list[Parameter]:
-    """Every parameter of a call may be given by position; the default of a constant is the constant."""
+    """Returns parameters that may all be given by position. A constant is its own default."""
     return [Parameter(default=tree if "value" in tree else None) for _, tree in call["call"]]
 
 
@@ -75,7 +75,7 @@ def test_what_is_built_is_taken_apart_again(given_shapes: list[Any]) -> None:
     pairs = [grow(shape, leaves) for shape in given_shapes]
     call = {"call": [[f"input_{index}", tree] for index, (tree, _) in enumerate(pairs)]}
     check_call(call, len(leaves))
-    call = json.loads(json.dumps(call))  # as the manifest holds it
+    call = json.loads(json.dumps(call))  # the form in the manifest
     flatten = flattener(call, positional(call))
     values = [value for _, value in pairs]
     assert list(flatten(tuple(values), {})) == leaves
@@ -183,7 +183,7 @@ def test_a_call_that_does_not_fit_says_where_and_what(args: tuple[Any, ...], kwa
 
 
 def parameters(*rows: tuple[str, dict[str, Any], bool, Any]) -> tuple[dict[str, Any], list[Parameter]]:
-    """A call and its parameters, of (name, tree, by name only, default); ... is no default."""
+    """Returns a call and its parameters from rows (name, tree, keyword only, default). A default of ... means none."""
     call = {"call": [[name, tree] for name, tree, _, _ in rows]}
     return call, [Parameter(keyword=keyword, default=None if tree is ... else tree) for _, _, keyword, tree in rows]
 
@@ -224,7 +224,7 @@ def test_a_parameter_that_is_by_name_only_is_not_taken_by_position() -> None:
 
 
 def test_a_constant_without_a_default_has_to_be_given() -> None:
-    """As a saved program has it, which knows no defaults."""
+    """Saved programs record no defaults."""
     flatten = flattener(*parameters(("ids", {"tensor": 0}, False, ...), ("flag", {"value": True}, False, ...)))
     assert list(flatten((7, True), {})) == [7]
     with raises("input-structure", match="input 'flag' is missing: the bundle was built for the constant True$") as caught:
@@ -236,7 +236,7 @@ ONES: list[tuple[Any, Any]] = [
     (1, 1.0), (1, True), (1.0, True), (0, False), (0, None), ("1", 1), (0.0, -0.0), ((1, 2), [1, 2]), ((1, 2), (1, 2.0)),
     ({"a": 1}, {"a": True}), ({"a": 1}, {"b": 1}), ((), []), (None, ()), ("", None), ((1,), (1, 1)),
 ]  # fmt: skip
-"""Constants that are not one."""
+"""Pairs of different constants."""
 
 
 def tree_of(value: Any) -> dict[str, Any]:
@@ -272,7 +272,7 @@ def test_a_named_tuple_is_given_as_any_tuple_of_its_length() -> None:
 
 
 class Anything:
-    """An instance of whatever class, with these attributes."""
+    """An instance of any class, with these attributes."""
 
     def __init__(self, **attributes: Any) -> None:
         self.__dict__.update(attributes)

@@ -1,4 +1,4 @@
-"""Inputs that a call changes: what the caller's tensors hold afterwards, and which tensors are refused."""
+"""Inputs that a call mutates: what the caller's tensors hold afterwards, and which tensors are refused."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ ADDED = 10.0
 
 
 class Writing(FakeBackend):
-    """A backend that adds 10 to every element of the inputs that calls change, in the memory that it is given, after its replay."""
+    """A backend that adds 10 to every element of the mutated inputs after its replay, in the memory that it is given."""
 
     def run(self, program: int, addresses: Sequence[int], device: int | None, stream: object) -> FakeResults:
         results = super().run(program, addresses, device, stream)
@@ -63,7 +63,7 @@ class Writing(FakeBackend):
 
 
 def model(order: tuple[int, ...] = (0, 1), dtype: str = "float32") -> Manifest:
-    """y[batch, 3] = x before the call; x, the second input, changes."""
+    """Returns a manifest with y[batch, 3] = x before the call, and with the second input x mutated."""
     manifest = signature(
         [dimension("batch", 2, 4, pad="no", chunk=False, reason="forward() writes to its input 'x'")],
         [spec("scale"), spec("x", "batch", 3, order=order, dtype=dtype), spec("other", 3)],
@@ -191,7 +191,7 @@ def test_read_only_arrays_are_refused() -> None:
     fresh = x.copy()
     for input_array in (scale, other):
         input_array.flags.writeable = False
-    run(scale, fresh, other)  # nobody writes to these
+    run(scale, fresh, other)  # these are not written to
 
 
 def test_a_number_of_numpy_is_refused() -> None:
@@ -213,7 +213,7 @@ def test_memory_that_is_used_twice_is_refused() -> None:
 
 
 class Lent:
-    """What another library lends through DLPack."""
+    """A tensor that another library lends through DLPack."""
 
     def __init__(self, value: Any, versioned: bool) -> None:
         self.value, self.versioned = value, versioned
@@ -298,7 +298,7 @@ shapes = st.lists(st.tuples(st.integers(0, 3), st.integers(-4, 4)), max_size=3)
 
 
 def bytes_of(address: int, axes: list[tuple[int, int]], item: int) -> list[int]:
-    """Every byte of every element, one by one."""
+    """Returns the address of every byte of every element."""
     places = [address]
     for size, stride in axes:
         places = [place + index * stride * item for place in places for index in range(size)]
@@ -374,12 +374,12 @@ def test_the_self_test_compares_what_was_written(tmp_path: Path, stored: float, 
 # --- on a GPU ------------------------------------------------------------------------------------------------------
 
 LEFT = 0x40400000
-"""3.0: what the recording below leaves in its input."""
+"""3.0, which the recording below writes to its input."""
 
 
 @pytest.fixture
 def bundle(tmp_path: Path) -> tuple[Manifest, Path]:
-    """The bundle of cuda_bundles.py, whose recordings fill their input with 3.0 when everything else is done."""
+    """Writes the bundle of cuda_bundles.py with recordings that at last fill their input with 3.0."""
     folder = tmp_path / "tiny.cgb"
     manifest = cuda_bundles.write(folder, b"an image")
     for key in KEYS:
@@ -455,7 +455,7 @@ def test_memory_of_the_cpu_is_updated_before_the_call_returns(fake: FakeDriver, 
 
 
 def test_a_bundle_that_does_not_write_copies_nothing_back(fake: FakeDriver, tmp_path: Path) -> None:
-    """Whether there is anything to copy back is decided when the bundle is loaded."""
+    """The load decides whether anything has to be copied back."""
     folder = tmp_path / "tiny.cgb"
     manifest = cuda_bundles.write(folder, b"an image")
     copies = []

@@ -1,4 +1,4 @@
-"""Which range of one process is which of the other, what two takes must have in common, and what their words mean: by hand."""
+"""How ranges of two processes are paired, what two takes must have in common, and what words mean: cases written by hand."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ RANGES = (
     Range(kind="host", start=9900, size=0),
 )
 TURNED = (*RANGES[:3], RANGES[4], RANGES[3], RANGES[5], RANGES[7], RANGES[6], RANGES[8])
-"""As the other process has them: the two pools and the two tables change places."""
+"""The ranges of the other process: the two pools and the two tables are exchanged."""
 
 SWAPPED = {3: 4, 4: 3, 6: 7, 7: 6}
 
@@ -80,7 +80,7 @@ def take(
 
 
 def seen(place: int, offset: int) -> tuple[Word, Word]:
-    """A word that points into range `place` of the first process, and what the other has there."""
+    """Returns a word that points into range `place` of the first process, and the other process's word at the same position."""
     return word((place, offset)), word((SWAPPED.get(place, place), offset))
 
 
@@ -173,7 +173,7 @@ def test_most_votes_win_and_a_pair_is_final_for_both() -> None:
     def words(*places: tuple[int, int]) -> tuple[Word, ...]:
         return tuple([word((place, 8 * index), at=8 * index) for index, place in enumerate(places)])  # type: ignore[misc]
 
-    # three words say 3 is 4, two say 3 is 3, one says 4 is 4: the first two are settled, and the third has lost its chance
+    # 3 -> 4 has three votes, 3 -> 3 two, 4 -> 4 and 4 -> 3 one each. 3 -> 4 wins, so only 4 -> 3 remains
     pairs = [(3, 4), (3, 4), (3, 4), (3, 3), (3, 3), (4, 4), (4, 3)]
     mine = tuple([word((one, index), at=8 * index) for index, (one, _) in enumerate(pairs)])
     theirs = tuple([word((other, index), at=8 * index) for index, (_, other) in enumerate(pairs)])
@@ -219,17 +219,17 @@ def test_the_first_reading_that_both_have_is_meant() -> None:
 @pytest.mark.parametrize(
     ("mine", "theirs", "meant"),
     [
-        ([(3, 8)], [(3, 16)], (3, 8)),  # other places of the pool: the first process chose
+        ([(3, 8)], [(3, 16)], (3, 8)),  # different places in the pool: the first process decides
         ([(0, 8), (3, 8)], [(3, 16)], (3, 8)),
         ([(0, 8)], [(3, 16)], None),
         ([(3, 8)], [(0, 16)], None),
         ([(3, 8)], [(6, 16)], None),
-        ([(3, 512), (4, 0)], [(3, 0)], (4, 0)),  # a beginning there, so a beginning here
+        ([(3, 512), (4, 0)], [(3, 0)], (4, 0)),  # the other process has a start there, so this is a start
         ([(3, 512), (4, 0)], [(3, 511)], (4, 0)),
-        ([(3, 512), (4, 0)], [(3, 512)], (3, 512)),  # an end there
-        ([(3, 512), (4, 0)], [(3, 512), (5, 0)], (4, 0)),  # either there: a beginning
+        ([(3, 512), (4, 0)], [(3, 512)], (3, 512)),  # the other process has an end there
+        ([(3, 512), (4, 0)], [(3, 512), (5, 0)], (4, 0)),  # the other process allows both: a start
         ([(3, 512), (4, 0)], [(3, 512), (0, 0)], (3, 512)),
-        ([(3, 8), (4, 8)], [(5, 0)], None),  # two that could be meant
+        ([(3, 8), (4, 8)], [(5, 0)], None),  # two possible meanings
         ([(3, 512)], [(5, 0)], None),
         ([(3, 8)], [(5, 256)], None),
     ],
@@ -286,19 +286,19 @@ def test_a_word_that_is_an_address_in_one_process_is_none() -> None:
 def test_words_behind_one_that_is_no_address_are_classified() -> None:
     last = word((0, 8), at=8)
     mine = Block(data=b"\1" * 16, words=(word((0, 8)), last))
-    for words in ((last,), (word((6, 8)), last)):  # the first: an address in one process alone, and stale
+    for words in ((last,), (word((6, 8)), last)):  # the first word is a stale address in one process only
         classified = classify(mine, Block(data=b"\2" * 16, words=words), PAIRED, spot)
         assert classified.relocations == ((8, Reading(range=0, offset=8)),) and classified.undefined == ((0, 8),)
 
 
 def test_weights_at_different_places_are_no_address() -> None:
-    """A decoder of 8B: the word at 160 was a number and stale bytes, and read as an address of its 16 GB in both processes."""
+    """A word that points into weights at different places is a number. An 8B decoder's word at 160 was read as an address."""
     mine = Block(data=(0x7F12_0000_0001).to_bytes(8, "little"), words=(word((0, 8)),))
     theirs = Block(data=(0x7F0E_0000_0001).to_bytes(8, "little"), words=(word((0, 16)),))
     classified = classify(mine, theirs, PAIRED, spot)
     assert classified.relocations == () and classified.undefined == ((4, 1),)
     assert classified.data == bytes([1, 0, 0, 0, 0, 0x7F, 0, 0])
-    elsewhere = replace(theirs, words=(word((7, 16)),))  # what lies beside the weights there
+    elsewhere = replace(theirs, words=(word((7, 16)),))  # a range beside the weights
     assert classify(mine, elsewhere, PAIRED, spot) == classified
     with raises("address-disagrees", match="^word 0 is an address in both recordings, but not of the same place"):
         classify(mine, replace(theirs, data=bytes(8)), PAIRED, spot)
@@ -307,7 +307,7 @@ def test_weights_at_different_places_are_no_address() -> None:
 @pytest.mark.parametrize("kept", [0, 1, 2], ids=["weights", "inputs", "state"])
 @pytest.mark.parametrize("elsewhere", [3, 6], ids=["pool", "torch"])
 def test_a_place_of_weights_in_one_process_alone_is_no_address(kept: int, elsewhere: int) -> None:
-    """`topk` for 32 rows: unused strides in its parameter held an address of weights in one process, of the pool in the other."""
+    """`topk` for 32 rows had such words: unused strides were an address of weights in one process, of the pool in the other."""
     mine = Block(data=b"\1" * 8, words=(word((kept, 8)),))
     theirs = Block(data=b"\2" * 8, words=(word((elsewhere, 8)),))
     for first, second in ((mine, theirs), (theirs, mine)):
@@ -318,7 +318,7 @@ def test_a_place_of_weights_in_one_process_alone_is_no_address(kept: int, elsewh
 
 
 def test_a_word_is_read_by_the_ranges_of_its_own_process() -> None:
-    """The driver tells one process of a range that the other one does not have."""
+    """The driver knows a range in one process that the other process does not have."""
     ranges = (*RANGES[:6], Range(kind="torch", start=8500, size=64), *RANGES[6:])
     paired = replace(PAIRED, ranges=(RANGES, ranges), hosts=(frozenset({8}), frozenset({9})))
     mine = Block(data=b"\1" * 8, words=(word((0, 8)),))
@@ -462,7 +462,7 @@ def test_module_variables_differ() -> None:
 
 
 def test_the_number_below_stale_bytes_has_four_bytes() -> None:
-    """Of two words that are addresses of weights in both processes, at different places: equal below, whatever lies above."""
+    """Words are addresses of weights at different places: their equal low bytes are a number, their high bytes are stale."""
     nothing = (frozenset[int](), frozenset[int]())
     paired = PairedRanges(ranges=(RANGES, RANGES), pairing={}, hosts=nothing, pools=nothing)
     word = Word(at=8, readings=(Reading(range=0, offset=5),))
@@ -480,7 +480,7 @@ def test_the_number_below_stale_bytes_has_four_bytes() -> None:
 
 
 def test_the_most_votes_pair_two_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Range 3 of one process is read at the place of 4 of the other one once, and at that of 3 twice."""
+    """Range 3 of one process meets range 4 of the other process once, and range 3 twice."""
     one, two = [Take.__new__(Take) for _ in range(2)]
     for take in (one, two):
         object.__setattr__(take, "ranges", RANGES)

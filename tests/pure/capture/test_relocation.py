@@ -1,4 +1,4 @@
-"""Two takes of one graph become one recording: pairing, classification, placement, and every refusal.  No GPU, no torch."""
+"""Two takes of one graph become one recording: pairing, classification, placement, and every refusal. Needs no GPU and no torch."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ WEIGHTS, STATE, INPUTS, ARENA = 0, 1, 2, 3
 
 
 class Process:
-    """An imaginary process: its memory lies at `base`, its pool segments in `order`, and `foreign` is what the driver knows
-    beside."""
+    """An imaginary process with its memory at `base` and its pool segments in `order`. `foreign` holds allocations that only the
+    driver knows."""
 
     def __init__(self, base: int, order: tuple[int, ...] = (0, 1), foreign: dict[int, Pointee] | None = None) -> None:
         self.weights, self.inputs = base, base + 16 * MEGA
@@ -101,14 +101,14 @@ A_BASE, B_BASE = 0x7F00_0000_0000, 0x7E55_4000_0000
 
 
 def only(a: Take, b: Take) -> KernelNode:
-    """The one kernel node that two takes become."""
+    """Returns the only kernel node that two takes assemble to."""
     node = assemble(a, b, MEGA).graphs[KEY][0].recording.nodes[0]
     assert isinstance(node, KernelNode)
     return node
 
 
 def relocation(at: int, memory: int, offset: int) -> Relocation:
-    """A relocation in short."""
+    """Returns a relocation to `offset` of `memory`."""
     return Relocation(at=at, target=Address(memory=memory, offset=offset))
 
 
@@ -125,7 +125,7 @@ def test_words_become_relocations_constants_and_undefined_bytes() -> None:
 
 
 def test_a_number_of_rows_among_the_parameters_is_refused() -> None:
-    """The second recording has more rows of state: a kernel on that state that takes another number computes with it."""
+    """The second recording has more rows of state. A kernel on that state with another number computes with that number."""
 
     def takes(first: int, second: int, offset: int) -> list[Take]:
         pair = []
@@ -189,7 +189,7 @@ def test_one_past_the_end_is_an_address() -> None:
 
 
 def test_an_end_that_is_also_a_start_means_what_both_processes_can_mean() -> None:
-    """In one process the second segment follows the first directly, in the other it does not."""
+    """The second segment follows the first directly in one process only."""
     readings = []
     for base, gap in ((A_BASE, 0), (B_BASE, 6 * MEGA)):
         ranges = [Range(kind="weights", start=base, size=256), Range(kind="inputs", start=base + 4096, size=256)]
@@ -211,7 +211,7 @@ def test_an_address_of_two_places_is_refused_with_kernel_and_parameter() -> None
 
 
 def test_where_two_processes_chose_other_blocks_of_the_pool_the_first_one_counts() -> None:
-    """Among free blocks of one size torch takes that with the lowest address, and addresses differ."""
+    """torch takes the free block with the lowest address among blocks of one size, and addresses differ between processes."""
     a, b = Process(A_BASE), Process(B_BASE)
     same = (64, 128, 192)
     takes = []
@@ -224,7 +224,7 @@ def test_where_two_processes_chose_other_blocks_of_the_pool_the_first_one_counts
 
 @pytest.mark.parametrize("inside", [0, 1 << 20], ids=["other-beginning", "inside"])
 def test_a_beginning_that_is_also_an_end_is_the_beginning_where_two_processes_chose_other_places(inside: int) -> None:
-    """Three segments of one size directly behind each other: every start but the first is also an end."""
+    """Three segments of one size are adjacent: every start but the first is also an end."""
     takes = []
     for base, chosen, offset in ((A_BASE, 1, 0), (B_BASE, 2, inside)):
         ranges = [Range(kind="weights", start=base, size=256), Range(kind="inputs", start=base + 4096, size=256)]
@@ -250,7 +250,7 @@ def test_pools_of_other_keys_and_freed_memory_are_no_addresses() -> None:
 
 
 def test_memory_of_a_library_may_begin_where_the_pool_of_another_key_ends() -> None:
-    """cuFFT's table did, in one of two processes: its pointer passed for data, and the build was refused."""
+    """In one process cuFFT's table began at such an end. Its pointer was taken for data, and the build was refused."""
     process = Process(A_BASE)
     end = process.other + 2 * MEGA
     process = Process(A_BASE, foreign={end: Pointee(kind="device", start=end, size=MEGA)})
@@ -281,7 +281,7 @@ def test_a_constant_table_is_kept_behind_the_weights() -> None:
 
 @pytest.mark.parametrize("copied", [False, True])
 def test_an_allocation_that_the_graph_fills_is_scratch(copied: bool) -> None:
-    """A library clears its workspace in every replay: it holds zeros in both processes, and is no constant."""
+    """A library clears its workspace in every replay. Both processes hold zeros there, but it is no constant."""
     takes = []
     for p in (Process(A_BASE), Process(B_BASE)):
         target, source = p.word(p.table), p.word(p.segments[0])
@@ -389,7 +389,7 @@ def test_the_call_s_tensors_are_placed_with_the_nodes() -> None:
 
 @given(st.lists(st.tuples(st.sampled_from("wisgcd"), st.integers(0, 255)), min_size=1, max_size=40))
 def test_every_byte_is_relocation_constant_or_undefined(words: list[tuple[str, int]]) -> None:
-    """Whatever the mix, the recording with its relocations filled in is each process's block again but for the undefined bytes."""
+    """With its relocations filled in, the recording equals each process's block except for the undefined bytes."""
     blocks, takes = [], []
     for base in (A_BASE, B_BASE):
         p = Process(base)
@@ -455,8 +455,8 @@ def test_segments_keep_the_alignment_that_kernels_were_chosen_for() -> None:
 
 
 def donated_takes(output: int) -> tuple[Take, Take]:
-    """A kernel that reads an input and a first segment and writes to a second one.  `output` is where the graph's output lies: 0
-    the first segment, 1 the second one, 2 the input."""
+    """Returns takes of a kernel that reads an input and a first segment, and writes to a second one. `output` says where the
+    graph's output lies: 0 the first segment, 1 the second one, 2 the input."""
     takes = []
     for base, order in ((A_BASE, (0, 1)), (B_BASE, (1, 0))):
         process = Process(base, order)
@@ -476,7 +476,7 @@ def test_the_segment_of_a_donated_output_lies_below_what_all_share(output: int) 
     (graph,) = assembled.graphs[KEY]
     (node,) = graph.recording.nodes
     assert isinstance(node, KernelNode)
-    shared = 2 * SEGMENT_ALIGN  # behind PAD bytes of nobody, at a multiple of a segment's alignment
+    shared = 2 * SEGMENT_ALIGN  # behind PAD unused bytes, at a multiple of a segment's alignment
     places = [0, shared] if output == 0 else [shared, 0]
     assert [relocation.target.offset for relocation in node.relocations[:2]] == [places[0], places[1] + 512]
     assert graph.outputs[0].offset == [places[0], places[1] + 512][output]

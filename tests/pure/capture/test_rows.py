@@ -1,4 +1,4 @@
-"""Captured graphs with branches and loops between them: as one list of rows, back, and as the recording that two takes become."""
+"""Captured graphs with branches and loops between them become one list of rows, and back, and two takes become one recording."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ EDGE = (0, 0, 0)
 
 
 def fill(number: int) -> RawMemset:
-    """A node that is told apart by its value."""
+    """Returns a node that its value identifies."""
     return RawMemset(target=Word(at=0, readings=()), shape=(number, 1, 1, 1, 0))
 
 
 @st.composite
 def captured(draw: st.DrawFn) -> Piece:
-    """A captured graph of any shape: edges go to later nodes."""
+    """Draws a captured graph of any shape. Its edges go to later nodes."""
     count = draw(st.integers(0, 5))
     pairs = [(a, b) for b in range(count) for a in range(b)]
     edges = draw(st.lists(st.sampled_from(pairs), unique=True)) if pairs else []
@@ -52,7 +52,7 @@ def captured(draw: st.DrawFn) -> Piece:
 
 @st.composite
 def regions(draw: st.DrawFn, depth: int = 0) -> list[Piece]:
-    """Graphs, branches and loops, in the order of a walk; conditionals have no numbers yet."""
+    """Draws graphs, branches and loops in the order of a walk. The conditionals have no numbers yet."""
     pieces: list[Piece] = []
     for _ in range(draw(st.integers(0, 3))):
         pieces.append(draw(captured()))
@@ -69,7 +69,7 @@ def regions(draw: st.DrawFn, depth: int = 0) -> list[Piece]:
 
 
 def numbered(pieces: list[Piece], process: Process) -> list[Piece]:
-    """The pieces with conditionals and fills numbered, at addresses of a process."""
+    """Returns the pieces with numbered conditionals and fills, at addresses of a process."""
     numbered_pieces: list[Piece] = []
     open_: list[tuple[int, str]] = []
     conditionals = fills = 0
@@ -128,7 +128,7 @@ def test_two_takes_become_a_recording_that_runs_in_their_order(pieces: list[Piec
 
 
 def followed(recording: Recording, table: Table) -> list[object]:
-    """What a recording does in its order, every body once: fills by their value, conditions by the byte."""
+    """Returns what a recording does in order, with every body once: the values of fills and the bytes of conditions."""
     graphs: list[list[int]] = [[] for _ in table.spans()]
     for position in launch_order(table):
         graphs[table.graph(position)].append(position)
@@ -153,7 +153,7 @@ def followed(recording: Recording, table: Table) -> list[object]:
 
 
 def walked(rows: list[RawRow]) -> list[object]:
-    """The same of the rows of a take."""
+    """Returns the same for the rows of a take."""
     stack: list[list[list[object]]] = [[[]]]
     types: list[str] = []
     for row in rows:

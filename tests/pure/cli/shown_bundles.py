@@ -1,7 +1,7 @@
-"""A whole CUDA bundle made by hand, sealed and sound, for what shows bundles: `inspect` and its page.
+"""Writes a complete CUDA bundle by hand, sealed and valid, for tests of `inspect` and its page.
 
-It is the program of `cuda_bundles` (a memset, a kernel and a memcpy beside each other, a kernel, an empty node; then a copy) for a
-product of two dimensions, with a second input that only says how large `seq` is.
+It has the program of `cuda_bundles`: a memset, a kernel beside a memcpy, a kernel, an empty node, then a copy. Its keys are a
+product of two dimensions; a second input only gives the size of `seq`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.helpers.bundles import cuda_bundles, tiny_bundle
 from tests.helpers.bundles.edits import edited
 
 SEQ_AT = 512
-"""Where the second input lies in memory inputs."""
+"""Offset of the second input in the memory of inputs."""
 
 Change = Callable[[Manifest], Manifest]
 
@@ -32,8 +32,8 @@ def write(
     record: Callable[[str, int], Recording] = cuda_bundles.recording,
     change: Change | None = None,
 ) -> Path:
-    """Writes the bundle to `folder`, which it returns; `record` makes the recording of an image's name and a batch, `change` edits
-    the manifest before it is sealed.  Batches are at most 8: the places in the arena do not move.
+    """Writes the bundle to `folder` and returns it. `record` makes the recording for an image's name and a batch; `change` edits
+    the manifest before it is sealed. Batches are at most 8, so the places in the arena do not move.
     """
     folder.mkdir()
     base = cuda_bundles.write(folder, b"\x7fELF, but not really")
@@ -66,7 +66,7 @@ def write(
 
 
 def chain(length: int) -> Callable[[str, int], Recording]:
-    """A recorder of `length` kernels, each behind the one before."""
+    """Returns a recorder of `length` kernels in a chain."""
 
     def record(image: str, batch: int) -> Recording:
         base = cuda_bundles.recording(image, batch)

@@ -1,7 +1,6 @@
-"""What needs no torch is answered at once: neither torch nor Rich is imported for it, and few modules of any kind.
-
-Seconds are not measured here, since the machine may be busy: an answer takes 0.1 to 0.2 s of processor time with the modules that
-are counted, where importing torch takes 2 and Rich 0.1.
+"""Commands that need no torch answer at once: they import neither torch nor Rich, and few modules in total. Seconds are not
+measured, since the machine may be busy. An answer takes 0.1 to 0.2 s of processor time with the counted modules; importing torch
+takes 2 s, Rich 0.1 s.
 """
 
 from __future__ import annotations
@@ -52,11 +51,11 @@ def inputs(batch: int, seq: int = 8):
 """
 
 MOST = 400
-"""Modules in `sys.modules` at the end: 290 to 370 here, 2000 with torch.  More than half are Typer's."""
+"""Limit for `sys.modules` at the end: 290 to 370 here, 2000 with torch. More than half belong to Typer."""
 
 
 class Answer:
-    """What a command said, in a process that may import neither torch nor Rich, and which modules it had at the end."""
+    """The output of a command in a process that may import neither torch nor Rich, and its modules at the end."""
 
     def __init__(self, folder: Path, *arguments: object, before: str = "", **more: str) -> None:
         paths = os.pathsep.join([str(ROOT), str(ROOT / "cli"), str(ROOT / "bundles")])
@@ -72,7 +71,7 @@ class Answer:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A current folder with a model, a bundle of that name, and what is none."""
+    """Changes to a folder with a model, a bundle of that name, and files that are neither."""
     (tmp_path / "model.py").write_text(MODEL)
     (tmp_path / "broken.py").write_text("import torch; def\n")
     (tmp_path / "half.py").write_text("import torch\ndef model(): ...\n")
@@ -189,7 +188,7 @@ finally:
 
 @pytest.mark.parametrize("argument", ["--version", "--nothing"])
 def test_the_end_looks_through_nothing_for_cycles(argument: str) -> None:
-    """The interpreter looks through all that is not frozen while it ends: with torch's objects 1.6 s."""
+    """The interpreter traverses everything that is not frozen when it exits: with torch's objects this takes 1.6 s."""
     path = os.pathsep.join([str(ROOT), str(ROOT / "cli"), str(ROOT / "bundles")])
     command = [sys.executable, "-c", ENDS, argument]
     done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=False)

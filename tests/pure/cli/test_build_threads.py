@@ -1,4 +1,4 @@
-"""The threads of a build leave their cores to others while they wait."""
+"""Waiting threads of a build leave their cores to other processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `cgcompile check` prints of a report: findings with their places, the partition as a tree, the exit status."""
+"""`cgcompile check` prints findings with their places and the partition as a tree, and sets the exit status."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ REPORT = Report(
 
 @pytest.fixture
 def call(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The command over a report that is given, as the shell would run it; `call.options` is what the library was asked."""
+    """Returns the command over a given report, as the shell would run it. `call.options` holds the options that the library got."""
 
     def run(report: Report, *arguments: str) -> Result:
         def check(model: str, **options: Any) -> Report:

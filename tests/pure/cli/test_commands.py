@@ -1,4 +1,4 @@
-"""The command line without torch: help, streams, exit codes, damaged and hostile bundles."""
+"""The command line without torch: help, streams, exit codes, and damaged and hostile bundles."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ ON_A_BUNDLE = ("inspect", "verify", "run", "bench")
 
 
 def call(*arguments: object) -> Result:
-    """A command as the shell would run it, 80 columns wide."""
+    """Runs a command as the shell would, 80 columns wide."""
     return CliRunner().invoke(main.app, [str(argument) for argument in arguments], prog_name="cgcompile", env={"COLUMNS": "80"})
 
 
 def refused(result: Result, code: int) -> str:
-    """The one line of a foreseen error; checks the exit code, that stdout is empty, and that at most a hint follows."""
+    """Returns the line of an expected error. Checks the exit code, that stdout is empty, and that at most a hint follows."""
     assert result.exit_code == code, result.output
     assert result.stdout == ""
     first, *rest = result.stderr.splitlines()

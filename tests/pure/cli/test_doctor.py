@@ -1,4 +1,4 @@
-"""`doctor`, `targets` and `cache`: what is here, what can be built and run with it, and what is kept; without torch."""
+"""`doctor`, `targets` and `cache` show what is installed, what can be built and run, and what is cached. Needs no torch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def call(*arguments: object) -> Result:
 
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Makes this machine one with these GPUs and packages, by target."""
+    """Returns a function that simulates a machine with these GPUs and packages. It returns the targets."""
 
     def make(gpus: tuple[Gpu, ...] = (), lacking: tuple[str, ...] = (), cuda: str = " (CUDA 13.0)") -> dict[str, tools.TargetHere]:
         missing = "" if gpus else "no CUDA driver (libcuda.so.1)"
@@ -82,7 +82,7 @@ def test_without_torchs_libraries_standalone_bundles_run_where_the_processor_doe
     assert (by_name["cpu"].standalone, by_name["cpu"].not_run) == (True, "libtorch_cpu.so not found")
     foreign = by_name["x86-64-v3" if os.uname().machine == "aarch64" else "armv8-a"]
     assert not foreign.standalone and "its code is for" in foreign.not_run and "proved" not in foreign.not_run
-    assert foreign.not_built.startswith(f"target {foreign.name}: {foreign.not_run}; ")  # one reason, told alike
+    assert foreign.not_built.startswith(f"target {foreign.name}: {foreign.not_run}; ")  # the same reason for both
     shown = " ".join(call("targets").output.split())
     assert "cpu processors like this one yes what needs no torch" in shown
 
@@ -162,7 +162,7 @@ class Result_:
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache with two results of one stage and one of another, and what is not ours."""
+    """Returns a cache with two results of one stage, one of another stage, and files of other programs."""
     monkeypatch.setenv("CGCOMPILE_CACHE", str(tmp_path / "cache"))
     for stage, name in (("kernels", "a"), ("kernels", "b"), ("lowered", "c")):
         remember(tmp_path / "cache" / stage / digest(name), Result_(data=bytes(100)))

@@ -1,4 +1,4 @@
-"""A bundle of several entries on the command line: the golden one, cross-compiled."""
+"""The golden, cross-compiled bundle of several entries on the command line."""
 
 from __future__ import annotations
 

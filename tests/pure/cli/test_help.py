@@ -1,4 +1,4 @@
-"""How the command line meets its user: help, examples, completion, --quiet and --verbose, colours.  Without torch."""
+"""Help, examples, completion, --quiet and --verbose, and colours of the command line, without torch."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ COMMANDS = sorted(GROUP.commands)  # type: ignore[attr-defined]
 
 
 def call(*arguments: object, columns: int = 80) -> Result:
-    """A command as the shell would run it."""
+    """Runs a command as the shell would."""
     environment = {"COLUMNS": str(columns)}
     return CliRunner().invoke(main.app, [str(argument) for argument in arguments], prog_name="cgcompile", env=environment)
 
 
 def environment(**more: str) -> dict[str, str]:
-    """Of a process of its own that finds this tree."""
+    """Returns the environment of a new process that finds this source tree."""
     paths = os.pathsep.join([str(ROOT), str(ROOT / "cli"), str(ROOT / "bundles")])
     return (
         {key: value for key, value in os.environ.items() if key not in ("NO_COLOR", "FORCE_COLOR")} | {"PYTHONPATH": paths} | more
@@ -38,7 +38,7 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def shell(*arguments: object, code: str = "from cgcompile_cli.main import main; main()", **more: str) -> str:
-    """Standard output of `cgcompile ARGUMENTS` in a process of its own, which must succeed without a word on stderr."""
+    """Returns the standard output of `cgcompile ARGUMENTS` in a new process, which must succeed and leave stderr empty."""
     command = [sys.executable, "-c", code, *map(str, arguments)]
     done = subprocess.run(command, env=environment(**more), capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
@@ -74,7 +74,7 @@ def test_the_summary_of_a_command_is_not_cut(command: str) -> None:
 
 
 def examples() -> list[tuple[str, str]]:
-    """(command, line) of every line in a help text that could be typed."""
+    """Returns (command, line) for every line of a help text that can be typed."""
     texts = {command: GROUP.commands[command].help or "" for command in COMMANDS}  # type: ignore[attr-defined]
     lines = [(command, line.strip()) for command, text in texts.items() for line in text.splitlines()]
     return [(command, line) for command, line in lines if line.startswith("cgcompile ")]
@@ -96,7 +96,7 @@ HEAVY = {"torch", "triton", "numpy", "rich", "safetensors", "asyncio", "cuda", "
 
 @pytest.mark.parametrize("command", ["", *COMMANDS])
 def test_help_imports_nothing_that_takes_time(command: str) -> None:
-    """Measured: 0.1 s of processor time, where importing torch alone takes 2."""
+    """Help takes 0.1 s of processor time; importing torch alone takes 2 s."""
     code = "import atexit, sys\natexit.register(lambda: print(*sys.modules))\nfrom cgcompile_cli.main import main\nmain()"
     loaded = shell(*filter(None, [command]), "--help", code=code).splitlines()[-1].split()
     assert "cgcompile_cli.main" in loaded and not HEAVY & set(loaded)
@@ -106,7 +106,7 @@ def test_help_imports_nothing_that_takes_time(command: str) -> None:
 
 
 def completed(line: str, folder: Path) -> list[str]:
-    """What bash would be offered for the last word of `line`."""
+    """Returns bash's completions of the last word of `line`."""
     before = len(shlex.split(f"{line}.")) - 1  # the last word may be empty
     output = shell(_CGCOMPILE_COMPLETE="complete_bash", COMP_WORDS=line, COMP_CWORD=str(before), HOME=str(folder))
     return output.split()
@@ -157,7 +157,7 @@ EVENTS = (
 
 
 def watched(capsys: pytest.CaptureFixture[str], *options: bool) -> list[str]:
-    """The lines that a build writes while EVENTS happen."""
+    """Returns the lines that a build writes while EVENTS happen."""
     with watching(*options) as progress:
         for event in EVENTS:
             if progress is not None:
@@ -203,7 +203,7 @@ def test_verify_is_silent_about_a_sound_bundle_and_loud_about_a_damaged_one(tmp_
 
 
 def on_a_terminal(*arguments: object, **more: str) -> str:
-    """What `cgcompile ARGUMENTS` writes to a terminal of 80 columns."""
+    """Returns what `cgcompile ARGUMENTS` writes to a terminal of 80 columns."""
     ours, theirs = pty.openpty()
     command = [sys.executable, "-m", "cgcompile_cli", *map(str, arguments)]
     variables = environment(COLUMNS="80", TERM="xterm-256color") | more

@@ -1,4 +1,4 @@
-"""What messages tell people to type is accepted: every option that a text of the compiler or of the commands names exists."""
+"""Every option that a message of the compiler or of the commands names exists."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ from tests.helpers.places import ROOT
 
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]+")
 OTHERS = {"--strip-all", "--remove-section", "--no-deps", "--version", "--help"}
-"""Of other programs, or Typer's own."""
+"""Options of other programs, and Typer's own."""
 
 
 def spelled() -> list[tuple[str, str]]:
-    """(file:line, option) of every option in a text that is no docstring of a module, class or function, and no argument of a
-    process."""
+    """Returns (file:line, option) for every option in a string. Docstrings and arguments of processes do not count."""
     options = []
     for folder in ("cgcompile", "cli/cgcompile_cli"):
         for path in sorted((ROOT / folder).rglob("*.py")):
@@ -33,7 +32,7 @@ def spelled() -> list[tuple[str, str]]:
 
 def known() -> set[str]:
     commands, options = [get_command(app)], set()
-    for command in commands:  # grows by the commands of groups
+    for command in commands:  # the commands of groups are added in the loop
         commands += getattr(command, "commands", {}).values()
         options |= {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
     return options
@@ -46,7 +45,7 @@ def test_options_that_messages_name_exist() -> None:
 
 
 TREE = re.compile(r"(?<![\w/.])(?:cli|bundles|examples|tests)/[\w/]+\.(?:md|py)|\b[A-Z]+\.md\b")
-"""A path of the source tree, which somebody who installed a wheel does not have."""
+"""A path of the source tree, which users of a wheel do not have."""
 
 
 def test_nothing_that_is_printed_names_a_path_of_the_source_tree() -> None:
@@ -72,7 +71,7 @@ def test_a_build_takes_what_its_hints_name(option: str) -> None:
 
 
 def test_what_is_to_be_installed_is_what_the_package_asks_for() -> None:
-    """Hints name an extra of cgcompile, or the packages of its extras with the versions that pyproject.toml has."""
+    """Hints name an extra of cgcompile, or the packages of its extras with the versions in pyproject.toml."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
     wanted = {requirement for extra in extras.values() for requirement in extra} | {f"cgcompile[{name}]" for name in extras}

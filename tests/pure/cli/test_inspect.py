@@ -1,4 +1,4 @@
-"""`inspect --graph`, `--memory`, `--dot` and what the overview says of state: rows from manifest and tables, and their text."""
+"""`inspect --graph`, `--memory`, `--dot` and the overview's lines on state: rows from the manifest and tables, and their text."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def bundle(tmp_path: Path) -> Path:
 
 
 def read(path: Path) -> tuple[Manifest, EntrySpec, list[list[nodes.NodeRow]]]:
-    """The manifest, the first entry, and the nodes of its first program."""
+    """Returns the manifest, the first entry, and the nodes of its first program."""
     manifest = archive.read_manifest(str(path))
     entry = manifest.entries[0]
     return manifest, entry, nodes.read_nodes(str(path), manifest, entry, entry.programs[0])
@@ -319,7 +319,7 @@ def test_lanes_lead_every_edge_to_its_node(data: st.DataObject) -> None:
     total = data.draw(st.integers(1, 12))
     graph_nodes = [node(n, *(data.draw(st.sets(st.integers(0, n - 1), max_size=3)) if n else ())) for n in range(total)]
     rows = lanes.lanes(graph_nodes)
-    open_edges: dict[int, set[int]] = {}  # lane -> the nodes that its source still has to reach
+    open_edges: dict[int, set[int]] = {}  # lane -> nodes that its source still has to reach
     sources: dict[int, int] = {}
     for row, graph_node in zip(rows, graph_nodes, strict=True):
         assert {sources[lane] for lane in row.arriving} == set(graph_node.after)
@@ -346,7 +346,7 @@ STRING = r'"(?:[^"\\]|\\.)*"'
 
 
 def statements(text: str) -> Iterator[str]:
-    """The lines of a digraph with strings taken out: what is left has a small grammar."""
+    """Yields the lines of a digraph without its strings. Such lines have a small grammar."""
     for line in text.splitlines():
         yield re.sub(STRING, "S", line).strip()
 

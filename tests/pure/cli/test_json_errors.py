@@ -1,4 +1,4 @@
-"""With --json every command says on stdout what went wrong, as an object; the text on stderr and the exit status stay."""
+"""With --json every command writes its error to stdout as an object. The text on stderr and the exit status stay the same."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.helpers.bundles import tiny_bundle
 
 
 def call(*arguments: object) -> tuple[int, dict[str, Any], str]:
-    """The exit status, the error on stdout, and stderr."""
+    """Returns the exit status, the error on stdout, and stderr."""
     result = CliRunner().invoke(main.app, [*map(str, arguments), "--json"], prog_name="cgcompile", env={"COLUMNS": "80"})
     answer = json.loads(result.stdout)
     assert list(answer) == ["error"] and list(answer["error"]) == ["code", "message", "where", "fix"]

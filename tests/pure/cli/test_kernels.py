@@ -1,4 +1,4 @@
-"""`inspect --kernels`: launches counted from the tables, images from the manifest, choices from kernels.json where there is one."""
+"""`inspect --kernels`: launches counted in the tables, images from the manifest, choices from kernels.json if it exists."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def listed(path: Path) -> list[KernelLaunches]:
 
 
 def counted(path: Path) -> Counter[tuple[str, str]]:
-    """Launches of every (image, symbol), from the decoded recordings."""
+    """Returns the number of launches of every (image, symbol) in the decoded recordings."""
     launches: Counter[tuple[str, str]] = Counter()
     for program in archive.read_manifest(str(path)).entries[0].programs:
         for step in program.steps:
@@ -57,7 +57,7 @@ def counted(path: Path) -> Counter[tuple[str, str]]:
 
 
 def sealed(path: Path) -> Path:
-    """The bundle with a manifest that describes its files as they are now."""
+    """Returns the bundle with a manifest that describes its current files."""
     tiny_bundle.seal(path, replace(archive.read_manifest(str(path)), files=manifest_text.describe_files(str(path))))
     return path
 

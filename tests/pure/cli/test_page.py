@@ -1,4 +1,4 @@
-"""`inspect --html`: one page that needs nothing else, valid, small, and deaf to what the names in a bundle say."""
+"""`inspect --html` writes one small, valid page without other files. Names in a bundle cannot inject anything into it."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def refused(result: Result) -> str:
 
 
 class Page(HTMLParser):
-    """What a page holds; fails on an element that is not closed in its order, or whose attribute is none of ours."""
+    """Collects what a page holds. Fails on an element that is not closed in order, and on an unknown attribute."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ def page_text(path: Path) -> str:
 
 
 def shape(text: str) -> list[tuple[str, tuple[str, ...]]]:
-    """The elements and the names of their attributes."""
+    """Returns the elements and the names of their attributes."""
     return [(tag, tuple(name for name, _ in attributes)) for tag, attributes in Page(text).elements]
 
 
@@ -135,11 +135,11 @@ def test_the_page_lists_every_node_and_kernel() -> None:
 
 
 RULE = re.compile(r"([^{}/]+)\{([^{}]*)\}")
-"""The selectors of a rule of the style, and what it says."""
+"""The selectors of a style rule, and its declarations."""
 
 
 def test_a_narrow_screen_has_rows_whose_cells_say_what_they_are(tmp_path: Path) -> None:
-    """At 390 pixels no table has columns: none is clipped.  Every table is in a box of its own, so that none widens the page."""
+    """At 390 pixels no table has columns, so none is clipped. Every table has its own box, so none widens the page."""
     for text in (page_text(GPT), page_text(shown_bundles.write(tmp_path / "t.cgb"))):
         assert text.count("<table") == len(re.findall(r'<div class="scroll"><table', text)) > 3
         for table in re.findall(r"<table.*?</table>", text, re.DOTALL):
@@ -147,7 +147,7 @@ def test_a_narrow_screen_has_rows_whose_cells_say_what_they_are(tmp_path: Path) 
             for row in re.findall(r"<tr>(.*?)</tr>", table.partition("</thead>")[2], re.DOTALL):
                 cells = re.findall(r"<td[^>]*>", row)
                 labels = [re.search(r'data-h="([^"]*)"', cell) for cell in cells]
-                if 'class="nodes"' not in table:  # whose cells say it where their text does not
+                if 'class="nodes"' not in table:  # cells of other tables say it where their text does not
                     assert [label[1] if label else "" for label in labels] == (heads or [""] * len(cells))
     narrow = Page(page_text(GPT)).raw["style"].partition("@media (max-width: 44rem)")[2].partition("@media print")[0]
     assert "overflow-x" not in narrow and "nowrap" not in narrow and "td[data-h]::before" in narrow
@@ -233,7 +233,7 @@ def test_what_does_not_fit_is_counted(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def named(name: str, path: Path) -> Path:
-    """A bundle in which everything that has a name is called `name`."""
+    """Writes a bundle in which everything that has a name is called `name`."""
 
     def change(manifest: Manifest) -> Manifest:
         finding = Finding(rule=name, severity="note", message=name, node=name, where=name, source=name, effect=name, fix=name)
@@ -257,14 +257,14 @@ def named(name: str, path: Path) -> Path:
 
 
 def test_hostile_names_change_nothing_but_text(tmp_path: Path) -> None:
-    name = "".join(filter(str.isprintable, EVIL))  # another is none
+    name = "".join(filter(str.isprintable, EVIL))  # other characters are not allowed in names
     benign, evil = page_text(named("plain", tmp_path / "a.cgb")), page_text(named(name, tmp_path / "b.cgb"))
     assert shape(evil) == shape(benign)
     assert all(letter == "\n" or letter.isprintable() for letter in evil)
     one, other = (Page(text) for text in (benign, evil))
     assert (one.raw, one.values("id"), one.values("href")) == (other.raw, other.values("id"), other.values("href"))
     texts = "".join(other.texts)
-    # the call that loads it has a variable in its place: no name of a parameter is code
+    # the call that loads it uses a variable there: no parameter name becomes code
     assert texts.count(name) + 1 == "".join(one.texts).count("plain") > 20
 
 

@@ -1,4 +1,4 @@
-"""The progress of a build where there is no terminal: a log hears when a stage begins that may take long, and while it goes on."""
+"""The progress of a build without a terminal: a log gets a line when a long stage begins, and while it continues."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_terminal_has_the_live_line_instead(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.fixture
 def known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An earlier build of `a` for the CPU, of 100 seconds."""
+    """Records an earlier build of `a` for the CPU that took 100 seconds."""
     monkeypatch.setenv("CGCOMPILE_CACHE", str(tmp_path / "cache"))
     first = Estimate("a", "cpu")
     assert first.left("lower", 5.0) is None, "nothing is known"

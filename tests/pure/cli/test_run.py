@@ -1,4 +1,4 @@
-"""`cgcompile run`: repeated replays, outputs on stdout, complex numbers; of golden bundles for the CPU, without torch."""
+"""`cgcompile run` on golden CPU bundles, without torch: repeated replays, outputs on stdout, complex numbers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def call(*arguments: object) -> Result:
 
 @pytest.fixture(scope="module")
 def bundle() -> Path:
-    """A bundle whose calls change its state and one of their inputs, where it can be run."""
+    """Returns a bundle whose calls change its state and an input. Skips the test where the bundle cannot run."""
     try:
         load(STATE).close()
     except MachineError as error:

@@ -1,4 +1,4 @@
-"""Branches and loops as `inspect` and its page show them, and as `diff` compares them."""
+"""How `inspect` and its page show branches and loops, and how `diff` compares them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGHUP: a line, the exit status of the signal, what was half done removed, and what was started ended."""
+"""After SIGTERM or SIGHUP a command prints a line, exits with the signal's status, removes partial files and ends its processes."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def started(mode: str, folder: Path, *before: str) -> subprocess.Popen[str]:
     ids=["TERM", "HUP", "forked"],
 )
 def test_a_command_ends_as_on_an_interrupt(tmp_path: Path, mode: str, number: signal.Signals) -> None:
-    """Further signals do not interrupt what removes things, and a forked process that gets one leaves its parent's alone."""
+    """Further signals do not interrupt the removal. A forked process that gets a signal leaves its parent's files alone."""
     with started(mode, tmp_path) as process:
         children = descendants(process.pid)
         assert len(children) >= 2 and process.poll() is None
@@ -80,7 +80,7 @@ def test_a_command_ends_as_on_an_interrupt(tmp_path: Path, mode: str, number: si
     assert os.listdir(tmp_path) == []
     until = time.monotonic() + 60
     while left := [child for child in children if Path(f"/proc/{child}/cwd").exists()]:
-        assert time.monotonic() < until, left  # who was told to end takes a moment
+        assert time.monotonic() < until, left  # a process takes a moment to end
         time.sleep(0.01)
 
 

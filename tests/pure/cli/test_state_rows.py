@@ -1,4 +1,4 @@
-"""State whose number of rows a load chooses, as inspect and diff show it."""
+"""How inspect and diff show state whose number of rows a load chooses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`push` and `pull`: what scripts read is on stdout, and what people read on stderr."""
+"""`push` and `pull` write what scripts read to stdout, and what people read to stderr."""
 
 from __future__ import annotations
 

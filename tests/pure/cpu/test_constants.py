@@ -1,4 +1,4 @@
-"""The constants of a shared object against the weights that a bundle binds to them; a fake library stands for the object."""
+"""A shared object's constants are compared with the weights that a bundle binds to them. A fake library plays the object."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from tests.helpers.raising import raises
 
 FLOAT32, INT32 = 6, 3
 CONSTANTS = [("model_w", "model.first.weight", FLOAT32, 64), ("rng", "first.bias", FLOAT32, 64)]
-"""(own name, name in the model, dtype, bytes) of what the code wants."""
+"""(own name, name in the model, dtype, bytes) of each constant that the code needs."""
 
 WEIGHT, BIAS, _ = manifest().weights
 
 
 def region(constants: list[tuple[str, str, int, int]]) -> HostRegion:
-    """A host region over a library that tells of `constants`."""
+    """Returns a host region over a library that reports `constants`."""
 
     def tell(place: int) -> Any:
         def function(container: object, index: Any, pointer: Any) -> int:
@@ -99,7 +99,7 @@ def test_a_weight_is_no_larger_than_its_storage_was_rounded_up_to_64_bytes(float
 
 
 def test_a_part_of_a_larger_storage() -> None:
-    """Is smaller than the bytes that the code tells; never larger."""
+    """A part may be smaller than the bytes that the code reports, but never larger."""
     check(("rng", BIAS), constants=[("rng", "first.bias", FLOAT32, 4096)])
     with raises("library-refused", match="another dtype or size"):
         check(("rng", replace(BIAS, shape=(1025,))), constants=[("rng", "first.bias", FLOAT32, 4096)])

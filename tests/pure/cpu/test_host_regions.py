@@ -1,4 +1,4 @@
-"""How a shared object is opened: what is asked of its library, and how exactly its constants are held to the weights."""
+"""How a shared object is opened: which calls its library gets, and how its constants are compared with the weights."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cgbundle.cpu.host_region import HostRegion
 
 
 class Library:
-    """Counts calls, and succeeds."""
+    """Counts calls, all of which succeed."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []
@@ -34,7 +34,7 @@ class Library:
 def test_handles_that_a_container_forgets_are_asked_for(
     built_with: str, version: str, asked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of code made by torch 2.13 alone: other containers free what they made of ours, and a second time would end the process."""
+    """Only code of torch 2.13 needs it: other containers free these handles, and a second free would end the process."""
     library = Library()
     monkeypatch.setattr(host_region, "load_shared_object", lambda data, where, functions: library)
     monkeypatch.setattr(host_region, "version_of", lambda library_: version)

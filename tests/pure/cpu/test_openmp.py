@@ -1,4 +1,4 @@
-"""How threads of OpenMP wait: said while its library is loaded, where the user says nothing."""
+"""How OpenMP's threads wait: the runtime sets it while the library is loaded, unless the user has set it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Outputs of a shared object against the rows: a library that hands out what the test says stands for torch's."""
+"""A shared object's outputs are compared with the rows. A fake torch library returns what the test prescribes."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def numbers(*values: float) -> Any:
 
 
 def two_outputs(*aliases: Alias, **changes: Any) -> Manifest:
-    """Per key x[key, 3] gives y[key, 2] and z[2], whose row has `changes`."""
+    """Returns a manifest in which x[key, 3] gives y[key, 2] and z[2]. `changes` apply to the row of z."""
     base = manifest()
     second = Value(dtype="float32", shape=(2,), strides=(1,), memory="host", offset=0)
     programs = [
@@ -121,7 +121,7 @@ def test_strides_of_one_element_may_change() -> None:
 
 
 def test_an_output_that_shares_memory_is_not_compared() -> None:
-    """The code gives a copy of it; what a caller gets lies in what it shares."""
+    """The code returns a copy of it, but a caller gets the memory that it shares."""
     torch = FakeTorch()
     torch.tensors = [(FLOAT32, (4, 2), (2, 1), Y), (INT32, (7,), (3,), numbers(8, 9))]
     layouts_of(torch, two_outputs(Alias(output=1, memory="outputs", index=0))).addresses(HANDLES)

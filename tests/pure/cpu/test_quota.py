@@ -1,4 +1,4 @@
-"""The threads that a container's quota has room for, and its memory, over files as the kernel lays them out."""
+"""The number of threads and the memory that a container's quota allows, read from files in the kernel's format."""
 
 from __future__ import annotations
 

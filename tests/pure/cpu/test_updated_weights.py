@@ -1,4 +1,4 @@
-"""Where an update puts weights for the CPU: each at the start of a cache line, as the code that reads them was compiled for."""
+"""Updated weights on the CPU begin at a cache line, which the code that reads them was compiled for."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.helpers.bundles.tiny_bundle import manifest
 
 
 class Mapped:
-    """The file: every tensor at the same place, from which nothing is read."""
+    """A file in which every tensor has the same address. Nothing is read from it."""
 
     def address(self, tensor: str) -> int:
         return 7

@@ -1,4 +1,4 @@
-"""Host regions made of Python functions, and tensors made of ctypes arrays: what the tests of host steps run without torch."""
+"""Host regions of Python functions and tensors of ctypes arrays, for tests of host steps without torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.helpers.drivers.fake_driver import floats
 
 DOUBLE, ADD = "host/double.so", "host/add.so"
 FLOAT32, INT32 = 6, 3
-"""Numbers of dtypes, torch's own."""
+"""torch's numbers of dtypes."""
 
 
 class FakeTorch:
@@ -42,7 +42,7 @@ class FakeTorch:
 
 
 class FakeRegion:
-    """`DOUBLE` gives twice its input, `ADD` one more than it; both change `changes` of what they give."""
+    """Computes twice its input (`DOUBLE`) or its input plus one (`ADD`). Both apply `changes` to their output."""
 
     def __init__(self, name: str, torch: FakeTorch) -> None:
         self.name, self.torch, self.closed, self.counts = name, torch, 0, (1, 1)
@@ -74,7 +74,7 @@ class FakeRegion:
 
 
 class Regions:
-    """Stands in for `open_region` and `libtorch.load`."""
+    """Replaces `open_region` and `libtorch.load`."""
 
     def __init__(self) -> None:
         self.torch = FakeTorch()

@@ -1,4 +1,4 @@
-"""The driver of `fake_driver`, as asynchronous as the real one can be."""
+"""The driver of `fake_driver`, as asynchronous as a real driver can be."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.helpers.drivers.fake_driver import FakeDriver
 
 
 class LateDriver(FakeDriver):
-    """Work of a stream is done when someone waits for it, and not a moment before, in the order that streams and events give."""
+    """Delays the work of a stream until someone waits for it. Keeps the order that streams and events give."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -20,13 +20,13 @@ class LateDriver(FakeDriver):
 
     def later(self, stream: int, run: Callable[[], object], address: int = 0) -> None:
         """Enqueues `run`, which uses pinned memory at `address`."""
-        if self.working:  # a node of a graph
+        if self.working:  # inside a graph's node
             run()
         else:
             self.queue.append((int(stream), run, address))
 
     def work(self, stream: int | None, end: int | None = None) -> None:
-        """Does what is enqueued on a stream (None: on any) up to a mark."""
+        """Runs what is enqueued on a stream (None: on any) up to a mark."""
         for place, item in enumerate(self.queue[:end]):
             if item is not None and stream in (None, item[0]):
                 self.queue[place] = None
@@ -46,7 +46,7 @@ class LateDriver(FakeDriver):
         run = super().do_cuMemcpyHtoDAsync
         if self.is_pinned(source):
             self.later(stream, lambda: run(target, source, size, stream), source)
-        else:  # of pageable memory the driver takes a copy at once
+        else:  # the driver copies pageable memory at once
             kept = ctypes.create_string_buffer(ctypes.string_at(source, size), size)
             self.later(stream, lambda: run(target, ctypes.addressof(kept), size, stream))
 

@@ -1,4 +1,4 @@
-"""Graphs of an engine, over tensors of the caller's: what they compute, what is refused, and nothing left behind."""
+"""Graphs of an engine over the caller's tensors: what they compute, what is refused, and that nothing is left behind."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.helpers.raising import raises
 
 
 class Memory:
-    """Bytes of the fake GPU, at a multiple of 256, `shift` bytes further."""
+    """Bytes of the fake GPU, `shift` bytes behind a multiple of 256."""
 
     def __init__(self, size: int, shift: int = 0) -> None:
         self.buffer = ctypes.create_string_buffer(size + 512)
@@ -88,7 +88,7 @@ def test_poison_changes_nothing(fake: FakeDriver, path: Path) -> None:
 
 
 def built(fake: FakeDriver) -> int:
-    """How many executable graphs the driver was asked for."""
+    """Returns the number of executable graphs that the driver was asked for."""
     return fake.calls.count("cuGraphInstantiate")
 
 
@@ -125,7 +125,7 @@ def test_a_graph_that_cannot_be_built_is_built_at_the_next_replay(fake: FakeDriv
             except CgbundleError:
                 failures += 1
                 if fake.calls[fake.fail_at] == "cuCtxPopCurrent":
-                    fake._current.stack.pop()  # which the failed call left
+                    fake._current.stack.pop()  # the failed call left it
             fake.fail_at = -1
             graphs[8, "rows"].replay()
             assert out.read(8 * FLOATS) == expected(values), f"call {number}"
@@ -169,11 +169,11 @@ def test_whichever_call_fails_nothing_is_left(fake: FakeDriver, path: Path) -> N
             install(patch, failing)
             try:
                 graphs = cgbundle.attach(path, tensors(x, out), lazy=False)
-                failing.fail_at = -1  # a close in spite of errors is best effort
+                failing.fail_at = -1  # a close that fails may leave objects
                 graphs.close()
             except CgbundleError:
                 failures += 1
-        name = failing.calls[number] if number < len(failing.calls) else ""  # a thread of the upload's may come before or after
+        name = failing.calls[number] if number < len(failing.calls) else ""  # an upload thread may come before or after
         if not any(word in name for word in ("Destroy", "Free", "Unload", "Release", "PopCurrent", "Exchange")):  # this stays
             assert not failing.live and not failing.retained, name
     assert failures > 30
@@ -278,7 +278,7 @@ def test_a_sound_bundle_passes_every_check(path: Path) -> None:
 
 
 def of_engine(**changes: Any) -> Callable[[Manifest], Manifest]:
-    """A change of the engine's rows, each a function of the row that there is."""
+    """Returns a change of the engine's rows. Each option is a function of the existing row."""
 
     def change(manifest: Manifest) -> Manifest:
         engine: Engine | None = manifest.engine

@@ -1,4 +1,4 @@
-"""The CUDA backend against a fake driver: results, order, and nothing left behind whichever call fails."""
+"""The CUDA backend on a fake driver: right results in order, and nothing left behind, whichever call fails."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def test_whichever_call_fails_nothing_is_left(monkeypatch: pytest.MonkeyPatch, b
             call(backend, 0, values)
             kept = [backend.copy_out(run(backend, 1, [None])[0], 256, None)]
         finally:
-            fake.fail_at = -1  # a close in spite of errors is best effort
+            fake.fail_at = -1  # a close that fails may leave objects
             backend.close()
         kept[0].free()
 
@@ -208,7 +208,7 @@ def test_whichever_call_fails_nothing_is_left(monkeypatch: pytest.MonkeyPatch, b
             "Unload",
             "Release",
             "PopCurrent",
-        )  # what this call should have given back stays
+        )  # what this failed call should have freed remains
         failed = fake.calls[number] if number < len(fake.calls) else ""
         if not any(word in failed for word in give_back):
             assert not fake.live, failed
@@ -238,7 +238,7 @@ def test_without_a_driver(bundle: tuple[Manifest, Path], monkeypatch: pytest.Mon
 
 
 def test_a_driver_without_a_function(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As an old driver, which has every function but the newest: the C library in its place has none."""
+    """An old driver lacks only the newest functions. Here the C library replaces it and has none."""
     monkeypatch.setattr(libcuda, "LIBRARY", "libc.so.6")
     with raises("driver-too-old", match="has no cuGraphLaunch, which"):
         libcuda.Driver().cuGraphLaunch(1, 2)
@@ -297,7 +297,7 @@ def test_an_image_that_is_not_there(fake: FakeDriver, bundle: tuple[Manifest, Pa
 
 
 def test_an_image_that_is_cut_off_never_reaches_the_driver(fake: FakeDriver, bundle: tuple[Manifest, Path]) -> None:
-    """The driver gets no length: it would read past the end."""
+    """The driver gets no length, so it would read past the end."""
     manifest, folder = bundle
     cubin = next((GOLDEN / "v1" / "state.cgb" / "kernels").iterdir()).read_bytes()
     (image,) = (folder / "kernels").iterdir()
@@ -363,7 +363,7 @@ def test_chunks_cover_the_pieces_once() -> None:
 
 
 def ways(monkeypatch: pytest.MonkeyPatch, readers: int, slots: int, chunk: int, lanes: int) -> upload.Way:
-    """A way with small chunks, and by lanes whatever the page cache has."""
+    """Returns a way with small chunks that uses lanes whatever the page cache holds."""
     monkeypatch.setattr(upload, "is_cached", lambda file: True)
     return upload.Way(readers, slots, True, chunk, lanes)
 
@@ -390,7 +390,7 @@ def test_many_small_chunks_by_several_threads(
 def test_where_memory_cannot_be_pinned_all_arrives(
     pinned: bool, lanes: int, fake: FakeDriver, bundle: tuple[Manifest, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Eight readers and one sender, slots fewer than groups, and groups of several upload."""
+    """With eight readers and one sender, there are fewer slots than groups. Groups of several tensors are uploaded, too."""
     if not pinned:
         monkeypatch.setattr(fake, "cuMemHostRegister", lambda *arguments: 801, raising=False)
     _, folder = bundle
@@ -448,7 +448,7 @@ def test_an_upload_that_is_stopped_lets_go(
 def test_lanes_are_for_the_page_cache_and_glibc(
     cached: bool, there: bool, fake: FakeDriver, bundle: tuple[Manifest, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lanes, "AsyncReads", None)  # would fail if it were called
+    monkeypatch.setattr(lanes, "AsyncReads", None)  # a call of it would fail
     how = ways(monkeypatch, 3, 2, 64, 2)
     monkeypatch.setattr(upload, "is_cached", lambda file: cached)
     monkeypatch.setattr(lanes, "available", lambda: there)
@@ -496,7 +496,7 @@ def test_what_is_not_in_the_page_cache_is_announced_and_read(
         assert ctypes.string_at(base, 480) == data[20:]
         driver.call("cuMemFree", base)
     context.release()
-    # the first group was read before; from the second on each is told two ahead, once
+    # the first group is read earlier; from the second on, each is announced once, two groups ahead
     assert asked == ([] if cached else [(64, 64), (128, 64), *[(at, 64) for at in range(192, 448, 64)], (448, 52)])
 
 

@@ -1,5 +1,5 @@
-"""What loads and calls ask of the driver, call by call with their arguments, is what it was: `python -m
-tests.pure.cuda.test_call_logs` writes the logs anew, where that is meant to change."""
+"""Loads and calls make the same driver calls with the same arguments as before. `python -m tests.pure.cuda.test_call_logs` writes
+new logs after an intended change."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ CAPTURED = 64
 
 
 class Calls:
-    """A scenario's driver, its torch, and the lines that it has written: a heading for each call, and what the call asked."""
+    """A scenario's driver, its torch, and the lines of its log: a title for each call, and the driver calls that it made."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.driver, self.lines = folder, LoggingDriver(), list[str]()
         self.torch = FakeTorch(self.driver)
 
     def note(self, title: str, run: Callable[[], Any]) -> Any:
-        """Runs a call, and writes down what it asked of the driver, and the error that it raised."""
+        """Runs a call, and logs its driver calls and the error that it raised."""
         self.driver.taken()
         try:
             result, failed = run(), ""
@@ -65,18 +65,18 @@ class Calls:
 
 
 def near(key: int, seed: int = 0) -> Tensor:
-    """An input of the CPU."""
+    """Returns an input on the CPU."""
     return from_bytes(array("f", [(7 * i + 13 * seed) % 32 - 16 for i in range(key * FLOATS)]), "float32", (key, FLOATS))
 
 
 def far(calls: Calls, data: array[float], *shape: int) -> Tensor:
-    """A tensor of the GPU without a library."""
+    """Returns a tensor on the GPU that belongs to no library."""
     value = calls.on_gpu(data, *shape)
     return Tensor(value.address, "float32", shape, None, value, 0)
 
 
 def plain(folder: Path, pad: str = "rows", **changes: Any) -> Manifest:
-    """The bundle of `cuda_bundles` with a signature; its rows do not depend on each other."""
+    """Writes the bundle of `cuda_bundles` with a signature and independent rows."""
     manifest = cuda_bundles.write(folder, b"an image")
     signed = state_bundles.write(folder.with_name("signed.cgb")).entries[0]
     changed: Manifest = edited(
@@ -93,7 +93,7 @@ def plain(folder: Path, pad: str = "rows", **changes: Any) -> Manifest:
 
 
 def in_one_step(manifest: Manifest) -> Manifest:
-    """Each program gives what its recording makes, without a step that copies it."""
+    """Changes each program to return what its recording makes, without a step that copies it."""
     rows = manifest.entries[0].programs
     changed: Manifest = edited(manifest, programs=tuple([replace(row, steps=row.steps[:1], outputs=(1,)) for row in rows]))
     return changed
@@ -105,7 +105,7 @@ def program(calls: Calls, manifest: Manifest, mode: str, outputs: str, **options
 
 
 def calls_of_plain(calls: Calls, program: Program) -> None:
-    """Calls of every kind that a signature of one input allows, one after the other and in a drawn order."""
+    """Makes calls of every kind that a signature of one input allows, one after the other and in a drawn order."""
     torch, same = calls.torch, [calls.on_gpu(inputs(key), key, FLOATS) for key in KEYS]
 
     def fresh(key: int, seed: int) -> FakeTensor:
@@ -163,7 +163,7 @@ def lazy(calls: Calls, mode: str, outputs: str) -> None:
 
 
 def written(calls: Calls, mode: str, outputs: str) -> None:
-    """The caller's tensor is brought up to date."""
+    """Logs calls that mutate the caller's tensor."""
     model = program(calls, plain(calls.folder / "model.cgb", "no", mutated_inputs=(0,)), mode, outputs)
     calls_of_plain(calls, model)
     calls.note("close", model.close)
@@ -243,7 +243,7 @@ def conditional(calls: Calls, mode: str, outputs: str) -> None:
 
 
 def host_steps(calls: Calls, mode: str, outputs: str) -> None:
-    """Graphs, copies and operations of the CPU; no output is the caller's, since such a bundle has no signature here."""
+    """Logs calls with graphs, copies and operations of the CPU. No output is the caller's: this bundle has no signature."""
     regions, manifest = Regions(), cuda_bundles.write(calls.folder / "model.cgb", b"an image")
     manifest = mixed(manifest)
     with pytest.MonkeyPatch.context() as patch:

@@ -1,4 +1,4 @@
-"""Branches and loops against a fake driver: as nodes of a graph, asked by the host in mode "stream", in a caller's capture."""
+"""Branches and loops on a fake driver: as graph nodes, decided by the host in mode "stream", and in a caller's capture."""
 
 from __future__ import annotations
 

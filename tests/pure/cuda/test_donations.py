@@ -1,4 +1,4 @@
-"""Outputs that a later call takes where they lie, on a fake driver: not copied, not written over, right in any order."""
+"""A later call takes outputs where they lie, on a fake driver: without a copy, without overwriting them, and right in any order."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def manifest(tmp_path: Path) -> Manifest:
 
 
 class Calls:
-    """Calls of the backend; tensors of the caller's lie in memory of the driver's."""
+    """Makes calls of the backend with the caller's tensors in memory of the driver."""
 
     def __init__(self, fake: FakeDriver, backend: CudaBackend) -> None:
         self.fake, self.backend, self.buffers = fake, backend, []
@@ -55,7 +55,7 @@ class Calls:
         return address
 
     def copied(self, program: int, *addresses: int) -> tuple[int, int]:
-        """(the output's address, the copies that the call made)."""
+        """Returns (the output's address, the copies that the call made)."""
         before = self.fake.calls.count("cuMemcpyDtoDAsync")
         return self(program, *addresses), self.fake.calls.count("cuMemcpyDtoDAsync") - before
 
@@ -76,11 +76,11 @@ def test_a_donated_input_is_not_copied(fake: FakeDriver, manifest: Manifest, tmp
     assert (read(out), copies) == (taken(twice(x), twice(x)), 0)
     again, copies = call.copied(AGAIN, make_output)
     assert (read(again), copies) == (twice(twice(x)), 0)
-    out, copies = call.copied(TAKE, make_output, again)  # of two entries
+    out, copies = call.copied(TAKE, make_output, again)  # from two entries
     assert (read(out), copies) == (taken(twice(x), twice(twice(x))), 0)
-    out, copies = call.copied(TAKE, again, make_output)  # no donation leads from there to the first input
+    out, copies = call.copied(TAKE, again, make_output)  # no donation connects that output with the first input
     assert (read(out), copies) == (taken(twice(twice(x)), twice(x)), 1)
-    again, copies = call.copied(AGAIN, again)  # its own
+    again, copies = call.copied(AGAIN, again)  # its own output
     assert (read(again), copies) == (twice(twice(twice(x))), 1)
     backend.close()
 
@@ -89,12 +89,12 @@ def test_what_an_entry_may_take_of_another_is_built_at_load(fake: FakeDriver, ma
     backend = opened(manifest, tmp_path / "chained.cgb")
     call = Calls(fake, backend)
     built = fake.calls.count("cuGraphInstantiate")
-    assert built == 3 + 3  # take over make's for both inputs, over again's; again over make's
+    assert built == 3 + 3  # take for both inputs of make, and for again; again for make
     make_output = call(MAKE, call.tensor(numbers(0)))
     again = call(AGAIN, make_output)
     call(TAKE, make_output, make_output)
     assert fake.calls.count("cuGraphInstantiate") == built
-    call(TAKE, make_output, again)  # a mixture
+    call(TAKE, make_output, again)  # outputs of different entries
     call(TAKE, make_output, again)
     assert fake.calls.count("cuGraphInstantiate") == built + 1
     backend.close()
@@ -113,7 +113,7 @@ def test_a_lazy_load_builds_what_is_taken(fake: FakeDriver, manifest: Manifest, 
 def test_calls_in_any_order_over_a_poisoned_arena(fake: FakeDriver, manifest: Manifest, tmp_path: Path, mode: str) -> None:
     backend, drawn = opened(manifest, tmp_path / "chained.cgb", mode=mode, poison=0xFF), random.Random(0)
     call = Calls(fake, backend)
-    lying: dict[int, tuple[int, array[float]]] = {}  # what an entry left, and where
+    lying: dict[int, tuple[int, array[float]]] = {}  # the address and numbers that an entry left
     for number in range(300):
         program = drawn.choice([MAKE, AGAIN, TAKE])
         arguments: list[tuple[int, array[float]]] = []
@@ -141,7 +141,7 @@ def test_inputs_of_the_host_and_a_session(fake: FakeDriver, manifest: Manifest, 
     make_output = call(MAKE, call.tensor(x))
     session = backend.session()
     other = Calls(fake, session)
-    assert read(other(TAKE, make_output, make_output)) == taken(twice(x), twice(x))  # copied in: it is of another session
+    assert read(other(TAKE, make_output, make_output)) == taken(twice(x), twice(x))  # copied, since it belongs to another session
     session.close()
     backend.close()
 
@@ -212,7 +212,7 @@ def test_a_call_inside_a_capture(fake: FakeDriver, manifest: Manifest, tmp_path:
     backend = opened(manifest, tmp_path / "chained.cgb", lazy=True)
     call = Calls(fake, backend)
     make_output = call(MAKE, call.tensor(numbers(0)))
-    call(TAKE, call.tensor(numbers(0)), call.tensor(numbers(0)))  # built, but not over that
+    call(TAKE, call.tensor(numbers(0)), call.tensor(numbers(0)))  # built, but not for this source
     fake.capturing.add(77)
     with raises("capture-refused"), backend.locked(77) as stream:
         backend.run(TAKE, [make_output, make_output], 0, stream)
@@ -271,7 +271,7 @@ def test_the_self_test_sees_what_is_not_reserved(fake: FakeDriver, manifest: Man
 
 
 def test_calls_like_one_before(fake: FakeDriver, manifest: Manifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They go straight to their replay, with views too."""
+    """They go directly to their replay, also with views."""
     with views(manifest, tmp_path / "chained.cgb") as program:
         call, x = Calls(fake, program._backend), numbers(3)
         for turn in range(3):

@@ -1,4 +1,4 @@
-"""What is said of errors of the driver."""
+"""The messages for errors of the driver."""
 
 from __future__ import annotations
 

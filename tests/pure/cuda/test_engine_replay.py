@@ -1,4 +1,4 @@
-"""The fresh process that verifies an engine's graphs: what it compares, and what it says."""
+"""The new process that verifies an engine's graphs: what it compares, and what it reports."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.helpers.drivers.fake_driver import FakeDriver
 ROWS = 8 * FLOATS
 
 ENGINES: list[Any] = []
-"""Memory of the process that waits, which lives as long as these tests."""
+"""Memory of the waiting process, which lives as long as these tests."""
 
 
 def digest(values: array[float]) -> str:
@@ -30,7 +30,7 @@ def digest(values: array[float]) -> str:
 
 
 def plan(folder: Path, *, poisoned: bool = True) -> Plan:
-    """That of the bundle in `engine_bundle` over whole numbers: graph "small" leaves `result`, the other writes to `out`."""
+    """Returns the plan of the bundle in `engine_bundle`: graph "small" leaves `result`, the other one writes to `out`."""
     values, before = inputs(8, 3), array("f", [1.0] * ROWS)
     spans = []
     for data in (values.tobytes(), before.tobytes()):
@@ -56,7 +56,7 @@ def test_the_same_bits_are_no_difference(fake: FakeDriver, path: str, tmp_path: 
 
 
 def other(place: int, tensor: str, at: int = 0) -> Callable[[Plan], Plan]:
-    """The plan, where a tensor holds other bits after a graph."""
+    """Returns an edit of the plan: a tensor holds other bits after a graph."""
     wrong = [((tensor, at, 16), "ab" * 32)]
     return lambda plan: plan._replace(graphs=[(row[0], wrong) if at == place else row for at, row in enumerate(plan.graphs)])
 

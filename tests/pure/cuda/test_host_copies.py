@@ -1,5 +1,5 @@
-"""Large inputs and outputs of the host, on a fake driver: the right bytes by any number of threads, pinned memory directly, nothing
-left behind, and a failure in any thread is the call's."""
+"""Large inputs and outputs of the host, on a fake driver: right bytes with any number of threads, pinned memory without staging,
+nothing left behind, and a failure of any thread reaches the caller."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Room:
-    """Copies there and back between arrays of the host and `size` bytes of the GPU."""
+    """Copies between arrays of the host and `size` bytes of the GPU, in both directions."""
 
     def __init__(self, cleanup: ExitStack, size: int) -> None:
         self.context = Context(0)
@@ -112,7 +112,7 @@ def test_pinned_memory_is_copied_as_it_is(fake: FakeDriver, cleanup: ExitStack) 
 
 @pytest.mark.parametrize("failing", ["cuEventSynchronize", TO, "cuEventRecord", FROM, "cuEventCreate", "cuCtxPushCurrent"])
 def test_a_failure_is_the_calls(monkeypatch: pytest.MonkeyPatch, failing: str) -> None:
-    """In whichever thread; the copies after it are right, and all is given back."""
+    """A failure in any thread reaches the caller. Later copies are right, and everything is freed."""
     fake = FakeDriver()
     install(monkeypatch, fake)
     with ExitStack() as cleanup:

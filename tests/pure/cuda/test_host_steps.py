@@ -1,6 +1,5 @@
-"""Programs whose steps are graphs, copies and host regions, on a driver that does nothing before it is waited for.
-
-The regions here are Python functions and their tensors ctypes arrays; real shared objects are run in tests/cpu.
+"""Programs of graphs, copies and host regions, on a driver that does nothing until someone waits for it. The regions are Python
+functions and their tensors ctypes arrays. tests/cpu runs real shared objects.
 """
 
 from __future__ import annotations
@@ -84,7 +83,7 @@ def program(key: int, base: Program) -> Program:
 
 
 def mixed(manifest: Manifest) -> Manifest:
-    """The manifest of `cuda_bundles` with programs that go through the host."""
+    """Returns the manifest of `cuda_bundles` with programs that contain host steps."""
     hosts = tuple(Region(name=file[5:-3], kind="host", reason="", file=file, constants=()) for file in FILES)
     return edited(
         manifest,
@@ -145,7 +144,7 @@ def test_steps_run_in_their_order_and_host_steps_wait_for_the_stream(
 
 
 def test_calls_that_nobody_waits_for(fake: LateDriver, regions: Regions, bundle: tuple[Manifest, Path]) -> None:
-    """The host step of a call overwrites the buffer that copies of the call before it read: they are done by then."""
+    """The host step of a call overwrites the buffer that copies of the previous call read. Those copies have ended by then."""
     backend = opened(*bundle)
     kept = []
     for seed in range(3):
@@ -162,7 +161,7 @@ def test_calls_that_nobody_waits_for(fake: LateDriver, regions: Regions, bundle:
 def test_without_waiting_the_results_are_wrong(
     fake: LateDriver, regions: Regions, bundle: tuple[Manifest, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The driver of these tests shows a host step that does not wait."""
+    """This driver detects a host step that does not wait."""
     backend = opened(*bundle)
     monkeypatch.setattr(hoststeps, "cu", SimpleNamespace(cuStreamSynchronize=lambda stream: (0,)))
     values = inputs(KEYS[0])
@@ -241,7 +240,7 @@ def test_one_pinned_buffer_from_open_to_close(fake: LateDriver, regions: Regions
     assert regions.opened[FILES[0]].addresses == [start, start]
     assert regions.opened[FILES[1]].addresses == [start + 2048] * 2
     assert list(fake.pinned) == [start]
-    backend.close()  # with copies still under way: the driver of these tests would say if they were not waited for
+    backend.close()  # copies still run: this driver fails unless close waits for them
     assert not fake.pinned
 
 
@@ -268,7 +267,7 @@ def test_poison_fills_arena_and_buffer_and_changes_nothing(
     assert call(backend, 0, values) == answer(values)
     (output,) = run(backend, 0, [(values.buffer_info()[0], False, 4 * len(values))])
     kept = backend.copy_out(output, 4 * len(values), None)
-    backend.poison(0xFF)  # what the copies of this call read is still needed
+    backend.poison(0xFF)  # this call's copies still need what they read
     assert ctypes.string_at(start, HOST_BYTES) == b"\xff" * HOST_BYTES
     assert call(backend, 0, values) == answer(values)
     assert array("f", ctypes.string_at(kept.address, kept.bytes)) == answer(values)
@@ -373,7 +372,7 @@ def test_torch_that_is_missing(
     manifest, folder = bundle
     plain = cuda_bundles.program(KEYS[0])
     graphs = edited(manifest, regions=manifest.regions[:1], programs=(plain,), memories=manifest.memories[:4])
-    backend = opened(graphs, folder)  # a bundle without host regions asks for none
+    backend = opened(graphs, folder)  # a bundle without host regions needs no libtorch
     values = inputs(KEYS[0])
     assert call(backend, 0, values) == expected(values)
     assert not fake.pinned
@@ -394,7 +393,7 @@ def test_whichever_call_fails_nothing_is_left(
             call(backend, 0, values)
             backend.poison(0x22)
         finally:
-            fake.fail_at = -1  # a close in spite of errors is best effort
+            fake.fail_at = -1  # a close that fails may leave objects
             backend.close()
 
     counted = LateDriver()
@@ -416,7 +415,7 @@ def test_whichever_call_fails_nothing_is_left(
             "Unload",
             "Release",
             "PopCurrent",
-        )  # what this call should have given back stays
+        )  # what this failed call should have freed remains
         failed = fake.calls[number] if number < len(fake.calls) else ""
         assert not regions.torch.tensors, failed
         if not any(word in failed for word in give_back):

@@ -1,5 +1,5 @@
-"""Inputs that a launch reads where the caller has them, on a fake driver: parameters are set instead of a copy made, the answers
-are right in any order of callers, and what cannot be read in place is copied."""
+"""A launch reads inputs in the caller's memory, on a fake driver: parameters are set instead of a copy made. The answers are right
+in any order of callers, and other inputs are copied."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def bundle(tmp_path: Path) -> tuple[Manifest, Path]:
 
 
 class Caller:
-    """Calls of the first key with inputs in memory that begins at a page, and what each asked of the driver for its input."""
+    """Calls the first key with inputs in page-aligned memory, and counts the driver calls for its input."""
 
     def __init__(self, fake: FakeDriver, backend: CudaBackend) -> None:
         self.fake, self.backend = fake, backend
@@ -46,12 +46,12 @@ class Caller:
         ((self.target,), _) = backend.buffers(0)
 
     def put(self, at: int, seed: int) -> int:
-        """The address of an input that is written at `at` of the memory."""
+        """Writes an input at `at` of the memory, and returns its address."""
         ctypes.memmove(self.page + at, inputs(KEYS[0], seed).tobytes(), BYTES)
         return self.page + at
 
     def __call__(self, address: int) -> tuple[int, int]:
-        """(parameters set, inputs copied) by a call whose answer is right."""
+        """Returns (parameters set, inputs copied) for a call whose answer is right."""
         values = array("f", ctypes.string_at(address, BYTES))
         before = len(self.fake.calls)
         with self.backend.locked(None) as stream:
@@ -105,7 +105,7 @@ def test_an_input_of_the_host_comes_after_one_in_place(caller: Caller) -> None:
 
 @pytest.mark.parametrize("memory", ["arena", "inputs"])
 def test_what_a_launch_may_write_over_is_copied(caller: Caller, memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(binding, "ALIGNMENT", 1)  # the fake driver's memory begins anywhere
+    monkeypatch.setattr(binding, "ALIGNMENT", 1)  # the fake driver's memory has any alignment
     caller(caller.put(0, 1))
     begin, _ = caller.backend._memories.range(memory)
     address = begin + (RESULT if memory == "arena" else 512)
@@ -120,7 +120,7 @@ def test_in_a_capture_it_is_copied(caller: Caller) -> None:
     with caller.backend.locked(64) as stream:
         (output,) = caller.backend.run(0, [address], 0, stream).addresses
     fake.capturing.clear()
-    for seed in (6, 7):  # the caller's graph reads the tensor that it has captured, whatever calls came between
+    for seed in (6, 7):  # the caller's graph reads its captured tensor, whatever calls came between
         caller(caller.put(4096, seed))
         caller.put(0, seed)
         for run in fake.captured:

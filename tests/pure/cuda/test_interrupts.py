@@ -1,4 +1,4 @@
-"""An interrupt anywhere in a call on a GPU, or behind any function of the driver: the next call, from any thread, is right."""
+"""After an interrupt anywhere in a GPU call, or after any driver function, the next call from any thread is right."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_call(fake: FakeDriver, tmp_path: Path, alone: bool, where: str) -> No
         return program.state["total"].tolist()
 
     expected = called()
-    called()  # the direct one
+    called()  # a direct call
     with ThreadPoolExecutor(1) as others:
 
         def check(point: str) -> None:
@@ -52,12 +52,12 @@ def test_a_call(fake: FakeDriver, tmp_path: Path, alone: bool, where: str) -> No
 
 
 def test_work_of_a_stream_whose_end_was_not_marked(fake: FakeDriver, tmp_path: Path) -> None:
-    """Calls on another stream wait for it."""
+    """Calls on another stream wait for that work."""
     manifest = state_bundles.write(tmp_path)
     with Program(manifest, CudaBackend(ArchiveOf(tmp_path, manifest), 0, "graph", lazy=False), "pad", "copy") as program:
         backend = program._backend
         with backend.turn:
-            backend.begin(64)  # and an interrupt
+            backend.begin(64)  # an interrupt follows
         before = len(fake.calls)
         with backend.locked(None):
             pass

@@ -1,5 +1,5 @@
-"""Outputs that the launch itself copies, on a fake driver: one driver call for each, the right bytes in any order of callers, and
-nothing is copied for a launch that was told no target."""
+"""The launch itself copies outputs, on a fake driver: one driver call each, and the right bytes in any order of callers. A launch
+without a target copies nothing."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ AIM, SWITCH, COPY, LAUNCH = "cuGraphExecMemcpyNodeSetParams", "cuGraphNodeSetEna
 
 
 def in_one_step(program: Program, outputs: tuple[int, ...] = (1,)) -> Program:
-    """Without the step that copies the result to the output."""
+    """Returns the program without the step that copies the result to the output."""
     return replace(program, steps=program.steps[:1], outputs=outputs)
 
 
@@ -48,11 +48,11 @@ def bundle(tmp_path: Path) -> tuple[Manifest, Path]:
 
 
 class Caller:
-    """Direct calls of the first key: each is given new numbers, and its copy is of its own."""
+    """Makes direct calls of the first key. Each gets new numbers and its own copy."""
 
     def __init__(self, fake: FakeDriver, backend: CudaBackend, outputs: int = 1) -> None:
         self.fake, self.backend, self.outputs, self.stream = fake, backend, outputs, 0
-        self._page = mmap.mmap(-1, 4096)  # aligned as inputs are that a launch reads in place
+        self._page = mmap.mmap(-1, 4096)  # inputs with this alignment are read in place
         self.address = ctypes.addressof((ctypes.c_char * 4096).from_buffer(self._page))
         self.buffers: list[list[Any]] = []
         self.none = False
@@ -68,14 +68,14 @@ class Caller:
         return self.buffers[-1], [ctypes.addressof(buffer) for buffer in self.buffers[-1]]
 
     def finish(self, stream: Any) -> list[Any]:
-        """What the library does where the launch copies nothing."""
+        """Copies the outputs as the library does when the launch copies nothing."""
         copies = [ctypes.create_string_buffer(4 * N) for _ in range(self.outputs)]
         for buffer, address in zip(copies, self.backend._programs.ready[0].results.addresses, strict=True):
             self.backend.copy(ctypes.addressof(buffer), address, 4 * N, stream)
         return copies
 
     def __call__(self, seed: int) -> list[str]:
-        """What a call whose copies are right asked of the driver."""
+        """Returns the driver calls of a call whose copies are right."""
         ctypes.memmove(self.address, inputs(KEYS[0], seed).tobytes(), 4 * N)
         before = len(self.fake.calls)
         for output in self.line([self.address], ()):
@@ -83,7 +83,7 @@ class Caller:
         return [name for name in self.fake.calls[before:] if name in (AIM, SWITCH, COPY, LAUNCH)]
 
     def plain(self, seed: int) -> list[str]:
-        """What a call that is not direct asked."""
+        """Returns the driver calls of a call that is not direct."""
         ctypes.memmove(self.address, inputs(KEYS[0], seed).tobytes(), 4 * N)
         before = len(self.fake.calls)
         with self.backend.locked(None) as stream:
@@ -150,7 +150,7 @@ def test_any_order(caller: Caller) -> None:
 
 
 def test_a_capture_copies_to_what_the_caller_keeps(caller: Caller) -> None:
-    """The caller's graph holds the recording, the copy of that call, and no node that other calls aim."""
+    """The caller's graph holds the recording, the copy of that call, and no node that other calls change."""
     caller(0)
     graphs = len(caller.fake.live)
     caller.fake.capturing.add(64)
@@ -209,7 +209,7 @@ def test_a_recording_with_conditional_nodes_has_none(fake: FakeDriver, tmp_path:
 
 
 def test_a_copy_waits_for_the_last_nodes(fake: FakeDriver, bundle: tuple[Manifest, Path]) -> None:
-    """All of them; and none that another one follows, early or not: 86 edges to a copy cost a GPT 4 to 13 us of the GPU."""
+    """It waits for all nodes without a successor, and for no others: 86 edges to a copy cost a GPT 4 to 13 us on the GPU."""
     manifest, folder = bundle
     file = manifest.entries[0].programs[0].steps[0].file
     image = next(file.sha256 for file in manifest.files if file.path.startswith("kernels/"))
@@ -245,7 +245,7 @@ def test_a_failed_call_leaves_the_next_one_right(monkeypatch: pytest.MonkeyPatch
         except CgbundleError:
             failures += 1
         if counted.fail_at < len(counted.calls) and counted.calls[counted.fail_at] == "cuCtxPopCurrent":
-            counted._current.stack.pop()  # which the failed call left
+            counted._current.stack.pop()  # the failed call left it
         counted.fail_at = -1
         assert not counted._current.stack
         calls()
@@ -260,7 +260,7 @@ def test_a_load_that_fails_gives_everything_back(fake: FakeDriver, bundle: tuple
 
     def fails(*arguments: Any) -> Any:
         copies.append(arguments)
-        last = len(copies) == (1 if failing == SWITCH else 2)  # the recording has a copy, and edges, of its own
+        last = len(copies) == (1 if failing == SWITCH else 2)  # the recording has its own copy and edges
         return call(*arguments) if not last else (719, None) if answers(failing) else 719
 
     setattr(fake, f"do_{failing}", fails)

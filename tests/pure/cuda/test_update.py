@@ -1,4 +1,4 @@
-"""Other weights for a program on a GPU, over a fake driver: they arrive, whole or not at all, and nothing is left behind."""
+"""Weights of a program on a GPU are updated completely or not at all, on a fake driver, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def stored(folder: Path, first: float) -> Path:
 
 
 def answers(backend: CudaBackend, first: float | None, number: int = 0) -> bool:
-    """Whether a program computes with the weights of `first`, or with the bundle's own (None)."""
+    """Returns whether a program computes with the weights of `first`, or with the bundle's own (None)."""
     x = inputs(KEYS[number])
     weights = array("f", range(COUNT)) if first is None else offsets(first)
     return call(backend, number, x) == array("f", [3 * (1 + value) + 1 + 2.5 + weights[i] for i, value in enumerate(x)])
@@ -104,7 +104,7 @@ def test_a_tensor_of_the_gpu_is_copied_where_it_lies(fake: FakeDriver, bundle: t
 
 
 def test_a_session_that_is_held_for_a_moment_is_waited_for(fake: FakeDriver, bundle: tuple[Manifest, Path]) -> None:
-    """A session's own thread never hears that another one uses it: an update is no user."""
+    """A session's own thread never gets the error that another thread uses it. An update does not count as a use."""
     backend = opened(*bundle)
     session = backend.session()
     stopped, going, verdicts = threading.Event(), threading.Event(), []
@@ -139,7 +139,7 @@ def test_whichever_call_fails_nothing_is_left_and_nothing_changed(
     path, mixed = stored(tmp_path, 7.0), {"small": new_weights(7.0)["small"]}
 
     def run(fail: int) -> tuple[list[str], bool]:
-        """The calls of the two updates, and whether the first failed."""
+        """Returns the calls of the two updates, and whether the first one failed."""
         fake = FakeDriver()
         install(monkeypatch, fake)
         backend = opened(*bundle)

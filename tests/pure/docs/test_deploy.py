@@ -1,4 +1,4 @@
-"""examples/deploy: images and manifests name options, routes, ports and metrics that there are.  Needs no engine and no cluster."""
+"""Images and manifests in examples/deploy name existing options, routes, ports and metrics. Needs no engine and no cluster."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ yaml = pytest.importorskip("yaml", reason="pip install '.[examples]'")
 
 
 def behind(image: str, name: str) -> list[str]:
-    """What stands behind an instruction."""
+    """Returns the arguments of every such instruction."""
     lines = (DEPLOY / image).read_text(encoding="utf-8").splitlines()
     return [line.partition(" ")[2] for line in lines if line.partition(" ")[0] == name]
 

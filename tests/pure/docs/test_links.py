@@ -1,4 +1,4 @@
-"""Every link leads somewhere, every page is linked, and no file carries the marks of an unfinished merge."""
+"""Every link has a target, every page is linked, and no file contains merge markers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.helpers.places import ROOT
 PAGES = pages()
 README = ROOT / "README.md"
 LINES = 130
-"""Of the README: two screens."""
+"""Limit for the README: two screens."""
 
 
 def named(path: Path) -> str:
@@ -53,7 +53,7 @@ FOLDERS = [*ROOT.glob("cgcompile/**/README.md"), ROOT / "examples/README.md", RO
 """Pages that explain the files of their folder."""
 
 PLACES = (ROOT, ROOT / "cgcompile", ROOT / "bundles", ROOT / "bundles/cgbundle")
-"""Where other files are named from."""
+"""Folders that names of files are relative to."""
 
 WRITTEN = {"model.py", "name.py"}
 """Files that the reader writes."""

@@ -1,4 +1,4 @@
-"""The reference is what the code says, and leaves nothing public out."""
+"""The reference matches the code, and omits nothing public."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_every_public_name_has_an_entry_that_says_something(page: str, package: 
 
 @pytest.mark.parametrize(("page", "names"), [("cgcompile.md", COMPILER), ("cgbundle.md", runtime())])
 def test_every_parameter_of_a_function_is_told_of(page: str, names: dict[str, Any]) -> None:
-    """In its docstring, between backquotes, as the style of this project has it."""
+    """Its docstring names it between backquotes, which is the style of this project."""
     for name, value in names.items():
         if inspect.isfunction(value) and len(inspect.signature(value).parameters) > 2:
             for parameter in inspect.signature(value).parameters:

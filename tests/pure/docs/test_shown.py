@@ -1,4 +1,4 @@
-"""What is shown of a command's output, against what it printed."""
+"""Compares the output that a page shows with what its command printed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading a bundle from disk: paths that are none, files that are missing, changed, or strangers."""
+"""Reading a bundle from disk: invalid paths, and missing, changed and unexpected files."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_a_directory_in_the_place_of_a_file_is_damage(bundle: Path, name: str) -
     manifest = archive.read_manifest(str(bundle))
     (bundle / name).unlink()
     (bundle / name).mkdir()
-    size = os.stat(bundle / name).st_size  # a file system may give a directory any size: also the right one
+    size = os.stat(bundle / name).st_size  # a file system may report any size for a directory, even the right one
     files = tuple(replace(file, bytes=size) if file.path == name else file for file in manifest.files)
     with raises("file-damaged", match=f"^{name}: "):
         verify.check_bundle(ArchiveOf(bundle, replace(manifest, files=files)), "full")
@@ -149,7 +149,7 @@ def test_a_flipped_byte_of_the_weights_is_left_to_the_full_check(bundle: Path) -
 
 
 def stranger(place: Path, kind: str) -> None:
-    """A file, a folder, a link or a pipe."""
+    """Creates a file, a folder, a link or a pipe."""
     place.parent.mkdir(parents=True, exist_ok=True)
     if kind == "file":
         place.write_text("")
@@ -176,11 +176,11 @@ def test_what_the_manifest_does_not_name_is_found_by_the_full_check(bundle: Path
 
 
 def test_what_lies_in_a_strange_folder_is_not_looked_at(bundle: Path) -> None:
-    """It may be of any size and depth, or unreadable."""
+    """It may have any size and depth, or be unreadable."""
     deep, folders = bundle / "new", 0
     stranger(deep / "file", "file")
     place = os.open(deep, os.O_RDONLY)
-    while folders < 1200:  # a path that no call takes as one
+    while folders < 1200:  # deeper than any path that a system call accepts
         os.mkdir("d" * 200, dir_fd=place)
         inside = os.open("d" * 200, os.O_RDONLY, dir_fd=place)
         os.close(place)
@@ -191,7 +191,7 @@ def test_what_lies_in_a_strange_folder_is_not_looked_at(bundle: Path) -> None:
 
 
 def test_folders_of_the_format_may_be_empty(bundle: Path) -> None:
-    """Earlier builds made them for kernels and graphs that a rank or a model then did not have."""
+    """Earlier builds created them even where a rank or a model had no kernels or graphs."""
     for name in ("graphs", "kernels", "programs"):
         (bundle / name).mkdir()
     check(bundle, "full")

@@ -1,4 +1,4 @@
-"""A directory that is made to hurt: links, pipes, devices, sparse files; and one that changes while it is read."""
+"""Malicious directories with links, pipes, devices and sparse files, and a directory that changes while it is read."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def socket(path: Path) -> None:
 
     path.unlink()
     here = os.getcwd()
-    os.chdir(path.parent)  # a socket's path is short
+    os.chdir(path.parent)  # a socket's path must be short
     try:
         sockets.socket(sockets.AF_UNIX).bind(path.name)
     finally:
@@ -155,7 +155,7 @@ def test_what_was_opened_is_read_though_the_path_names_another(bundle: Path, tmp
 def test_a_bundle_that_is_replaced_while_it_is_checked_is_read_again(
     bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The reader has the old manifest when the files go: it finds the new bundle, whole, and says nothing."""
+    """The files go while the reader has the old manifest. It reads the new bundle completely, and reports nothing."""
     other = write_bundle(tmp_path / "other")
     checks = check_manifest
     seen = []
@@ -169,7 +169,7 @@ def test_a_bundle_that_is_replaced_while_it_is_checked_is_read_again(
         checks(manifest)  # type: ignore[arg-type]
 
     monkeypatch.setattr(contents, "check_manifest", slow)
-    with pytest.raises(CgbundleError) as caught:  # the shared object is a dummy: only then is anything refused
+    with pytest.raises(CgbundleError) as caught:  # the shared object is a dummy: nothing is refused before that point
         loader.load(bundle)
     assert caught.value.code in ("image-invalid", "library-missing") and len(seen) == 2
 
@@ -189,7 +189,7 @@ def test_a_file_that_is_written_to_while_it_is_read_is_refused(bundle: Path) -> 
 @pytest.mark.parametrize("later", [-1, 1, 10**9, -(10**12)])
 @pytest.mark.parametrize("name", [file_names.WEIGHTS, file_names.SELF_TEST, file_names.MANIFEST])
 def test_any_other_time_of_any_open_file_is_a_change(name: str, later: int, bundle: Path) -> None:
-    """A file that is put in place of another by hand may be older."""
+    """A file that somebody puts in place of another may be older."""
     opened = Archive(str(bundle))
     for file_name in (file_names.WEIGHTS, file_names.SELF_TEST):
         opened.descriptor(file_name)
@@ -219,13 +219,13 @@ def test_weights_that_are_copied_stay(bundle: Path) -> None:
 
 
 def test_no_descriptor_stays_open(bundle: Path) -> None:
-    gc.collect()  # what tests before left open in cycles
+    gc.collect()  # closes files that earlier tests left open in cycles
     before = len(os.listdir("/proc/self/fd"))
     opened = Archive(str(bundle))
     verify.check_bundle(opened, "full")
     opened.close()
     opened.close()
-    Archive(str(bundle))  # forgotten
+    Archive(str(bundle))  # dropped at once
     assert len(os.listdir("/proc/self/fd")) == before
 
 

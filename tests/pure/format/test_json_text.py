@@ -1,4 +1,4 @@
-"""JSON of a bundle has one meaning: no name twice, no number without end, wherever it stands."""
+"""JSON of a bundle has one meaning: no duplicate names and no infinite numbers, at any depth."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_numbers_that_are_none_are_refused(number: str) -> None:
 
 
 def sealed(text: bytes) -> bytes:
-    """The manifest with its own hash redone, as whoever means harm would."""
+    """Returns the manifest with its own hash recomputed, which an attacker would do."""
     digest = json.loads(text)["sha256"].encode()
     zeros = text.replace(b'\n"sha256":"' + digest, b'\n"sha256":"' + b"0" * 64)
     return zeros.replace(b'\n"sha256":"' + b"0" * 64, b'\n"sha256":"' + hashlib.sha256(zeros).hexdigest().encode())

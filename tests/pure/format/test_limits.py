@@ -1,4 +1,4 @@
-"""What is beyond the format's limits: refused in a line of ours, within a second and 300 MB, whoever calls."""
+"""Data beyond the format's limits is refused with an error of ours, within a second and 300 MB, for any caller."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.helpers.raising import raises
 
 SECONDS, MEGABYTES = 1.0, 300
 SLACK = 3.0
-"""The machines of these tests are shared, and their processors differ."""
+"""Factor on times: test machines are shared, and their processors differ."""
 
 
 # --- hostile manifests -----------------------------------------------------------------------------------------------
@@ -54,7 +54,7 @@ def put(value: Any, *path: Any) -> Edit:
 
 
 def spelled(text: str, *path: Any) -> tuple[str, Edit]:
-    """JSON that `json.dumps` would not write."""
+    """Returns an edit that writes JSON which `json.dumps` cannot write."""
     return text, put("@", *path)
 
 
@@ -63,7 +63,7 @@ def deep(depth: int) -> str:
 
 
 def wide(kind: str) -> str:
-    """A size of 3.3 MB: a balanced tree of one operator."""
+    """Returns a size of 3.3 MB: a balanced tree of one operator."""
     level = '"batch"'
     while len(level) < 3_300_000:
         level = f'["{kind}",{level},{level}]'
@@ -71,7 +71,7 @@ def wide(kind: str) -> str:
 
 
 def many_states(plain: dict[str, Any]) -> None:
-    """20,000 buffers that calls change, of one element each, and at the end something that is wrong."""
+    """Adds 20,000 buffers of one element that calls change, and at the end an error."""
     row = {**plain["weights"][0], "shape": [1], "strides": [1], "memory": "state"}
     plain["weights"] += [{**row, "name": f"s{i}", "tensor": f"s{i}", "offset": 256 * i} for i in range(20_000)]
     plain["memories"] = [["weights", 32], ["state", 256 * 20_000 - 252]]
@@ -210,7 +210,7 @@ TEXTS: dict[str, Callable[[], bytes]] = {
 
 @pytest.mark.parametrize("what", TEXTS)
 def test_a_text_is_seen_through_before_it_is_parsed(what: str, tmp_path: Path) -> None:
-    """As a manifest, and as the header of a safetensors file."""
+    """Texts are checked as a manifest, and as the header of a safetensors file."""
     data = TEXTS[what]()
     (tmp_path / "manifest.json").write_bytes(data)
     with open(tmp_path / "w", "wb") as file:
@@ -257,7 +257,7 @@ def test_brackets_in_texts_are_no_depth(text: bytes, depth: int) -> None:
 
 @pytest.mark.parametrize("room", [60, 120, 250, 500])
 def test_a_caller_that_is_deep_in_its_stack_gets_a_line_of_ours(room: int) -> None:
-    """With so many frames left before Python's limit.  The second manifest is sound but for its files: it may be read."""
+    """Only `room` frames are left before Python's limit. The second manifest is valid except for its files, so it may be read."""
     messages: list[str] = []
     datas = [sealed(spelled(text, "result")) for text in (deep(200), tree(60), deep(980))]
 
@@ -290,7 +290,7 @@ def test_numbers_are_bounded_where_pythons_own_limit_is_off() -> None:
 
 
 def large(keys: int, values: int, weights: int) -> Manifest:
-    """A manifest of so many int_keys with so many values each, and so many weights."""
+    """Returns a manifest with these numbers of int_keys, of values for each, and of weights."""
     base = manifest()
     row = Value(dtype="bfloat16", shape=(128, 4096, 64), strides=(262144, 64, 1), memory="arena", offset=123456789)
     programs = tuple([replace(base.entries[0].programs[0], key=(key + 1,), values=(row,) * values) for key in range(keys)])
@@ -301,7 +301,7 @@ def large(keys: int, values: int, weights: int) -> Manifest:
 
 @pytest.mark.parametrize(("keys", "values", "weights"), [(400, 4, 600), (10, 60, 5000)])
 def test_what_large_models_need_is_far_below_the_limits(keys: int, values: int, weights: int) -> None:
-    """A twentieth of ten thousand int_keys of four values, and a tenth of 100 int_keys of sixty with 50,000 weights."""
+    """A twentieth of the limits holds ten thousand int_keys of four values, a tenth 100 int_keys of sixty with 50,000 weights."""
     data = manifest_text.encode(large(keys, values, weights))
     assert len(data) < limits.JSON_BYTES / 20
     assert data.count(b",") + data.count(b"[") + data.count(b"{") < limits.JSON_VALUES / 20
@@ -322,7 +322,7 @@ def test_a_count_beyond_the_limit_is_refused_before_anything_is_made_of_it(place
 
 
 def test_a_table_of_many_nodes_is_read_in_little_memory() -> None:
-    """An eighth of what may be: 60 MB or so of the limit's 400."""
+    """An eighth of the permitted rows takes about 60 MB of the limit's 400."""
     nodes = limits.TABLE_ROWS // 8
     counts = dict.fromkeys(RECORDING.counts, 0) | {"nodes": nodes, "edges": nodes}
     contents: dict[str, Any] = {column.name: [0] * bool(column.bounds) for column in RECORDING.columns}
@@ -339,7 +339,7 @@ def test_a_table_of_many_nodes_is_read_in_little_memory() -> None:
 
 @pytest.mark.parametrize("kind", ["memsets", "memcpys"])
 def test_a_table_of_many_copies_is_checked_in_little_time(kind: str) -> None:
-    """Where the path of every one is looked for, this takes a minute."""
+    """A search for the path of every copy would take a minute."""
     place = Address(memory=3, offset=0)
     set_: Any = MemsetNode(target=place, value=0, element=1, width=8, height=1, pitch=0)
     size = {"width": 8, "height": 1, "depth": 1, "source_pitch": 0, "source_height": 0, "target_pitch": 0, "target_height": 0}
@@ -372,7 +372,7 @@ def test_the_message_of_an_error_about_a_bundle_is_a_printable_line() -> None:
 
 
 def test_format_md_lists_the_limits_of_the_code() -> None:
-    """The rows `| what | number | `limits.NAME` |` of its table are those of the module, all of them."""
+    """The rows `| what | number | `limits.NAME` |` of its table are exactly those of the module."""
     page = (ROOT / "bundles/FORMAT.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\|[^|]+\| ([^|]+) \| `([A-Z_]+)` \|$", page, re.MULTILINE)
     stated = {name: number(text) for text, name in rows}
@@ -380,7 +380,7 @@ def test_format_md_lists_the_limits_of_the_code() -> None:
 
 
 def number(text: str) -> int:
-    """`32 MiB`, `1,500,000`, `2^63`."""
+    """Reads `32 MiB`, `1,500,000` or `2^63`."""
     words = text.replace(",", "").split()
     if "^" in words[0]:
         base, power = words[0].split("^")

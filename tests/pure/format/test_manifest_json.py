@@ -1,4 +1,4 @@
-"""The manifest's bytes: canonical, sealed, and decoded with the path of whatever is wrong."""
+"""The manifest's bytes are canonical and sealed. An error in decoding gives the path of the wrong value."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ NAMED: dict[str, st.SearchStrategy[Any]] = {
 
 
 def values_of(text: str) -> st.SearchStrategy[Any]:
-    """Values of an annotation, as it is spelled in the schema."""
+    """Returns values of an annotation, which is given in the spelling of the schema."""
     if text.endswith(" | None"):
         return st.none() | values_of(text.removesuffix(" | None"))
     if text in NAMED:
@@ -290,7 +290,7 @@ def test_a_whole_number_is_a_number() -> None:
 
 @pytest.mark.parametrize("number", ["1e999", "-1e999", "NaN", "Infinity", "1" + "0" * 400])
 def test_a_number_that_no_float_holds_is_refused(number: str) -> None:
-    """An infinite tolerance would let every self-test pass."""
+    """With an infinite tolerance every self-test would pass."""
     plain = json.loads(manifest_text.encode(manifest()))
     plain["entries"][0]["self_test"]["proofs"][0]["tolerance"] = 0.123
     text = seal_plain(plain).decode().replace("0.123", number)

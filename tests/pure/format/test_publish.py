@@ -1,4 +1,4 @@
-"""Bundles are whole or absent: staging, locking, sweeping, exchanging, and what kill -9 leaves."""
+"""Bundles are complete or absent: staging, locking, sweeping, exchanging, and what kill -9 leaves."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.helpers.places import ROOT
 from tests.helpers.raising import raises
 
 STEPS = ["in one step", "in two steps"]
-"""How two directories exchange names: with renameat2, and where that is refused."""
+"""The ways in which two directories exchange names: with renameat2, and where that is refused."""
 
 
 def publish(destination: Path, text: str, *, replace: bool = False) -> None:
@@ -171,7 +171,7 @@ def test_a_bundle_that_goes_meanwhile_is_no_error(tmp_path: Path, monkeypatch: p
 
 
 def test_a_reader_by_path_finds_the_old_or_the_new_bundle_always(tmp_path: Path) -> None:
-    """Eighty exchanges beside a reader that does nothing but open and look."""
+    """Eighty exchanges run beside a reader that only opens and looks."""
     path = tmp_path / "b.cgb"
     publish(path, "0")
     done, missing = threading.Event(), 0
@@ -267,7 +267,7 @@ def test_the_lock_that_a_killed_process_left_is_taken(tmp_path: Path) -> None:
 
 
 def test_a_lock_whose_file_was_removed_meanwhile_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another process ends between the moment that this one opens the file and the moment that it locks it."""
+    """Another process ends between this one's opening of the file and its lock."""
     flock, calls = fcntl.flock, 0
 
     def late(handle: int, operation: int) -> None:
@@ -298,7 +298,7 @@ def test_a_lock_that_may_only_be_read_is_taken_all_the_same(tmp_path: Path, monk
 
 
 def test_no_lock_no_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the file system has no locks, a stage may be a running process's."""
+    """On a file system without locks, a stage may belong to a running process."""
 
     def refuse(handle: int, operation: int) -> None:
         raise OSError(errno.ENOLCK, "no locks")
@@ -324,12 +324,12 @@ with staged(Path(sys.argv[1]), replace=True):
 
 
 def test_the_stage_of_a_running_process_is_kept_whatever_its_number(tmp_path: Path) -> None:
-    """A builder in another container has a number that is nobody's here: its lock counts."""
+    """A builder in another container may have an unused process number here: its lock counts."""
     with staged(tmp_path / "b.cgb", replace=True) as stage:
         (stage / "a").touch()
         command = ["unshare", "--user", "--map-root-user", "--pid", "--fork", sys.executable, "-S", "-c", SECOND]
         if subprocess.run(["unshare", "--user", "--map-root-user", "--pid", "--fork", "true"], capture_output=True).returncode:
-            command = command[5:]  # no namespaces here: another process at least
+            command = command[5:]  # no namespaces here: use another process at least
         done = subprocess.run(
             [*command, str(tmp_path / "b.cgb")],
             env={"PYTHONPATH": str(ROOT / "bundles")},
@@ -356,7 +356,7 @@ def test_the_stage_of_another_bundle_is_not_touched(tmp_path: Path, other: str) 
 
 @pytest.mark.parametrize("name", [".gpt.\u00b2.building", ".gpt.0123ABCD.building", ".gpt.1.0123abcd.building", ".gpt..."])
 def test_strange_names_beside_the_destination_do_no_harm(tmp_path: Path, name: str) -> None:
-    beside = os.path.join(os.fsencode(tmp_path), name.encode())  # a locale without UTF-8 has no such name
+    beside = os.path.join(os.fsencode(tmp_path), name.encode())  # a locale without UTF-8 cannot encode the name
     os.mkdir(beside)
     publish(tmp_path / "gpt", "new")
     assert content(tmp_path / "gpt") == "new" and os.path.exists(beside)
@@ -387,7 +387,7 @@ def test_an_old_bundle_that_is_put_back_is_not_built_over(tmp_path: Path) -> Non
 
 
 def test_a_failed_second_rename_puts_the_old_bundle_back(tmp_path: Path) -> None:
-    """Somebody takes the stage away in the last moment."""
+    """Another process removes the stage at the last moment."""
     publish(tmp_path / "b.cgb", "old")
     rename = Path.rename
 
@@ -476,8 +476,8 @@ def test_a_killed_build_leaves_no_bundle_and_the_next_one_succeeds(tmp_path: Pat
     ],
 )
 def test_a_killed_replacement_loses_neither_bundle(tmp_path: Path, moment: str, seen: str | None, steps: str) -> None:
-    """In one step, one of the two stands at the destination at any moment.  In two steps nothing does between them; the old bundle
-    stands beside it and the next build restores it."""
+    """With one step, one of the two is always at the destination. With two steps there is a moment without one; then the old bundle
+    lies beside it, and the next build restores it."""
     publish(tmp_path / "b.cgb", "old")
     killed(moment, tmp_path / "b.cgb", "replace", steps)
     assert (content(tmp_path / "b.cgb") if (tmp_path / "b.cgb").exists() else None) == seen

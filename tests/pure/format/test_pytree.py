@@ -1,4 +1,4 @@
-"""Trees that are well formed, and those that are refused because they are not."""
+"""Well-formed trees are accepted, and others are refused."""
 
 from __future__ import annotations
 

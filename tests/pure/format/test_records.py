@@ -1,4 +1,4 @@
-"""Records are frozen dataclasses to whoever uses them, and no load imports `dataclasses`."""
+"""Records behave like frozen dataclasses, and no load imports `dataclasses`."""
 
 from __future__ import annotations
 

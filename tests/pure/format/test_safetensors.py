@@ -1,4 +1,4 @@
-"""safetensors files: the bytes, both ways against the `safetensors` package, and one test per defect of a header."""
+"""safetensors files: their bytes, both directions against the `safetensors` package, and one test for each defect of a header."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ def test_contents_of_another_length_than_the_shape_are_refused(length: int) -> N
 
 
 def test_a_dtype_that_the_format_does_not_have_is_pairs_there(tmp_path: Path) -> None:
-    """Whoever else reads the file finds the parts, and other metadata says nothing."""
+    """Other readers of the file find the pairs, and other metadata changes nothing."""
     tensors: Contents = {
         "plain": ("float64", (2, 2), bytes(range(32))),
         "x": ("complex128", (2,), bytes(range(32))),
@@ -236,7 +236,7 @@ def test_metadata_of_others_says_nothing(tmp_path: Path) -> None:
 
 
 def rewritten(path: Path, metadata: Any) -> Path:
-    """A copy of a file with other metadata."""
+    """Returns a copy of a file with other metadata."""
     data = path.read_bytes()
     length = int.from_bytes(data[:8], "little")
     text = json.dumps({**json.loads(data[8 : 8 + length]), "__metadata__": metadata}).encode()
@@ -317,7 +317,7 @@ def test_we_read_what_the_package_writes(tmp_path: Path) -> None:
 def test_what_the_package_refuses_we_refuse(
     tmp_path_factory: pytest.TempPathFactory, kinds: dict[str, Any], data: st.DataObject
 ) -> None:
-    """A header with one offset or axis moved: both say no, or both say yes."""
+    """A header with one changed offset or axis is refused by both, or accepted by both."""
     package = pytest.importorskip("safetensors")
     file = io.BytesIO()
     safetensors_writer.write(
@@ -482,7 +482,7 @@ def test_every_truncation_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_flipped_bit_of_the_header_gives_an_error_or_a_well_formed_file(tmp_path: Path) -> None:
-    """The format has no checksum (the bundle's manifest does): a flip may rename a tensor, never break the reader."""
+    """The format has no checksum (the bundle's manifest does), so a flip may rename a tensor. It never breaks the reader."""
     whole = write(tmp_path / "w", SAMPLE).read_bytes()
     header = 8 + int.from_bytes(whole[:8], "little")
     refused = 0

@@ -1,4 +1,4 @@
-"""Size expressions against Python's own arithmetic."""
+"""Size expressions give what Python's own arithmetic gives."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ values = st.fixed_dictionaries({name: st.integers(0, 50) for name in DIMENSIONS}
 
 
 def spelled(size: Size) -> str:
-    """A Python expression with every pair of parentheses."""
+    """Returns a Python expression with all parentheses."""
     return f"({spelled(size[1])} {size[0]} {spelled(size[2])})" if isinstance(size, tuple) else f"({size})"
 
 
 def python(expression: str, numbers: dict[str, int]) -> int | None:
-    """What Python makes of it; None where it divides by zero."""
+    """Returns the value in Python, or None for a division by zero."""
     try:
         return int(eval(expression, {}, dict(numbers)))
     except ZeroDivisionError:

@@ -1,4 +1,4 @@
-"""Variants: their manifests in one text, and which one a machine takes."""
+"""Variants: several manifests in one text, and the variant that a machine takes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ALL = (SM_80, SM_90A, V3, V4, ARM)
 
 
 def variants() -> tuple[Manifest, ...]:
-    """The tiny bundle's manifest for two levels, and for processors that need torch."""
+    """Returns the tiny bundle's manifest for two levels, and for processors that need torch."""
     base = manifest()
     (program, other) = base.entries[0].programs
     longer = replace(base.entries[0], programs=(program, replace(other, arena=0, steps=other.steps)))
@@ -78,7 +78,7 @@ def test_every_variant_is_what_all_have_and_what_it_has_besides(values: list[Any
     common, rests = _common(values)
     for value, rest in zip(values, rests, strict=True):
         joined = _joined({} if common is ... else common, {} if rest is ... else rest, "v")
-        assert json.dumps(joined, sort_keys=True) == json.dumps(value, sort_keys=True)  # 1, 1.0 and true are not the same
+        assert json.dumps(joined, sort_keys=True) == json.dumps(value, sort_keys=True)  # tells 1, 1.0 and true apart
 
 
 def test_names() -> None:

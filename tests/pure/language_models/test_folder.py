@@ -1,4 +1,4 @@
-"""Folders of language models, read without torch: every broken thing is one sentence; and the settings that a user leaves out."""
+"""Folders of language models are read without torch: every defect gives one sentence, and omitted settings have defaults."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ CONFIG = {
 
 
 def safetensors(path: Path, dtype: str = "BF16", missing: int = 0) -> None:
-    """A file with one tensor of 64 bytes, of which the last `missing` are not there."""
+    """Writes a file with one tensor of 64 bytes, without its last `missing` bytes."""
     header = json.dumps({"w": {"dtype": dtype, "shape": [32], "data_offsets": [0, 64]}}).encode()
     path.write_bytes(struct.pack("<Q", len(header)) + header + bytes(64 - missing))
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A sound one, as far as its files tell without transformers."""
+    """Returns a folder that is valid as far as files show without transformers."""
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     (tmp_path / "tokenizer.json").write_text("{}")
     safetensors(tmp_path / "model.safetensors")

@@ -1,4 +1,4 @@
-"""What is wrong with a GGUF file, or with the place of its folder, is one sentence before torch is imported."""
+"""A defect of a GGUF file, or of the place of its folder, gives one sentence before torch is imported."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cgcompile.language_models.gguf_file import MARK, PACKAGES, check_gguf
 
 @pytest.fixture
 def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """One that begins as GGUF files do, where all packages are installed."""
+    """Returns a file that begins like a GGUF file. All packages count as installed."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     path = tmp_path / "tiny.gguf"
     path.write_bytes(b"GGUF")
@@ -42,7 +42,7 @@ def test_the_place_of_its_folder(file: Path) -> None:
     folder = file.parent / "tiny"
     check_gguf(str(file), folder, False)
     folder.mkdir()
-    (folder / "config.json").write_text("{}")  # a model of the user's own
+    (folder / "config.json").write_text("{}")  # the user's own model
     with pytest.raises(BuildError, match=r"exists, and was not written from a GGUF file") as caught:
         check_gguf(str(file), folder, True)
     assert caught.value.code == "output-unwritable"

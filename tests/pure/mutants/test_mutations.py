@@ -1,4 +1,4 @@
-"""The mutations that `python -m tests.mutants` draws from: of every kind, reproducible, and each another program."""
+"""The mutations that `python -m tests.mutants` draws are of every kind, reproducible, and different programs."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Arena plans: what is needed at one moment lies apart, outputs stay, the arena is close to the lower bound, and the check that
-looks at launches alone agrees with a simulation of memory, byte by byte."""
+"""Arena plans: buffers in use at the same time do not overlap, outputs stay, and the arena is close to the lower bound. The check,
+which uses launches alone, agrees with a byte-wise simulation of memory."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def launch(*buffers: int) -> Launch:
 
 
 def traced(sizes: Sequence[int], events: Iterable[Event], outputs: Sequence[int] = ()) -> Lowered:
-    """A program whose temporaries have these sizes; behind them stand an input and a weight."""
+    """Returns a program with temporaries of these sizes, followed by an input and a weight."""
     others = (Buffer(kind=INPUT, name="0", nbytes=512), Buffer(kind=WEIGHT, name="w", nbytes=512))
     return Lowered(
         key=(4,),
@@ -60,7 +60,7 @@ def traced(sizes: Sequence[int], events: Iterable[Event], outputs: Sequence[int]
 
 
 def intervals(rows: Sequence[tuple[int, int, int]], outputs: Sequence[int] = ()) -> Lowered:
-    """A program from (bytes, first launch, last launch) of each buffer."""
+    """Returns a program from (bytes, first launch, last launch) of each buffer."""
     moments = range(max(last for _, _, last in rows) + 1)
     uses = [[i for i, (_, first, last) in enumerate(rows) if moment in (first, last)] for moment in moments]
     return traced([size for size, _, _ in rows], [launch(*use) for use in uses], outputs)
@@ -72,10 +72,10 @@ def at(offsets: Mapping[int, int], arena: int = 1 << 20) -> Plan:
 
 @st.composite
 def programs(draw: st.DrawFn) -> Lowered:
-    """Launches, copies, fills and the host's reads over some temporaries, with Allocate before the first use of some and Release
-    after the last."""
+    """Draws launches, copies, fills and host reads over some temporaries. Some have an Allocate before their first use and a
+    Release after their last one."""
     sizes = draw(st.lists(st.integers(0, 1500), min_size=1, max_size=9))
-    buffers = st.integers(0, len(sizes) + 1)  # the input and the weight too
+    buffers = st.integers(0, len(sizes) + 1)  # also the input and the weight
     uses: list[Event] = []
     for _ in range(draw(st.integers(0, 14))):
         kind = draw(st.sampled_from(["launch", "launch", "copy", "fill", "read"]))
@@ -107,8 +107,8 @@ def named(event: Event) -> list[int]:
 
 
 def spoils(program: Lowered, memory_plan: Plan) -> bool:
-    """Whether running the program destroys something: every event reads what it names, if that was written, and writes it; outputs
-    are read and written at the end."""
+    """Returns whether a run destroys data. Every event reads its buffers if they were written, then writes them; the outputs are
+    read and written at the end."""
     memory: dict[int, int] = {}
     tags: dict[int, int] = {}
     tag = 0
@@ -162,7 +162,7 @@ def test_buffers_share_memory_when_one_ends_before_the_other_begins() -> None:
 
 
 def test_two_buffers_of_one_launch_lie_apart() -> None:
-    """The last use of one is the first of the other: the launch reads one while it writes the other."""
+    """One buffer's last use is the other one's first: the launch reads one while it writes the other."""
     memory_plan = plan(intervals([(256, 0, 1), (256, 1, 2)]))
     assert memory_plan.offsets[0] != memory_plan.offsets[1]
 
@@ -198,7 +198,7 @@ def test_the_bound_is_the_largest_sum_at_one_moment() -> None:
 
 
 def transformer(layers: int) -> list[tuple[int, int, int]]:
-    """(bytes, first, last) of a fused transformer's buffers: a residual stream, and short wide ones beside it."""
+    """Returns (bytes, first, last) of a fused transformer's buffers: a residual stream, and short-lived wide buffers."""
     rows, t, e = [], 0, 2048 * 768 * 2
     for _ in range(layers):
         rows += [(2048 * 4, t, t + 1), (3 * e, t + 1, t + 4), (5 * e, t + 2, t + 3), (5 * e, t + 3, t + 4), (e, t + 4, t + 5)]
@@ -208,7 +208,7 @@ def transformer(layers: int) -> list[tuple[int, int, int]]:
 
 
 def unet(depth: int) -> list[tuple[int, int, int]]:
-    """(bytes, first, last) of a network with skip connections, whose buffers grow and shrink."""
+    """Returns (bytes, first, last) for a network with skip connections, whose buffers grow and shrink."""
     rows, end = [], 8 * depth
     for i in range(depth):
         size = 64 * 512 * 512 >> i
@@ -221,7 +221,7 @@ def unet(depth: int) -> list[tuple[int, int, int]]:
 
 
 def concatenating(count: int) -> list[tuple[int, int, int]]:
-    """(bytes, first, last) where some buffers live long, as in a DenseNet; mixed sizes."""
+    """Returns (bytes, first, last) of buffers of mixed sizes, some long-lived, as in a DenseNet."""
     lengths = (1, 1, 2, 3, 12, 1, 25)
     return [(1000 * (1 + 5 * i % 7), i, i + lengths[i * i % 7]) for i in range(count)]
 
@@ -235,7 +235,7 @@ def test_arenas_of_real_programs_are_close_to_the_bound(rows: list[tuple[int, in
 
 
 def test_orders_are_changed_when_all_that_are_tried_first_waste_memory() -> None:
-    """Found by search: the fixed orders need a block of 256 bytes more than the bound."""
+    """Found by a search: the fixed orders need 256 bytes more than the bound."""
     rows = [(6, 6, 7), (7, 1, 5), (7, 2, 3), (5, 5, 7), (5, 6, 7), (2, 2, 3)]
     memory_plan = plan(intervals([(256 * blocks, first, last) for blocks, first, last in rows]))
     assert memory_plan.arena - PAD == memory_plan.bound == 16 * 256
@@ -301,7 +301,7 @@ def test_an_output_that_is_written_over_is_caught() -> None:
 
 
 def test_allocate_and_release_do_not_matter_to_the_check() -> None:
-    """They may be wrong: a plan that believes a Release before the last use is refused."""
+    """These events may be wrong, so a plan that trusts a Release before the last use is refused."""
     program = traced([256, 256], [launch(0), Release(buffer=0), launch(1), launch(0, 1)])
     with raises("arena-overlap"):
         check_plan(program, at({0: 0, 1: 0}))

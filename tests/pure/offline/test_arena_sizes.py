@@ -1,4 +1,4 @@
-"""How small arenas are: no plan of these programs may need more than it did when the figures were written down."""
+"""Arenas are small: no plan of these programs needs more than it needed when the figures were recorded."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ EXCESS = {
     4482: 0, 4693: 0, 4813: 0, 4854: 3, 5817: 0, 5872: 2, 6003: 3, 6234: 3, 6961: 0, 6995: 0, 7369: 1, 7812: 2, 7921: 4,
     7927: 0, 8453: 5, 8634: 0,
 }  # fmt: skip
-"""Seed of a program -> blocks that its arena has more than the bound; none of the figures may rise.  These need more
-than the first order and the lowest gap: each of the orders, and changing them, is the only one to help somewhere."""
+"""Seed of a program -> its arena's excess over the bound, in blocks. No figure may rise. These programs need more than the first
+order and the lowest gap: each order, and the change of orders, is the only help for some program."""
 
 
 def program(seed: int) -> Rows:
-    """(blocks, first launch, last launch) of some buffers: few or many, short-lived or not, of like or unlike sizes."""
+    """Returns (blocks, first launch, last launch) of buffers: few or many, short-lived or not, of similar or different sizes."""
     random = Random(seed)
     count, moments = random.randint(4, 24), random.randint(4, 16)
     longest, largest = random.choice((2, 4, moments)), random.choice((3, 9, 30))
@@ -62,7 +62,7 @@ def test_gaps_are_those_that_a_look_at_every_offset_finds(ranges: list[tuple[int
     taken = sorted([(begin, begin + length) for begin, length in ranges])
     end = max([end for _, end in taken], default=0)
     used = {place for begin, stop in taken for place in range(begin, stop)}
-    gaps = []  # (length, beginning) of the gaps between ranges
+    gaps = []  # (length, start) of the gaps between ranges
     for begin in range(end):
         if begin not in used and (begin == 0 or begin - 1 in used):
             gaps.append((min(place for place in used if place > begin) - begin, begin))

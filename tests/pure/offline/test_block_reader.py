@@ -1,4 +1,4 @@
-"""Parameter blocks read back: the reverse of packing, and the refusals when block, image and signature do not fit."""
+"""Reading parameter blocks reverses packing. A block, image and signature that do not match are refused."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Donated outputs on a GPU, by both recorders' planners: whatever is called in between, one lies untouched until its own entry is
-called again; and what is reserved for it is no larger than it has to be."""
+"""A donated output on a GPU stays unchanged until its own entry is called again, with the planners of both recorders. No more
+memory is reserved for it than necessary."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.pure.offline.test_arena import place as at
 
 
 class Placed(NamedTuple):
-    """A program's pieces of the arena, (begin, end), and those of them that hold donated outputs."""
+    """A program's parts of the arena as (begin, end), and those that hold donated outputs."""
 
     pieces: list[tuple[int, int]]
     kept: list[tuple[int, int]]
@@ -35,8 +35,8 @@ class Placed(NamedTuple):
 
 
 def check_calls(programs: Mapping[IntKey, Placed], calls: list[IntKey]) -> None:
-    """Every call writes to all its pieces.  What an entry, the first number of a key, left is there as long as no other call of it
-    came."""
+    """Checks calls that write to all their parts. The donated outputs of an entry (first number of a key) must stay until its next
+    call."""
     memory = [-1] * max(placed.arena for placed in programs.values())
     left: dict[int, tuple[int, list[tuple[int, int]]]] = {}
     for number, key in enumerate(calls):
@@ -58,7 +58,7 @@ def test_traced(data: st.DataObject) -> None:
     programs: dict[IntKey, LoweredProgram] = {}
     donated: dict[IntKey, tuple[DonatedOutput, ...]] = {}
     for entry in range(data.draw(st.integers(1, 4))):
-        count = data.draw(st.integers(0, 2))  # of donated outputs
+        count = data.draw(st.integers(0, 2))  # the number of donated outputs
         for size in range(data.draw(st.integers(1, 3))):
             sizes = data.draw(st.lists(SIZES, min_size=count + 1, max_size=count + 4))
             events = [launch(i, data.draw(st.integers(0, i))) for i in range(len(sizes))]

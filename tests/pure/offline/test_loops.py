@@ -1,4 +1,4 @@
-"""Branches and loops of lowered programs: what lives through the turns of a loop in the arena, and the rows of bodies."""
+"""Branches and loops of lowered programs: the arena keeps what the turns of a loop need, and bodies become rows."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def write(buffer: int) -> Fill:
 
 
 def lowered(statements: list[Statement]) -> Lowered:
-    """Its events: of a buffer that nothing has written, a read is a write."""
+    """Returns the statements as events. The first read of an unwritten buffer becomes a write."""
     events: list[Event] = []
     known: set[int] = set()
     loops = iter(range(100))
@@ -79,7 +79,7 @@ def lowered(statements: list[Statement]) -> Lowered:
 
 
 def run(program: Lowered, planned: Plan) -> bool:
-    """Whether every read finds what was written last to its buffer, each loop running twice."""
+    """Returns whether every read finds the last write to its buffer. Each loop runs twice."""
     holds: dict[int, int] = {}
     ends = {begin: end for begin, end in spans(program.events)}
 
@@ -135,12 +135,12 @@ def test_the_check_refuses_what_would_go_wrong(statements: list[Statement], orde
     [
         ([("write", 0), ("read", 0), ("write", 1)], False),
         ([("write", 0), ("loop", [("read", 0), ("write", 1)])], True),  # the next turn reads 0
-        ([("loop", [("write", 1), ("write", 0)]), ("read", 0)], True),  # and writes 1 over what the last one leaves
+        ([("loop", [("write", 1), ("write", 0)]), ("read", 0)], True),  # the next turn would overwrite 0 with 1
         ([("write", 0), ("loop", [("write", 1)]), ("read", 0)], True),
-        ([("loop", [("write", 0), ("read", 0), ("write", 1)])], False),  # every turn begins anew
+        ([("loop", [("write", 0), ("read", 0), ("write", 1)])], False),  # every turn starts with a write
         ([("write", 0), ("loop", [("write", 1)])], False),
         ([("loop", [("write", 0)]), ("write", 1)], False),
-        ([("write", 0), ("branch", [("read", 0), ("write", 1)])], False),  # has no next turn
+        ([("write", 0), ("branch", [("read", 0), ("write", 1)])], False),  # a branch has no next turn
         ([("branch", [("write", 1), ("write", 0)]), ("read", 0)], False),
         ([("write", 0), ("branch", [("loop", [("read", 0), ("write", 1)])])], True),
         ([("write", 0), ("loop", [("branch", [("read", 0)]), ("write", 1)])], True),
@@ -150,7 +150,7 @@ def test_the_check_refuses_what_would_go_wrong(statements: list[Statement], orde
     ],
 )
 def test_two_share_a_place_where_no_turn_needs_both(statements: list[Statement], together: bool) -> None:
-    """By the plan, and by the check."""
+    """The plan and the check agree on it."""
     program = lowered(statements)
     assert plan(program).arena == SIZE * (1 + together) + PAD
     shared = Plan(offsets=dict.fromkeys(range(BUFFERS), 0), arena=SIZE + PAD, bound=0)

@@ -1,4 +1,4 @@
-"""Measured configurations: what the tuner writes is read back as it was, and a broken file is named."""
+"""Measured configurations: a reader gets what the tuner wrote, and the error for a broken file names the file."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ tables = st.dictionaries(
 
 
 def text(table: Table) -> str:
-    """A table's file as the tuner writes it: about the measurements, then a line per problem."""
+    """Returns a table's file in the tuner's format: facts about the measurements, then one line per problem."""
     rows = [
         {
             "problem": asdict(problem),
@@ -108,7 +108,7 @@ def test_a_broken_file_is_named(file: Path, broken) -> None:
 
 @pytest.mark.parametrize("target", [row.name for row in ARCHES if measurements.table_file(row.name)])
 def test_the_published_measurements(target: str) -> None:
-    """Every measured problem is of this target, has a candidate that fits it, and lists the fastest first."""
+    """Every measured problem belongs to this target, has a candidate that fits, and lists the fastest first."""
     path = measurements.table_file(target)
     assert path is not None
     about = json.loads(path.read_text())

@@ -1,5 +1,5 @@
-"""Regions that were traced apart become one program: the same values in the same memory, nothing written over that a later region
-or the host still reads, and what is dead gives its memory back."""
+"""Separately traced regions become one program with the same values in the same memory. Nothing is overwritten that a later region
+or the host still reads, and dead values free their memory."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def launch(*buffers: int, variant: int = 0) -> Launch:
 
 
 def region(inputs: int, temporaries: Sequence[int], events: Iterable[Event], outputs: Sequence[int]) -> Lowered:
-    """A region of so many inputs of 256 bytes, one weight "w", and temporaries of these sizes, in this order of buffers."""
+    """Returns a region with this many inputs of 256 bytes, a weight "w", and temporaries of these sizes, in that order."""
     buffers = (
         *(Buffer(kind=INPUT, name=str(i), nbytes=256) for i in range(inputs)),
         Buffer(kind=WEIGHT, name="w", nbytes=256),
@@ -87,7 +87,7 @@ REGIONS = (
     graph("graph-2", "c", "d", region(1, [1024, 256], [launch(0, 2), launch(2, 3)], [3])),
     graph("graph-3", "a d", "e", region(2, [1024, 256], [launch(0, 1, 3), launch(3, 4)], [4])),
 )
-"""x -> a, b; the host: b -> c; c -> d; a, d -> e.  Each graph has a temporary of 1024 bytes."""
+"""x -> a, b; the host: b -> c; c -> d; a, d -> e. Each graph has a temporary of 1024 bytes."""
 
 
 def three_regions() -> LoweredProgram:
@@ -95,7 +95,7 @@ def three_regions() -> LoweredProgram:
 
 
 def named(merged: LoweredProgram) -> dict[str, int]:
-    """The temporaries' positions by name."""
+    """Returns the positions of the temporaries by name."""
     return {buffer.name: i for i, buffer in enumerate(merged.lowered.buffers) if buffer.kind == TEMPORARY}
 
 
@@ -252,7 +252,7 @@ class Case:
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    """Some graphs and hosts; each takes values from before; those of hosts are in `inputs`."""
+    """Draws some graphs and hosts, each with earlier values as inputs. Values of hosts are in `inputs`."""
     known, regions, landed = ["x"], [], []
     for number in range(draw(st.integers(1, 5))):
         inputs = tuple(draw(st.lists(st.sampled_from(known), unique=True, max_size=3)))
@@ -276,11 +276,11 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 Tag = object
-"""What a buffer holds: what was written there from what."""
+"""The content of a buffer: what was written to it, and from which values."""
 
 
 def apart(case: Case) -> list[Tag]:
-    """What the host reads, region after region, and the outputs, when every region has memory of its own."""
+    """Returns what the host reads, region by region, and the outputs, when every region has its own memory."""
     values: dict[str, Tag] = dict.fromkeys(case.inputs, "given")
     seen: list[Tag] = []
     for region in case.regions:
@@ -297,7 +297,7 @@ def apart(case: Case) -> list[Tag]:
 
 
 def together(case: Case, merged: LoweredProgram, layout: Plan) -> list[Tag]:
-    """The same from the merged program, temporaries in one arena of blocks of 256 bytes."""
+    """Returns the same for the merged program, with temporaries in one arena of blocks of 256 bytes."""
     traced, memory = merged.lowered, dict[object, Tag]()
     views: dict[str, BufferView] = {}
     on_host: dict[str, Tag] = {}
@@ -312,14 +312,14 @@ def together(case: Case, merged: LoweredProgram, layout: Plan) -> list[Tag]:
     fresh: set[int] = set()
     for region in case.regions:
         if region.lowered is None:
-            for n in region.inputs:  # what the host has read once it has a copy of
+            for n in region.inputs:  # the host keeps a copy of what it read
                 on_host.setdefault(n, memory.get(where(views[n].pointer.buffer)) if n in views else "given")
             seen += [on_host[n] for n in region.inputs]
             continue
         section = next(events_of)
         for event in traced.events[section.start : section.stop]:
             touched = list(dict.fromkeys(arg.buffer for arg in event.arguments if isinstance(arg, Pointer)))  # type: ignore[union-attr]
-            for i in touched:  # what nobody wrote yet holds nothing of its own
+            for i in touched:  # a buffer without a write holds no value
                 if traced.buffers[i].kind == TEMPORARY and i not in fresh:
                     fresh.add(i)
                     memory.pop(where(i), None)

@@ -1,4 +1,4 @@
-"""Kernels that begin before the one in front of them has ended: what they read then, and which they are."""
+"""Kernels that start before the previous one has ended: which kernels do so, and what they read early."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def program(
 
 
 def parts(program: LoweredProgram) -> str:
-    """Of every launch: "w" it waits, "b" it lets the next one begin, both as "x", neither as "."."""
+    """Returns a letter for every launch: "w" it waits, "b" it lets the next one start, "x" both, "." neither."""
     letters = ""
     for event in program.lowered.events:
         if isinstance(event, Launch):
@@ -110,7 +110,7 @@ def parts(program: LoweredProgram) -> str:
 
 
 def lines(program: LoweredProgram, number: int) -> tuple[list[str], list[str]]:
-    """Of the kernel of a launch: what stands before the wait, and behind it."""
+    """Returns the lines of a launch's kernel before the wait, and those after it."""
     launches = [event for event in program.lowered.events if isinstance(event, Launch)]
     body = [line.strip() for line in program.lowered.variants[launches[number].variant].source.splitlines()[1:]]
     return body[: body.index(WAIT)], body[body.index(WAIT) + 1 :]
@@ -137,7 +137,7 @@ def test_weights_are_read_before_the_wait_and_all_else_behind_it() -> None:
 
 
 def early(program: LoweredProgram, number: int) -> str:
-    """The names of what the kernel of a launch reads before its wait."""
+    """Returns the names that a launch's kernel reads before its wait."""
     return " ".join(line.split(" ")[0] for line in lines(program, number)[0] if "tl.load" in line)
 
 
@@ -266,7 +266,7 @@ NAMES = ["a", "b", "c", "n"]
 
 @st.composite
 def statements(draw: st.DrawFn) -> str:
-    """A kernel's body of loads, sums and stores, with names that are given twice and read before."""
+    """Draws a kernel's body of loads, sums and stores. Names are assigned twice and read before that."""
     known, body = ["n", "p"], []
     for _ in range(draw(st.integers(1, 9))):
         index, target = draw(st.sampled_from(known)), draw(st.sampled_from(NAMES))
@@ -288,7 +288,7 @@ def statements(draw: st.DrawFn) -> str:
 
 
 def ran(source: str, late: bool) -> list[int]:
-    """What a kernel writes.  The kernel before it writes `x` and `out`: `late`, when this one waits, or before it begins."""
+    """Returns what a kernel writes. The one before writes `x` and `out` during its wait (`late`), or before its start."""
     memory = {"x": [0] * 8, "w": [3, 1, 4, 1, 5, 9, 2, 6], "out": [0] * 8}
 
     def earlier() -> None:

@@ -1,4 +1,4 @@
-"""A traced program becomes rows that the bundle's verifier accepts, every byte of a parameter block where the image wants it."""
+"""The bundle's verifier accepts the rows of a traced program. Every byte of a parameter block is where the image expects it."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ SIZES = {"weights": 8192, "inputs": 4096}
 
 SIGNATURE = (("x", "*fp32"), ("flag", "i1"), ("n", "i32"), ("out", "*fp32"), ("scale", "fp32"), ("BLOCK", "constexpr"))
 LAYOUT = ((0, 8), (8, 1), (12, 4), (16, 8), (24, 4), (32, 8), (40, 8))
-"""What ptxas makes of it: padding behind the flag and the scale, and two scratch pointers."""
+"""The layout that ptxas generates: padding after the flag and the scale, and two scratch pointers."""
 
 
 def variant(signature: Sequence[tuple[str, str]] = SIGNATURE, divisible: tuple[str, ...] = ()) -> KernelVariant:
@@ -128,7 +128,7 @@ def rows(program: Lowered, *kernels: CompiledKernel, weights: dict[str, int] | N
 
 
 def verify(graph: RecordedGraph, kernels: Sequence[CompiledKernel]) -> None:
-    """What the builder and the loader check of a table, and that nothing is lost on the way to bytes."""
+    """Makes the checks of the builder and the loader, and compares a table with its decoded bytes."""
     data = tables.encode(graph.recording)
     check_recording(Table(data, "t"), SIZES | {"arena": graph.arena}, {kernel.sha256 for kernel in kernels})
     assert tables.decode(data) == graph.recording
@@ -169,7 +169,7 @@ def test_a_launch_becomes_a_node_with_every_pointer_relocated() -> None:
 
 
 def test_every_region_of_a_program_is_a_recording_over_the_same_memory() -> None:
-    """What one region leaves for the next has one address in both; the host's read between them is no node."""
+    """A value that one region leaves for the next has one address in both. The host's read between them is no node."""
     program = traced(
         launch(place(INPUT_BUFFER), place(FIRST)),
         HostRead(buffer=FIRST),
@@ -407,7 +407,7 @@ def test_fills_that_no_driver_takes_and_buffers_without_a_place_are_refused() ->
         ("fp32", 1e300, struct.pack("<f", math.inf)),
         ("fp32", -math.inf, struct.pack("<f", -math.inf)),
         ("fp16", 0.1, bytes.fromhex("662e")),
-        ("bf16", 1.0 + 255 / 256, bytes.fromhex("ff3f")),  # cut off, not rounded: as the launcher does
+        ("bf16", 1.0 + 255 / 256, bytes.fromhex("ff3f")),  # truncated, not rounded, like the launcher
     ],
 )
 def test_numbers_are_laid_out_as_tritons_launcher_does(type_: str, value: float, expected: bytes) -> None:
@@ -443,13 +443,13 @@ def axes(attribute: int, x: int) -> bytes:
 
 
 OTHER = struct.pack("<BBHI", 4, 0x37, 4, 128) + struct.pack("<BBH", 1, 0x3E, 0) + struct.pack("<BBH", 2, 0x4A, 0)
-"""Attributes that are not looked at, one of each format."""
+"""Unused attributes, one of each format."""
 
 GOOD = OTHER + parameter(2, 16, 8) + parameter(1, 8, 2) + parameter(0, 0, 8) + axes(0x10, 256) + axes(0x3D, 2) + total(24)
 
 
 def cubin(info: bytes, section: str = ".nv.info.kernel") -> bytes:
-    """An image whose sections are null, .shstrtab and the given one."""
+    """Returns an image with the sections null, .shstrtab and the given one."""
     strings = b"\0.shstrtab\0" + section.encode() + b"\0"
     data = bytearray(64) + strings + info
     table = len(data)

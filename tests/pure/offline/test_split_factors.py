@@ -1,4 +1,4 @@
-"""Into how many parts a product is split: only where it divides evenly, and only where its own measure says that it pays."""
+"""A product is split only into equal parts, and only where measurements or the cost model show a gain."""
 
 from __future__ import annotations
 
@@ -31,30 +31,30 @@ def problem(m: int, n: int, k: int, dtype: str = "bfloat16", kind: str = "mm") -
 
 
 def table(times: dict[Problem, float]) -> Table:
-    """Measurements of one candidate each, and of a slower one that must not be looked at."""
+    """Returns measurements of one candidate each, and of a slower one that must not be used."""
     slower = replace(TILE, stages=1)
     return {known: [(TILE, time), (slower, 100 * time)] for known, time in times.items()}
 
 
 def measured(whole: Problem, times: dict[int, float]) -> Table:
-    """`times`: split factor -> microseconds."""
+    """Returns a table from `times`: split factor -> microseconds."""
     return table({split_problem(whole, cut): time for cut, time in times.items()})
 
 
 def reading(known: Problem, cut: int) -> float:
-    """Microseconds for one more kernel, which reads `cut` float32 results of m x n."""
+    """Returns the microseconds of one more kernel, which reads `cut` float32 results of m x n."""
     return 0.0 if cut == 1 else LAUNCH + 4 * cut * known.m * known.n / READ * 1e6
 
 
 def estimated(whole: Problem, cut: int, target: Arch) -> float:
-    """Microseconds by the model of cost, with the best tile that fits (the first one where none does), and reading the sums."""
+    """Returns microseconds by the cost model: the best tile that fits (else the first one), and the reading of the sums."""
     wanted = split_problem(whole, cut)
     tiles = [tile for tile in TILES if fits(wanted, tile, target)] or TILES[:1]
     return min(cost(wanted, tile, target) for tile in tiles) / CLOCK * 1e6 + reading(whole, cut)
 
 
 def allowed(whole: Problem, cut: int) -> bool:
-    """Every part is the same number of whole blocks of 16 elements, and not too short."""
+    """Returns whether all parts have the same number of whole blocks of 16 elements, and are long enough."""
     return cut in SPLIT_FACTORS and whole.k % cut == 0 and (whole.k // cut) % 16 == 0 and whole.k // cut >= SHORTEST
 
 
@@ -90,14 +90,14 @@ def test_what_cannot_be_cut_stays_whole(whole: Problem, target: Arch) -> None:
 
 
 def test_a_narrow_product_is_cut_and_a_wide_one_is_not() -> None:
-    """8 rows fill a few of 132 multiprocessors; 4096 x 4096 fill them many times over."""
+    """8 rows fill a few of 132 multiprocessors; 4096 x 4096 fill all of them many times."""
     assert split_factor(problem(8, 64, 8192), H200) > 1
     assert split_factor(problem(4096, 4096, 8192), H200) == 1
 
 
 @pytest.mark.parametrize(("k", "most"), [(64, 1), (127, 1), (128, 2), (144, 1), (160, 2), (256, 4), (512, 8), (1040, 1)])
 def test_pieces_are_whole_blocks_and_not_too_short(k: int, most: int) -> None:
-    """Where every cut is measured to be better than fewer parts, the most that k allows is taken."""
+    """If every split was measured to be better than fewer parts, the largest factor that k allows is used."""
     whole = problem(16, 16, k)
     assert split_factor(whole, H200, measured(whole, {1: 1000.0, 2: 500.0, 4: 250.0, 8: 125.0})) == most
 
@@ -128,7 +128,7 @@ def test_a_cut_must_be_worth_it() -> None:
 
 
 def test_reading_the_sums_counts() -> None:
-    """Two parts of 4096 x 4096 float32 are 134 MB more to read."""
+    """Two parts of 4096 x 4096 float32 add 134 MB to read."""
     whole = problem(4096, 4096, 4096)
     assert reading(whole, 2) > 60
     assert split_factor(whole, H200, measured(whole, {1: 100.0, 2: 60.0})) == 1
@@ -148,7 +148,7 @@ def test_a_neighbour_without_both_measurements_is_passed_over() -> None:
 
 
 def test_a_like_problem_serves_after_the_problem_itself() -> None:
-    """With a bias, or the other half precision, it takes the same time; but what was measured is better than what is like it."""
+    """A problem with a bias, or of the other half precision, takes the same time. A problem's own measurements come first."""
     asked = problem(32, 768, 3072)
     for like in (replace(asked, kind="addmm"), replace(asked, dtype="float16")):
         slow, fast = measured(like, {1: 100.0, 2: 4.9}), measured(asked, {1: 5.0, 2: 4.9})

@@ -1,4 +1,4 @@
-"""The cuts: valid, each operation once, and as few as a search over all orders finds."""
+"""The cuts are valid, contain each operation once, and are as few as a search over all orders finds."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ KINDS: tuple[Kind, ...] = ("graph", "host", "either")
 
 @st.composite
 def graphs(draw: st.DrawFn, largest: int) -> tuple[list[Kind], Edges]:
-    """Kinds and edges of up to `largest` operations."""
+    """Draws kinds and edges of up to `largest` operations."""
     count = draw(st.integers(0, largest))
     kinds = draw(st.lists(st.sampled_from(KINDS), min_size=count, max_size=count))
     pairs = [(a, b) for b in range(count) for a in range(b)]
@@ -31,7 +31,7 @@ def graphs(draw: st.DrawFn, largest: int) -> tuple[list[Kind], Edges]:
 
 
 def fewest(kinds: Sequence[Kind], edges: Edges) -> int:
-    """The fewest layers, by breadth-first search over every set of operations that a layer could take."""
+    """Returns the fewest layers, by breadth-first search over every set of operations that a layer could hold."""
     before = [{a for a, b in edges if b == position} for position in range(len(kinds))]
     states = {(frozenset(), side) for side in ("graph", "host")}
     everything = frozenset(range(len(kinds)))
@@ -49,14 +49,14 @@ def fewest(kinds: Sequence[Kind], edges: Edges) -> int:
 def closed_sets(
     rest: frozenset[int], before: list[set[int]], done: frozenset[int], allowed: set[str], kinds: Sequence[Kind]
 ) -> list[frozenset[int]]:
-    """Every non-empty set of operations of the allowed kinds whose dependencies are done or in it."""
+    """Returns every non-empty set of operations of the allowed kinds whose dependencies are done or in the set."""
     usable = sorted(position for position in rest if kinds[position] in allowed)
     sets = [frozenset(usable[bit] for bit in range(len(usable)) if mask >> bit & 1) for mask in range(1, 1 << len(usable))]
     return [candidate for candidate in sets if all(before[position] <= done | candidate for position in candidate)]
 
 
 def by_filling(kinds: Sequence[Kind], edges: Edges) -> int:
-    """The fewest layers, by filling each with all that it can take, from both first kinds."""
+    """Returns the fewest layers when each takes all that it can, for both kinds of the first layer."""
     counts = []
     for first in (0, 1):
         left, count = set(range(len(kinds))), 0
@@ -77,7 +77,7 @@ def by_filling(kinds: Sequence[Kind], edges: Edges) -> int:
 
 
 def check(layers: Sequence[Layer], kinds: Sequence[Kind], edges: Edges) -> None:
-    """Each operation once, where its kind may be; layers alternate and are not empty; dependencies hold, inside layers too."""
+    """Checks that each operation occurs once where its kind may be, that layers alternate, and that dependencies hold."""
     order = [position for layer in layers for position in layer.operations]
     assert sorted(order) == list(range(len(kinds)))
     for layer in layers:
@@ -98,7 +98,7 @@ def test_the_cuts_are_the_fewest_that_any_order_allows(graph: tuple[list[Kind], 
 
 
 def test_five_hundred_programs() -> None:
-    """Of up to 80 operations in chains with skips, as models are; many have several layers."""
+    """Programs of up to 80 operations are chains with skips, like models. Many have several layers."""
     rng = random.Random(0)
     counts = []
     for _ in range(500):
@@ -133,12 +133,12 @@ def shape(layers: Sequence[Layer]) -> list[tuple[str, tuple[int, ...]]]:
 
 
 def test_what_need_not_move_stays() -> None:
-    """The last operation depends on nothing and could be first, but it came after the host's."""
+    """The last operation depends on nothing and could be first, but it comes after the host's operation."""
     assert shape(cut(["graph", "host", "graph", "graph"], [(0, 1), (1, 2)])) == [("graph", (0,)), ("host", (1,)), ("graph", (2, 3))]
 
 
 def test_operations_move_where_that_saves_a_cut() -> None:
-    """Two host operations, one between graph operations: standing still would need five layers."""
+    """There are two host operations, one of them between graph operations. Without moves five layers would be necessary."""
     assert shape(cut(["graph", "host", "graph", "host", "graph"], [(0, 1), (0, 3), (1, 4), (2, 4)])) == [
         ("graph", (0, 2)),
         ("host", (1, 3)),
@@ -187,7 +187,7 @@ def test_the_only_graph_stays_and_of_several_the_largest() -> None:
 
 
 def test_what_another_graph_can_take_does_not_go_to_the_host() -> None:
-    """Operation 3 stands in the small graph and depends on nothing that only this graph comes after."""
+    """Operation 3 is in the small graph, but all its dependencies are in the earlier graph."""
     kinds: list[Kind] = ["graph", "host", "graph", "graph", "host", "graph"]
     layers = cut(kinds, [(0, 1), (1, 2), (2, 4), (4, 5), (0, 3)], small=2)
     assert [layer.kind for layer in layers] == ["graph", "host", "graph"]

@@ -1,4 +1,4 @@
-"""What a user of cgcompile sees from Python: its names, what wrong arguments are told, progress, and the result."""
+"""The Python interface of cgcompile: its names, the errors for wrong arguments, progress, and the result."""
 
 from __future__ import annotations
 

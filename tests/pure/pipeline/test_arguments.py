@@ -1,4 +1,4 @@
-"""A call as the model takes it: arranged from tensors, spelled for people, its constants told."""
+"""A call as the model takes it: arranged from tensors, written for people, with its constants."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cgcompile.bundle.arguments import arranged, constants, nested, spelled
 from tests.helpers.bundles.tiny_bundle import manifest
 
 Row = tuple[str, dict[str, Any], bool, Any]
-"""A parameter: name, tree, whether it is by name only, default (... is none)."""
+"""A parameter: name, tree, keyword only, default (... means none)."""
 
 TENSOR = {"tensor": 0}
 POINT = {"namedtuple": ["Point", ["x", "y"], [{"value": 1}, {"value": 2}]]}
@@ -67,7 +67,7 @@ def test_what_is_spelled_is_a_call_that_the_guard_takes(text: str, rows: list[Ro
 
 
 def test_an_argument_of_several_parts_is_spelled_with_them() -> None:
-    """What is printed runs as it stands, with the tensors under the names of the signature."""
+    """The printed text runs as it is, with the tensors under the names of the signature."""
     layer = {"record": ["Layer", "object", ["keys", "size"], [{"tensor": 1}, {"value": None}]]}
     tree = {"dict": [["x", TENSOR], [7, {"tuple": [layer]}], ["more", {"list": [constant("a"), {"tuple": []}]}]]}
     entry = bundle(("batch", tree, False, ...), ("long", {"list": [{"tensor": 2}, *[constant("x" * 200)]]}, False, ...))

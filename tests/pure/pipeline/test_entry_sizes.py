@@ -1,4 +1,4 @@
-"""What --sizes and `sizes=` mean where a model has several entries."""
+"""The meaning of --sizes and `sizes=` for a model with several entries."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What few programs use is imported when it is used: a process that serves a plain bundle starts without it."""
+"""Rarely used modules are imported when they are used: a process that serves a plain bundle starts without them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from tests.helpers.imports import modules
 from tests.helpers.places import ROOT
 
 MODULES, LINES = 59, 9_690
-"""What a load may import at most, the library of the first call's inputs included: 330 lines for tensors of our own.  Lower them
-where they can be; what needs more says why in its commit."""
+"""Limits for what a load may import, including the library of the first call's inputs: 330 lines for tensors of our own. Lower them
+where possible. A commit that needs more says why."""
 
 SELDOM = (
     "call.aliasing", "call.mutated_inputs", "call.pieces", "call.profile", "call.records", "call.structure", "call.warmup",

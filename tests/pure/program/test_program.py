@@ -1,4 +1,4 @@
-"""A program over a fake backend: exact, padded and chunked calls, layouts, nesting, views, threads and the end."""
+"""A program over a fake backend: exact, padded and chunked calls, layouts, nested arguments, views, threads and closing."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def double(key: tuple[int, ...], inputs: list[Numbers]) -> list[Numbers]:
 
 
 def turn_and_add(key: tuple[int, ...], inputs: list[Numbers]) -> list[Numbers]:
-    """y[s, b] = x[b, s] + bias; sum[b, s] = x[b, s], whole."""
+    """Computes y[s, b] = x[b, s] + bias, and as an int sum[b, s] = x[b, s]."""
     (batch, seq), (x, (bias,)) = key, inputs
     return [[x[b * seq + s] + bias for s in range(seq) for b in range(batch)], [int(number) for number in x]]
 
@@ -53,7 +53,7 @@ def numbers(shape: Sequence[int], dtype: str = "float32", first: int = 1) -> Ten
 
 
 def rows(first: int, last: int) -> list[list[float]]:
-    """Rows of `double` over the numbers of a call."""
+    """Returns rows of `double` for the numbers of a call."""
     return [[2.0 * (3 * row + column + 1) for column in range(3)] for row in range(first, last)]
 
 
@@ -135,7 +135,7 @@ def kind_of(value: Any) -> str:
 
 
 def test_a_0_d_array_of_numpy_survives_a_padded_call_and_comes_back_as_an_array() -> None:
-    """Indexing a 0-d array gives a number in memory that is gone at once."""
+    """Indexing a 0-d array gives a number whose memory is freed at once."""
     numpy = pytest.importorskip("numpy")
     model = signature([dimension("batch", 4)], [spec("x", "batch"), spec("scale")], [spec("total"), spec("y", "batch")])
     seen: list[Numbers] = []
@@ -272,7 +272,7 @@ def test_a_call_that_does_not_fit_is_refused_in_one_line(
     assert "\n" not in message and caught.value.exit_code == 2
     assert backend.calls == []
     run(numbers((2, 3)))
-    run.close()  # the refused call was left: close does not wait for it
+    run.close()  # the refused call has ended: close does not wait for it
 
 
 @pytest.mark.parametrize(
@@ -368,7 +368,7 @@ def test_a_refused_call_makes_no_view_stale() -> None:
 
 
 def test_a_view_is_stale_when_another_threads_replay_came_after_its_own() -> None:
-    """The other thread had called already, and waited for its turn, when this call's views were made."""
+    """The other thread's call had already waited for its turn when this call's views were made."""
     first_runs, second_waits = threading.Event(), threading.Event()
 
     def compute(key: tuple[int, ...], inputs: list[Numbers]) -> list[Numbers]:
@@ -488,7 +488,7 @@ def test_close_waits_for_the_running_call_and_refuses_new_ones() -> None:
 
 
 def test_a_view_that_a_running_call_gives_while_the_program_is_closed_is_stale() -> None:
-    """On a GPU its memory is freed as soon as the call is done."""
+    """On a GPU its memory is freed as soon as the call ends."""
     running, go_on = threading.Event(), threading.Event()
 
     def compute(key: tuple[int, ...], inputs: list[Numbers]) -> list[Numbers]:

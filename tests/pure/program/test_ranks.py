@@ -1,4 +1,4 @@
-"""A model over several GPUs, called as one, against a fake driver whose streams work in any order."""
+"""A model over several GPUs is called as one program, on a fake driver whose streams work in any order."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.helpers.places import GOLDEN
 from tests.helpers.raising import raises
 
 IMAGE = next((GOLDEN / "v1/gpt_two.cgb/kernels").iterdir()).read_bytes()
-"""An ELF file for sm_90; the fake driver has kernels of its own."""
+"""An ELF file for sm_90. The fake driver has its own kernels."""
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ def check_nothing_is_left(fake: RanksDriver) -> None:
 
 
 def batch(key: int, seed: int = 0, device: int | None = None) -> Tensor:
-    """Numbers of the CPU, or the same memory taken for a GPU's."""
+    """Returns numbers on the CPU, or the same memory declared as a GPU's."""
     tensor = from_bytes(inputs(key, seed).tobytes(), "float32", (key, FLOATS))
     return tensor if device is None else Tensor(tensor.address, tensor.dtype, tensor.shape, tensor.strides, tensor, device)
 
@@ -95,13 +95,13 @@ def test_two_ranks_may_be_on_one_gpu(fake: RanksDriver, path: Path) -> None:
 def test_any_order_of_the_streams(
     tmp_path_factory: pytest.TempPathFactory, calls: list[tuple[int, int | None]], seed: int, world: int
 ) -> None:
-    """Inputs of the CPU and of the GPU, sizes mixed: every output is right whichever stream goes on."""
+    """With inputs of the CPU and the GPU and mixed sizes, every output is right, whichever stream proceeds."""
     folder = BUNDLES.get(world) or BUNDLES.setdefault(world, written(tmp_path_factory.mktemp("any") / "many.cgb", world))
     with pytest.MonkeyPatch.context() as patch:
         for fake in installed(patch, RanksDriver(world, seed)):
             with cgbundle.load(folder, outputs="view") as program:
                 for number, (key, device) in zip(count(), calls):
-                    held = batch(key, number, device)  # it lasts until the stream has read it, as a stream's allocator sees to
+                    held = batch(key, number, device)  # keep it until the stream has read it, like an allocator with streams
                     output = program(held)
                     if device is not None:
                         fake.settle()
@@ -127,7 +127,7 @@ def test_a_rank_that_does_not_come_is_named(fake: RanksDriver, path: Path, monke
         patch.setattr(backend, "_follow", lambda *_: None)
         with raises("rank-timeout", match=r"rank 0 on device 0 has waited 0.5 s for rank 1 in vain"):
             program(batch(4))
-    with raises("rank-timeout"):  # the flags of the two are no longer in step
+    with raises("rank-timeout"):  # the flags of the two are out of step
         program(batch(4))
     program.close()
     check_nothing_is_left(fake)
@@ -159,13 +159,13 @@ def test_what_it_does_not_do(fake: RanksDriver, path: Path) -> None:
 
 
 GIVING_BACK = ("Destroy", "Free", "Unmap", "Unload", "Release", "PopCurrent", "ExchangeStreamCaptureMode")
-"""In the names of calls after whose failure something may stay."""
+"""Parts of names of calls after whose failure objects may remain."""
 
 
 def test_a_gpu_on_which_not_all_blocks_fit_at_once(fake: RanksDriver, path: Path) -> None:
     fake.multiprocessors = 1
     cgbundle.load(path).close()
-    fake.devices = 4  # of which one is used: the driver takes it for the number of ranks
+    fake.devices = 4  # one is used: the driver takes this for the number of ranks
     with raises(
         "wrong-machine", match=r"device 0 \(Fake GPU\) runs 2 blocks of cgcompile_packets_float32 at once, 4 x 1 wait together"
     ):
@@ -173,7 +173,7 @@ def test_a_gpu_on_which_not_all_blocks_fit_at_once(fake: RanksDriver, path: Path
 
 
 def test_every_failure_of_the_driver_gives_all_back(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At load: each call of the driver fails once."""
+    """Each driver call of a load fails once."""
     for at in count():
         fake = RanksDriver()
         install(monkeypatch, fake)

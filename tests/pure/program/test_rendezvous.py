@@ -1,4 +1,4 @@
-"""Processes of ranks that find each other over a socket, here threads; what they write down of their calls."""
+"""Processes of ranks find each other over a socket, here as threads. They record their calls."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from tests.pure.program.test_ranks import check_nothing_is_left, flat, path  # n
 
 
 def part(content: bytes) -> int:
-    """A descriptor that stands for memory."""
+    """Returns a descriptor that stands for memory."""
     descriptor = os.memfd_create("part")
     os.write(descriptor, content)
     return descriptor
 
 
 def all_meet(where: Path, ranks: Sequence[tuple[int, str]], size: int, timeout: float = 60.0) -> list[Met | CgbundleError]:
-    """`ranks`: (number, bundle) of each process; what came of it."""
+    """Runs `ranks`, (number, bundle) of each process, and returns their results."""
 
     def one(rank: int, bundle: str) -> Met:
         memory = part(b"part of %d" % rank)
@@ -59,7 +59,7 @@ def done(met: Met) -> None:
 
 
 def test_every_rank_gets_the_memory_of_all(tmp_path: Path) -> None:
-    gc.collect()  # what tests before left open in cycles
+    gc.collect()  # closes files that earlier tests left open in cycles
     descriptors = len(os.listdir("/proc/self/fd"))
     outcomes = all_meet(tmp_path / "meeting", [(2, "b"), (0, "b"), (1, "b")], 3)
     for met in outcomes:
@@ -116,7 +116,7 @@ def test_a_socket_that_was_left_is_replaced_and_one_that_is_used_is_not(tmp_path
 @settings(deadline=None)
 @given(calls=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2)), max_size=30))
 def test_calls_of_other_programs_are_found_and_no_others(calls: list[tuple[int, int]]) -> None:
-    """In any order: a rank may be ahead of others by as many calls as it likes."""
+    """They are found in any order: a rank may be any number of calls ahead of others."""
     page = os.memfd_create("board")
     os.truncate(page, board_bytes(3))
     boards = [Board(page, rank, 3) for rank in range(3)]
@@ -138,7 +138,7 @@ def test_calls_of_other_programs_are_found_and_no_others(calls: list[tuple[int, 
 
 
 def test_two_processes_call_alike(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
-    """Two ranks that were loaded apart, here over one fake driver."""
+    """Two ranks are loaded separately, here over one fake driver."""
     fake = RanksDriver()
     install(monkeypatch, fake)
 

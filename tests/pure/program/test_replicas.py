@@ -1,4 +1,4 @@
-"""A bundle on several GPUs, called as one, against a fake driver."""
+"""A bundle on several GPUs is called as one program, on a fake driver."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.helpers.places import GOLDEN
 from tests.helpers.raising import raises
 
 IMAGE = next((GOLDEN / "v1/gpt_two.cgb/kernels").iterdir()).read_bytes()
-"""An ELF file for sm_90; the fake driver has kernels of its own."""
+"""An ELF file for sm_90. The fake driver has its own kernels."""
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def write(folder: Path) -> Manifest:
-    """The bundle of `cuda_bundles` with a signature to call it by and a self-test: whole, so that `load` takes it."""
+    """Writes the bundle of `cuda_bundles` with a signature and a self-test, so that `load` accepts it."""
     manifest = cuda_bundles.write(folder, IMAGE)
     (folder / PROGRAM).write_bytes(b"PK, but not really\n")
     contents = {}
@@ -80,7 +80,7 @@ def write(folder: Path) -> Manifest:
 
 
 def batch(key: int, seed: int = 0, device: int | None = None) -> Tensor:
-    """Numbers of the CPU, or the same memory taken for a GPU's."""
+    """Returns numbers on the CPU, or the same memory declared as a GPU's."""
     tensor = from_bytes(inputs(key, seed).tobytes(), "float32", (key, FLOATS))
     return tensor if device is None else Tensor(tensor.address, tensor.dtype, tensor.shape, tensor.strides, tensor, device)
 
@@ -109,7 +109,7 @@ def test_inputs_of_a_gpu_are_served_there(fake: FakeDriver, path: Path) -> None:
         for device in (0, 0, 2, 0):
             output = replicas(batch(4, device, device))
             assert output.tensor.device == device and flat(output.tensor) == wanted(4, device)
-            assert replicas(output).tensor.device == device  # an output goes back to where it lies
+            assert replicas(output).tensor.device == device  # an output returns to its input's device
         with raises("input-device", match="lie on CUDA device 1, and the bundle is on 2, 0"):
             replicas(batch(4, 0, 1))
         with raises("input-kind"):
@@ -124,7 +124,7 @@ def test_a_call_goes_where_the_fewest_run(fake: FakeDriver, path: Path) -> None:
             while replicas._load._running == [0, 0]:  # it waits for the first device, whose turn it is
                 pass
             for seed in range(5):
-                assert flat(replicas(batch(4, seed))) == wanted(4, seed)  # all on the second
+                assert flat(replicas(batch(4, seed))) == wanted(4, seed)  # all on the second device
             assert replicas._load._running == [1, 0] and not held.done()
         assert flat(held.result()) == wanted(4)
         assert replicas._load._running == [0, 0]
@@ -157,7 +157,7 @@ def test_an_update_is_on_all_devices_or_on_none(fake: FakeDriver, path: Path) ->
     old = {"offsets": from_bytes(array("f", range(len(other))).tobytes(), "float32", (len(other),))}
     before, after = wanted(4), [number + 1 for number in wanted(4)]
     with cgbundle.load(path, devices=[0, 1], replicas=True, lazy=False) as replicas:
-        # calls of the driver are counted: none may come from the background
+        # driver calls are counted: the background may make none
         replicas.update(weights)
         assert [flat(program(batch(4))) for program in replicas.programs] == [after, after]
         replicas.update(old, partial=True)
@@ -213,10 +213,10 @@ def test_whichever_call_fails_nothing_is_left(monkeypatch: pytest.MonkeyPatch, p
             replica_set = cgbundle.load(path, replicas=True)
         except CgbundleError:
             refused += 1
-        else:  # the threads' calls mix, and how many there are differs a little
-            fake.fail_at = -1  # a close in spite of errors is best effort
+        else:  # calls of threads mix, and their number varies a little
+            fake.fail_at = -1  # a close that fails may leave objects
             replica_set.close()
-        give_back = ("Destroy", "Free", "Unload", "Release", "PopCurrent")  # what this call should have given back stays
+        give_back = ("Destroy", "Free", "Unload", "Release", "PopCurrent")  # after these the object may remain
         if not any(word in fake.calls[number] for word in give_back):
             assert not fake.live and fake.retained == 0, fake.calls[number]
     assert refused > 10

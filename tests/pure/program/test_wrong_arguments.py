@@ -1,4 +1,4 @@
-"""Arguments of every wrong kind: an error of ours, a TypeError or a ValueError, of one line, and nothing is left behind."""
+"""Wrong arguments of every kind give an error of ours, a TypeError or a ValueError, of one line. Nothing is left behind."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BIG = 10**12
 
 
 class Odd:
-    """An object that answers nothing."""
+    """An object whose attributes all raise an error."""
 
     def __getattr__(self, name: str) -> Any:
         raise RuntimeError(f"no {name} of mine")
@@ -37,7 +37,7 @@ class Odd:
 def refusal(
     call: Callable[[], object], known: type[Exception] | tuple[type[Exception], ...] = (CgbundleError, TypeError, ValueError)
 ) -> str:
-    """What a call is refused with: one line."""
+    """Returns the one-line message with which a call is refused."""
     with pytest.raises(known) as caught:
         call()
     text = str(caught.value)
@@ -205,7 +205,7 @@ _new.restype, _new.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_
 
 
 class Shared:
-    """What says of itself that it speaks DLPack."""
+    """An object that claims to support DLPack."""
 
     def __init__(self, capsule: Any, device: Any = (1, 0)) -> None:
         self.capsule, self.device = capsule, device
@@ -218,7 +218,7 @@ class Shared:
 
 
 class Capsules:
-    """Makes capsules over 16 numbers, which live as long as this."""
+    """Makes capsules over 16 numbers, which live as long as this object."""
 
     def __init__(self) -> None:
         self.kept: list[Any] = []
@@ -262,9 +262,9 @@ def test_what_is_no_capsule_and_no_device() -> None:
         refusal(lambda capsule=capsule: run(Shared(capsule)), CgbundleError)  # type: ignore[misc]
     for device in (None, 5, (1, 0, 0), ("a", "b"), lambda: 1 / 0, (10**30, 0), (-1, 0), (1.0, 0), Odd()):
         refusal(lambda device=device: run(Shared(capsules.capsule(), device)), CgbundleError)  # type: ignore[misc]
-    assert run(Shared(capsules.capsule(strides=(0, 1))))  # rows that are one row repeated
+    assert run(Shared(capsules.capsule(strides=(0, 1))))  # repeats one row
     one = capsules.capsule()
-    assert run(Shared(one)) and run(Shared(one))  # it is looked at, not used up
+    assert run(Shared(one)) and run(Shared(one))  # it is only read, not consumed
 
 
 # --- NumPy ---------------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""bundles/cgserve/language/adapters.py: what is read of PEFT's folders, and what is refused, in one line."""
+"""bundles/cgserve/language/adapters.py: what is read from PEFT's folders, and what is refused in one line."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CODES = {"F32": "f", "F16": "e"}
 
 
 def manifest(**shapes: tuple[tuple[int, ...], tuple[int, ...]]) -> Any:
-    """A bundle with a bank of 5 adapters."""
+    """Returns a bundle with a bank of 5 adapters."""
     inputs = [SimpleNamespace(name="adapter", shape=(1,)), SimpleNamespace(name="scale", shape=(1,))]
     inputs += [
         SimpleNamespace(name=f"factors.{name}.{place}", shape=shape)
@@ -50,7 +50,7 @@ def test_the_bank_of_a_bundle(bank: Bank) -> None:
 
 
 class Written:
-    """An adapter of rank 2 in a folder, with a factor of both layers of number 1."""
+    """An adapter of rank 2 in a folder, with a factor for both layers of number 1."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -152,7 +152,7 @@ def test_files_that_are_refused(tmp_path: Path, bank: Bank) -> None:
 
 
 def test_beginnings_are_shared_among_texts_of_one_adapter() -> None:
-    """Also where another adapter has taken the place of the first."""
+    """This also holds after another adapter has taken the first one's slot."""
     from cgserve.scheduling.requests import NO_ADAPTER, Adapter, Limits, Request, Sampling, Token
     from cgserve.scheduling.scheduler import Scheduler
 

@@ -1,4 +1,4 @@
-"""Numbers of the server under the names of vLLM and Triton: what a Prometheus parser reads of them."""
+"""Metrics of the server under the names of vLLM and Triton: what a Prometheus parser reads."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cgserve.tensors.metrics import Metrics  # noqa: E402
 
 
 def read(registry: Any) -> dict[tuple[str, ...], float]:
-    """Values by the sample's name and its labels' values."""
+    """Returns values by the sample's name and the values of its labels."""
     shown = prometheus_client.CollectorRegistry()
     shown.register(Dashboards(registry))
     families = text_string_to_metric_families(prometheus_client.generate_latest(shown).decode())

@@ -1,4 +1,4 @@
-"""bundles/cgserve/scheduling: whatever comes and goes, pages and lanes have one owner, and everybody is served."""
+"""bundles/cgserve/scheduling: whatever requests come and go, pages and lanes have one owner, and every request is served."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EXAMPLES = ROOT / "examples"
 
 @pytest.fixture(scope="module")
 def scheduling() -> Any:
-    """The module, where what it needs is installed."""
+    """Returns the module. Skips the test where its packages are missing."""
     module = importlib.import_module("cgserve.scheduling.scheduler")
     requests = importlib.import_module("cgserve.scheduling.requests")
     names = {name: value for name, value in (vars(requests) | vars(module)).items() if name[0].isupper()}
@@ -27,7 +27,7 @@ def scheduling() -> Any:
 
 
 class Followed:
-    """Rules that check how they are asked: once for every token of an answer, in order, or again where a text is read again."""
+    """Rules that check their calls: once for every token of an answer, in order, and again where a text is read again."""
 
     def __init__(self, prompt: int) -> None:
         self.prompt, self.tokens = prompt, list[int]()
@@ -40,10 +40,10 @@ class Followed:
 
 
 class World:
-    """A scheduler, a model that continues every text in a way of its own, and a check of every step.
+    """A scheduler, a model that continues every text in its own way, and a check of every step.
 
-    `cache` holds what the pages would: of each (page, place) the hash of the text up to there, and its last token.  A call is made
-    as soon as it is planned; what it made is told later, where the scheduler plans ahead.
+    `cache` stands for the pages: it holds the hash of the text and its last token for each (page, place). A call runs when it is
+    planned. Its results are reported later if the scheduler plans ahead.
     """
 
     def __init__(self, scheduling: Any, limits: Any) -> None:
@@ -52,18 +52,18 @@ class World:
         self.cache: dict[tuple[int, int], tuple[int, int]] = {}
         self.slots: dict[int, object] = {}
         self.requests: dict[object, Any] = {}
-        self.every: dict[object, Any] = {}  # those that ended or left among them
+        self.every: dict[object, Any] = {}  # also those that ended or left
         self.generated: dict[object, list[int]] = {}
         self.ended: dict[object, str] = {}
         self.entries: list[str] = []
         self.read: dict[object, int] = {}  # tokens of prompts that calls have read
-        self.under_way: deque[tuple[Any, Any]] = deque()  # steps, and what was made for them
+        self.under_way: deque[tuple[Any, Any]] = deque()  # steps and their results
         self.fails = False
 
     def add(
         self, key: object, prompt: int, most: int, stop: int = -1, family: object = None, *, ruled: bool = False, **sampling: Any
     ) -> None:
-        """`family`: texts of one begin alike."""
+        """Adds a request. Texts of one `family` begin alike."""
         tokens = prompt_of(key if family is None else family, prompt)
         sampled = self.scheduling.Sampling(**sampling)
         rules = Followed(prompt) if ruled else None
@@ -79,14 +79,14 @@ class World:
         self.requests.pop(key, None)
 
     def step(self) -> bool:
-        """One call, and all that was made is told; False where nothing is open."""
+        """Plans a call, and reports all results. Returns False if no request is open."""
         planned = self.plan()
         while self.tell():
             pass
         return planned
 
     def plan(self) -> bool:
-        """One call."""
+        """Plans and makes one call."""
         step = self.scheduler.next()
         if step is None:
             return False
@@ -97,14 +97,14 @@ class World:
         if isinstance(before, str) and any(lane.behind >= 0 for lane in step.lanes):
             rows = "not called"
         if rows is None:
-            failed = {lane.key for other, rows in self.under_way if rows == "failed" for lane in other.lanes}  # will be forgotten
+            failed = {lane.key for other, rows in self.under_way if rows == "failed" for lane in other.lanes}  # to be dropped
             nothing = [self.scheduling.Token(0, 0.0)]
             rows = [nothing if lane.key in failed else self.run(lane, step.entry, before) for lane in step.lanes]
         self.under_way.append((step, rows))
         return True
 
     def tell(self) -> bool:
-        """What the oldest call made."""
+        """Reports the results of the oldest call."""
         if not self.under_way:
             return False
         _, rows = self.under_way.popleft()
@@ -192,13 +192,13 @@ class World:
 
 
 def prompt_of(family: object, count: int) -> tuple[int, ...]:
-    """A prompt.  Those of families that are numbers part at a place of their own from that of family 0."""
+    """Returns a prompt. Prompts of families that are numbers differ from family 0's after some place of their own."""
     parts = family % 4 * 5 if isinstance(family, int) else 0
     return tuple([hash((0 if place < parts else family, place)) % 1000 for place in range(count)])
 
 
 def following(text: list[int]) -> int:
-    """The token behind a text: what a model at temperature 0 is."""
+    """Returns the token after a text. It represents a model at temperature 0."""
     return hash(tuple(text)) % 1000
 
 
@@ -239,7 +239,7 @@ def test_any_order_of_coming_and_going(
             prompt = 1 + rest[0] % (context - 1)
             most = 1 + rest[1] % (context - prompt)
             stop, family = -1, rest[1] % 8
-            if rest[2] == 0:  # a token that comes
+            if rest[2] == 0:  # a normal token
                 stop = continued(prompt_of(family, prompt), most, ())[rest[1] % most]
             penalty = 1.5 if rest[2] == 3 else 1.0
             world.add(number, prompt, most, stop, family, alternatives=int(rest[2] == 1), penalty=penalty, ruled=rest[0] % 3 == 0)
@@ -270,7 +270,7 @@ def test_any_order_of_coming_and_going(
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_twenty_thousand_requests_leak_no_page(scheduling: Any, shared: bool) -> None:
-    """A third is cancelled."""
+    """A third of the requests is cancelled."""
     order = random.Random(0)
     sizes: dict[str, Any] = {"page": 4, "pages": 60, "slots": 17, "blocks": 16, "readers": (1, 4), "chunk": 4, "lanes": 16}
     limits = scheduling.Limits(**sizes, several=shared, shared=shared)
@@ -314,7 +314,7 @@ def test_prompts_and_tokens_take_turns(scheduling: Any) -> None:
 
 
 def test_the_oldest_is_never_put_off(scheduling: Any) -> None:
-    """Eight pages of four tokens for texts of up to 28: those that came last give theirs back, and go on before any that waits."""
+    """Texts of up to 28 tokens share eight pages of four: the newest give their pages back, and continue before any that waits."""
     world = World(scheduling, roomy(scheduling, pages=9, lanes=3))
     for name in range(5):
         world.add(name, 4, 24)
@@ -437,7 +437,7 @@ def sharing(scheduling: Any, **other: Any) -> World:
 
 
 def test_an_equal_beginning_is_read_once(scheduling: Any) -> None:
-    """20 texts come at once: 24 tokens are the same, up to 6 their own."""
+    """20 texts come at once: 24 tokens are common, up to 6 are their own."""
     world = sharing(scheduling)
     for number in range(20):
         tokens = prompt_of("all", 24) + prompt_of(str(number), 1 + number % 6)
@@ -457,8 +457,8 @@ def test_an_equal_beginning_is_read_once(scheduling: Any) -> None:
 
 
 def test_what_was_used_least_recently_goes_first(scheduling: Any) -> None:
-    """Twelve pages; a text takes five, and four of them are worth keeping.  The last pages of "b" go, then all of it, then the last
-    one of "a", which was used again meanwhile."""
+    """Of twelve pages a text takes five, four of which are worth keeping. First the last pages of "b" go, then all of "b", then the
+    last page of "a", which was used again."""
     world = sharing(scheduling, pages=13, blocks=12)
     for name in ("a", "b", "a", "c", "d"):
         world.add(object(), 17, 1, family=name)
@@ -483,7 +483,7 @@ def test_a_text_whose_penalty_counts_tokens_reads_all_of_them(scheduling: Any) -
 
 
 def test_tokens_that_were_made_are_not_shared(scheduling: Any) -> None:
-    """Other kernels make them: a text that goes on from an answer reads the answer again, as it would without this."""
+    """Other kernels compute them. A text that continues an answer reads the answer again, as without sharing."""
     world = sharing(scheduling)
     world.add("a", 9, 20)
     while world.step():
@@ -501,7 +501,7 @@ def test_tokens_that_were_made_are_not_shared(scheduling: Any) -> None:
 
 
 def lanes_of_steps(scheduling: Any, prompts: dict[str, int], steps: int, **other: Any) -> list[list[str]]:
-    """Whose lanes so many prefill calls have, for prompts that came in this order."""
+    """Returns the owners of the lanes of this many prefill calls, for prompts that come in this order."""
     scheduler = sharing(scheduling, shared=False, **other).scheduler
     for key, count in prompts.items():
         scheduler.add(key, scheduling.Request(prompt=prompt_of(key, count), most=1))
@@ -519,7 +519,7 @@ def test_several_prompts_share_a_call(scheduling: Any) -> None:
 
 
 def test_a_short_prompt_does_not_wait_for_a_long_one(scheduling: Any) -> None:
-    """Half of a call is the oldest's, and the shortest come next."""
+    """The oldest prompt gets half of a call, then the shortest prompts follow."""
     prompts = {"long": 60, "middle": 40, "short": 6}
     assert lanes_of_steps(scheduling, prompts, 2) == [["long"] * 4 + ["middle"] * 2 + ["short"] * 2, ["long"] * 4 + ["middle"] * 4]
     assert lanes_of_steps(scheduling, prompts, 4, readers=(1,)) == [["long"], ["short"], ["long"], ["short"]]

@@ -1,4 +1,4 @@
-"""bundles/cgserve/language/lane_tables.py: tensors that stay from call to call are those that a fresh call would write."""
+"""bundles/cgserve/language/lane_tables.py: tensors that are reused between calls equal those that a new call would write."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ CALLS = st.lists(
     st.lists(st.tuples(st.integers(0, 5), st.integers(0, 2), st.booleans()), max_size=BATCH, unique_by=lambda lane: lane[0]),
     max_size=12,
 )
-"""Of every call the lanes: the number of a text, how many pages it has more than before, and whether it has begun anew."""
+"""The lanes of every call: the number of a text, how many pages were added to it, and whether it has begun again."""
 
 
 def columns(tables: LaneTables, counts: list[int]) -> dict[str, Any]:
-    """What a call reads: of a prefill's lanes the tokens that count."""
+    """Returns what a call reads. Of a prefill's lanes only the valid tokens count."""
     ids = [row[:count] for row, count in zip(tables.ids.tensor.tolist(), [*counts, *[1] * (BATCH - len(counts))], strict=True)]
     others = {name: getattr(tables, name).tensor.tolist() for name in ("count", "start", "slot", "adapter", "pages", "stop")}
     return others | {name: column.tensor.tolist() for name, column in tables.sampling.items()} | {"ids": ids}

@@ -1,4 +1,4 @@
-"""bundles/cgserve/language/{text,chat,answer}.py: text as tokens come, stop strings, chat templates, a tokenizer's folder."""
+"""bundles/cgserve/language/{text,chat,answer}.py: streamed text, stop strings, chat templates, a tokenizer's folder."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ tokenizers = pytest.importorskip("tokenizers")
 
 @pytest.fixture(scope="module")
 def modules() -> SimpleNamespace:
-    """The modules."""
+    """Returns the modules."""
     return SimpleNamespace(
         **{name: importlib.import_module(f"cgserve.language.{name}") for name in ("text", "answer")},
         requests=importlib.import_module("cgserve.scheduling.requests"),
@@ -33,7 +33,7 @@ def bytes_alone() -> Any:
 
 @pytest.fixture(scope="module")
 def sentencepiece() -> Any:
-    """Like Llama 2's: spaces belong to words, and are not written where a text begins; bytes for what has no token."""
+    """Returns a tokenizer like Llama 2's: spaces belong to words and are dropped at a text's start; unknown text becomes bytes."""
     words = ["▁", "▁the", "▁cat", "s", "a", "▁a"]
     names = ["<unk>", *[f"<0x{byte:02X}>" for byte in range(256)], *words]
     vocabulary = {name: number for number, name in enumerate(names)}
@@ -67,7 +67,7 @@ def test_bytes_that_are_no_text_come_as_the_tokenizer_decodes_them(modules: Simp
 
 
 def spelled(data: bytes) -> list[str]:
-    """Bytes as a byte-level vocabulary writes them: GPT-2's table."""
+    """Returns bytes as a byte-level vocabulary writes them, by GPT-2's table."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     table = {byte: chr(byte) for byte in plain}
     table |= {byte: chr(256 + number) for number, byte in enumerate([code for code in range(256) if code not in plain])}
@@ -165,7 +165,7 @@ def test_what_a_folder_says(modules: SimpleNamespace, tmp_path: Path) -> None:
 
 
 def test_versions_share_a_tokenizer_that_is_the_same(modules: SimpleNamespace, tmp_path: Path) -> None:
-    """Of one that is dropped tokenizers keeps the tokens of words for ever."""
+    """The package tokenizers keeps the words and tokens of a dropped tokenizer forever, so equal versions share one."""
     folders = [tmp_path / name for name in ("first", "second", "third")]
     for folder, letters in zip(folders, (120, 120, 100), strict=True):
         folder.mkdir()

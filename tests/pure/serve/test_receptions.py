@@ -1,4 +1,4 @@
-"""bundles/cgserve/transport/receptions.py: how many messages of gRPC are received at once."""
+"""bundles/cgserve/transport/receptions.py: how many gRPC messages are received at once."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_few_messages_are_received_at_once(receptions: ModuleType) -> None:
 
 
 def test_slow_messages_make_room_for_others(receptions: ModuleType) -> None:
-    """Three slow ones go on beside the others, the fourth is given up; then there is room again."""
+    """Three slow messages continue beside the others and the fourth is given up. Then there is room again."""
 
     async def run() -> None:
         slow, quick, turns = Sender(), Sender(), receptions.Receptions(2, 3, 0.05)

@@ -1,4 +1,4 @@
-"""bundles/cgserve/restrictions: rules token by token, calls of tools in text, and what a body may ask for."""
+"""bundles/cgserve/restrictions: rules for each token, tool calls in text, and what a request body may ask for."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def allowed(words: array[int], count: int = 100) -> list[int]:
 
 
 class Counting:
-    """A grammar of the tokens 5, 6, 7 and the end 99; 66 is what it cannot take."""
+    """A grammar of the tokens 5, 6, 7 and the end 99, which does not accept 66."""
 
     def __init__(self) -> None:
         self.taken: list[int] = []
@@ -113,7 +113,7 @@ def test_penalties_count_the_tokens_of_the_answer() -> None:
 
 
 def test_calls_of_choose() -> None:
-    """Lanes beyond the largest size take several calls, and so do more biases than one call sets."""
+    """More lanes than the largest size need several calls, and so do more biases than one call sets."""
     seen: list[Any] = []
 
     def call(slot: Any, place: Any, sampling: Any, restriction: Any) -> Any:
@@ -168,7 +168,7 @@ def test_calls_of_choose() -> None:
     ],
 )  # fmt: skip
 def test_calls_in_a_text(form: Any, text: str, content: str, calls: list[tuple[str, str]]) -> None:
-    """Wherever it is cut."""
+    """Calls are found wherever the text is cut."""
     for size in (1, 7, 1000):
         reader, said, parsed_calls = CallReader(BOX.tools, form), "", []
         for piece in [*[reader.push(text[at : at + size]) for at in range(0, len(text), size)], reader.end()]:
@@ -255,7 +255,7 @@ def grammars() -> Any:
 
 
 def taken(grammars: Any, grammar: str, text: str) -> bool:
-    """Whether a text keeps to a grammar, and may end there; the mask has every token of it."""
+    """Returns whether a text obeys a grammar and may end there. Checks that the mask allows each of its tokens."""
     rules = TokenRules(300, 0, Wishes(), (END,), grammars.matcher(grammar))
     tokens = [*byte_tokenizer().encode(text, add_special_tokens=False).ids, END]
     for place, token in enumerate([0, *tokens]):
@@ -278,7 +278,7 @@ def test_a_grammar_of_a_schema(grammars: Any, text: str, fits: bool) -> None:
 
 @pytest.mark.parametrize("form", [HERMES, MISTRAL, LLAMA, JSON])
 def test_a_grammar_of_calls(grammars: Any, form: Any) -> None:
-    """What it lets through is read as calls."""
+    """Texts that it allows are read as calls."""
     head = f'{{"name": "get", "{form.key}": '
     call, put = f'{form.begin}{head}{{"a": 1}}}}{form.end}', f"{form.begin}{head.replace('get', 'put')}{{}}}}{form.end}"
     one, two = form.opening + call + form.closing, form.opening + call + form.between + put + form.closing
@@ -299,7 +299,7 @@ def test_a_grammar_of_calls(grammars: Any, form: Any) -> None:
 
 
 def test_tags_that_are_tokens() -> None:
-    """As Qwen's and Mistral's tokenizers have them: what a model was trained to write."""
+    """Qwen's and Mistral's tokenizers have such tags, which their models were trained to write."""
     pytest.importorskip("llguidance", reason="pip install '.[grammar]'")
     from tokenizers import AddedToken
 

@@ -1,4 +1,4 @@
-"""What `cgcompile serve` says before it listens: one line for each mistake."""
+"""`cgcompile serve` reports each mistake in one line before it listens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a process that was forked may still do with a program of its parent's: nothing, and at once, also where a lock was held."""
+"""A forked process can do nothing with its parent's program: it gets an error at once, even where a lock was held."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.helpers.raising import raises
 
 @pytest.fixture
 def fork() -> Iterator[None]:
-    """Puts back what a fork changes: the tests count one themselves and stay one process."""
+    """Restores what a fork changes: the tests only pretend a fork and stay in one process."""
     before = {name: getattr(FORKS, name) for name in FORKS.__slots__}
     yield
     for name, value in before.items():

@@ -1,4 +1,4 @@
-"""Sessions, state, seeds and static inputs of a program for a GPU, against a fake driver."""
+"""Sessions, state, seeds and static inputs of a program for a GPU, on a fake driver."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ def batch(key: int, seed: int = 0) -> Tensor:
 
 
 def on_gpu(value: Tensor) -> Tensor:
-    """The same memory, which the fake driver takes for the GPU's."""
+    """Returns the same memory, which the fake driver takes for the GPU's."""
     return Tensor(value.address, value.dtype, value.shape, value.strides, value, 0)
 
 
 def numbers(tensor: Tensor) -> list[float]:
-    """The elements of a dense tensor, wherever it lies."""
+    """Returns the elements of a dense tensor at any place."""
     count = 1
     for size in tensor.shape:
         count *= size
@@ -65,7 +65,7 @@ def grown(first: list[float], *calls: Tensor) -> list[float]:
 def test_the_bundle_is_sound(bundle: tuple[Manifest, Path]) -> None:
     manifest, folder = bundle
     contents.check_tables(ArchiveOf(folder, manifest))
-    with raises("file-damaged", match=r"exam.safetensors: the manifest needs it"):  # it has none; all else is checked before
+    with raises("file-damaged", match=r"exam.safetensors: the manifest needs it"):  # it has none; everything else is checked before
         check_manifest(manifest)
 
 
@@ -167,7 +167,7 @@ def test_whichever_call_fails_a_session_leaves_nothing_and_disturbs_none(fake: F
             name = fake.calls[place]
             left = {at for at, thing in fake.live.items() if thing != "stream"} - live
             assert not left or "Destroy" in name, name
-            for at in left:  # what the failed call should have given back
+            for at in left:  # the failed call should have freed these
                 del fake.live[at]
             assert numbers(program(batch(4, number))["y"]) == list(expected(inputs(4, number)))
         assert failures > 10
@@ -268,7 +268,7 @@ def test_kernels_of_two_sessions_never_write_to_the_same_variable(
     added = fake_driver.KERNELS["add"]
 
     def counting(block: list[bytes], data: dict[str, Any]) -> None:
-        """As `add`, and counts its launches in a variable of its image, which `combine` reads."""
+        """Runs `add`, and counts its launches in a variable of its image, which `combine` reads."""
         (count,) = unpack("<f", data["bias"].raw)
         data["bias"].raw = pack("<f", count + 1)
         added(block, data)

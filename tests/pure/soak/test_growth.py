@@ -1,4 +1,4 @@
-"""What the soak calls growth: a slope that lasts, and neither noise nor a peak."""
+"""The soak test reports growth only for a lasting slope, not for noise or a peak."""
 
 from __future__ import annotations
 

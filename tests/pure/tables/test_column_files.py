@@ -1,4 +1,4 @@
-"""A file of columns to its limits: as many bytes and rows as they allow, and one more."""
+"""A file of columns may have as many bytes and rows as the limits allow, and not one more."""
 
 from __future__ import annotations
 

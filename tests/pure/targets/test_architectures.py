@@ -1,4 +1,4 @@
-"""The table of targets: what a row must satisfy by itself, and the refusal of a name that is not there."""
+"""The table of targets: the rules for each row, and the refusal of an unknown name."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_row(row: Arch) -> None:
 
 
 def test_known_values() -> None:
-    """From the CUDA C++ Programming Guide's table, which the rest of a row is derived from."""
+    """The values come from the table in the CUDA C++ Programming Guide. The rest of a row is derived from it."""
     assert (arch("sm_80").shared_optin, arch("sm_80").threads_sm) == (163 * KIB, 2048)
     assert (arch("sm_86").shared_optin, arch("sm_86").threads_sm) == (99 * KIB, 1536)
     assert (arch("sm_90").shared_optin, arch("sm_90").multiprocessors) == (227 * KIB, 132)

@@ -1,4 +1,4 @@
-"""The kernels of collectives, as PTX, run on the CPU by several ranks side by side, in any order."""
+"""The kernels of collectives, as PTX, run on the CPU by several ranks at the same time, in any order."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MEMORIES = {world: ExchangeMemory(world=world, packets=64, buffers=128) for worl
 
 @dataclass(frozen=True)
 class Collective:
-    """`scattered`: each rank gets a piece of its own.  `count`: pieces that each gets.  `sender`: the one that sends, -1: all."""
+    """`scattered`: each rank gets its own piece. `count`: pieces for each rank. `sender`: the sending rank, -1 for all."""
 
     way: Way
     combine: Combine
@@ -52,7 +52,7 @@ Words = list[int]
 
 
 def drawn(random: Random, combine: Combine, words: int) -> Words:
-    """Words of finite numbers of a dtype, small enough that no sum overflows."""
+    """Returns words of finite numbers of a dtype, so small that no sum overflows."""
     if combine == "float32":
         return [bits_of(random.uniform(-100, 100)) for _ in range(words)]
     if combine == "bfloat16":
@@ -63,7 +63,7 @@ def drawn(random: Random, combine: Combine, words: int) -> Words:
 
 
 def summed(combine: Combine, parts: Sequence[Words]) -> Words:
-    """The sums of numbers of a dtype, in float32 and the order that is given, rounded at the end."""
+    """Returns the sums of numbers of a dtype, in float32 and the given order, rounded at the end."""
     totals = []
     for column in zip(*parts, strict=True):
         if combine == "float32":
@@ -86,7 +86,7 @@ def added(column: Sequence[int]) -> int:
 
 
 def wanted(collective: Collective, inputs: Sequence[Words], rank: int) -> Words:
-    """What a rank gets of the inputs of all."""
+    """Returns what a rank gets of all inputs."""
     words = collective.count * PIECE[collective.way] // 4
     first = words * rank if collective.scattered else 0
     parts = [rank_input[first : first + words] for rank_input in inputs]
@@ -102,8 +102,8 @@ def packed(words: Words) -> bytes:
 def exchanged(
     world: int, listed: Sequence[Collective], seed: int, text: str = "", absent: int = -1
 ) -> tuple[list[list[bytes]], list[list[bytes]], Memory, list[int]]:
-    """What came and what should have come, by collective and rank, after all ranks but `absent` have run all collectives; the
-    memory, and where the exchange memories of the ranks begin."""
+    """Returns the results and expected results by collective and rank, after all ranks but `absent` have run all collectives. Also
+    returns the memory, and the start of each rank's exchange memory."""
     layout, memory, random = MEMORIES[world], Memory(), Random(seed)
     programs = parse(text or source(layout))
     bases = [memory.allocate(layout.bytes) for _ in range(world)]
@@ -164,7 +164,7 @@ def test_launches_have_room_for_every_piece(pieces: int) -> None:
     launch = collective_launch(16 * pieces)
     assert launch.count * PIECE[launch.way] == 16 * pieces
     assert 1 <= launch.blocks <= BLOCKS and max(WORLDS) <= launch.threads <= 1024
-    assert launch.way == "buffers" or launch.blocks * launch.threads >= launch.count  # a piece a thread: all wait for one way
+    assert launch.way == "buffers" or launch.blocks * launch.threads >= launch.count  # one piece per thread: all wait only once
 
 
 def test_sizes_that_are_no_multiple_are_refused() -> None:

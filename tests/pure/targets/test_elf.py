@@ -1,4 +1,4 @@
-"""Cubins are read with every bound checked, and what is none is refused by name.  The cubin here is made by hand."""
+"""Cubins are read with every bound checked, and other data gives a named error. This cubin is made by hand."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ INITIAL = b"\x01\x02\x03\x04\x05\x06\x07\x08"
 
 
 def cubin() -> bytes:
-    """Sections: null, .shstrtab, .strtab, .nv.global.init (8 bytes), .nv.global (16 bytes, not in the file), .symtab."""
+    """Returns an image: null, .shstrtab, .strtab, .nv.global.init (8 bytes), .nv.global (16 bytes, not in the file), .symtab."""
     names = ["", ".shstrtab", ".strtab", ".nv.global.init", ".nv.global", ".text.kernel", ".symtab"]
     shstrtab = b"\0".join(n.encode() for n in names) + b"\0"
     strtab = b"\0table\0counter\0kernel\0"

@@ -1,4 +1,4 @@
-"""A collective as a launch, and what is read back of it; and the ranks that are interpreted side by side."""
+"""A collective as a launch, what is read back from it, and ranks interpreted at the same time."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_what_is_read_back_is_what_was_launched(data: st.DataObject, world: int)
 
 @given(data=st.data(), world=st.sampled_from((2, 3, 4)))
 def test_ranks_side_by_side(data: st.DataObject, world: int) -> None:
-    """What comes is what PyTorch says of the collective, in the order of the ranks."""
+    """The result is PyTorch's for the collective, in the order of the ranks."""
     kind, dtype, nbytes, sent = data.draw(transfers(world))
     random = np.random.default_rng(data.draw(st.integers(0, 1 << 30)))
     kinds = {"float32": np.float32, "float16": np.float16}
@@ -139,7 +139,7 @@ def test_other_launches_are_none() -> None:
 
 
 def test_tables_that_are_refused() -> None:
-    """Wrong in one thing each."""
+    """Each table has one error."""
     sent = transfer("all_reduce", "float32", 64, 2)
     memory = needed_memory(2, [sent])
     base, world = nodes(memory, [sent], 1), kernels(memory, 1).world

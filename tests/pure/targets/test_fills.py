@@ -1,4 +1,4 @@
-"""Memsets become launches that write the same bytes; an imaginary GPU runs them here, a real one in tests/gpu."""
+"""Memsets become launches that write the same bytes. A simulated GPU runs them here, a real one in tests/gpu."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def run_memset(node: MemsetNode, memory: bytearray) -> None:
 
 
 def run_launch(function: Function, node: KernelNode, memory: bytearray) -> None:
-    """What the PTX of fills.py does, thread by thread."""
+    """Does what the PTX of fills.py does, thread by thread."""
     piece = int(function.symbol.rpartition("_")[2])
     _, count, pattern = struct.unpack("<QQI", node.block)
     (link,) = node.relocations

@@ -1,4 +1,4 @@
-"""The lowest driver that takes a recording's nodes and edges."""
+"""The lowest driver version that accepts a recording's nodes and edges."""
 
 from __future__ import annotations
 

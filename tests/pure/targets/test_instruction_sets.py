@@ -1,4 +1,4 @@
-"""What compiled code needs of a processor: asked of the compiler, in the words of the kernel."""
+"""The processor features that compiled code needs: the compiler reports them, and they get the kernel's names."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ GRAVITON3_FLAGS = "fp asimd aes sha2 atomics fphp asimdhp sve bf16 i8mm svebf16 
 
 
 def compiler(defines: dict[str, str]) -> Callable[..., dict[str, str]]:
-    """One that defines this with options, and __SSE2__ alone without any."""
+    """Returns a compiler that defines this with options, and only __SSE2__ without any."""
     return lambda *options: {"__SSE2__": "1"} | (defines if options else {})
 
 
 def test_code_for_an_epyc_needs_what_compilers_use_and_nothing_else() -> None:
     defines = dict.fromkeys(ZEN4.split(), "1")
-    defines.pop("__SSE4A__")  # switched off: compiler.py
+    defines.pop("__SSE4A__")  # switched off in compiler.py
     flags = needed(compiler(defines), [("-march=native",)], "x86_64", ZEN4_FLAGS.split())
     assert {"avx512_vbmi2", "avx512_vnni", "avx512_bf16", "avx512_vpopcntdq", "bmi1", "abm", "pni", "gfni", "fma"} <= set(flags)
     assert not {"clzero", "sse4a", "adx", "aes", "sha_ni", "rdpid", "rdrand", "rdseed", "clwb", "xsaveopt", "fsgsbase"} & set(flags)

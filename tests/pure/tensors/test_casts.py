@@ -1,4 +1,4 @@
-"""Safe casts: the rule against NumPy's, and the numbers that come out of every library."""
+"""Safe casts: the rule compared with NumPy's, and the resulting numbers of every library."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.pure.program.test_program import program
 
 SAFE = [(source, target) for source in DTYPES for target in DTYPES if source != target and is_safe(source, target)]
 LOSSY = {(source, target) for source in ("int64", "uint64") for target in ("float64", "complex128")}
-"""What NumPy calls safe, and is not."""
+"""Casts that NumPy calls safe but that lose information."""
 
 NUMPYS = [name for name in DTYPES if not name.startswith(("bfloat16", "float8"))]
 
@@ -43,7 +43,7 @@ def test_a_safe_cast_keeps_every_number(pair: tuple[str, str], data: bytes) -> N
 
 
 def as_kind(numbers: list[Any], dtype: str) -> list[Any]:
-    """The numbers as Python spells those of `dtype`: 1.0 and not 1 for a float."""
+    """Returns the numbers as Python writes those of `dtype`: 1.0 instead of 1 for a float."""
     kind = complex if dtype.startswith("complex") else float if "float" in dtype else bool if dtype == "bool" else int
     return [kind(number) for number in numbers]
 
@@ -51,7 +51,7 @@ def as_kind(numbers: list[Any], dtype: str) -> list[Any]:
 @pytest.mark.parametrize("target", ["float8_e4m3fn", "float8_e5m2", "float16", "bfloat16"])
 @pytest.mark.parametrize("source", DTYPES)
 def test_what_is_refused_of_a_narrow_float_has_a_number_that_it_lacks(source: str, target: str) -> None:
-    """The rule is no stricter than it has to be: all numbers of `target` are known, as it has 65536 at most."""
+    """The rule is no stricter than necessary. `target` has at most 65536 numbers, so all are compared."""
     if DTYPES[source] > 2 or source.startswith("complex"):
         assert not is_safe(source, target)
         return
@@ -59,7 +59,7 @@ def test_what_is_refused_of_a_narrow_float_has_a_number_that_it_lacks(source: st
 
 
 def numbers(dtype: str) -> set[float]:
-    """All numbers of a dtype of one or two bytes."""
+    """Returns all numbers of a dtype of one or two bytes."""
     width = DTYPES[dtype]
     raw = bytes([0, 1]) if dtype == "bool" else b"".join(bits.to_bytes(width, "little") for bits in range(1 << 8 * width))
     return {float(number) for number in decode(dtype, raw) if number == number and abs(number) != float("inf")}

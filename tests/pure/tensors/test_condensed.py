@@ -1,4 +1,4 @@
-"""Condensed tensors of a self-test: what is within its bound passes, and what a wrong program gives does not."""
+"""Condensed tensors of a self-test: values within the bound pass, and those of a wrong program fail."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from cgbundle.tensors import condensed
 from cgbundle.tensors.comparison import difference
 
 ROWS, COLUMNS = 24, 1024
-"""A tensor of float32 of one and a half blocks."""
+"""The shape of a float32 tensor of one and a half blocks."""
 
 EQUAL, NEAR = 0, 1
 
 
 def kept(dtype: str, data: bytes, how: int) -> dict[str, bytes]:
-    """What takes the place of a tensor, by ending."""
+    """Returns what replaces a tensor, by ending."""
     parts = {condensed.HASHES: condensed.block_hashes(data)}
     if how == NEAR:
         blocks = [data[begin : begin + condensed.BLOCK] for begin in range(0, len(data), condensed.BLOCK)]

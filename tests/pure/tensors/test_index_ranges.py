@@ -1,4 +1,4 @@
-"""A failed call is explained by the first index out of range, and by nothing else."""
+"""The first index out of range explains a failed call, and nothing else does."""
 
 from __future__ import annotations
 

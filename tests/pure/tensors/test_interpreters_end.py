@@ -1,4 +1,4 @@
-"""What is still held when the interpreter ends, whose modules are emptied by then, goes without a word."""
+"""Objects that are still held when the interpreter ends, with modules already emptied, are freed silently."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The caller's tensor library: what is accepted, read as it lies in memory, laid out anew, and handed back."""
+"""The caller's tensor library: what is accepted, read in its layout, copied to another layout, and returned."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def library() -> Numpy:
 
 
 def elements(place: Descriptor) -> list[Any]:
-    """The numbers at a place, by address and strides alone."""
+    """Returns the numbers at a place, using address and strides only."""
     address, shape, dtype, strides, device = place
     assert device is None
     flat: list[Any] = []
@@ -173,7 +173,7 @@ def test_what_no_library_gave_is_refused(value: Any) -> None:
 
 
 class Foreign:
-    """A tensor of a library that only speaks DLPack."""
+    """A tensor of a library that only supports DLPack."""
 
     def __init__(self, inner: Tensor) -> None:
         self.inner = inner

@@ -1,4 +1,4 @@
-"""Tensors without a library, and DLPack in both directions: values, layouts, and who keeps whose memory."""
+"""Tensors without a library, and DLPack in both directions: values, layouts, and memory ownership."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.helpers.raising import raises
 
 
 class Owner:
-    """Memory that counts its owners' departure."""
+    """Memory that counts the owners that let go of it."""
 
     def __init__(self, size: int) -> None:
         self.memory = (ctypes.c_char * max(1, size))()
@@ -136,7 +136,7 @@ def test_a_tensor_shows_what_it_is_and_few_of_its_values(
 
 @given(shapes, st.data())
 def test_values_are_shown_as_they_lie_in_any_layout(shape: tuple[int, ...], data: st.DataObject) -> None:
-    """Few values whole and many at their edges, always on one short line."""
+    """A short line shows all of a few values, and only the first and last of many."""
     order = data.draw(st.permutations(range(len(shape))))
     source = tensor.from_bytes(bytes([number % 256 for number in range(prod(shape))]), "uint8", shape)
     laid = tensor.empty("uint8", shape)
@@ -192,7 +192,7 @@ def test_a_copy_between_different_tensors_is_refused(shape: tuple[int, ...], dty
 
 @st.composite
 def layouts(draw: st.DrawFn) -> tuple[tuple[int, ...], list[int], list[int]]:
-    """A shape, and for two tensors of it the padding behind every axis."""
+    """Draws a shape, and for two tensors of it the padding after every axis."""
     shape = draw(st.lists(st.integers(0, 4), min_size=0, max_size=4).map(tuple))
     gaps = st.lists(st.integers(0, 2), min_size=len(shape), max_size=len(shape))
     return shape, draw(gaps), draw(gaps)
@@ -219,7 +219,7 @@ def test_strided_copies_do_what_numpy_does(layout: Any, data: st.DataObject, dty
     expected, place = frame.copy(), target
     tensor.copy(plain(target), plain(source))
     assert place.tolist() == source.tolist()
-    # nothing beside the target was written: numpy's own assignment into a copy of the frame gives the same frame
+    # nothing beside the target was written: NumPy's own assignment into a copy of the frame gives the same frame
     offset = target.__array_interface__["data"][0] - frame.__array_interface__["data"][0]
     numpy.ndarray(shape, dtype, expected, offset if target.size else 0, target.strides)[...] = source
     assert frame.tobytes() == expected.tobytes()
@@ -359,7 +359,7 @@ def test_numpy_keeps_the_memory_until_it_lets_go() -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_capsule_that_nobody_takes_lets_go_of_the_memory(dtype: str) -> None:
-    """NumPy exports for us what it has a dtype for; bfloat16 it has not."""
+    """NumPy exports the dtypes that it has for us. It has no bfloat16."""
     source, owner = owned((2, 3), dtype)
     capsules = [source.__dlpack__() for _ in range(3)]
     del source
@@ -446,7 +446,7 @@ def test_reading_keeps_the_producers_memory() -> None:
 
 
 def test_a_copy_that_is_asked_for_is_one() -> None:
-    """The standard's `copy=True`: the consumer may write to what it gets."""
+    """With the standard's `copy=True` the consumer may write to the result."""
     numpy = pytest.importorskip("numpy")
     source = tensor.from_bytes(b"abcd", "uint8", (4,))
     place = numpy.from_dlpack(source, copy=True).__array_interface__["data"][0]
@@ -464,7 +464,7 @@ def test_a_gpu_cannot_be_asked_of_a_tensor_on_the_cpu() -> None:
 
 
 class Producer:
-    """A library of which only the DLPack side is known."""
+    """A library that is known only by its DLPack side."""
 
     def __init__(self, device: int, capsule: object) -> None:
         self.device, self.capsule = device, capsule

@@ -1,4 +1,4 @@
-"""What `cgcompile bench` makes of what its processes say: medians, ratios, tables, the picture, and processes that fail."""
+"""`cgcompile bench` turns the messages of its processes into medians, ratios, tables and a picture. Processes may fail."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def way(name: str, scale: float, why: str = "") -> Way:
-    """Three starts whose phases are 1 to 5 times `scale` in tenths of a second, the second start twice as slow."""
+    """Returns three starts whose phases take 1 to 5 times `scale` in tenths of a second. The second start is twice as slow."""
     start = tuple([scale * (index + 1) / 10 for index in range(len(PHASES))])
     return Way(
         name=name,
@@ -157,7 +157,7 @@ def test_an_unknown_baseline_is_refused_with_the_list() -> None:
 
 @pytest.fixture
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A process that runs the given code."""
+    """Returns a function that starts a process with the given code."""
     monkeypatch.setenv("PYTHONPATH", os.fspath(tmp_path))
 
     def start(code: str) -> WorkerProcess:
@@ -204,7 +204,7 @@ def test_leaving_ends_a_process_and_what_it_started(start: Any, tmp_path: Path) 
         process.answer()
     state = Path(f"/proc/{mark.read_text()}/stat")
     until = time.monotonic() + 60
-    while time.monotonic() < until:  # the system takes a moment; a dead one that nobody waits for stays as a zombie
+    while time.monotonic() < until:  # the system takes a moment; a dead process without a waiting parent remains as a zombie
         if not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z":
             return
         time.sleep(0.05)
@@ -221,7 +221,7 @@ def test_a_reason_is_the_kind_and_the_first_line() -> None:
 
 @pytest.fixture
 def call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """The command over a report that is given; `call.options` is what the library was asked."""
+    """Returns the command over a given report. `call.options` holds the options that the library got."""
     bundle = write_bundle(tmp_path / "tiny.cgb")
 
     def run(report: Benchmark, *arguments: str) -> Result:
@@ -376,7 +376,7 @@ def test_nothing_of_a_benchmark_is_imported_by_a_build_or_by_serving() -> None:
 
 
 def test_what_runs_before_the_clocks_first_mark_imports_nothing() -> None:
-    """A worker's own imports are in the time of every way: only what the interpreter has loaded already is allowed."""
+    """Every way's time includes a worker's own imports, so only modules that the interpreter has already loaded are allowed."""
     code = "import sys; before = set(sys.modules); import cgcompile.tools.bench.worker; print(*sorted(set(sys.modules) - before))"
     done = subprocess.run([sys.executable, "-c", f"import runpy, typing\n{code}"], capture_output=True, text=True, check=True)
     extra = {name for name in done.stdout.split() if not name.startswith("cgcompile")}
@@ -387,7 +387,7 @@ def test_what_runs_before_the_clocks_first_mark_imports_nothing() -> None:
 
 
 class TimedDriver(FakeDriver):
-    """The fake driver with what measuring needs: an event is 2 ms after the one before, and memory in use is not free."""
+    """The fake driver with the functions for measuring: events are 2 ms apart, and used memory is not free."""
 
     def do_cuMemGetInfo(self) -> tuple[int, int, int]:
         used = sum(len(thing) for thing in self.live.values() if isinstance(thing, ctypes.Array))
@@ -398,7 +398,7 @@ class TimedDriver(FakeDriver):
 
 
 def gpu_bundle(folder: Path) -> Manifest:
-    """A whole bundle of the fake driver's kernels: y[batch, FLOATS] of x[batch, FLOATS]."""
+    """Writes a complete bundle of the fake driver's kernels: y[batch, FLOATS] of x[batch, FLOATS]."""
     bare = cuda_bundles.write(folder, b"an image")
     self_test: dict[str, safetensors_writer.Tensor] = {}
     for size in cuda_bundles.KEYS:
@@ -423,7 +423,7 @@ def gpu_bundle(folder: Path) -> Manifest:
 
 @pytest.mark.parametrize("stays", [False, True])
 def test_the_bundles_process_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stays: bool) -> None:
-    """Cold starts go from host to host; timed calls take tensors on the GPU and launch, without a copy to the host."""
+    """Cold starts go from host to host. Timed calls take tensors on the GPU and launch, without a copy to the host."""
     fake = TimedDriver()
     install(monkeypatch, fake)
     folder = tmp_path / "tiny.cgb"

@@ -1,4 +1,4 @@
-"""Capture sizes for a trace: optimal, read in any spelling that people have, and refused in one line where it is no trace."""
+"""Capture sizes for a trace are optimal. A trace may have any usual format, and other input is refused in one line."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ CSV = 'time,user,tokens\n1.5,"a,\n""b""",8\n2.5,c,3\n\n3.5,d, 8\n'
 
 
 def call(*arguments: object, stdin: str | bytes = "") -> Result:
-    """A command as the shell would run it, `stdin` on its standard input."""
+    """Runs a command as the shell would, with `stdin` on its standard input."""
     return CliRunner().invoke(
         main.app, [str(argument) for argument in arguments], input=stdin, prog_name="cgcompile", env={"COLUMNS": "80"}
     )
 
 
 def padding(counts: Counter[int], sizes: tuple[int, ...]) -> int:
-    """Rows that are padded where each request takes the smallest of `sizes` that holds it: by the definition."""
+    """Returns the padded rows when each request takes the smallest of `sizes` that holds it."""
     return sum(often * (min(bucket for bucket in sizes if bucket >= size) - size) for size, often in counts.items())
 
 
 def fewest(counts: Counter[int], number: int, multiple: int) -> int:
-    """The least padding with `number` sizes, by trying every choice of multiples up to the one that holds the largest request."""
+    """Returns the least padding with `number` sizes. Tries every choice of multiples up to the one for the largest request."""
     largest = -(-max(counts) // multiple) * multiple
     others = range(multiple, largest, multiple)
     return min(padding(counts, (*chosen, largest)) for chosen in combinations(others, min(number - 1, len(others))))
@@ -68,7 +68,7 @@ def test_large_numbers_and_many_sizes_agree_with_the_plain_recurrence(counts: di
     reach = [0]
     for size in sizes:
         reach.append(reach[-1] + counts[size])
-    rows = [0, *[10**40] * len(sizes)]  # of the first j sizes, with none
+    rows = [0, *[10**40] * len(sizes)]  # for the first j requested sizes, with no capture size
     expected = []
     for _ in range(min(most, len(sizes))):
         rows = [0, *[min(rows[i] + sizes[j - 1] * (reach[j] - reach[i]) for i in range(j)) for j in range(1, len(rows))]]

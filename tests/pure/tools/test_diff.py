@@ -1,4 +1,4 @@
-"""`cgcompile diff`: every kind of difference, told alone; and what is none."""
+"""`cgcompile diff` reports every kind of difference by itself, and nothing for equal bundles."""
 
 from __future__ import annotations
 
@@ -48,31 +48,31 @@ def differences(a: Path, b: Path) -> tuple[Difference, ...]:
 
 
 def lines(rows: tuple[Difference, ...]) -> list[str]:
-    """The differences as one compares them: part, name, field, what."""
+    """Returns the differences as lines: part, name, field, what."""
     return [f"{row.part}: {row.name}: {row.field} {row.note or f'{row.a} -> {row.b}'}".replace("  ", " ") for row in rows]
 
 
 @pytest.fixture
 def tiny(tmp_path: Path) -> Path:
-    """For the CPU, written by hand."""
+    """Writes a bundle for the CPU by hand."""
     return tiny_bundle.write_bundle(tmp_path / "tiny.cgb")
 
 
 @pytest.fixture
 def changed(tmp_path: Path) -> Callable[[tiny_bundle.Change], Path]:
-    """Writes the bundle `tiny` with another manifest."""
+    """Returns a function that writes the bundle `tiny` with another manifest."""
     return lambda change: tiny_bundle.write_bundle(tmp_path / "changed.cgb", change)
 
 
 def reseal(folder: Path, change: tiny_bundle.Change = lambda manifest: manifest) -> None:
-    """The manifest of a bundle whose files were changed."""
+    """Rewrites the manifest of a bundle whose files were changed."""
     manifest = archive.read_manifest(str(folder))
     tiny_bundle.seal(folder, change(replace(manifest, files=manifest_text.describe_files(str(folder)))))
 
 
 @pytest.fixture
 def gpu(tmp_path: Path) -> Path:
-    """A copy of the golden `mlp`."""
+    """Returns a copy of the golden `mlp`."""
     return Path(shutil.copytree(MLP, tmp_path / "mlp.cgb"))
 
 
@@ -84,7 +84,7 @@ def record(folder: Path, change: Callable[[Recording], Recording], key: int = 4)
 
 
 def relaunch(number: int, **changes: Any) -> Callable[[Recording], Recording]:
-    """Changes one node of a recording."""
+    """Returns a change of one node of a recording."""
 
     def change(recording: Recording) -> Recording:
         nodes = list(recording.nodes)
@@ -132,7 +132,7 @@ def _byte(recording: Recording, number: int, at: int, value: int) -> bytes:
 
 
 def _leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The path of every value in JSON that holds no others, and of every list."""
+    """Yields the path of every JSON value that holds no others, and of every list."""
     for key, item in value.items() if isinstance(value, dict) else enumerate(value):
         if isinstance(item, dict | list):
             if isinstance(item, list):
@@ -143,7 +143,7 @@ def _leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]
 
 
 def _others(value: Any) -> list[Any]:
-    """What may stand there instead: of a text also the names that only some fields may have."""
+    """Returns other values for a place. For a text these include names that only some fields may have."""
     if isinstance(value, list):
         return [value[:-1]]
     if isinstance(value, bool):
@@ -167,7 +167,7 @@ def _others(value: Any) -> list[Any]:
 
 
 def _uncounted(path: tuple[Any, ...]) -> bool:
-    """What of a manifest is compared in the files themselves, or does not count, or follows from its dimensions (the int_keys)."""
+    """Returns whether a field is compared in the files, does not count, or follows from its dimensions (the int_keys)."""
     names = [part for part in path if isinstance(part, str)]
     return (
         names[0] in ("sha256", "files", "module_state")
@@ -206,14 +206,14 @@ def test_everything_else_in_a_manifest_counts(golden: Path | None) -> None:
 
 
 def decoded(plain: dict[str, Any]) -> Manifest:
-    """A manifest from JSON with any seal."""
+    """Returns a manifest from JSON with any seal."""
     plain = {name: value for name, value in plain.items() if name != manifest_json.SEAL}
     manifest: Manifest = manifest_json._record(manifest_json.schema.Manifest)(plain, "")
     return manifest
 
 
 def full() -> Manifest:
-    """A manifest of the newest format with something in every field."""
+    """Returns a manifest of the newest format with something in every field."""
     base = tiny_bundle.manifest()
     state = Weight(name="cache", tensor="cache", dtype="int64", shape=(2,), strides=(1,), memory="state", offset=256)
     return edited(
@@ -229,7 +229,7 @@ def full() -> Manifest:
 
 
 def better(manifest: Manifest) -> tuple[Proof, ...]:
-    """The proofs, the first without an error."""
+    """Returns the proofs, the first without an error."""
     first, *others = manifest.entries[0].self_test.proofs
     return (replace(first, error=0.0), *others)
 
@@ -490,7 +490,7 @@ def test_two_images_of_one_symbol_that_change_places() -> None:
 
 
 BEFORE = cuda_bundles.recording("0" * 64, 4)
-"""combine, add, memcpy, memset, empty."""
+"""The nodes are combine, add, memcpy, memset, empty."""
 
 
 def node(number: int, **changes: Any) -> Recording:
@@ -640,7 +640,7 @@ def test_the_command_shows_the_parts_in_order(tiny: Path, changed: Callable[[tin
 
 
 def proofs(**other: Any) -> tiny_bundle.Change:
-    """Every proof with other fields."""
+    """Returns a change that gives every proof other fields."""
     return lambda m: edited(
         m,
         self_test=replace(

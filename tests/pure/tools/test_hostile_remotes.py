@@ -1,4 +1,4 @@
-"""push and pull where what is far away was made to do harm: no path outside, no byte too many, nothing published unhashed."""
+"""push and pull with malicious remotes use no path outside, read no extra byte, and publish nothing without a checked hash."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PATHS = [
     "manifest.json.sig", "manifest.json/victim", "host", "weights.safetensors/victim", "Weights.safetensors", "HOST",
     "MANIFEST.json", ".push", ".push/victim", ".PUSH/victim",
 ]  # fmt: skip
-"""No paths of a bundle's files: outside, not plain, taken, or another one's but for upper and lower case."""
+"""Invalid paths for a bundle's files: outside, not plain, reserved, or equal to another except for case."""
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def listing(path: str) -> Callable[[Manifest], Manifest]:
 
 @pytest.mark.parametrize("path", PATHS)
 def test_no_path_is_made_of_a_manifest_that_lies_there(path: str, bundle: Path, tmp_path: Path) -> None:
-    """A push that replaces it removes nothing, here or there, and a pull makes no file."""
+    """A push that replaces it removes nothing on either side, and a pull creates no file."""
     far = tmp_path / "deep" / "far" / "m.cgb"
     hostile = write_bundle(tmp_path / "hostile.cgb", listing(path))
     shutil.copytree(hostile, far)
@@ -122,7 +122,7 @@ def test_a_link_in_the_target_leads_nowhere(link: str, bundle: Path, other: Path
 
 
 def test_equal_files_with_like_names_both_arrive(tmp_path: Path) -> None:
-    """`a/b` and `a-b` lay at one place while they travelled."""
+    """The temporary places of `a/b` and `a-b` were once the same."""
 
     def change(manifest: Manifest) -> Manifest:
         for name in ("a/b", "a-b"):
@@ -140,7 +140,7 @@ def test_equal_files_with_like_names_both_arrive(tmp_path: Path) -> None:
 
 
 class Endless(io.RawIOBase):
-    """A file whose reads never end; `bytes_read` are the bytes that were taken."""
+    """A file whose reads never end. `bytes_read` counts the bytes that were read."""
 
     bytes_read = 0
 
@@ -179,7 +179,7 @@ def test_no_more_is_read_than_is_declared(
 
 @pytest.fixture
 def left(bundle: Path, tmp_path: Path, memory: Any, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of a pull that was interrupted at its last file, the smallest."""
+    """Returns the folder of a pull that was interrupted at its last file, the smallest."""
     manifest = push(bundle, "memory://far/m.cgb").manifest
     last = min(manifest.files, key=lambda file: file.bytes)
     real = type(memory).open
@@ -265,7 +265,7 @@ def test_what_is_published_is_hashed_where_it_lies(
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Gives files of `folder`; `manner` says how: whole, in parts, cut off, or without an end."""
+    """Serves files of `folder` according to `manner`: whole, in parts, cut off, or without an end."""
 
     folder, manner, asked = Path(), "parts", [""]
     protocol_version = "HTTP/1.1"

@@ -1,4 +1,4 @@
-"""Bundles as a repository of the Hub: what is in the folder, its card, and loading from the cache of huggingface_hub, offline."""
+"""Bundles as a repository of the Hub: the folder's contents, its card, and loading from huggingface_hub's cache, offline."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ REVISION = "a" * 40
 
 
 def cached(repository: Path, cache: Path) -> Path:
-    """The repository as huggingface_hub caches it: a snapshot of links to blobs, which have the name of their hash."""
+    """Returns the repository as huggingface_hub caches it: a snapshot of links to blobs that are named by their hash."""
     home = cache / "models--me--fixed"
     (home / "blobs").mkdir(parents=True)
     (home / "refs").mkdir()

@@ -1,4 +1,4 @@
-"""push and pull: whole or absent wherever they are interrupted, and nothing that arrives is other than what was sent."""
+"""push and pull give a complete bundle or none, wherever they are interrupted, and what arrives equals what was sent."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ URLS = ("memory://models/tiny.cgb", "{tmp}/far/tiny.cgb", "file://{tmp}/far/tiny
 
 
 class Broken(ConnectionError):
-    """The network is gone."""
+    """An error for a lost network connection."""
 
 
 def same(a: Path, b: Path) -> bool:
@@ -44,7 +44,7 @@ def bundle(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def other(tmp_path: Path) -> Path:
-    """The same model with another exported program."""
+    """Returns the same model with another exported program."""
 
     def change(manifest: Manifest) -> Manifest:
         (tmp_path / "other.cgb" / file_names.PROGRAM).write_bytes(b"another one")
@@ -62,7 +62,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 
 def breaking(monkeypatch: pytest.MonkeyPatch, url: str, method: str, fails: Callable[[int, str], bool]) -> None:
-    """The file system of `url` raises at each call where `fails(number of the call, path)`."""
+    """Makes the file system of `url` raise in each call for which `fails(number of the call, path)` is true."""
     kind, done = type(fsspec.core.url_to_fs(url)[0]), [0]
     real = getattr(kind, method)
 
@@ -98,7 +98,7 @@ def test_another_bundle_is_replaced_only_when_asked_to(bundle: Path, other: Path
     with raises("output-exists", "tiny.cgb: exists"):
         pull(url, bundle)
     pull(url, bundle, replace=True)
-    assert same(bundle, other)  # the signature of the old one is gone
+    assert same(bundle, other)  # the old bundle's signature is gone
 
 
 @pytest.mark.parametrize("call", range(1, 5))
@@ -122,7 +122,7 @@ def test_an_interrupted_push_leaves_no_bundle_and_goes_on(
 def test_a_replacement_that_is_interrupted_leaves_no_mixture(
     bundle: Path, other: Path, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The manifest goes before the first file does, so that nobody takes some files of one bundle for those of the other."""
+    """The manifest is removed before the first file is replaced, so that nobody combines files of two bundles."""
     push(bundle, url)
     with monkeypatch.context() as patch:
         breaking(patch, url, "mv", lambda number, path: number == 1)
@@ -138,7 +138,7 @@ def test_a_replacement_that_is_interrupted_leaves_no_mixture(
 def test_an_interrupted_pull_leaves_no_bundle_and_goes_on(
     bundle: Path, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also within a file: the first half of one is there."""
+    """This includes an interruption inside a file, with only its first half written."""
     pushed = push(bundle, url)
     with monkeypatch.context() as patch:
         breaking(patch, url, "open", lambda number, path: path.endswith(file_names.SELF_TEST))
@@ -199,7 +199,7 @@ def test_urls_of_no_known_kind_and_packages_that_are_missing(bundle: Path, monke
 def test_a_replacement_that_ends_at_any_call_leaves_one_bundle_or_none(
     bundle: Path, other: Path, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Never a mixture, never one with another's signature; the next push goes on, and leaves nothing of its own."""
+    """It leaves no mixture, and no other bundle's signature. The next push continues and leaves no temporary files."""
     changes, stop = ("put_file", "mv", "rm_file", "pipe_file", "rm", "makedirs"), 0
     system, root = fsspec.core.url_to_fs(url)
     while True:

@@ -1,6 +1,6 @@
-"""A bundle that is signed, one that is not, and two pairs of keys.
+"""A signed and an unsigned bundle, and two pairs of keys.
 
-The tiny bundle's shared object is a dummy, so that a load which nothing refuses earlier ends there.
+The tiny bundle's shared object is a dummy, so a load that nothing refuses earlier ends there.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tests.helpers.bundles.signing import Pair
 
 @pytest.fixture(scope="session")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Pair, Pair]:
-    """Ours, and another's."""
+    """Returns our pair of keys and another one's."""
     folder = tmp_path_factory.mktemp("keys")
     return Pair.make(folder, "ours"), Pair.make(folder, "theirs")
 
@@ -31,7 +31,7 @@ def signed_once(tmp_path_factory: pytest.TempPathFactory, pairs: tuple[Pair, Pai
 
 @pytest.fixture
 def signed(signed_once: Path, tmp_path: Path) -> Path:
-    """A signed bundle of the test's own: copying one keeps the signature."""
+    """Returns a signed bundle for one test. A copied bundle keeps its signature."""
     return Path(shutil.copytree(signed_once, tmp_path / "tiny.cgb"))
 
 

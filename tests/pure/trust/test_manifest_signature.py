@@ -1,4 +1,4 @@
-"""Signed bundles: what `load(key=)` takes and refuses, and what a signature is to the format."""
+"""Signed bundles: what `load(key=)` accepts and refuses, and what a signature means for the format."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.helpers.raising import raises
 
 @contextmanager
 def passes() -> Iterator[None]:
-    """A load that nothing refuses before the shared object is to be opened, or libtorch to be found."""
+    """Expects a load that nothing refuses until the shared object is opened or libtorch is searched for."""
     with pytest.raises(CgbundleError) as caught:
         yield
     assert caught.value.code in ("image-invalid", "library-missing"), caught.value
@@ -43,7 +43,7 @@ def test_a_signed_bundle_is_loaded_with_any_of_the_keys(signed: Path, pairs: tup
         with passes():
             cgbundle.load(signed, key=key)
     with passes():
-        cgbundle.load(signed)  # who asks for no key gets what he got before
+        cgbundle.load(signed)  # without a key the behaviour is as before
 
 
 def test_another_key(signed: Path, pairs: tuple[Pair, Pair]) -> None:
@@ -96,7 +96,7 @@ def test_a_file_that_is_no_signature(signed: Path, pairs: tuple[Pair, Pair], dam
     message = "manifest.json.sig: " + ("not a file" if "replace" in damage.__name__ else "expected 96 bytes")
     with raises("signature-wrong", match=message):
         cgbundle.load(signed, key=pairs[0].public)
-    with raises("signature-wrong", match=message):  # also where nobody asks for a key
+    with raises("signature-wrong", match=message):  # even without a key
         signatures.read(archive.Archive(str(signed)))
 
 
@@ -115,7 +115,7 @@ def test_every_part_of_a_signature_counts(signed: Path, pairs: tuple[Pair, Pair]
 
 
 def test_a_manifest_that_was_changed_after(signed: Path, pairs: tuple[Pair, Pair]) -> None:
-    """Sealed again, as somebody would who changes a file of the bundle: its hashes are right."""
+    """The manifest is sealed again with right hashes, as somebody who changes a file of the bundle would do."""
     flip(signed / file_names.PROGRAM)
     tiny_bundle.seal(signed, replace(tiny_bundle.manifest(), files=manifest_text.describe_files(str(signed))))
     with passes():
@@ -148,7 +148,7 @@ def test_a_file_that_nobody_signed(signed: Path, pairs: tuple[Pair, Pair]) -> No
 def test_the_bytes_that_were_checked_are_those_that_are_used(
     signed: Path, pairs: tuple[Pair, Pair], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A manifest that is exchanged after the signature was checked is not looked at."""
+    """A manifest that is exchanged after the check of the signature is not read."""
     check = signatures.check
 
     def checked(*arguments: Any) -> object:
@@ -180,7 +180,7 @@ def test_only_a_key_brings_the_code_that_checks_it(signed: Path, pairs: tuple[Pa
 def test_a_key_without_the_package_is_never_a_load_without_the_check(
     signed: Path, pairs: tuple[Pair, Pair], monkeypatch: pytest.MonkeyPatch, missing: str, key: str
 ) -> None:
-    """For the right key, a wrong one, and what is no key; with the package absent or broken."""
+    """This holds for the right key, a wrong one and an invalid one, with the package absent or broken."""
     for name in [name for name in sys.modules if name.startswith(missing)]:
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.setitem(sys.modules, missing, None)
@@ -205,7 +205,7 @@ def test_a_signature_is_no_file_of_the_manifest(signed: Path) -> None:
 
 
 def test_a_rebuild_drops_the_signature(signed: Path) -> None:
-    """Whatever is published takes the place of the whole directory."""
+    """Publishing replaces the whole directory."""
     from cgcompile.bundle.publish import staged
 
     with staged(signed, replace=True) as stage:
@@ -217,7 +217,7 @@ def test_a_rebuild_drops_the_signature(signed: Path) -> None:
 
 
 def test_loading_while_a_bundle_is_signed_again(signed: Path, pairs: tuple[Pair, Pair]) -> None:
-    """A reader finds one of the two signatures, whole."""
+    """A reader finds one of the two signatures, complete."""
     stop = threading.Event()
 
     def signs() -> None:

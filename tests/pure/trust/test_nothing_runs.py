@@ -1,5 +1,5 @@
-"""What bundles/TRUST.md promises of commands that only look: nothing of a bundle is executed, and nothing but a manifest is read of
-one whose signature is wrong."""
+"""bundles/TRUST.md promises that commands which only look execute nothing of a bundle. If its signature is wrong they read only its
+manifest."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ sys.addaudithook(watch)
 
 
 def watched(code: str, *arguments: object) -> list[tuple[str, str]]:
-    """What happened in a process: what executes something, and every file of a bundle that was opened."""
+    """Returns what a process executed, and every file of a bundle that it opened."""
     paths = os.pathsep.join([str(ROOT), str(ROOT / "cli"), str(ROOT / "bundles")])
     done = subprocess.run(
         [sys.executable, "-c", WATCH + code + "\nprint(json.dumps(seen))", *map(str, arguments)],
@@ -101,7 +101,7 @@ UNPICKLES = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "zipfile", "r
 
 @pytest.mark.parametrize("path", sorted((ROOT / "bundles/cgbundle").rglob("*.py")), ids=lambda path: path.stem)
 def test_the_runtime_has_no_way_to_execute_python_from_a_file(path: Path) -> None:
-    """No pickle, no eval: program.pt2 is never opened but to hash it."""
+    """The runtime has no pickle and no eval, and opens program.pt2 only to hash it."""
     for node in ast.walk(ast.parse(path.read_bytes())):
         if isinstance(node, ast.Import):
             assert not {alias.name for alias in node.names} & UNPICKLES

@@ -1,4 +1,4 @@
-"""`cgcompile sign` and `verify --key`, and what inspect and diff say of a signature."""
+"""`cgcompile sign` and `verify --key`, and what inspect and diff show of a signature."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.helpers.raising import raises
 
 
 def call(*arguments: object) -> Result:
-    """A command as the shell would run it."""
+    """Runs a command as the shell would."""
     return CliRunner().invoke(main.app, [str(argument) for argument in arguments], prog_name="cgcompile", env={"COLUMNS": "200"})
 
 
@@ -113,7 +113,7 @@ def test_the_missing_extra_is_named(unsigned: Path, pairs: tuple[Pair, Pair], mo
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")
 def test_openssl_makes_keys_and_checks_signatures(unsigned: Path, tmp_path: Path) -> None:
-    """What bundles/TRUST.md says to type."""
+    """These are the commands of bundles/TRUST.md."""
     script = """
     openssl genpkey -algorithm ed25519 -out private.pem
     openssl pkey -in private.pem -pubout -out public.pem

@@ -1,4 +1,4 @@
-"""Results kept by content: what is asked for comes back whole or not at all, and everything that matters is in the name."""
+"""Results cached by content: a lookup gives the complete result or none, and the name depends on everything that matters."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ RESULT = Result(number=7, data=b"some \x00 bytes")
 
 
 def kept(folder: Path) -> Path:
-    """A result in the cache."""
+    """Writes a result to the cache, and returns its path."""
     path = folder / "stage" / digest("a")
     remember(path, RESULT)
     return path
@@ -80,7 +80,7 @@ class Bomb:
 
 
 def in_its_place(path: Path, what: str) -> None:
-    """Puts something else where an entry was."""
+    """Replaces an entry by something else."""
     whole, mode = path.read_bytes(), path.stat().st_mode
     path.unlink()
     if what == "a folder":
@@ -111,7 +111,7 @@ ODD = [
 
 @pytest.mark.parametrize("what", ODD)
 def test_anything_else_of_that_name_counts_as_missing_and_is_replaced(tmp_path: Path, what: str) -> None:
-    """Nothing of it is run, waited for, or read into memory whole."""
+    """It is not run, waited for, or read into memory completely."""
     path = kept(tmp_path)
     in_its_place(path, what)
     assert recall(path, Result) is None

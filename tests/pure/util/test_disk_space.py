@@ -1,4 +1,4 @@
-"""A full disk is told by the folder that the user chose, whatever failed first."""
+"""The error for a full disk names the folder that the user chose, whatever failed first."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.pure.util.test_content_cache import RESULT
 
 @pytest.fixture
 def full(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every disk says that it is full."""
+    """Makes every disk report that it is full."""
     monkeypatch.setattr(disk_space, "_free", lambda folder: 0)
 
 
@@ -31,7 +31,7 @@ def no_space(*names: object) -> OSError:
 
 
 def outcome(folder: Path, error: Exception) -> Exception:
-    """What becomes of an error in a block over a folder."""
+    """Returns what an error in a block over a folder becomes."""
     with pytest.raises(Exception) as caught, space_told(folder, OUTPUT):
         raise error
     return caught.value
@@ -70,7 +70,7 @@ def test_with_space_left_an_error_is_what_it_says(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
 def test_a_compiler_that_says_so_is_believed(tmp_path: Path, code: int) -> None:
-    """It has removed what it could not write, so that there is space again."""
+    """The compiler has removed the partial file, so there is space again."""
     error = BuildError("compiler-failed", "Inductor failed")
     error.__cause__ = RuntimeError(f"as: cannot write: {os.strerror(code)}")
     assert "too little, or a quota" in str(outcome(tmp_path, error))

@@ -1,4 +1,4 @@
-"""A process that imports once, and is forked."""
+"""A process that imports modules once, and is then forked."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def server(tmp_path: Path) -> Iterator[ForkServer]:
 
 
 def ended(number: int) -> bool:
-    """Whether a process is gone, or has ended and waits for its parent."""
+    """Returns whether a process is gone, or has ended and waits for its parent."""
     for _ in range(200):
         try:
             state = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0]

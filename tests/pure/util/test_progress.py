@@ -1,4 +1,4 @@
-"""What a build tells of its stages."""
+"""What a build reports about its stages."""
 
 from __future__ import annotations
 

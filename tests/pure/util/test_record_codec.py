@@ -1,4 +1,4 @@
-"""Records as bytes: what is written comes back with its types, and nothing else is taken for it."""
+"""Records as bytes: a reader gets back what was written with its types, and other bytes are refused."""
 
 from __future__ import annotations
 

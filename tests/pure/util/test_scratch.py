@@ -1,4 +1,4 @@
-"""The folder of a build goes, whoever still writes to it, and that of a build that was killed goes with the next."""
+"""The folder of a build is removed, whoever still writes to it. The next build removes that of a killed build."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_the_folder_is_new_and_goes() -> None:
 
 @pytest.mark.parametrize("writes", [3, 1000], ids=["a worker that ends", "one that does not"])
 def test_a_worker_that_still_writes_is_waited_for_and_no_error(monkeypatch: pytest.MonkeyPatch, writes: int) -> None:
-    """The worker writes again behind each removal."""
+    """The worker writes again after each removal."""
     ends = writes == 3
     monkeypatch.setattr(scratch, "PATIENCE", 60.0 if ends else 0.3)
     remove, removals = shutil.rmtree, 0
@@ -55,7 +55,7 @@ def test_the_folder_goes_when_the_build_fails() -> None:
 
 @pytest.fixture
 def parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where scratch folders are made, here and in processes that are started."""
+    """Returns the folder for scratch folders, here and in started processes."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     return tmp_path

@@ -1,4 +1,4 @@
-"""One test per invariant of a manifest: a sound one with exactly one thing broken is refused with the path of that thing."""
+"""One test for each invariant of a manifest: a valid manifest with exactly one defect is refused with the path of the defect."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def cpu() -> Manifest:
 
 
 def cuda() -> Manifest:
-    """Per key a graph step on x, a host step between two copies, and a graph step that gives y."""
+    """Returns a manifest with, for each key, a graph step on x, a host step between two copies, and a graph step for y."""
     base = cpu()
 
     def program(size: int) -> Any:
@@ -101,12 +101,12 @@ def parameter(keyword: bool, default: dict[str, Any] | None = None) -> Parameter
 
 
 def put(**changes: Any) -> Change:
-    """Replaces fields of the manifest."""
+    """Returns a change of fields of the manifest."""
     return lambda manifest: edited(manifest, **changes)
 
 
 def put_row(field: str, index: int, **changes: Any) -> Change:
-    """Replaces fields of one row of a table of the manifest."""
+    """Returns a change of fields in one row of a table of the manifest."""
 
     def change(manifest: Manifest) -> Manifest:
         rows = list(getattr(manifest.entries[0] if field in OF_ENTRY else manifest, field))
@@ -117,7 +117,7 @@ def put_row(field: str, index: int, **changes: Any) -> Change:
 
 
 def put_value(index: int, **changes: Any) -> Change:
-    """Of the second program."""
+    """Returns a change of a value of the second program."""
 
     def change(manifest: Manifest) -> Manifest:
         values = list(manifest.entries[0].programs[1].values)
@@ -128,7 +128,7 @@ def put_value(index: int, **changes: Any) -> Change:
 
 
 def put_step(index: int, **changes: Any) -> Change:
-    """Of the second program."""
+    """Returns a change of a step of the second program."""
 
     def change(manifest: Manifest) -> Manifest:
         steps = list(manifest.entries[0].programs[1].steps)
@@ -384,7 +384,7 @@ def test_refused(change: Change, path: str, message: str) -> None:
 
 
 def two_inputs(offset: int, inputs: tuple[int, int] = (0, 6)) -> Manifest:
-    """The CUDA manifest with a second input at `offset` of memory inputs."""
+    """Returns the CUDA manifest with a second input at `offset` of memory inputs."""
     manifest = cuda()
     programs = [
         replace(program, values=(*program.values, replace(program.values[0], offset=offset)), inputs=inputs, static=256)
@@ -433,7 +433,7 @@ def test_a_weight_for_the_host_may_be_one_tensor_with_one_on_the_gpu() -> None:
 
 
 def tried(**changes: Any) -> Change:
-    """The second program with three lowerings, the first of which is changed."""
+    """Returns a change that gives the second program three lowerings, the first of which has `changes`."""
     rows = [
         Lowering(name="eager", chosen=True, microseconds=(4.0, 1.5), reason=""),
         Lowering(name="inductor", chosen=False, microseconds=(5.0, 1.5), reason=""),
@@ -505,7 +505,7 @@ BROKEN_CUDA: list[tuple[str, Change, str, str]] = [
     ("a copy with other strides", put_value(2, strides=(1, 4)), "programs[1].steps[1]", "different layouts"),
     ("a graph step of a host region", put_step(0, region=1), "programs[1].steps[0].region", "is of another kind"),
     ("a host step of a graph region", put_step(2, region=0), "programs[1].steps[2].region", "is of another kind"),
-    # where the values of steps lie
+    # where the values of steps are
     ("an input of the call on the host", put_value(0, memory="host"), "programs[1].inputs[0]", "lies in memory host"),
     ("an output of the call on the host", put_row("programs", 1, outputs=(3,)), "programs[1].outputs[0]", "lies in memory host"),
     ("a copy on the host", put_step(1, inputs=(3,)), "programs[1].steps[1]", "a copy from host to host"),
@@ -651,7 +651,7 @@ def test_sizes_that_are_multiples_of_a_dimension_are_cut() -> None:
 
 
 def recorded(folder: Path) -> Manifest:
-    """A bundle of recordings whose image is no image: to be checked, not run."""
+    """Writes a bundle of recordings with an invalid image, for checks only."""
     return cuda_bundles.write(folder, b"an image")
 
 
@@ -723,7 +723,7 @@ def test_only_an_allowed_rule_or_near_ties_let_integers_differ() -> None:
     check_manifest(edited(whole, allowed=("mismatched-integers",)))
     check_manifest(
         edited(whole, allowed=("mismatched-integers",), self_test=replace(manifest.entries[0].self_test, bounds=(1.0,)))
-    )  # all may differ
+    )  # these may all differ
     more = edited(whole, allowed=("mismatched-integers",), self_test=replace(manifest.entries[0].self_test, bounds=(1.5,)))
     reject(more, "self_test.bounds[0]", "output y (bool) has to be equal, got 1.5")
     note = Finding(rule="near-ties", severity="note", message="")

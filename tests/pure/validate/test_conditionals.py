@@ -1,4 +1,4 @@
-"""One test per defect of a recording's conditional nodes, their bodies and handles."""
+"""One test for each defect of a recording's conditional nodes, their bodies and handles."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.helpers.raising import raises
 ROWS = recording(IMAGE)
 WHERE = "graphs/g0-8.bin"
 LOOP, BEFORE_BRANCH, BRANCH, CHOICE = 2, 3, 4, 8
-"""Positions of the loop, of what sets the branch's condition, of the branch, and of the branch in the loop."""
+"""Positions of the loop, of the node that sets the branch's condition, of the branch, and of the branch in the loop."""
 
 
 def check(recording: Recording) -> None:
@@ -142,7 +142,7 @@ def test_bodies_inside_each_other_are_limited() -> None:
 
 
 def test_one_spelling() -> None:
-    """A table without conditional nodes has the layout of those before."""
+    """A table without conditional nodes has the layout of earlier tables."""
     data = bytearray(tables.encode(replace(ROWS, nodes=(), edges=(), bodies=())))
     assert data[8] == 1
     assert tables.encode(ROWS)[8] == 2
@@ -151,7 +151,7 @@ def test_one_spelling() -> None:
 
 
 def test_every_byte_may_be_damaged() -> None:
-    """What is still accepted is what its bytes say."""
+    """A damaged table that is accepted encodes to its own bytes."""
     data = tables.encode(ROWS)
     for position in range(len(data)):
         for flip in (0x01, 0x80):

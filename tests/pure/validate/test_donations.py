@@ -1,4 +1,4 @@
-"""Donations that a hostile or mistaken manifest states: names, dtypes, shapes, and memory that another entry uses."""
+"""Donations in a malicious or wrong manifest: names, dtypes, shapes, and memory that another entry uses."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ def entry(manifest: Manifest, number: int, **changes: Any) -> Manifest:
 
 
 def donation(manifest: Manifest, **changes: Any) -> Manifest:
-    """With one donation alone, make's output to take's second input, changed."""
+    """Returns the manifest with one changed donation, from make's output to take's second input."""
     return edited(manifest, donations=(replace(DONATIONS[-1], **changes),))
 
 
 def value(manifest: Manifest, number: int, index: int, **changes: Any) -> Manifest:
-    """With another value of the only program of an entry."""
+    """Returns the manifest with another value in the only program of an entry."""
     (program,) = manifest.entries[number].programs
     values = list(program.values)
     values[index] = replace(values[index], **changes)
@@ -96,7 +96,7 @@ def test_an_output_that_is_other_memory_and_an_input_that_is_written(manifest: M
     for memory in ("inputs", "weights", "state"):
         shared = entry(manifest, MAKE, aliases=(Alias(output=0, memory=memory, index=0),))
         bad(shared, r"donations\[2\].output: shares memory with an input, a weight or state")
-    check_donations(entry(manifest, MAKE, aliases=(Alias(output=1, memory="inputs", index=0),)))  # of another output
+    check_donations(entry(manifest, MAKE, aliases=(Alias(output=1, memory="inputs", index=0),)))  # an alias of another output
     bad(entry(manifest, AGAIN, mutated_inputs=(0,)), r"donations\[0\].input: calls write to it")
 
 

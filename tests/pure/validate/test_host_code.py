@@ -1,4 +1,4 @@
-"""The rows behind a shared object, and what is said where a manifest has others."""
+"""The rows of a shared object, and the error for a manifest with other rows."""
 
 from __future__ import annotations
 

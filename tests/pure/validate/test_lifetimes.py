@@ -1,4 +1,4 @@
-"""What is still to be read is not written over: the walk through memory finds what comparing all values with each other does."""
+"""No value is overwritten before its last read: the walk through memory finds what a comparison of all pairs of values finds."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def value(memory: str, begin: int, size: int) -> Value:
 
 @st.composite
 def programs(draw: st.DrawFn) -> Program:
-    """Steps that write each value once, at places at random."""
+    """Draws steps that write each value once, at random places."""
     rows = draw(st.lists(places, min_size=1, max_size=9))
     writers = [draw(st.integers(-1, 4)) for _ in rows]  # -1: an input of the call
     readers = [draw(st.lists(st.integers(0, 5), max_size=2)) for _ in rows]
@@ -43,13 +43,13 @@ def programs(draw: st.DrawFn) -> Program:
 
 
 def overlap(one: Value, other: Value) -> bool:
-    """Whether two values share a byte, as the rule says it."""
+    """Returns whether two values share a byte."""
     apart = one.offset + span(one) <= other.offset or other.offset + span(other) <= one.offset
     return one.memory == other.memory and bool(span(one) and span(other)) and not apart
 
 
 def is_sound(program: Program) -> bool:
-    """Every pair of values by itself, as the rule says it."""
+    """Returns whether no pair of values breaks the rule."""
     values = program.values
     last = {index: number for number, step in enumerate(program.steps) for index in step.inputs}
     last |= dict.fromkeys(program.outputs, len(program.steps))
@@ -76,7 +76,7 @@ def test_it_finds_what_comparing_all_pairs_does(program: Program) -> None:
 
 @pytest.mark.parametrize("begin", [0, 2], ids=["before", "behind"])
 def test_the_message_names_the_two_values(begin: int) -> None:
-    """Step 1 writes over what it reads, step 2 over what step 3 reads.  `begin`: where the value of step 1 lies."""
+    """Step 1 overwrites what it reads, step 2 what step 3 reads. `begin` is the place of step 1's value."""
     steps = [Step(kind="graph", region=0, file="", inputs=inputs, outputs=(index,)) for index, inputs in enumerate([(), (0,), ()])]
     steps.append(Step(kind="graph", region=0, file="", inputs=(1, 2), outputs=()))
     values = (value("arena", 0, 4), value("arena", begin, 4), value("arena", 0, 4))
@@ -103,7 +103,7 @@ def test_a_piece_is_found_among_others(rows: list[tuple[str, int, int]], asked: 
 
 
 def test_many_values_that_all_live_to_the_end_are_checked_in_little_time() -> None:
-    """Quadratic, this would take half a minute."""
+    """A quadratic check would take half a minute."""
     count = 8000
     values = tuple([value("arena", 16 * index, 16) for index in range(count)])
     steps = tuple([Step(kind="host", region=0, file="", inputs=(), outputs=(index,)) for index in range(count)])

@@ -1,4 +1,4 @@
-"""Limits of a manifest on both sides: what just fits passes, beside the refusals of test_bundle.py."""
+"""Limits of a manifest: values that just fit pass. test_bundle.py has the refusals."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_memories_may_be_empty_and_may_be_missing() -> None:
 
 
 def test_values_fill_their_memory_to_its_end() -> None:
-    """4 rows of 2 floats: 32 bytes."""
+    """4 rows of 2 floats are 32 bytes."""
     for index, offset, memory in ((5, 64, "arena"), (3, 32, "host")):
         check_manifest(put_value(index, offset=offset)(cuda()))
         reject(put_value(index, offset=offset + 1)(cuda()), f"programs[1].values[{index}].offset", f"outside memory {memory}")
@@ -283,7 +283,7 @@ def test_a_cpu_program_is_one_step_over_all_values() -> None:
 
 
 def test_what_an_alias_lies_in_is_written() -> None:
-    """An output that shares memory with another needs no step that writes it, and the other one does."""
+    """An output that shares memory with another needs no step that writes it, but the other output does."""
     manifest = cuda()
     outputs = (*manifest.entries[0].outputs, replace(manifest.entries[0].outputs[0], name="again"))
     result = {"tuple": [{"tensor": 0}, {"tensor": 1}]}
@@ -371,7 +371,7 @@ def test_all_that_is_wrong_is_found_file_by_file(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_weights_are_those_of_the_file(tmp_path: Path, changes: dict[str, Any], fits: bool) -> None:
-    """In the file they lie row by row; (2, 3) there."""
+    """The file holds them row by row, with the shape (2, 3)."""
     bundle = ArchiveOf(write_bundle(tmp_path / "tiny.cgb"), put_row("weights", 0, **changes)(manifest()))
     if fits:
         return check_weights(bundle)

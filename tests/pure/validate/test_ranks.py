@@ -1,4 +1,4 @@
-"""The bundles of further ranks: checked as that of rank 0 is, beside it, and named in what is wrong."""
+"""Bundles of further ranks are checked like that of rank 0 and compared with it. Errors name them."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def path(tmp_path: Path) -> Path:
 
 
 def renamed(manifest: Manifest) -> Manifest:
-    """With an entry of another name."""
+    """Returns the manifest with an entry of another name."""
     files = [replace(file, path="programs/other.pt2") if file.path == file_names.PROGRAM else file for file in manifest.files]
     return replace(manifest, entries=(replace(manifest.entries[0], name="other"),), files=tuple(files))
 
 
 def changed(path: Path, change: Callable[[Manifest], Manifest]) -> Archive:
-    """The bundle, with another manifest of rank 1, which rank 0's names."""
+    """Returns the bundle with another manifest of rank 1, which rank 0's manifest names."""
     (path / RANK / file_names.MANIFEST).write_bytes(encode(change(archive.read_manifest(str(path / RANK)))))
     whole = replace(archive.read_manifest(str(path)), files=manifest_text.describe_files(str(path)))
     (path / file_names.MANIFEST).write_bytes(encode(whole))
@@ -108,7 +108,7 @@ def test_a_rank_of_other_entries_is_refused(path: Path) -> None:
 def test_a_rank_that_exchanges_other_data_is_refused(
     path: Path, change: Callable[[Recording], Recording], expected: tuple[int, int]
 ) -> None:
-    """It would wait for the others, or they for it.  `expected`: its exchanges, and where they part."""
+    """It would wait for the others, or they for it. `expected`: its exchanges, and the first different one."""
     image = hashlib.sha256(IMAGE).hexdigest()
     once = rank_bundles.recording(image, KEYS[0], rank_bundles.kernels(2, 1, IMAGE))
     name = f"graphs/g0-{KEYS[0]}.bin"

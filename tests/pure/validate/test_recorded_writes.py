@@ -1,4 +1,4 @@
-"""What a recording writes and reads, to the byte: beside a value that lives on it is accepted, one byte into it it is not."""
+"""The bytes that a recording writes and reads: a live value beside them is accepted, one that overlaps by a byte is refused."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ WRITES = [
 """Memory, first byte, and bytes to the end of the last row: (rows - 1) * pitch + width, over all slices."""
 
 READS = [(ARENA, 0x400), (WEIGHTS, 0x600), (ARENA, 0x800), (ARENA, 0xA00), (INPUTS, 0xB00)]
-"""Where what is read, or given to a kernel, begins."""
+"""Starts of what is read, or passed to a kernel."""
 
 TABLE = Table(tables.encode(Recording(key=(), functions=(FUNCTION,), nodes=NODES, edges=())), "g.bin")
 
 
 def beside(memory: int, offset: int, size: int, *, named: bool = False) -> Program:
-    """A value of `size` bytes that step 0 makes and step 2 reads; the recording is step 1, which reads it when `named`."""
+    """Returns a program: step 0 makes a value of `size` bytes, step 1 is the recording (reads it if `named`), step 2 reads it."""
     kept = Value(dtype="uint8", shape=(size,), strides=(1,), memory=MEMORIES[memory], offset=offset)
     other = Value(dtype="uint8", shape=(1,), strides=(1,), memory="arena", offset=0xF000)
     rows = (((), (0,)), ((0,) if named else (), (1,)), ((0,), (2,)))

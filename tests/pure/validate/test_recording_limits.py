@@ -1,4 +1,4 @@
-"""The limits of a recording, on both sides: what just fits passes and what is one more is refused, whichever row it stands in."""
+"""The limits of a recording from both sides: what just fits passes, and one more is refused, in any row."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ MANY = Recording(
     ),
     edges=(),
 )
-"""Several rows of every kind, no two alike."""
+"""Several different rows of every kind."""
 
 KERNELS, MEMSETS, MEMCPYS = (1, 4, 6, 10), (0, 5, 8), (2, 7, 9)
-"""Where they stand."""
+"""Positions of these kinds."""
 
 
 def passes(recording: Recording) -> None:
@@ -411,6 +411,6 @@ def test_module_states_point_inside_of_memories(memory: int, size: int) -> None:
 
 
 def test_every_block_may_be_too_large() -> None:
-    """The check of all rows at once must not take them for sound because they are alike."""
+    """The check of all rows together must not accept them because they are equal."""
     kernels = tuple([replace(node, threads=(1024, 2, 1)) for node in MANY.nodes if isinstance(node, KernelNode)])
     fails(replace(MANY, nodes=kernels), "are more than 1024")

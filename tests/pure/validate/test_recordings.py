@@ -1,4 +1,4 @@
-"""One test per defect of a recording or a module state."""
+"""One test for each defect of a recording or a module state."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def test_a_single_row_needs_no_pitch() -> None:
 
 
 def test_places_beyond_4_gib_are_told_apart() -> None:
-    """Memories are larger than 32 bits count."""
+    """Memories may be larger than 32-bit offsets can count."""
     memories = {**MEMORIES, "arena": (1 << 40) + 1, "weights": 1 << 36}
     for offset in ((1 << 32) + 8, 1 << 40):
         recording = relocated((0, ARENA, offset))

@@ -1,4 +1,4 @@
-"""The self-test: its rows, and its file beside what the manifest says of inputs, outputs, written inputs and state."""
+"""The self-test's rows, and its file compared with the manifest's inputs, outputs, mutated inputs and state."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Shapes = dict[str, tuple[str, tuple[int, ...]]]
 
 
 def stateful() -> Manifest:
-    """The tiny manifest, which also writes to its input and keeps two buffers."""
+    """Returns the tiny manifest with a mutated input and two buffers."""
     tiny = manifest()
     rows = [
         Weight(name=name, tensor=name, dtype=dtype, shape=shape, strides=(1,), memory="state", offset=offset)
@@ -32,7 +32,7 @@ def stateful() -> Manifest:
 
 
 def sound() -> Shapes:
-    """dtype and shape of every tensor of its self-test."""
+    """Returns the dtype and shape of every tensor of its self-test."""
     shapes: Shapes = {}
     for size in (1, 4):
         shapes[self_test_entry((size,), "input", 0)] = ("float32", (size, 3))
@@ -89,7 +89,7 @@ def test_a_tensor_of_no_key_is_refused(tmp_path: Path) -> None:
 
 
 def checked(manifest: Manifest) -> None:
-    """As a reader of the file checks it."""
+    """Checks it as a reader of the file does."""
     read = manifest_json.decode(manifest_text.encode(manifest))
     check_self_test_rows(read, read.entries[0])
 

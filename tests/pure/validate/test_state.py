@@ -1,4 +1,4 @@
-"""What lasts from call to call, and outputs that share memory: each rule on both sides of its limit."""
+"""Data that lasts between calls, and outputs that share memory: each rule on both sides of its limit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.helpers.raising import raises
 
 
 def of_entry(check: Callable[[Manifest, EntrySpec], None]) -> Callable[[Manifest], None]:
-    """A check of the first entry."""
+    """Returns a check of the first entry."""
     return lambda manifest: check(manifest, manifest.entries[0])
 
 
@@ -85,7 +85,7 @@ def test_a_row_of_state_has_a_tensor_of_its_own(manifest: Manifest) -> None:
     for name in ("total", "marks"):
         bad(check_state, row(manifest, name, tensor="random"), "is another weight's, too, and calls change it")
         bad(check_state, row(manifest, name, tensor="offsets"), "is another weight's, too, and calls change it")
-    check_state(row(manifest, "offsets", tensor="small"))  # weights that no call changes may be one tensor
+    check_state(row(manifest, "offsets", tensor="small"))  # weights that no call changes may share one tensor
 
 
 def test_what_an_update_leaves_alone_ascends_and_says_why(manifest: Manifest) -> None:
@@ -144,7 +144,7 @@ def test_calls_of_a_model_with_state_are_not_cut_nor_padded(manifest: Manifest) 
     for changes in ({"pad": "rows"}, {"pad": "zeros"}, {"chunk": True}):
         changed = edited(manifest, dimensions=(replace(dimension, **changes),))  # type: ignore[arg-type]
         bad(check_changes, changed, "batch is padded or chunked, and calls change state")
-        check_changes(edited(changed, mutated_buffers=()))  # of an entry that only reads the state
+        check_changes(edited(changed, mutated_buffers=()))  # for an entry that only reads the state
         only = tuple([weight for weight in changed.weights if weight.name not in ("total", "marks")])
         check_state(replace(changed, weights=only, random=[weight.name for weight in only].index("random")))
 
@@ -190,7 +190,7 @@ def test_aliases_that_are_not(manifest: Manifest) -> None:
 
 
 def output(manifest: Manifest, place: int, **changes: Any) -> Manifest:
-    """The value of an output, changed in the last program."""
+    """Returns the manifest with a changed value of an output in the last program."""
     program = manifest.entries[0].programs[-1]
     values = list(program.values)
     values[program.outputs[place]] = replace(values[program.outputs[place]], **changes)
@@ -199,7 +199,7 @@ def output(manifest: Manifest, place: int, **changes: Any) -> Manifest:
 
 @pytest.mark.parametrize("place", [1, 2, 3, 4, 5])
 def test_an_alias_lies_inside_of_what_it_shares_memory_with(manifest: Manifest, place: int) -> None:
-    """One element further to either side it does not, unless there is more of the other there."""
+    """One element further on either side it does not, unless the other one has more data there."""
     program = manifest.entries[0].programs[-1]
     value = program.values[program.outputs[place]]
     (alias,) = [alias for alias in manifest.entries[0].aliases if alias.output == place]
@@ -227,7 +227,7 @@ def _floats(value: Value | Weight) -> int:
 
 
 def on_cpu(manifest: Manifest) -> Manifest:
-    """For the cpu target, where every alias begins at what it shares memory with."""
+    """Returns the manifest for the cpu target, where every alias begins at the start of the shared memory."""
     programs = []
     for program in manifest.entries[0].programs:
         values = list(program.values)
@@ -256,7 +256,7 @@ def test_an_output_does_not_share_memory_with_a_weight_of_the_host(manifest: Man
         manifest, aliases=tuple([alias for alias in manifest.entries[0].aliases if alias.memory in ("inputs", "outputs")])
     )
     assert len({alias.memory for alias in others.entries[0].aliases}) == 2
-    for weight in others.weights:  # numbers of inputs and outputs are none of weights
+    for weight in others.weights:  # numbers of inputs and outputs do not count weights
         check_alias_spans(row(others, weight.name, memory="host"))
 
 

@@ -1,4 +1,4 @@
-"""Lifetimes across the steps of a program: what is still to be read is not written over, and a planted overlap is caught."""
+"""Lifetimes over the steps of a program: no value is overwritten before its last read, and a planted overlap is found."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def program(values: list[Value], steps: list[Step], outputs: tuple[int, ...], in
 
 
 def chain() -> Program:
-    """x (0) -> graph -> 1, 2; 1 -> copy -> 3 -> host -> 4 -> copy -> 5; 2, 5 -> graph -> 6, the output."""
+    """Returns x (0) -> graph -> 1, 2; 1 -> copy -> 3 -> host -> 4 -> copy -> 5; 2, 5 -> graph -> 6, the output."""
     return program(
         [value("inputs", 0), value("arena", 0), value("arena", 32), value("host", 0), value("host", 32), value("arena", 64),
          value("arena", 96)],
@@ -72,7 +72,7 @@ def test_a_planted_overlap_is_caught(index: int, offset: int, message: str) -> N
 
 
 def test_what_is_dead_may_be_written_over() -> None:
-    check_lifetimes(moved(chain(), 5, offset=0), "p")  # value 1 was read for the last time by the copy before
+    check_lifetimes(moved(chain(), 5, offset=0), "p")  # the previous copy read value 1 for the last time
     check_lifetimes(moved(chain(), 6, offset=32), "p")  # a graph step over its own input: it knows the order of its nodes
 
 
@@ -128,7 +128,7 @@ def test_the_same_place_of_another_memory_is_another_place() -> None:
 
 
 def kept_beside(offset: int) -> Program:
-    """x -> copy -> 1; the recording of `cuda_bundles` on x gives 2; 1 -> copy -> 3.  Value 1 lies at `offset` of the arena."""
+    """Returns x -> copy -> 1; the recording of `cuda_bundles` on x gives 2; 1 -> copy -> 3. Value 1 is at `offset` of the arena."""
     return program(
         [
             value("inputs", 0),
@@ -195,7 +195,7 @@ def test_state_and_weights_need_no_writer() -> None:
 
 @given(st.data())
 def test_caught_exactly_where_a_later_read_finds_other_data(data: st.DataObject) -> None:
-    """Against a replay: copy steps on a small memory of bytes; sound iff every read finds what its value's writer put there."""
+    """The check is compared with a replay of copy steps on a small memory: valid iff every read finds its value's bytes."""
     count = data.draw(st.integers(1, 6))
     places = data.draw(st.lists(st.integers(0, 12), min_size=count, max_size=count))
     words = data.draw(st.lists(st.integers(0, 3), min_size=count, max_size=count))
@@ -230,7 +230,7 @@ def test_caught_exactly_where_a_later_read_finds_other_data(data: st.DataObject)
 
 
 def test_a_copy_gives_a_changed_input_its_new_value() -> None:
-    """x (0) -> copy -> 1 -> host -> 2 -> copy -> 3, which lies where x does."""
+    """x (0) -> copy -> 1 -> host -> 2 -> copy -> 3, at the place of x."""
     values = [value("inputs", 0), value("host", 0), value("host", 32), value("inputs", 0), value("arena", 0)]
     steps = [step("copy", (0,), (1,)), step("host", (1,), (2,)), step("copy", (2,), (3,))]
     plan = program(values, steps, (3,))

@@ -1,4 +1,4 @@
-"""Tables of a build lie in a file of their own: what a manifest may say of them, what their file must hold, and what that saves."""
+"""Tables of a build are in their own file: what a manifest may say of them, what the file must hold, and what this saves."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def manifest() -> Manifest:
 
 
 def write(folder: Path, tables: dict[str, bytes]) -> None:
-    """The bundle with such tables, sealed again."""
+    """Writes the bundle with these tables, and seals it again."""
     with open(folder / TABLES, "wb") as file:
         safetensors_writer.write(file, {name: ("uint8", (len(data),), lambda data=data: data) for name, data in tables.items()})
     manifest = replace(archive.read_manifest(str(folder)), files=manifest_text.describe_files(str(folder)))
@@ -98,7 +98,7 @@ def test_what_is_wrong_with_the_file_is_told_by_its_name(copy: Path) -> None:
     data = bytearray((copy / TABLES).read_bytes())
     data[-1] ^= 1
     (copy / TABLES).write_bytes(data)
-    check_bundle(Archive(str(copy)))  # as of the weights, the data is what "full" hashes
+    check_bundle(Archive(str(copy)))  # only "full" hashes the data, as for the weights
     with raises("file-damaged", f"{TABLES}: SHA-256"):
         check_bundle(Archive(str(copy)), "full")
     (copy / TABLES).unlink()

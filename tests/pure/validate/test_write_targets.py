@@ -1,4 +1,4 @@
-"""Memsets and memcpys write to the arena, and to inputs and state that calls change: to the byte, and nowhere else."""
+"""Memsets and memcpys write only to the arena, and to inputs and state that calls change, up to the exact byte."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.helpers.raising import raises
 
 WEIGHTS, STATE, INPUTS, ARENA, HOST, PEER = range(6)
 INPUT = 4 * cuda_bundles.FLOATS * 4
-"""Bytes of the one input at the first int_key; it begins at byte 0 of memory inputs."""
+"""Bytes of the only input at the first int_key. It begins at byte 0 of memory inputs."""
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +116,7 @@ def test_rows_and_slices_count_to_the_last_byte(base: Manifest, node: Node, last
 
 
 def test_inputs_beside_each_other_and_not_declared(base: Manifest) -> None:
-    """The program has three inputs; calls change the second one."""
+    """The program has three inputs, and calls change the second one."""
     program = base.entries[0].programs[0]
     more = [replace(program.values[0], offset=INPUT * place) for place in (1, 2)]
     count = len(program.values)
@@ -168,7 +168,7 @@ def test_a_bundle_whose_table_was_appended_to_is_refused(tmp_path: Path, node: t
 
 @pytest.mark.parametrize(("names", "holds"), [((), False), ((3,), True), ((4,), False)])
 def test_a_copy_step_writes_to_state_that_calls_change(base: Manifest, names: tuple[int, ...], holds: bool) -> None:
-    """Weight 3 is `total`: the host gives back what it changes."""
+    """Weight 3 is `total`. The host returns what it changes."""
     program = base.entries[0].programs[0]
     total = replace(program.values[0], shape=(16,), strides=(1,), memory="state", offset=0)
     source = replace(total, memory="arena", offset=0)

@@ -1,4 +1,4 @@
-"""Reads by threads of the C library: what they read, how they fail, and that nothing is left behind."""
+"""Reads by threads of the C library: their data and errors, and that nothing is left behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading weights: from the page cache, from the disk, and around the cache where a file is larger than half of the memory."""
+"""Weights are read from the page cache or from the disk. A file larger than half of the memory is read around the cache."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
 
 
 def room(size: int = 8 * ALIGNMENT) -> memoryview:
-    """Memory that begins at a page."""
+    """Returns memory that begins at a page."""
     return memoryview(mmap.mmap(-1, size))
 
 
 def large(monkeypatch: pytest.MonkeyPatch, *, cached: bool) -> None:
-    """The machine has less than twice the file's bytes."""
+    """Makes the machine's memory smaller than twice the file."""
     monkeypatch.setattr("os.sysconf", lambda name: 1)
     monkeypatch.setattr(reads, "is_cached", lambda file: cached)
 
 
 class Calls:
-    """Calls of `os.preadv` and `os.posix_fadvise`; the former may fail for a kind of read."""
+    """Logs calls of `os.preadv` and `os.posix_fadvise`. `refused` gives kinds of reads that fail."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, refused: dict[str, int] | None = None) -> None:
         self.reads: list[tuple[str, int, int]] = []
@@ -82,7 +82,7 @@ def test_every_place_is_read_whole(file: int, begin: int, data: st.DataObject, d
 
 
 def reader_is_direct(file: int) -> bool:
-    """Whether the file system reads around the page cache."""
+    """Returns whether the file system can read around the page cache."""
     try:
         other = os.open(f"/proc/self/fd/{file}", os.O_RDONLY | os.O_DIRECT)
         os.preadv(other, [room()], 0)
@@ -176,7 +176,7 @@ def test_the_page_cache_is_looked_at(file: int, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_look_does_not_make_the_next_one_find_a_cached_file(tmp_path: Path) -> None:
-    """Of a file that is read around the cache, which the next process reads so, too."""
+    """Files read around the cache stay uncached, so the next process reads them in the same way."""
     (tmp_path / "large").write_bytes(bytes(16 << 20))
     descriptor = os.open(tmp_path / "large", os.O_RDONLY)
     try:

@@ -1,4 +1,4 @@
-"""Twelve transformer blocks, with something between the sixth and the seventh."""
+"""Twelve transformer blocks with a function between the sixth and the seventh."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""An embedding table of 100 MB that stays on the CPU, and a model that takes its rows."""
+"""A model with an embedding table of 100 MB that stays on the CPU."""
 
 import torch
 import torch.nn.functional as F

@@ -1,4 +1,4 @@
-"""A scale that Python reads with .item() in the middle of twelve blocks."""
+"""Twelve blocks, with a scale in the middle that Python reads with .item()."""
 
 import blocks
 import torch

@@ -1,4 +1,4 @@
-"""x[x > 0].sum() in the middle of twelve blocks."""
+"""Twelve blocks, with x[x > 0].sum() in the middle."""
 
 import blocks
 import torch

@@ -1,4 +1,4 @@
-"""A custom operator tagged cudagraph_unsafe in the middle of twelve blocks."""
+"""Twelve blocks, with a custom operator tagged cudagraph_unsafe in the middle."""
 
 import blocks
 import torch
@@ -6,7 +6,7 @@ import torch
 
 @torch.library.custom_op("cgcompile_bench::by_norm", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 def by_norm(x: torch.Tensor) -> torch.Tensor:
-    """The positions of every sequence, the largest first."""
+    """Sorts the positions of every sequence by norm, largest first."""
     order = torch.argsort(x.norm(dim=-1), dim=1, descending=True)
     return torch.gather(x, 1, order.unsqueeze(-1).expand_as(x))
 

@@ -1,1 +1,1 @@
-"""`cgcompile serve` from a wheel, asked by clients that others wrote: `build` makes bundles and PyTorch's answers."""
+"""Tests `cgcompile serve` from a wheel with third-party clients; `build` makes bundles and PyTorch's answers."""

@@ -1,8 +1,8 @@
-"""`python tests/bench/server/wheel/ask.py FOLDER --serve VENV/bin/cgcompile`: clients beside each model of `build.py`.
+"""`python tests/bench/server/wheel/ask.py FOLDER --serve VENV/bin/cgcompile`: runs clients against each model of `build.py`.
 
-Runs in any Python that has some of `openai`, `tritonclient[http,grpc]` and `langchain-openai`, and says which are missing.  VENV is
-another environment: it has the wheel with the extras serve, grammar and grpc.  One command serves each model.  Exits with 1 where a
-number is not PyTorch's, or where VENV has torch.
+Runs in any Python that has some of `openai`, `tritonclient[http,grpc]` and `langchain-openai`; prints which are missing. VENV is
+another environment, with the wheel and its extras serve, grammar and grpc. One command serves each model. Exit status 1 if a number
+differs from PyTorch's, or if VENV has torch.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 TOLERANCE = 1e-4
-"""Of a number: what a build allows float32."""
+"""Tolerance of a number: what a build allows for float32."""
 
 
 class Server(NamedTuple):
-    """Where it listens; `seconds` from its process's start until it serves."""
+    """Addresses of the server; `seconds` is the time from its process's start until it serves."""
 
     http: str
     grpc: str
@@ -40,21 +40,21 @@ class Server(NamedTuple):
 
 @contextmanager
 def serving(command: list[str]) -> Iterator[Server]:
-    """`cgcompile serve` until the end of the block."""
+    """Runs `cgcompile serve` until the end of the block."""
     began = time.monotonic()
     process = subprocess.Popen([*command, "--port", "0", "--grpc-port", "0"], stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
-    addresses, said = dict[str, str](), list[str]()
+    addresses, lines = dict[str, str](), list[str]()
     try:
         for line in process.stderr:
-            said.append(line)
+            lines.append(line)
             if line.startswith("listening "):
                 url = line.split()[-1]
                 addresses[url.partition(":")[0]] = url.removeprefix("grpc://")
-            if len(addresses) == 2 and any(text.startswith("serving ") for text in said):
+            if len(addresses) == 2 and any(text.startswith("serving ") for text in lines):
                 break
         else:
-            raise SystemExit("".join(said))
+            raise SystemExit("".join(lines))
         yield Server(addresses["http"], addresses["grpc"], time.monotonic() - began)
     finally:
         process.terminate()
@@ -63,7 +63,7 @@ def serving(command: list[str]) -> Iterator[Server]:
 
 
 def difference(got: Any, wanted: Any) -> float:
-    """The largest of two nested lists of equal shape."""
+    """Returns the largest difference of two nested lists of equal shape."""
     if not isinstance(wanted, list):
         return abs(float(got) - wanted)
     if len(got) != len(wanted):
@@ -72,7 +72,7 @@ def difference(got: Any, wanted: Any) -> float:
 
 
 class Asked(NamedTuple):
-    """A line of what is shown: the client, the model, what came out, and whether it is right."""
+    """A line of the output: the client, the model, the result, and whether it is right."""
 
     client: str
     model: str
@@ -122,7 +122,7 @@ def openai_chat(server: Server, expected: Any) -> Iterator[Asked]:
 def langchain_embeddings(server: Server, expected: Any) -> Iterator[Asked]:
     from langchain_openai import OpenAIEmbeddings
 
-    # tiktoken's table of tokens would come from the network; the server has the model's own
+    # tiktoken would download its table of tokens; the server has the model's own
     client = OpenAIEmbeddings(model="minilm", base_url=f"{server.http}/v1", api_key="none", check_embedding_ctx_length=False)
     got = client.embed_documents(expected["texts"])
     yield numbers("langchain-openai", "minilm", difference(got, expected["embeddings"]), len(got))
@@ -149,7 +149,7 @@ def langchain_chat(server: Server, expected: Any) -> Iterator[Asked]:
 
 
 def rerank(server: Server, expected: Any) -> Iterator[Asked]:
-    """No package is needed: the requests of Cohere's and Jina's clients are this one."""
+    """Sends a request as Cohere's and Jina's clients do; no package is needed."""
     body = {"model": "reranker", "query": expected["query"], "documents": expected["texts"], "raw_scores": True}
     request = urllib.request.Request(f"{server.http}/v1/rerank", json.dumps(body).encode(), {"Content-Type": "application/json"})
     with urllib.request.urlopen(request) as answer:
@@ -159,7 +159,7 @@ def rerank(server: Server, expected: Any) -> Iterator[Asked]:
 
 
 def triton_rows(kind: str) -> Callable[[Server, Any], Iterator[Asked]]:
-    """Both entries by tritonclient over `kind`, http or grpc."""
+    """Returns a function that calls both entries with tritonclient over `kind`, http or grpc."""
 
     def ask(server: Server, expected: Any) -> Iterator[Asked]:
         import numpy
@@ -185,7 +185,7 @@ ASKS: dict[str, tuple[tuple[str, Callable[[Server, Any], Iterator[Asked]]], ...]
     "towers": (("tritonclient", triton_rows("http")), ("tritonclient", triton_rows("grpc"))),
     "smol": (("openai", openai_chat), ("langchain_openai", langchain_chat)),
 }
-"""Per model the package that a client needs, and what it asks."""
+"""For each model: the package that a client needs, and the function that sends its requests."""
 
 
 def main() -> int:

@@ -1,7 +1,7 @@
-"""`python -m tests.bench.server.wheel.build FOLDER [--llm BUNDLE TOKENIZER]`: bundles, and what PyTorch answers, for `ask.py`.
+"""`python -m tests.bench.server.wheel.build FOLDER [--llm BUNDLE TOKENIZER]`: makes bundles and PyTorch's answers for `ask.py`.
 
-MiniLM (real weights), a reranker (random head) and a model of two entries are built for this processor.  BUNDLE and TOKENIZER are
-those of `make llm`: SmolLM2-135M-Instruct, whose folder of weights transformers reads, too.
+Builds MiniLM (real weights), a reranker (random head) and a model with two entries for this processor. BUNDLE and TOKENIZER are
+those of `make llm`: SmolLM2-135M-Instruct, whose folder transformers reads too.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ QUERY = "how do I reset a password"
 QUESTIONS = ("Why is the sky blue?", "What is ice?", "Name three rivers.", "Write a sentence about a cat.")
 TOKENS = 40
 WORDS = 48
-"""Texts that are embedded."""
+"""Number of texts that are embedded."""
 
 
 def build(name: str, folder: Path) -> None:
@@ -49,7 +49,7 @@ def module(name: str) -> ModuleType:
 
 
 def expected() -> dict[str, Any]:
-    """The answers of eager PyTorch, each of its text or its row alone."""
+    """Returns the answers of eager PyTorch, for each single text or row."""
     sentences = texts()[:WORDS]
     with torch.inference_mode():
         minilm = module("minilm")
@@ -73,7 +73,7 @@ def expected() -> dict[str, Any]:
 
 
 def expected_texts(folder: Path) -> list[dict[str, str]]:
-    """What transformers answers to each question, greedily."""
+    """Returns transformers' greedy answer to each question."""
     import transformers
 
     transformers.utils.logging.set_verbosity_error()

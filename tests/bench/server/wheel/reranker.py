@@ -1,4 +1,4 @@
-"""A reranker for `cgcompile build`: MiniLM's encoder with its real weights, and a head of one score with random weights."""
+"""A reranker for `cgcompile build`: MiniLM's encoder with its real weights, and a head with random weights that gives one score."""
 
 from __future__ import annotations
 

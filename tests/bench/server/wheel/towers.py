@@ -1,4 +1,4 @@
-"""A model of two entries for `cgcompile build`: users and items as vectors of the same width."""
+"""A model with two entries for `cgcompile build`: users and items as vectors of the same width."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ USER, ITEM, WIDTH = 12, 20, 8
 
 
 class Towers(nn.Module):
-    """`user` reads numbers, `item` a bag of words."""
+    """`user` reads numbers, `item` reads token ids as a bag of words."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
-"""Models of packages outside of transformers, timm, torchvision and torchaudio, as they were published.
+"""Models of packages other than transformers, timm, torchvision and torchaudio, without changes.
 
-`requirements.txt` pins the packages.  They are installed beside torch, never over it:
+`requirements.txt` pins the packages. They are installed beside torch and never replace it:
 
     pip install --no-deps --target FOLDER -r tests/corpus/models/strangers/requirements.txt
     PYTHONPATH=FOLDER python -m tests.corpus --only '^strangers/' --results strangers.jsonl

@@ -1,4 +1,4 @@
-"""Speech recognition and synthesis, codecs, separation of sources, spectrograms."""
+"""Speech recognition and synthesis, codecs, source separation, spectrograms."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ASTEROID = {"kernel_size": 8, "n_filters": 16, "stride": 4, "bn_chan": 8}
 
 
 def whisper() -> nn.Module:
-    """Whisper of one layer.  It leaves the decoder's positions as the memory was, which a checkpoint fills: NaN, or 1e31."""
+    """Returns Whisper with one layer. Whisper leaves the decoder's positions uninitialized; a checkpoint would fill them."""
     from whisper.model import ModelDimensions, Whisper
 
     model = Whisper(ModelDimensions(
@@ -25,19 +25,19 @@ def whisper() -> nn.Module:
 
 
 def both(batch: int) -> tuple[torch.Tensor, ...]:
-    """A spectrogram and the tokens so far."""
+    """Draws a spectrogram and the tokens so far."""
     return torch.randn(batch, 16, 24), torch.randint(0, 50, (batch, 6))
 
 
 class Waveform(nn.Module):
-    """The waveform alone of what a codec returns."""
+    """Returns only the waveform of a codec."""
 
     def __init__(self, codec: nn.Module) -> None:
         super().__init__()
         self.codec = codec
 
     def forward(self, waveform: torch.Tensor) -> torch.Tensor:
-        """Encoded and decoded again."""
+        """Encodes and decodes the waveform."""
         codes = self.codec.encode(waveform)  # type: ignore[operator]
         return self.codec.decode(codes)  # type: ignore[operator]
 
@@ -55,7 +55,7 @@ def hifi_gan() -> Made:
 
 
 def big_vgan() -> Made:
-    """The same with activations that do not alias."""
+    """A network like HiFi-GAN, with anti-aliased activations."""
     from bigvgan import BigVGAN
     from bigvgan.env import AttrDict
 
@@ -67,7 +67,7 @@ def big_vgan() -> Made:
 
 
 def filterbank() -> Made:
-    """A transform and back, by filters that are learned."""
+    """A transform and its inverse, by learned filters."""
     from asteroid_filterbanks import Decoder, Encoder, FreeFB
 
     return nn.Sequential(Encoder(FreeFB(16, 8, stride=4)), Decoder(FreeFB(16, 8, stride=4))), lambda batch: (

@@ -1,4 +1,4 @@
-"""Policies and value functions of reinforcement learning, and the motion of robots."""
+"""Policies and value functions of reinforcement learning, and robot motion."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ STATE = 6
 
 
 def states(batch: int) -> tuple[torch.Tensor]:
-    """What is observed."""
+    """Draws observations."""
     return (torch.randn(batch, STATE),)
 
 
 def spaces(discrete: bool) -> tuple[Any, Any]:
-    """What is observed, and what can be done: four actions, or two numbers."""
+    """Returns the observation space and the action space: four actions, or two numbers."""
     from gymnasium.spaces import Box, Discrete
 
     limit = numpy.full(STATE, 10.0, numpy.float32)
@@ -28,14 +28,14 @@ def spaces(discrete: bool) -> tuple[Any, Any]:
 
 
 class Chosen(nn.Module):
-    """What a policy of stable-baselines3 does, without chance."""
+    """Returns the deterministic action of a stable-baselines3 policy."""
 
     def __init__(self, policy: nn.Module) -> None:
         super().__init__()
         self.policy = policy
 
     def forward(self, observation: torch.Tensor) -> torch.Tensor:
-        """As its documentation exports it to ONNX."""
+        """Calls the policy as its documentation exports it to ONNX."""
         return self.policy(observation, deterministic=True)
 
 
@@ -52,7 +52,7 @@ def baseline(module: str, discrete: bool) -> Case:
 
 
 def tianshou_net(kind: str) -> Made:
-    """A network of Tianshou, without its bookkeeping of states."""
+    """A network of Tianshou, without its recurrent state."""
     from tianshou.utils.net import common, discrete
 
     net = common.Net(state_shape=(STATE,), action_shape=4, hidden_sizes=[16], softmax=kind == "softmax")
@@ -98,7 +98,7 @@ def torchrl(kind: str) -> Made:
 
 
 def rsl_rl() -> Made:
-    """A network of the robots' lab, with its normalisation of observations."""
+    """A network of rsl_rl, with its normalization of observations."""
     from rsl_rl.models import MLPModel
     from tensordict import TensorDict
 

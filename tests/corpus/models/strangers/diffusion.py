@@ -1,4 +1,4 @@
-"""Diffusion models: networks that remove noise, and their autoencoders."""
+"""Diffusion models: denoising networks and their autoencoders."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STEP = integers(1000)
 
 
 def flux(batch: int) -> dict[str, torch.Tensor]:
-    """A picture of 16 patches and a prompt of 12 tokens, with their positions."""
+    """Draws an image of 16 patches and a prompt of 12 tokens, with their positions."""
     return {
         "hidden_states": torch.randn(batch, 16, 4), "encoder_hidden_states": torch.randn(batch, 12, 32),
         "pooled_projections": torch.randn(batch, 32), "timestep": torch.rand(batch),
@@ -25,7 +25,7 @@ def flux(batch: int) -> dict[str, torch.Tensor]:
 
 
 def pixart(batch: int) -> dict[str, object]:
-    """What PixArt is called with where it has no resolution embedding."""
+    """Returns the inputs of PixArt without a resolution embedding."""
     return {
         "hidden_states": torch.randn(batch, 4, 8, 8), "encoder_hidden_states": torch.randn(batch, 12, 32),
         "timestep": torch.randint(0, 1000, (batch,)), "added_cond_kwargs": {"resolution": None, "aspect_ratio": None},
@@ -33,7 +33,7 @@ def pixart(batch: int) -> dict[str, object]:
 
 
 def video(batch: int) -> dict[str, torch.Tensor]:
-    """Four frames in latent space, and a prompt."""
+    """Draws four frames in latent space, and a prompt."""
     return {
         "hidden_states": torch.randn(batch, 2, 4, 8, 8), "encoder_hidden_states": torch.randn(batch, 12, 32),
         "timestep": torch.randint(0, 1000, (batch,)),
@@ -41,7 +41,7 @@ def video(batch: int) -> dict[str, torch.Tensor]:
 
 
 def wan(batch: int) -> dict[str, torch.Tensor]:
-    """The same with channels first."""
+    """Returns the inputs of `video` with channels first."""
     return {**video(batch), "hidden_states": torch.randn(batch, 4, 2, 8, 8)}
 
 

@@ -1,4 +1,4 @@
-"""Routers and experts, memories, and layers that stand for attention."""
+"""Routers and experts, memories, and layers that replace attention."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROWS = noise(12, 16)
 
 
 def mask(share: float, *shape: int) -> Draw:
-    """Truth values, of which `share` are true; the first of a row always is."""
+    """Draws a bool mask of which `share` are True; the first element of a row always is."""
 
     def draw(batch: int) -> torch.Tensor:
         drawn = torch.rand(batch, *shape) < share
@@ -30,12 +30,12 @@ def mask(share: float, *shape: int) -> Draw:
 
 
 def layer(name: str, *draws: Draw, **options: object) -> Case:
-    """A layer that is told its number of columns."""
+    """A case of a layer with 16 columns."""
     return stranger("experts", name, *draws, dim=16, **options)
 
 
 def routed() -> Made:
-    """A transformer whose first call, here before the build, gives its clusters their means."""
+    """A transformer whose first call initializes its cluster means; that call happens here, before the build."""
     from routing_transformer import RoutingTransformerLM
 
     model = RoutingTransformerLM(max_seq_len=LENGTH, window_size=8, causal=True, **ONE_LAYER, **HEADS).eval()
@@ -44,21 +44,21 @@ def routed() -> Made:
 
 
 def hybrid() -> Made:
-    """minGRU and attention side by side."""
+    """A model with minGRU and attention in parallel."""
     from minGRU_pytorch.hybridLM import hybridLM
 
     return hybridLM(**ONE_LAYER, **HEADS), lambda batch: (TEXT(batch),)
 
 
 def min_lm() -> Made:
-    """minGRU alone."""
+    """A minGRU language model."""
     from minGRU_pytorch.minLM import minLM
 
     return minLM(**ONE_LAYER), lambda batch: (TEXT(batch),)
 
 
 def memory() -> Made:
-    """The memory of Titans, whose weights each sequence learns: the retrieved rows."""
+    """The neural memory of Titans, whose weights are learned from each sequence; returns the retrieved rows."""
     from titans_pytorch import NeuralMemory
 
     class Retrieved(nn.Module):
@@ -106,4 +106,4 @@ CASES = [
     model_case("experts", "titans_pytorch.NeuralMemory", memory),
     model_case("experts", "minimamba.MambaForCausalLM", mamba),
 ]  # fmt: skip
-"""The models by package."""
+"""The cases of this module."""

@@ -1,4 +1,4 @@
-"""Graphs, molecules, point clouds, and networks that turn with their input."""
+"""Graphs, molecules, point clouds and equivariant networks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FEATURES = 8
 
 
 def graph(nodes: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Features of nodes, and edges, three to a node."""
+    """Draws features of nodes, and three edges per node."""
     return torch.randn(nodes, FEATURES), torch.randint(0, nodes, (2, 3 * nodes))
 
 
@@ -27,14 +27,14 @@ def geometric(name: str, **options: Any) -> Case:
 
 
 class Layers(nn.Module):
-    """Two layers of torch_geometric between features and classes."""
+    """Two layers of torch_geometric, from features to classes."""
 
     def __init__(self, first: nn.Module, second: nn.Module) -> None:
         super().__init__()
         self.first, self.second = first, second
 
     def forward(self, x: torch.Tensor, edge_index: torch.Tensor) -> torch.Tensor:
-        """Scores of the nodes."""
+        """Returns the scores of the nodes."""
         return self.second(self.first(x, edge_index).relu(), edge_index)
 
 
@@ -51,19 +51,19 @@ def layers(name: str, **options: Any) -> Case:
 
 
 class Pooled(nn.Module):
-    """Classes of whole graphs, as in torch_geometric's tutorial."""
+    """Classifies whole graphs, as in torch_geometric's tutorial."""
 
     def __init__(self, convolution: nn.Module, pool: Any) -> None:
         super().__init__()
         self.convolution, self.pool, self.head = convolution, pool, nn.Linear(16, 3)
 
     def forward(self, x: torch.Tensor, edge_index: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
-        """Of three graphs whose nodes lie one after the other."""
+        """Scores three graphs whose nodes lie one after the other."""
         return self.head(self.pool(self.convolution(x, edge_index).relu(), batch))
 
 
 def pooled(size: int | None) -> Made:
-    """The mean over each graph; `size` is the argument that says how many there are."""
+    """Mean pooling over each graph; `size` is the argument with the number of graphs."""
     from torch_geometric.nn import SAGEConv, global_mean_pool
 
     def pool(x: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
@@ -76,14 +76,14 @@ def pooled(size: int | None) -> Made:
 
 
 def light_gcn() -> Made:
-    """Scores of pairs of users and goods."""
+    """LightGCN, which scores pairs of users and items."""
     from torch_geometric.nn import LightGCN
 
     return LightGCN(num_nodes=20, embedding_dim=8, num_layers=2), lambda edges: (torch.randint(0, 20, (2, edges)),)
 
 
 def schnet() -> Made:
-    """SchNet with edges that are given: radius_graph is another package."""
+    """SchNet with given edges, because radius_graph needs another package."""
     from torch_geometric.nn import SchNet
 
     class Given(nn.Module):
@@ -99,12 +99,12 @@ def schnet() -> Made:
 
 
 def egnn_network(batch: int) -> tuple[torch.Tensor, ...]:
-    """Kinds of atoms, and where they are."""
+    """Draws atom types and positions."""
     return torch.randint(0, 9, (batch, 7)), torch.randn(batch, 7, 3)
 
 
 def se3(batch: int) -> dict[str, torch.Tensor]:
-    """Features of atoms, where they are, and which of them count."""
+    """Draws features of atoms, positions, and a mask of valid atoms."""
     return {
         "feats": torch.randn(batch, 6, 8), "coors": torch.randn(batch, 6, 3),
         "mask": torch.ones(batch, 6, dtype=torch.bool), "return_type": 0,
@@ -112,12 +112,12 @@ def se3(batch: int) -> dict[str, torch.Tensor]:
 
 
 def equiformer(batch: int) -> tuple[torch.Tensor, ...]:
-    """Kinds of atoms, where they are, and which of them count."""
+    """Draws atom types, positions, and a mask of valid atoms."""
     return torch.randint(0, 9, (batch, 7)), torch.randn(batch, 7, 3), torch.ones(batch, 7, dtype=torch.bool)
 
 
 def tensor_product() -> Made:
-    """A tensor product of vectors with spherical harmonics, whose weights a network makes: a convolution of e3nn's guide."""
+    """A tensor product of vectors with spherical harmonics, whose weights a network computes: a convolution of e3nn's guide."""
     from e3nn import nn as e3nn_nn
     from e3nn import o3
 
@@ -148,7 +148,7 @@ def gate() -> Made:
 
 
 def ani() -> Made:
-    """The energy of water by a network of torchani that is not trained."""
+    """The energy of water by an untrained network of torchani."""
     from torchani.arch import simple_ani
 
     model = simple_ani(("H", "C", "N", "O"), lot="wb97x-631gd")
@@ -169,7 +169,7 @@ def ani() -> Made:
 
 
 def forces() -> Made:
-    """The forces on the atoms: the derivative of the energy, as torchani's documentation takes it."""
+    """The forces on the atoms: the derivative of the energy, as in torchani's documentation."""
     energies, inputs = ani()
 
     class Forces(nn.Module):
@@ -186,14 +186,14 @@ def forces() -> Made:
 
 
 def point_net() -> Made:
-    """Classes of clouds of 32 points."""
+    """PointNet, which classifies clouds of 32 points."""
     from pointnet.pointnet import STN, PointNetCls
 
     return PointNetCls(3, 4, stn_3d=STN(in_dim=3)), lambda batch: (torch.randn(batch, 3, 32),)
 
 
 def point_net_2() -> Made:
-    """The same by farthest points and what lies around them."""
+    """PointNet++, which groups points around farthest-point samples."""
     from pointnet import PointNet2ClsSSG
 
     def inputs(batch: int) -> tuple[torch.Tensor, ...]:

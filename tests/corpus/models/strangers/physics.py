@@ -1,4 +1,4 @@
-"""More of physics: circuits, spheres, curved spaces, spikes, rotations, networks whose weights are distributions."""
+"""More models of physics: circuits, spheres, curved spaces, spiking networks, rotations, flows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .stranger import model_case, stranger
 
 
 def circuit() -> Made:
-    """Expectations of a circuit of PyQTorch whose angles are inputs."""
+    """Expectation values of a PyQTorch circuit whose angles are inputs."""
     import pyqtorch
 
     class Expected(nn.Module):
@@ -27,7 +27,7 @@ def circuit() -> Made:
 
 
 def harmonics() -> Made:
-    """A field on the sphere, filtered among spherical harmonics."""
+    """A field on the sphere, filtered in spherical harmonics."""
     from torch_harmonics import InverseRealSHT, RealSHT
 
     class Filter(nn.Module):
@@ -59,7 +59,7 @@ def poincare() -> Made:
 
 
 def spiking_jelly() -> Made:
-    """Four steps through two layers of leaky neurons, as in SpikingJelly's tutorial."""
+    """Four time steps through two layers of leaky neurons, as in SpikingJelly's tutorial."""
     from spikingjelly.activation_based import functional, layer, neuron
 
     class Net(nn.Module):
@@ -78,7 +78,7 @@ def spiking_jelly() -> Made:
 
 
 def norse() -> Made:
-    """The same with norse, whose neurons give their state back."""
+    """The same network with norse, whose neurons return their state."""
     import norse.torch
 
     class Net(nn.Module):
@@ -97,7 +97,7 @@ def norse() -> Made:
 
 
 def points(batch: int) -> dict[str, torch.Tensor]:
-    """Residues with the frames that they lie in."""
+    """Draws residues with their local frames."""
     rotations = torch.linalg.qr(torch.randn(batch, 6, 3, 3))[0]
     return {
         "single_repr": torch.randn(batch, 6, 16), "pairwise_repr": torch.randn(batch, 6, 6, 16), "rotations": rotations,
@@ -106,7 +106,7 @@ def points(batch: int) -> dict[str, torch.Tensor]:
 
 
 def steerable() -> Made:
-    """A convolution of e2cnn that turns with the picture, and a pooling that does not."""
+    """A rotation-equivariant convolution of e2cnn, and an invariant pooling."""
     from e2cnn import gspaces
     from e2cnn import nn as enn
 
@@ -144,14 +144,14 @@ def coupling(kind: str) -> Made:
 
 
 def autoregressive() -> Made:
-    """A masked network of Pyro."""
+    """A masked autoregressive network of Pyro."""
     from pyro.nn import AutoRegressiveNN
 
     return AutoRegressiveNN(4, [16], param_dims=[1, 1]), lambda batch: (torch.randn(batch, 4),)
 
 
 def arm() -> Made:
-    """Where the hand of a robot with two joints is."""
+    """The position of the hand of a robot with two joints."""
     import pytorch_kinematics
 
     robot = """<robot name="arm"><link name="base"/><link name="upper"/><link name="hand"/>

@@ -1,4 +1,4 @@
-"""Gaussian processes, differential equations, flows, quantum circuits, operators between functions, spiking neurons."""
+"""Gaussian processes, differential equations, flows, quantum circuits, neural operators, spiking neurons."""
 
 from __future__ import annotations
 
@@ -15,42 +15,42 @@ POINTS = {"points": (4, 9)}
 
 
 class Mean(nn.Module):
-    """The mean and the variance of what a Gaussian process predicts."""
+    """Returns the mean and the variance of a Gaussian process's prediction."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """At the points `x`."""
+        """Predicts at the points `x`."""
         predicted = self.model(x)
         return predicted.mean, predicted.variance
 
 
 class Posterior(Mean):
-    """The same as botorch asks for it."""
+    """The same for botorch models."""
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """At the points `x`."""
+        """Predicts at the points `x`."""
         predicted = self.model.posterior(x)  # type: ignore[operator]
         return predicted.mean, predicted.variance
 
 
 class Density(nn.Module):
-    """The log density of a flow's distribution."""
+    """Returns the log density of a flow's distribution."""
 
     def __init__(self, flow: nn.Module) -> None:
         super().__init__()
         self.flow = flow
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Of the points `x`."""
+        """Evaluates the log density at the points `x`."""
         distribution = self.flow() if type(self.flow).__module__.startswith("zuko") else self.flow
         return distribution.log_prob(x)
 
 
 def exact_gp() -> Made:
-    """As in gpytorch's first tutorial: 12 observations of a sine."""
+    """An exact GP as in gpytorch's first tutorial: 12 observations of a sine."""
     import gpytorch
 
     class ExactGPModel(gpytorch.models.ExactGP):
@@ -68,7 +68,7 @@ def exact_gp() -> Made:
 
 
 def variational_gp() -> Made:
-    """As in gpytorch's tutorial of stochastic variational regression."""
+    """A GP as in gpytorch's tutorial of stochastic variational regression."""
     import gpytorch
 
     class GPModel(gpytorch.models.ApproximateGP):
@@ -86,7 +86,7 @@ def variational_gp() -> Made:
 
 
 def botorch_gp() -> Made:
-    """The surrogate of a Bayesian optimisation in two dimensions."""
+    """The surrogate model of a Bayesian optimization in two dimensions."""
     from botorch.models import SingleTaskGP
 
     x = torch.rand(10, 2, dtype=torch.float64)
@@ -102,12 +102,12 @@ class Field(nn.Module):
         self.net = nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 2))
 
     def forward(self, t: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """dy/dt."""
+        """Returns dy/dt."""
         return self.net(y**3)
 
 
 class Solved(nn.Module):
-    """The way of the state through a field."""
+    """Returns the trajectory of the state through a field."""
 
     def __init__(self, method: str) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ class Solved(nn.Module):
         self.register_buffer("times", torch.linspace(0, 1, 6))
 
     def forward(self, y: torch.Tensor) -> torch.Tensor:
-        """From the state `y` at time 0."""
+        """Solves from the state `y` at time 0."""
         from torchdiffeq import odeint
 
         return odeint(self.field, y, self.times, method=self.method)
@@ -127,7 +127,7 @@ def ode(method: str) -> Case:
 
 
 class ControlledField(nn.Module):
-    """As in torchcde's example."""
+    """The vector field of torchcde's example."""
 
     def __init__(self, channels: int, hidden: int) -> None:
         super().__init__()
@@ -135,19 +135,19 @@ class ControlledField(nn.Module):
         self.linear1, self.linear2 = nn.Linear(hidden, 16), nn.Linear(16, channels * hidden)
 
     def forward(self, t: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
-        """A matrix for each row."""
+        """Returns a matrix for each row."""
         return self.linear2(self.linear1(z).relu()).tanh().view(z.size(0), self.hidden, self.channels)
 
 
 class NeuralCDE(nn.Module):
-    """As in torchcde's example, with steps of a fixed length."""
+    """The model of torchcde's example, with a fixed step size."""
 
     def __init__(self) -> None:
         super().__init__()
         self.func, self.initial, self.readout = ControlledField(3, 8), nn.Linear(3, 8), nn.Linear(8, 1)
 
     def forward(self, coefficients: torch.Tensor) -> torch.Tensor:
-        """From the coefficients of a spline."""
+        """Computes the output from the coefficients of a spline."""
         import torchcde
 
         control = torchcde.CubicSpline(coefficients)
@@ -157,7 +157,7 @@ class NeuralCDE(nn.Module):
 
 
 def cde() -> Made:
-    """A spline through six points in three channels."""
+    """A neural CDE over a spline through six points with three channels."""
     return NeuralCDE(), lambda batch: (torch.randn(batch, 5, 12),)
 
 
@@ -203,7 +203,7 @@ def freia(block: str) -> Made:
 
 
 def quantum_layer() -> Made:
-    """PennyLane's layer for torch, with two qubits on the simulator that is written in torch."""
+    """PennyLane's torch layer, with two qubits on the simulator that is written in torch."""
     import pennylane as qml
 
     @qml.qnode(qml.device("default.qubit", wires=2), interface="torch")
@@ -217,7 +217,7 @@ def quantum_layer() -> Made:
 
 
 def deep_o_net() -> Made:
-    """DeepXDE's network of operators, with its backend of torch."""
+    """DeepXDE's operator network, with the torch backend."""
     import os
 
     os.environ["DDE_BACKEND"] = "pytorch"
@@ -238,7 +238,7 @@ def pinn() -> Made:
 
 
 def spiking() -> Made:
-    """As in snnTorch's tutorial: eight steps through two leaky neurons."""
+    """Eight time steps through two leaky neurons, as in snnTorch's tutorial."""
     import snntorch
 
     class Net(nn.Module):
@@ -259,7 +259,7 @@ def spiking() -> Made:
 
 
 def liquid(cell: str) -> Made:
-    """A network of `ncps` with the wiring of a worm's."""
+    """A network of `ncps` with the wiring of a worm's nervous system."""
     import ncps.torch
     import ncps.wirings
 

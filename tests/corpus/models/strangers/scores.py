@@ -1,4 +1,4 @@
-"""Scores of triples, sequences, trees and items, and steps of decisions."""
+"""Scores of triples, sequences, trees and items, and further models."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FIELDS = [5, 6, 7]
 
 
 class Called(nn.Module):
-    """A module's method, or any function, as forward()."""
+    """A module whose forward() calls a function; the modules that it uses are attributes."""
 
     def __init__(self, function: Callable[..., Any], *held: nn.Module) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Called(nn.Module):
 
 
 def triples(name: str, *sizes: int) -> Case:
-    """A model of TorchKGE: the scores of triples."""
+    """A model of TorchKGE, which scores triples."""
 
     def make() -> Made:
         import torchkge.models
@@ -43,7 +43,7 @@ def triples(name: str, *sizes: int) -> Case:
 
 
 def chain() -> Made:
-    """A linear chain: its partition, and the best tags."""
+    """A linear-chain CRF: its partition function, and the best tags."""
     from supar.structs import LinearChainCRF
 
     transitions = torch.randn(6, 6)
@@ -56,7 +56,7 @@ def chain() -> Made:
 
 
 def trees() -> Made:
-    """Dependency trees: their partition, and the marginals by a derivative."""
+    """Dependency trees: their partition function, and the marginals by a derivative."""
     from supar.structs import MatrixTree
 
     def marginals(scores: torch.Tensor, lengths: torch.Tensor) -> Any:
@@ -67,7 +67,7 @@ def trees() -> Made:
 
 
 def biaffine() -> Made:
-    """The scores of arcs."""
+    """A biaffine layer, which scores arcs."""
     from supar.modules import MLP, Biaffine
 
     dependent, head, arcs = MLP(8, 6), MLP(8, 6), Biaffine(6, 1, bias_x=True)
@@ -76,7 +76,7 @@ def biaffine() -> Made:
 
 
 def crystal() -> Made:
-    """CGCNN of one crystal, whose number of atoms varies."""
+    """CGCNN of one crystal with a variable number of atoms."""
     from cgcnn2.model import CrystalGraphConvNet
 
     model = CrystalGraphConvNet(10, 4, atom_fea_len=8, n_conv=2, h_fea_len=8)
@@ -86,7 +86,7 @@ def crystal() -> Made:
 
 
 def matrix_product() -> Made:
-    """A matrix product state, which has to be traced before it is called with other batches."""
+    """A matrix product state, which must be traced before a call with another batch."""
     from tensorkrowch.models import MPSLayer
 
     model = MPSLayer(n_features=5, in_dim=2, out_dim=3, bond_dim=4)
@@ -126,4 +126,4 @@ CASES = [
     model_case("quantum", "tensorkrowch.MPSLayer", matrix_product),
     model_case("proteins", "protein_bert_pytorch.ProteinBERT", protein),
 ]  # fmt: skip
-"""The models by package."""
+"""The cases of this module."""

@@ -1,4 +1,4 @@
-"""How a model of a package that is not among those of `tests.corpus.models` becomes a case."""
+"""Makes cases from models of packages that `tests.corpus.models` does not cover."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import torch
 from ...case import Case, Inputs, Made
 
 Draw = Callable[[int], torch.Tensor]
-"""A tensor for a batch size."""
+"""Draws a tensor for a batch size."""
 
 BATCH: Mapping[str, tuple[int, ...]] = {"batch": (1, 3)}
-"""The sizes that are built unless a case says otherwise."""
+"""Sizes that are built by default."""
 
 
 def stranger(
@@ -29,10 +29,10 @@ def stranger(
     needs: Sequence[str] = (),
     **options: Any,
 ) -> Case:
-    """A case of the class or function `target`, written `package.module:Class`, which is called with `arguments` and `options`.
+    """Returns a case of the class or function `target`, written `package.module:Class`, made with `arguments` and `options`.
 
-    `inputs` is the model file's function of that name; without it the `draws` give the tensors by position.  `wrapped` puts the
-    model into a module that asks for one tensor of a result.  `needs` are packages beside the one of `target`.
+    `inputs` is the function of this name in a model file; without it the `draws` make the tensors by position. `wrapped` wraps the
+    model in a module that returns one tensor of the result. `needs` lists packages besides that of `target`.
     """
     module, _, path = target.partition(":")
     package = module.partition(".")[0]
@@ -48,25 +48,25 @@ def stranger(
 def model_case(
     field: str, name: str, make: Callable[[], Made], needs: Sequence[str] = (), sizes: Mapping[str, tuple[int, ...]] = BATCH
 ) -> Case:
-    """A case whose model takes more than one call to make.  `name` is `package.model`."""
+    """Returns a case whose model needs more than one call to make. `name` is `package.model`."""
     return Case(name=f"strangers/{field}/{name}", make=make, sizes=sizes, needs=tuple(needs) or (name.partition(".")[0],))
 
 
 def integers(high: int, *shape: int) -> Draw:
-    """Integers from 0 to below `high`."""
+    """Draws integers from 0 to `high` - 1."""
     return lambda batch: torch.randint(0, high, (batch, *shape))
 
 
 def positive(*shape: int) -> Draw:
-    """Floats from 0.1 to 1.1."""
+    """Draws floats from 0.1 to 1.1."""
     return lambda batch: torch.rand(batch, *shape) + 0.1
 
 
 def constant(value: float, *shape: int) -> Draw:
-    """Floats that are all the same."""
+    """Returns floats that are all `value`."""
     return lambda batch: torch.full((batch, *shape), value)
 
 
 def same(*shape: int) -> Draw:
-    """Floats of the normal distribution whose shape has no batch."""
+    """Draws normal random floats without a batch dimension."""
     return lambda batch: torch.randn(*shape)

@@ -1,4 +1,4 @@
-"""Tables, recommendations, time series."""
+"""Tabular data, recommendations, time series."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..shared import noise
 from .stranger import model_case, stranger
 
 COLUMNS = (4, 5, 6)
-"""How many categories each of three columns has."""
+"""Number of categories in each of three columns."""
 
 FIELDS = [4, 5, 6, 7]
 WIDE = {"embed_dim": 8}
@@ -20,12 +20,12 @@ DEEP = {**WIDE, "mlp_dims": (16,)}
 
 
 def categories(batch: int) -> torch.Tensor:
-    """Three columns of categories."""
+    """Draws three columns of categories."""
     return torch.stack([torch.randint(0, count, (batch,)) for count in COLUMNS], 1)
 
 
 def clicks(name: str, model: str, **options: Any) -> Case:
-    """A model of torchfm: four fields, and how probable a click is."""
+    """A model of torchfm: click probability from four fields."""
 
     def fields(batch: int) -> torch.Tensor:
         return torch.stack([torch.randint(0, count, (batch,)) for count in FIELDS], 1)
@@ -52,7 +52,7 @@ def deepctr(name: str, **options: Any) -> Case:
 
 
 def frame(name: str, **options: Any) -> Case:
-    """A model of PyTorch Frame by its tensors, without the table around them."""
+    """A model of PyTorch Frame, called with tensors instead of a table."""
 
     def make() -> Made:
         import torch_frame
@@ -103,7 +103,7 @@ def ft_transformer() -> Made:
 
 
 def piecewise() -> Made:
-    """Embeddings of numbers by bins."""
+    """Piecewise linear embeddings of numbers, by bins."""
     from rtdl_num_embeddings import PiecewiseLinearEmbeddings, compute_bins
 
     bins = compute_bins(torch.randn(50, 3), n_bins=6)
@@ -111,7 +111,7 @@ def piecewise() -> Made:
 
 
 def deep_ar() -> Made:
-    """GluonTS' DeepAR: the parameters of what comes next."""
+    """GluonTS' DeepAR: the parameters of the forecast distribution."""
     from gluonts.torch.model.deepar.module import DeepARModel
 
     model = DeepARModel(freq="D", context_length=8, prediction_length=1, num_layers=1, hidden_size=16, lags_seq=[1, 2],
@@ -136,7 +136,7 @@ def deep_ar() -> Made:
 
 
 def chronos_bolt() -> Made:
-    """Amazon's Chronos-Bolt: quantiles of what comes next."""
+    """Amazon's Chronos-Bolt: quantiles of a forecast."""
     from chronos.chronos_bolt import ChronosBoltModelForForecasting
     from transformers import T5Config
 
@@ -152,7 +152,7 @@ def chronos_bolt() -> Made:
 
 
 def tiny_time_mixer() -> Made:
-    """IBM's mixer of patches."""
+    """IBM's patch mixer."""
     from tsfm_public.models.tinytimemixer import TinyTimeMixerConfig, TinyTimeMixerForPrediction
 
     config = TinyTimeMixerConfig(

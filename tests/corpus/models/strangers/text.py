@@ -1,4 +1,4 @@
-"""Transformers of other hands, state spaces, recurrent cells, taggers, proteins."""
+"""Third-party transformers, state-space models, recurrent cells, taggers, proteins."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TWO_HEADS = {"dim": 16, "depth": 1, "heads": 2}
 
 
 class Tagger(nn.Module):
-    """A bidirectional LSTM under a conditional random field, which gives the log likelihood of tags."""
+    """A bidirectional LSTM with a conditional random field, which returns the log likelihood of tags."""
 
     def __init__(self, crf: nn.Module) -> None:
         super().__init__()
@@ -23,47 +23,47 @@ class Tagger(nn.Module):
         self.head = nn.Linear(16, 5)
 
     def forward(self, words: torch.Tensor, tags: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """Of sentences whose first word always counts."""
+        """Computes the log likelihood; the first word of each sentence must be valid."""
         return self.crf(self.head(self.lstm(self.embedding(words))[0]), tags, mask)
 
 
 def sentences(batch: int) -> tuple[torch.Tensor, ...]:
-    """Words, tags, and which of the words count: all of the first sentence, some of the others."""
+    """Draws words, tags, and a mask of valid words: all of the first sentence, some of the others."""
     lengths = torch.cat([torch.tensor([LENGTH]), torch.randint(3, LENGTH, (batch,))])[:batch]
     mask = torch.arange(LENGTH)[None] < lengths[:, None]
     return torch.randint(0, WORDS, (batch, LENGTH)), torch.randint(0, 5, (batch, LENGTH)), mask
 
 
 def crf() -> Made:
-    """The log likelihood by pytorch-crf."""
+    """The tagger with pytorch-crf."""
     from torchcrf import CRF
 
     return Tagger(CRF(5, batch_first=True)), sentences
 
 
 def torch_crf() -> Made:
-    """The same by TorchCRF."""
+    """The tagger with TorchCRF."""
     from TorchCRF import CRF
 
     return Tagger(CRF(5)), sentences
 
 
 def allen_crf() -> Made:
-    """The same by the layer of AllenNLP."""
+    """The tagger with AllenNLP's layer."""
     from allencrf.conditional_random_field import ConditionalRandomField
 
     return Tagger(ConditionalRandomField(5)), sentences
 
 
 def partial_crf() -> Made:
-    """The same by pytorch-partial-crf."""
+    """The tagger with pytorch-partial-crf."""
     from pytorch_partial_crf import CRF
 
     return Tagger(CRF(5)), sentences
 
 
 def viterbi() -> Made:
-    """The best tags, by bi-lstm-crf."""
+    """Viterbi decoding with bi-lstm-crf."""
     from bi_lstm_crf import CRF
 
     class Best(nn.Module):
@@ -100,7 +100,7 @@ def minimal_rnn() -> Made:
 
 
 def bert() -> Made:
-    """spaCy's curated transformers."""
+    """BERT of spaCy's curated transformers."""
     from curated_transformers.models import BERTConfig, BERTEncoder
 
     config = BERTConfig(
@@ -122,7 +122,7 @@ def bert() -> Made:
 
 
 def lit_gpt() -> Made:
-    """Lightning's LitGPT with the layers of Llama."""
+    """Lightning's LitGPT with Llama layers."""
     from litgpt.config import Config
     from litgpt.model import GPT
 
@@ -135,7 +135,7 @@ def lit_gpt() -> Made:
 
 
 def lora() -> Made:
-    """A layer of BERT under PEFT's LoRA."""
+    """A BERT layer with PEFT's LoRA."""
     from peft import LoraConfig, get_peft_model
     from transformers import BertConfig, BertModel
 
@@ -145,7 +145,7 @@ def lora() -> Made:
 
 
 def sentence_bert() -> Made:
-    """A pooling layer, a dense layer and a norm of sentence-transformers over words that are embedded."""
+    """A pooling layer, a dense layer and a norm of sentence-transformers over embedded words."""
     from sentence_transformers.models import Dense, Normalize, Pooling
 
     class Sentences(nn.Module):
@@ -161,7 +161,7 @@ def sentence_bert() -> Made:
 
 
 def esm2() -> Made:
-    """ESM-2 of one layer, with the dropout of masked tokens that it corrects for."""
+    """ESM-2 with one layer and its correction for masked tokens."""
     from esm import Alphabet
     from esm.model.esm2 import ESM2
 
@@ -172,7 +172,7 @@ def esm2() -> Made:
 
 
 def msa() -> Made:
-    """The transformer over alignments."""
+    """The MSA transformer."""
     from argparse import Namespace
 
     from esm import Alphabet

@@ -1,4 +1,4 @@
-"""Pictures and volumes: super-resolution, segmentation, registration, features that match, text in pictures, faces."""
+"""Images and volumes: super-resolution, segmentation, registration, feature matching, text in images, faces."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ def patches(model: str, **options: object) -> Case:
 
 
 class Matches(nn.Module):
-    """How likely it is that a place in one picture is one in the other: LoFTR before it chooses."""
+    """LoFTR before it selects matches: the probability that a place in one image matches a place in the other."""
 
     def __init__(self, matcher: nn.Module) -> None:
         super().__init__()
         self.matcher = matcher
 
     def forward(self, first: torch.Tensor, second: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Of two pictures of one channel."""
+        """Matches two images with one channel."""
         return self.matcher({"image0": first, "image1": second})
 
 
 def loftr() -> Made:
-    """LoFTR without weights."""
+    """LoFTR with random weights."""
     import copy
 
     from kornia.feature import LoFTR
@@ -47,7 +47,7 @@ def loftr() -> Made:
 
 
 def heat_map() -> Made:
-    """DISK's network, before points are chosen."""
+    """DISK's network, before points are selected."""
     from kornia.feature import DISK
 
     class Dense(nn.Module):
@@ -62,7 +62,7 @@ def heat_map() -> Made:
 
 
 def detected() -> Made:
-    """The points, scores and descriptors that DISK chooses."""
+    """The points, scores and descriptors that DISK selects."""
     from kornia.feature import DISK
 
     class Points(nn.Module):
@@ -73,11 +73,11 @@ def detected() -> Made:
         def forward(self, images: torch.Tensor) -> list[torch.Tensor]:
             return [features.keypoints for features in self.disk(images, n=8)]
 
-    return Points(), lambda side: (torch.rand(1, 3, side, side),)  # a list with as many items as there are pictures
+    return Points(), lambda side: (torch.rand(1, 3, side, side),)  # the output list has as many items as there are images
 
 
 def faces() -> Made:
-    """Faces, with what overlaps them left out; the weights that it would load from the network are random."""
+    """Face detection with non-maximum suppression. The weights are random, because the package would download them."""
     from unittest.mock import patch
 
     from kornia.contrib import face_detection
@@ -89,7 +89,7 @@ def faces() -> Made:
 
 
 def crnn() -> Made:
-    """Legere's recogniser of a line of text."""
+    """Legere's recognizer of a line of text."""
     from legere.model import CompactCRNN, ModelConfig
 
     config = ModelConfig(
@@ -109,7 +109,7 @@ def efficient_net() -> Made:
 
 
 def registration() -> Made:
-    """VoxelMorph in the plane: the field that moves one picture onto another."""
+    """VoxelMorph in two dimensions: the field that moves one image onto another."""
     from voxelmorph.nn.models import VxmPairwise
 
     model = VxmPairwise(ndim=2, source_channels=1, target_channels=1, nb_features=(8, 8, 8), integration_steps=3)

@@ -1,4 +1,4 @@
-"""Tensors that bodies make of Python's numbers: they become constants of the program, and the program computes what eager does."""
+"""Tensors that bodies make from Python numbers become constants of the program, which computes what eager PyTorch does."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Loop(nn.Module):
 
 
 class Nested(nn.Module):
-    """Both branches make a tensor, and one of them holds branches that do."""
+    """Both branches create a tensor; one of them contains more branches."""
 
     def forward(self, x: Tensor) -> Tensor:
         def outer(y: Tensor) -> Tensor:
@@ -34,7 +34,7 @@ class Nested(nn.Module):
 
 
 class Writing(nn.Module):
-    """What the body writes to is its own."""
+    """The body writes only to its own tensors."""
 
     def forward(self, x: Tensor) -> Tensor:
         def yes(y: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Operators that are spelled out with PyTorch's own."""
+"""Operators that are decomposed into other operators of PyTorch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cgcompile.export.higher_order.composite_operators import FEW, give_sizes_at
 @pytest.mark.parametrize("groups", [1, 3, FEW, FEW + 1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_products_of_groups_of_rows(groups: int, dtype: torch.dtype) -> None:
-    """Groups without a row, rows behind the last group, and all rows in one."""
+    """Groups without a row, rows after the last group, and all rows in one group."""
     torch.manual_seed(0)
     rows, matrices = torch.randn(10, 16, dtype=dtype), torch.randn(groups, 16, 8, dtype=dtype)
     ends = torch.randint(0, 10, (groups,)).sort().values.to(torch.int32)
@@ -42,7 +42,7 @@ def test_a_tensor_that_is_resized_at_once_is_made_in_its_size() -> None:
     model, x = torch.nn.CrossMapLRN2d(3).eval(), torch.randn(2, 4, 5, 5)
     program = torch.export.export(model, (x,))
     give_sizes_at_once(program)
-    plain = program.run_decompositions({})  # raised before
+    plain = program.run_decompositions({})  # this raised an error before the fix
     torch.testing.assert_close(plain.module()(x), model(x))
 
 

@@ -1,5 +1,5 @@
-"""Higher-order operators that are no more than their operations are taken out of the exported program, which computes the same,
-can be stored, and says where in the model each operation comes from."""
+"""Higher-order operators that can be expanded are replaced by their operations; the program computes the same, can be saved, and
+keeps the user's line of each operation."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Net(nn.Module):
 
 
 class Attention(Net):
-    """Four heads of queries over two of keys; a score that reads a buffer; a first row that sees nothing."""
+    """Four query heads over two key heads, a score_mod that reads a buffer, and a first row that is fully masked."""
 
     def forward(self, x: torch.Tensor) -> Any:
         q, k = self.mix(x).unflatten(-1, (4, 2)).transpose(1, 2), x.unflatten(-1, (2, 4))[..., :2].transpose(1, 2)
@@ -56,7 +56,7 @@ class Modes(Net):
 
 
 class Loops(Net):
-    """A scan with a carry along a fixed axis, and a map over the same."""
+    """A scan with a carry along a fixed axis, and a map along the same axis."""
 
     def forward(self, x: torch.Tensor) -> Any:
         y = self.mix(x)

@@ -1,4 +1,4 @@
-"""Bodies that torch refuses, in eager PyTorch too: the user is told which one, why and what to do, in a line."""
+"""Bodies that torch refuses, also in eager PyTorch: the error names the body, the reason and the fix in one line."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.helpers.raising import raises
 TURNS = 3
 
 LATER = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
-"""torch 2.11 refuses a body that writes to an operand in eager PyTorch, too; 2.12 was not looked at."""
+"""In torch 2.11 eager PyTorch also refuses a body that writes to an operand; 2.12 was not tested."""
 
 
 class Loop(nn.Module):
@@ -67,7 +67,7 @@ def test_a_branch_that_calls_what_torch_cannot_trace() -> None:
 
 
 class Writing(nn.Module):
-    """Bodies that write to an operand, or to a view of it: PyTorch runs them, torch.export does not make them functional."""
+    """Bodies that write to an operand or to a view of it: PyTorch runs them, but torch.export does not make them functional."""
 
     def __init__(self, loop: bool) -> None:
         super().__init__()

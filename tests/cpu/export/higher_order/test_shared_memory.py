@@ -1,5 +1,5 @@
-"""Branches that give an operand itself: `lambda y: y` is what one writes for "else leave it".  Branches and loops that are given
-one tensor twice, or a part of it beside it: `zeros` is what one begins two sums with."""
+"""Branches that return an operand itself, such as `lambda y: y`. Branches and loops that receive one tensor twice, or a view of it
+as well, such as two sums that start with the same zeros."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def loaded_is_eager(path: Path, model: nn.Module) -> None:
 
 
 def calls() -> list[Tensor]:
-    """One that takes each branch."""
+    """Returns one input for each branch."""
     x = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
     return [x, -x]
 
@@ -87,7 +87,7 @@ def test_built_for_the_cpu(name: str, tmp_path: Path) -> None:
 
 
 class Handed(nn.Module):
-    """Outputs that are what a branch gives: the input, a weight, a view of either; one that is the input whatever the branch."""
+    """Outputs are what a branch returns: the input, a weight, or a view; one output is the input in both branches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ class Handed(nn.Module):
 @newer
 @pytest.mark.parametrize("sign", [1, -1])
 def test_what_a_branch_gives_is_no_part_of_an_input(sign: int, tmp_path: Path) -> None:
-    """Whichever branch the inputs of the build took: the other one would be answered with the input itself."""
+    """The example's branch must not decide the aliases: the other branch would return the input itself."""
     model, out = Handed().eval(), tmp_path / "handed.cgb"
     built = cgcompile.build(model, lambda batch: torch.rand(batch, 8) * sign, sizes={"batch": (2, 4)}, target="cpu", out=out)
     program = cgbundle.load(built.path)
@@ -116,7 +116,7 @@ def test_what_a_branch_gives_is_no_part_of_an_input(sign: int, tmp_path: Path) -
 
 
 class Given(nn.Module):
-    """A loop that begins with one tensor three times and a part of it; branches that take a tensor twice, and a view of it."""
+    """A loop that starts with one tensor three times and with a view of it; branches that take a tensor twice, and a view of it."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         first = x.cos()
@@ -126,7 +126,7 @@ class Given(nn.Module):
 
         start = torch.zeros((), dtype=torch.int64, device=x.device)
         outputs = torch.while_loop(lambda i, *rest: i < 3, turn, (start, first, first, first, first[:2]))
-        if not NEWER:  # torch.cond of 2.11 refuses what follows, in eager PyTorch, too
+        if not NEWER:  # torch.cond of 2.11 refuses the following, also in eager PyTorch
             return *outputs, first + 1
         one = torch.cond(x.sum() > 0, lambda a, b: a + b, lambda a, b: a * b.sum(), (first, first))
         two = torch.cond(x.sum() > 0, lambda a, b: a - b.sum(), lambda a, b: a * b.mean(), (first, first.t()))
@@ -144,7 +144,7 @@ def test_operands_that_share_memory_built_for_the_cpu(tmp_path: Path) -> None:
         built = cgcompile.build(model, lambda: calls()[0], target="cpu", out=tmp_path / "given.cgb")
     finally:
         SERIALIZER.removeHandler(handler)
-    assert handler.lines == []  # torch has words for the operands that the loop has none of
+    assert handler.lines == []  # no warning: torch would warn about operands that the loop does not have
     loaded_is_eager(built.path, model)
 
 

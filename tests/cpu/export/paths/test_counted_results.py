@@ -1,4 +1,4 @@
-"""Results whose sizes depend on data, in models whose Python asks for values: the program gives what eager PyTorch gives."""
+"""Outputs with data-dependent sizes, in models whose Python code reads values: the program equals eager PyTorch."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def exported(model: nn.Module) -> Exported:
 
 
 def inputs(number: int) -> torch.Tensor:
-    """Rows of every declared size and one between, some of which nothing selects, and some of which everything does."""
+    """Returns rows of every declared size and one between; some select nothing, some everything."""
     torch.manual_seed(number)
     scale, shift = [1.0, 0.3, 3.0][number // 3 % 3], [0, -1, 1, -5, 5][number % 5]
     return torch.randn((3, 7, 5)[number % 3], 4) * scale + shift

@@ -1,4 +1,4 @@
-"""Every way through a model's Python is in its program, which computes what eager PyTorch does on any of them."""
+"""A program contains every path through a model's Python code, and equals eager PyTorch on each of them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ CALLS = 200
 
 
 class Function(nn.Module):
-    """A model that is one function."""
+    """A model that calls one function."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ def exported_once(kind: Callable[[], nn.Module]) -> Exported:
 
 
 def outputs(model: Callable[..., Any], x: torch.Tensor) -> list[torch.Tensor] | str:
-    """The tensors of one call, with the input behind it; "raised" where it raises."""
+    """Returns the tensors of one call and its input; "raised" if it raises an error."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
         try:
@@ -174,7 +174,7 @@ def test_what_is_no_program_is_refused_with_its_line(function: Callable[..., Any
 
 
 def larger(model: Function, x: torch.Tensor) -> torch.Tensor:
-    largest = max(x.max(), 1.5)  # torch.export makes this an operation, which asks nothing
+    largest = max(x.max(), 1.5)  # torch.export makes this an operation that reads no value
     return x * largest if x.sum() > 0 else x - min(x.min(), 0.25)
 
 
@@ -196,7 +196,7 @@ def test_an_attribute_that_only_another_way_changes_is_refused() -> None:
 
 
 def test_a_program_that_differs_on_one_path_is_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The way that no example reaches adds 1 where the model adds 2."""
+    """The path that no example reaches adds 1 instead of 2."""
     original = merge.in_place
 
     def wrong(*programs: Any) -> Any:
@@ -260,7 +260,7 @@ def test_sizes_are_no_questions() -> None:
 
 
 def check_on_random_inputs(exported: Exported, model: nn.Module) -> None:
-    """Every program gives what the model does, at its sizes."""
+    """Checks that every program gives the model's result at its sizes."""
     for (batch, *_), program in exported.programs.by_key.items():
         for _ in range(20):
             x = torch.randn(batch, 4)
@@ -280,7 +280,7 @@ def test_constants_that_hold_the_same_are_one() -> None:
 
 
 def test_tensors_of_two_shapes_are_not_equal_and_no_question() -> None:
-    """As gpytorch: points of the model, and points of a call, of which there may be as many."""
+    """Compares points of the model with points of a call, which may have another count, as gpytorch does."""
 
     def compared(m: Function, x: torch.Tensor) -> torch.Tensor:
         points = torch.arange(12.0).view(3, 4) * x.mean()
@@ -295,5 +295,5 @@ def test_tensors_of_two_shapes_are_not_equal_and_no_question() -> None:
     asked = [
         sum(node.target is torch.ops.higher_order.cond for node in program.graph.nodes) for _, program in traced.programs.distinct
     ]
-    assert asked == [1, 1, 1]  # with three points the second question is inside of the first
+    assert asked == [1, 1, 1]  # with three points the second branch is inside the first
     check_on_random_inputs(traced, model)

@@ -1,4 +1,4 @@
-"""Rows that a way of the model selects are computed with at a fixed size, and come out as in eager PyTorch."""
+"""Rows that a path selects are computed at a fixed size and give the results of eager PyTorch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def exported(model: nn.Module) -> Exported:
 
 
 def inputs(number: int) -> torch.Tensor:
-    """Random rows: of any size, all positive, all negative, far outside, all the same."""
+    """Returns random rows: of any sign, all positive, all negative, far outside, or all equal."""
     torch.manual_seed(number)
     x = torch.randn(3, 4) * [0.1, 1.0, 3.0][number % 3]
     return [x, x.abs() + 0.01, -x.abs() - 0.01, x + 50, x[:1].repeat(3, 1)][number % 5]
@@ -48,7 +48,7 @@ def test_selected_rows_are_those_of_eager_pytorch(kind: Callable[[], nn.Module])
 
 @pytest.mark.parametrize("kind", [Put, Added])
 def test_a_position_that_eager_pytorch_refuses_is_refused(kind: Callable[[], nn.Module]) -> None:
-    """Rows that do not count are written to a row of their own behind the others, which is no place for those that do."""
+    """Padding rows are written to an extra row, which is not a valid position for real rows."""
     model = kind().eval()
     source = replace(load_source(copy.deepcopy(model), rows), target_device=CPU)
     program, refused = export(source, {}).programs.first.module(check_guards=False), 0

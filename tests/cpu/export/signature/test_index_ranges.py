@@ -1,4 +1,4 @@
-"""The range of an input that is an index, found in an exported program; conservative where it is more than that."""
+"""The range of an index input is found in the exported program; it is conservative if the input has other uses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model that is one function, for tests of where it puts its tensors, and what its export leaves."""
+"""A model that is one function, for tests of its devices and of its exported operations."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cgcompile.model.load import load_source
 
 
 class Model(nn.Module):
-    """A function of a (batch, 4) tensor and of this module, which holds a weight, a buffer and a plain tensor."""
+    """A function of a (batch, 4) tensor and of this module, which has a weight, a buffer and a plain tensor."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
@@ -42,14 +42,14 @@ def traced(function: Callable[..., Any], inputs: Callable[..., Any] = rows) -> E
 
 
 def operations(exported: Exported) -> list[str]:
-    """The operations of the program by short names, assertions left out."""
+    """Returns the short names of the program's operations, without assertions."""
     calls = [node.target for node in exported.programs.first.graph.nodes if node.op == "call_function"]
     names = [str(target).split(".")[1] for target in calls if isinstance(target, torch._ops.OpOverload)]
     return [name for name in names if not name.startswith("_assert")]
 
 
 def obstacle(function: Callable[..., Any], file: str) -> str:
-    """The rule of the one obstacle that the function meets, which has to name its line in `file`, a test's."""
+    """Returns the rule of the function's only obstacle, whose line must lie in `file`, a test's file."""
     (hit,) = traced(function).obstacles
     where, _, line = hit.where.rpartition(":")
     assert file.endswith(where)

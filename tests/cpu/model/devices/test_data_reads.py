@@ -1,4 +1,4 @@
-"""Where Python asks tensors for data, a trace goes where the example inputs went, and says so."""
+"""When Python reads tensor data, a trace follows the example inputs and reports it."""
 
 from __future__ import annotations
 

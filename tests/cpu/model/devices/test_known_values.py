@@ -1,4 +1,4 @@
-"""Values that Python asks of tensors that are made of sizes and constants alone."""
+"""Values that Python reads from tensors made only of sizes and constants."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.helpers.raising import raises
 
 
 class Asking(nn.Module):
-    """A function over a module with a constant that is no buffer, and a buffer."""
+    """A function of a module with a buffer and a constant that is not a buffer."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Asking(nn.Module):
 
 
 class Strided(nn.Module):
-    """Integers as buffers: of the state dict, of none, and one that counts the calls."""
+    """Integers as buffers: in the state dict, outside of it, and one that counts the calls."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
@@ -59,20 +59,20 @@ def exported(function: Callable[..., Any], *sizes: int) -> Exported:
 
 
 def distances(m: Asking, x: torch.Tensor) -> torch.Tensor:
-    """As Funnel: the limits of a range are elements of another."""
+    """The limits of a range are elements of another range, as in Funnel."""
     pos = torch.arange(x.shape[1])
     pooled = torch.cat([pos.new_tensor([-1]), pos[1:-1][::2]])
     return x.sum(0) + torch.arange(pooled[0] - pos[0] + 4, pooled[0] - pos[-1] - 1, -2).sum()
 
 
 def grid(m: Asking, x: torch.Tensor) -> torch.Tensor:
-    """As Qwen2-VL: how the pictures lie is a literal."""
+    """The layout of the images is a literal, as in Qwen2-VL."""
     parts = [x.reshape(-1)[: h * w].view(h, w).sum() for _, h, w in torch.tensor([[1, 2, 4], [1, 3, 2]])]
     return torch.stack(parts) * (1 if (m.constant > 0).all() else 2)
 
 
 def masked(m: Asking, x: torch.Tensor) -> torch.Tensor:
-    """As ViLT: a mask of ones says which patches there are."""
+    """A mask of ones selects the patches, as in ViLT."""
     mask = torch.ones(2, 8, dtype=torch.bool, device=x.device)
     heights = mask.long().sum(1).cpu()
     images = [F.interpolate(x[None, None], size=(h // 2, h)) for h in heights]
@@ -155,7 +155,7 @@ def test_a_mask_that_is_used_without_a_question_stays_an_operation() -> None:
 
 def test_a_program_whose_numbers_are_known_can_be_loaded_again() -> None:
     def chunked(m: Asking, x: torch.Tensor) -> torch.Tensor:
-        """As Longformer: a number of chunks is a tensor."""
+        """The number of chunks is a tensor, as in Longformer."""
         return x.view(x.shape[0], torch.div(x.shape[1], 2, rounding_mode="trunc"), 2).sum(1)
 
     traced = exported(chunked, 2, 3)

@@ -1,4 +1,4 @@
-"""Values that Python asks of parameters and buffers: those that no call writes to are known at the build."""
+"""Values that Python reads from parameters and buffers are known at build time if no call writes to them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Function = Callable[["Asking", torch.Tensor], Any]
 
 
 class Asking(nn.Module):
-    """A function over a module with weights of several kinds."""
+    """A function of a module with weights of several kinds."""
 
     def __init__(self, function: Function) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ def exported(function: Function) -> Exported:
 
 
 def check(traced: Exported, function: Function) -> None:
-    """Ten calls of every program, one after the other, give what those of a new module give."""
+    """Checks that ten consecutive calls of every program equal those of a new module."""
     for key, program in traced.programs.by_key.items():
         module = copy.deepcopy(program).module()
         torch.manual_seed(0)
@@ -83,7 +83,7 @@ def ranges(m: Asking, x: torch.Tensor) -> torch.Tensor:
 
 
 def written_copy(m: Asking, x: torch.Tensor) -> torch.Tensor:
-    """A write to a copy of a weight is none to the weight."""
+    """A write to a copy of a weight does not change the weight."""
     weight = m.weight.detach() * 1
     weight[0] = 5.0
     weight.mul_(2)
@@ -155,7 +155,7 @@ def counted(m: Asking, x: torch.Tensor) -> torch.Tensor:
 
 
 def on_one_path(m: Asking, x: torch.Tensor) -> torch.Tensor:
-    """What is asked before is written to where the data says so."""
+    """The value that is read first is written on a data-dependent path."""
     output = x * 3 if m.mode.item() > 0 else x
     if x.sum() > 0:
         m.mode.fill_(-1.0)
@@ -181,7 +181,7 @@ def through_detach(m: Asking, x: torch.Tensor) -> torch.Tensor:
 
 
 def normalized(m: Asking, x: torch.Tensor) -> torch.Tensor:
-    """A normalization writes to its statistics, and no version shows it."""
+    """A normalization writes to its statistics without changing their version."""
     output = x * 3 if m.sums.sum() > 0 else x
     return F.batch_norm(output, m.sums, torch.ones(4), training=True)
 
@@ -254,7 +254,7 @@ def test_constant_sizes_in_a_tensor_of_sizes_are_known() -> None:
 
 
 class Turns(nn.Module):
-    """One entry asks a buffer that another one sets."""
+    """One entry reads a buffer that another one sets."""
 
     def __init__(self) -> None:
         super().__init__()

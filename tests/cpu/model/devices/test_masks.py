@@ -1,4 +1,4 @@
-"""Bytes are taken for truth values, and masks of known value select what has a known size."""
+"""Byte masks are treated as bool, and masks with known values select known sizes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BYTES = torch.tensor([1, 0, 1, 1], dtype=torch.uint8)
 
 
 def others(x: torch.Tensor) -> torch.Tensor:
-    """All but the diagonal of every row's matrix, as se3-transformer-pytorch leaves out what a node is to itself."""
+    """Everything except the diagonal of every matrix, as se3-transformer-pytorch excludes a node's relation to itself."""
     return x.masked_select(~torch.eye(3, dtype=torch.bool)[None])
 
 

@@ -1,4 +1,4 @@
-"""Moves that the user's code asks for leave markers, and everything else is traced as ever."""
+"""Device moves in the user's code leave markers; everything else is traced as usual."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ MOVES: list[tuple[str, Callable[..., Any], list[str]]] = [
         ["arange", "to_host", "slice", "to_device", "index"]),
     ("a copy into the GPU", lambda m, x: torch.zeros_like(x).copy_(x.cpu()), ["zeros_like", "to_host", "to_device", "copy_"]),
 ]  # fmt: skip
-"""What, a function, and the operations that it leaves."""
+"""Name, function, and the operations of its program."""
 
 UNMOVED: list[tuple[str, Callable[..., Any], list[str]]] = [
     ("to where it is", lambda m, x: x.to(m.linear.weight.device).cuda().to("cuda:0").to(m.plain) + 1, ["add"]),
@@ -136,7 +136,7 @@ class Window(nn.Module):
 
 
 def test_a_module_that_forward_makes_goes_where_a_tensor_is() -> None:
-    """As julius does in demucs: `torch.nn.Module.to` reads the device of a tensor where no mode is asked."""
+    """`torch.nn.Module.to` reads a tensor's device where no mode is called, as julius does in demucs."""
     exported_model = traced(lambda model, x: Window().to(x)(x))
     assert exported_model.obstacles == () and operations(exported_model) == ["hann_window", "mul"]
 

@@ -1,4 +1,4 @@
-"""`one_hot` for as many classes as a tensor says, of which the first columns are taken."""
+"""`one_hot` with a number of classes from a tensor, of which the first columns are used."""
 
 from __future__ import annotations
 

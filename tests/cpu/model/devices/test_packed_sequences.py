@@ -1,4 +1,4 @@
-"""Packed sequences are traced as padded ones, and give what eager PyTorch gives."""
+"""Packed sequences are traced as padded ones and equal eager PyTorch."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def inputs(layer: nn.Module, lengths: list[int], states: bool = False) -> tuple[
 
 
 def compared(model: Layer, ordered: bool, states: bool = False) -> None:
-    """One export, compared with eager PyTorch at other lengths, with numbers that are none where the input is padded."""
+    """Exports once and compares with eager PyTorch at other lengths; padding of the input is NaN."""
     layer = model.layer
     lengths = [[5, 4, 2], [5, 5, 1]] if ordered else [[2, 5, 4], [5, 1, 5]]
     source = load_source(model, lambda: inputs(layer, lengths[0], states))
@@ -105,7 +105,7 @@ def test_what_treats_every_row_by_itself_keeps_the_padded_form() -> None:
 
 
 def _names(source: Any, indexed: int) -> set[str]:
-    """Operations of the program; `indexed` is how many indexings are of the lengths."""
+    """Returns the operations of the program; `indexed` is the number of index operations on the lengths."""
     names = [str(node.target).removeprefix("aten.") for node in export(source, {}).programs.first.graph.nodes]
     assert names.count("index.Tensor") == indexed
     return {*names} - {"index.Tensor"}

@@ -1,4 +1,4 @@
-"""The model where it will run.  `cpu:0` stands for the GPU: torch copies what goes there, though it is the CPU."""
+"""The model on its target device. `cpu:0` stands for the GPU: torch copies tensors that move there, though it is the CPU."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OTHER = torch.device("cpu", 0)
 
 
 class Tied(torch.nn.Module):
-    """Two names of one parameter, two views of one storage, a transposed one, and a tensor that no one registered."""
+    """Two names of one parameter, two views of one storage, a transposed view, and an unregistered tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class Odd:
 
 
 class Scattered(torch.nn.Module):
-    """Tensors where no list or dict of a module's attributes has them."""
+    """Tensors that are in no list or dict of a module's attributes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ def test_a_model_that_is_too_large_for_the_gpu(monkeypatch: pytest.MonkeyPatch) 
 
 
 class Moving(torch.nn.Module):
-    """Goes to the host and back, writes there, and makes tensors out of none."""
+    """Moves to the host and back, writes there, and creates tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -157,7 +157,7 @@ class Moving(torch.nn.Module):
 
 
 def test_eager_pytorch_runs_a_model_where_it_was_placed() -> None:
-    """Moves between the devices are moves then; the user's code is told what they say."""
+    """Device moves are real then, and the user's code sees the real devices."""
     model = Moving().eval()
     x = torch.randn(3, 4)
     inside = model.layer(x).detach()

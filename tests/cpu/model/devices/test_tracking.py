@@ -1,4 +1,4 @@
-"""The user's code is told virtual devices; a model that asks for none has the graph it has without them."""
+"""The user's code sees virtual devices; a model that does not read devices has the same graph as without them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.helpers.raising import raises
 
 @contextmanager
 def without(*arguments: Any) -> Iterator[SideEffects]:
-    """In the place of `track_devices`: no mode at all."""
+    """Replaces `track_devices` without any mode."""
     yield SideEffects()
 
 
@@ -47,7 +47,7 @@ def test_a_model_that_names_no_device_has_the_graph_it_has_without_the_mode(
     with_mode = export(load_source(model, inputs), sizes)
     monkeypatch.setattr(flat, "track_devices", without)
     plain = export(load_source(model, inputs), sizes)
-    if isinstance(model, nn.LSTM) and torch.__version__ < "2.12":  # its states have an axis too many, and get a view
+    if isinstance(model, nn.LSTM) and torch.__version__ < "2.12":  # its states have an additional axis and get a view
         assert [name for name in operations(with_mode) if name not in ("view", "sym_size")] == [
             name for name in operations(plain) if name != "sym_size"
         ]
@@ -56,7 +56,7 @@ def test_a_model_that_names_no_device_has_the_graph_it_has_without_the_mode(
 
 
 class Flattening(nn.Module):
-    """Recurrent layers of many models do so in every call."""
+    """Calls flatten_parameters() in every call, as many recurrent models do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Flattening(nn.Module):
 
 def test_flattened_parameters_start_no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     def acceptable(tensor: torch.Tensor) -> bool:
-        """As torch with CUDA has it, whether there is a GPU or not."""
+        """Answers as torch with CUDA does, with or without a GPU."""
         return tensor.device.type == "cuda"
 
     monkeypatch.setattr(torch.backends.cudnn, "is_acceptable", acceptable)
@@ -78,7 +78,7 @@ def test_flattened_parameters_start_no_cuda(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 class Literals(nn.Module):
-    """Tensors that no mode is asked about, moved to the input's device, as in pytorch-tabnet."""
+    """Tensors that are created without a call of the mode and moved to the input's device, as in pytorch-tabnet."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = x * torch.sqrt(torch.FloatTensor([0.5, 1, 2, 3]).to(x.device))
@@ -86,7 +86,7 @@ class Literals(nn.Module):
 
 
 def test_constants_of_constructors_that_ask_no_mode_are_on_the_device_of_the_model() -> None:
-    """Tensors without data stand for those of a GPU."""
+    """Tensors without data stand for GPU tensors."""
     source = load_source(Literals().eval(), lambda batch: (torch.randn(batch, 4),))
     module = flat.FlatModule(source.model, sample(source, {"batch": 2}), CUDA, CUDA)
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -143,7 +143,7 @@ def test_an_operation_has_the_innermost_line_of_the_users() -> None:
 
 
 def test_states_of_an_lstm_have_the_shapes_of_the_first_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch 2.11 traces an extra axis on a GPU."""
+    """torch 2.11 traces an additional axis on a GPU."""
     operate = tracked.operate
     monkeypatch.setattr(tracked, "operate", lambda *args: _with_an_axis(args[1], operate(*args)))
     net, x = torch.nn.LSTM(3, 5, num_layers=2, bidirectional=True), torch.randn(7, 2, 3)
@@ -160,7 +160,7 @@ def _with_an_axis(func: object, result: Any) -> Any:
 
 
 def test_where_the_bundle_runs_on_the_cpu_tensors_are_there() -> None:
-    """A model with a way for the CPU takes that one, and moves are none."""
+    """A model with a CPU path takes it, and device moves have no effect."""
     x = torch.ones(2, 3)
     with track_devices([x], SideEffects(), target_device=CPU) as effects:
         assert x.device == CPU and x.is_cpu and not x.is_cuda and x.get_device() == -1
@@ -170,7 +170,7 @@ def test_where_the_bundle_runs_on_the_cpu_tensors_are_there() -> None:
 
 
 def test_integers_are_counted_where_the_cpu_stands_for_a_gpu() -> None:
-    """Eager PyTorch counts integers on a GPU only."""
+    """Eager PyTorch supports `histc` of integers only on a GPU."""
     x = torch.tensor([0, 3, 1, 3, 3, 9], dtype=torch.int32)
     with track_devices([x], SideEffects()):
         for histogram in (torch.histc(x, bins=4, min=0, max=3), x.histc(4, 0, 3), torch.histc(input=x, bins=4, min=0, max=3)):

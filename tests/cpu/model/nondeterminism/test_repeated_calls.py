@@ -1,4 +1,4 @@
-"""Numbers of Python and NumPy, the time, and what else is no input: refused by name and line where a result depends on them."""
+"""Random numbers of Python and NumPy, the time and other hidden inputs are refused by name and line if a result uses them."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from cgcompile.model.nondeterminism.generators import first_draw, generators, pu
 from tests.helpers.raising import raises
 
 SEEN = numpy.random.default_rng(3)
-"""A generator that a method of the user's sees."""
+"""A generator that one of the user's methods uses."""
 
 OWN = random.Random(4)
 
 
 class Model(nn.Module):
-    """A function of an input and of this module, which holds a weight and generators."""
+    """A function of an input and of this module, which has a weight and generators."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ def findings(function: Callable[..., Any], sizes: tuple[int, ...] = (1, 8)) -> l
 
 
 def layerdrop(model: Model, x: torch.Tensor, *seen: Any) -> torch.Tensor:
-    """As transformers' MusicGen and Data2VecAudio: drawn always, used while training."""
+    """Always draws numbers but uses them only in training, as transformers' MusicGen and Data2VecAudio do."""
     for _ in range(20):
         drawn, another = random.uniform(0, 1), numpy.random.random()
         if model.training and (drawn < 0.1 or another < 0.1):
@@ -71,7 +71,7 @@ def timed(model: Model, x: torch.Tensor, *seen: Any) -> torch.Tensor:
 
 
 def reseeded(model: Model, x: torch.Tensor, *seen: Any) -> torch.Tensor:
-    """As transformers' BigBird: the same numbers at every call."""
+    """Draws the same numbers in every call, as transformers' BigBird does."""
     numpy.random.seed(0)
     return x + torch.from_numpy(numpy.random.rand(8)).float()
 
@@ -114,7 +114,7 @@ DECIDING: list[tuple[str, str, Callable[..., Any]]] = [
 def test_what_no_bundle_can_repeat_is_refused_at_its_line(rule: str, said: str, function: Callable[..., Any]) -> None:
     (hit,) = findings(function)
     assert (hit.rule, hit.severity) == (rule, "refuse") and said in hit.message
-    if said != "by ":  # else nothing says which line
+    if said != "by ":  # otherwise nothing tells the line
         assert hit.where.startswith("tests/cpu/model/nondeterminism/test_repeated_calls.py:") and "lambda m, x" in hit.source
 
 
@@ -181,7 +181,7 @@ def test_draws_can_be_had_from_either_end(rngs: Any) -> None:
 
 
 def test_every_distribution_ends_at_the_ends(rngs: Any) -> None:
-    """Some draws are repeated until they fit."""
+    """Some distributions repeat draws until a condition holds."""
     for state in rngs[0].ends(rngs[0].read()):
         rngs[0].write(state)
         assert random.normalvariate(0, 1) and random.gauss(0, 1) and random.randrange(7) < 7 and random.choice("ab")

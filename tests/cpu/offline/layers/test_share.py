@@ -1,4 +1,4 @@
-"""A program's shares on several devices give what the whole gives, whichever device computes what."""
+"""A program's shares on several devices together equal the whole program, for any assignment to devices."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.helpers.raising import raises
 
 
 class Odd(torch.nn.Module):
-    """Sizes that are made of others, operations with several results, a transposed view, a buffer that is written twice."""
+    """Sizes that depend on others, operations with several results, a transposed view, a buffer that is written twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Odd(torch.nn.Module):
 
 
 class Device(torch.fx.Interpreter):
-    """A share that runs in a thread, and meets the others at each exchange."""
+    """Runs a share in a thread, which meets the others at each exchange."""
 
     def __init__(self, program: ExportedProgram, rank: int, met: threading.Barrier, sent: list[Any]) -> None:
         super().__init__(program.graph_module)
@@ -62,7 +62,7 @@ class Device(torch.fx.Interpreter):
         return came
 
     def outcome(self, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
-        """The outputs of a call, and the new contents of the buffers that this device has."""
+        """Returns the outputs of a call, and the new contents of this device's buffers."""
         named, user_inputs = weight_tensors(self.program), iter(tensors)
         specs = self.program.graph_signature.input_specs
         arguments = [next(user_inputs) if spec.kind == InputKind.USER_INPUT else named[str(spec.target)].clone() for spec in specs]
@@ -101,7 +101,7 @@ def exported(model: torch.nn.Module) -> ExportedProgram:
 
 
 def drawn(program: ExportedProgram, world: int, seed: int) -> Assigned:
-    """Any assignment: what may be free is so at times."""
+    """Returns a random assignment to devices."""
     random, ranks = Random(seed), dict[str, int]()
     mutated = set(program.graph_signature.buffers_to_mutate.values())
     for name, target in program.graph_signature.inputs_to_buffers.items():
@@ -127,7 +127,7 @@ def check(program: ExportedProgram, assignment: Assigned, world: int) -> list[Ex
         ((wanted, buffers),) = run([program], tensors)
         outcomes = run(shares, tensors)
         for outputs, _ in outcomes:
-            torch.testing.assert_close(outputs, wanted)  # products round by how their arguments lie
+            torch.testing.assert_close(outputs, wanted)  # rounding of products depends on the layout of their operands
         owned = [name for _, contents in outcomes for name in contents]
         assert sorted(owned) == sorted(buffers), "a buffer belongs to one device"
         torch.testing.assert_close({name: value for _, contents in outcomes for name, value in contents.items()}, buffers)

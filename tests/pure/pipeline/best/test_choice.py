@@ -13,7 +13,7 @@ MICROSECONDS = st.floats(0.5, 1e6, allow_nan=False)
 
 @st.composite
 def tried(draw: st.DrawFn) -> dict[tuple[int, ...], Times]:
-    """Times of some keys, all of the same lowerings."""
+    """Draws times of some keys, all with the same lowerings."""
     names = draw(st.lists(st.sampled_from(LOWERINGS), min_size=1, unique=True))
     keys = draw(st.lists(st.integers(1, 64), min_size=1, max_size=4, unique=True))
     graphs = draw(st.integers(1, 3))

@@ -1,4 +1,4 @@
-"""The process that times graphs, against a fake driver whose clock counts its own handles."""
+"""The process that times graphs, on a fake driver whose clock counts its own handles."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.helpers.raising import raises
 
 @pytest.fixture
 def fake(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
-    """The driver that the worker finds, too."""
+    """Makes the worker find this driver, too."""
     monkeypatch.setattr(worker, "cu", fake)
     monkeypatch.setattr(worker, "inputs_of", lambda self_test, manifest, key: [batch(*key)])
     return fake
@@ -37,7 +37,7 @@ def batch(key: int) -> Any:
 
 
 def alone(manifest: Manifest) -> Manifest:
-    """One graph for each key, no state: its result is the output."""
+    """Returns a manifest with one graph for each key and without state. The graph's result is the output."""
 
     def program(row: Any) -> Any:
         values = [replace(value, offset=RESULT) if index == 2 else value for index, value in enumerate(row.values[:3])]
