@@ -1,4 +1,4 @@
-"""Two nodes at one place of two recordings: what of them differs, as text."""
+"""Describes how two nodes at the same position of two recordings differ."""
 
 from __future__ import annotations
 
@@ -18,49 +18,53 @@ KINDS: dict[type, str] = {
 }
 
 IMAGE = "image"
-"""What differs between two nodes that launch one symbol from two images."""
+"""The name of the difference if two nodes launch the same symbol from two images."""
 
 DIGITS = 12
-"""Of an image's SHA-256, as `inspect --kernels` shows it."""
+"""Digits of an image's SHA-256, as in `inspect --kernels`."""
 
 WORD = 8
-"""Bytes up to which a parameter is one number or address; a larger one is a struct."""
+"""Maximum bytes of a parameter that is shown as one number or address; a larger one is a struct."""
 
 SMALL = 1 << 24
-"""Numbers from here on are shown in hexadecimal: floats and addresses more often than counts."""
+"""Larger numbers are shown in hexadecimal: they are more often floats and addresses than counts."""
 
 
 def kind(node: Node) -> str:
-    """kernel, memset, memcpy, empty or conditional."""
+    """Returns kernel, memset, memcpy, empty or conditional."""
     return KINDS[type(node)]
 
 
 def title(recording: Recording, number: int) -> str:
-    """`kernel add_kernel`, `memset`."""
+    """Describes a node: `kernel add_kernel`, `memset`."""
     node = recording.nodes[number]
     return f"kernel {recording.functions[node.function].symbol}" if isinstance(node, KernelNode) else kind(node)
 
 
 def place(address: Address) -> str:
-    """`arena+512`."""
+    """Formats an address: `arena+512`."""
     return f"{MEMORIES[address.memory]}+{address.offset}"
 
 
 def changes(a: Recording, b: Recording, number: int) -> list[tuple[str, str]]:
-    """What differs between the nodes number `number`: ("grid", "4x1x1 -> 8x1x1"), ("parameter 2", "arena+0 -> arena+512").
+    """Describes the differences of node `number`: ("grid", "4x1x1 -> 8x1x1"), ("parameter 2", "arena+0 -> arena+512").
 
-    Bytes of parameters that no kernel reads do not count.
+    Bytes of parameters that no kernel reads are ignored.
     """
-    one, other = a.nodes[number], b.nodes[number]
-    if isinstance(one, KernelNode) and isinstance(other, KernelNode):
-        mine, theirs = a.functions[one.function], b.functions[other.function]
-        if mine.symbol != theirs.symbol:
-            return [("kernel", f"{mine.symbol} -> {theirs.symbol}")]
-        same = one == other and mine == theirs
-        return [] if same else [*_launch(mine, one, theirs, other), *_parameters(mine, one, theirs, other)]
-    if type(one) is not type(other):
+    node, other_node = a.nodes[number], b.nodes[number]
+    if isinstance(node, KernelNode) and isinstance(other_node, KernelNode):
+        function, other_function = a.functions[node.function], b.functions[other_node.function]
+        if function.symbol != other_function.symbol:
+            return [("kernel", f"{function.symbol} -> {other_function.symbol}")]
+        equal = node == other_node and function == other_function
+        return (
+            []
+            if equal
+            else [*_launch(function, node, other_function, other_node), *_parameters(function, node, other_function, other_node)]
+        )
+    if type(node) is not type(other_node):
         return [("kind", f"{title(a, number)} -> {title(b, number)}")]
-    pairs = [(field.name, getattr(one, field.name), getattr(other, field.name)) for field in fields(one)]
+    pairs = [(field.name, getattr(node, field.name), getattr(other_node, field.name)) for field in fields(node)]
     return [(name, f"{_text(before)} -> {_text(after)}") for name, before, after in pairs if before != after]
 
 
@@ -70,14 +74,14 @@ def _text(value: object) -> str:
     return "x".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-def _launch(mine: Function, one: KernelNode, theirs: Function, other: KernelNode) -> Iterator[tuple[str, str]]:
+def _launch(function: Function, node: KernelNode, other_function: Function, other_node: KernelNode) -> Iterator[tuple[str, str]]:
     pairs = (
-        (IMAGE, mine.image[:DIGITS], theirs.image[:DIGITS]),
-        ("grid", one.grid, other.grid),
-        ("block", one.threads, other.threads),
-        ("shared memory", one.shared, other.shared),
-        ("launch attributes", _attributes(one.attributes), _attributes(other.attributes)),
-        ("attributes of the kernel", _attributes(mine.attributes), _attributes(theirs.attributes)),
+        (IMAGE, function.image[:DIGITS], other_function.image[:DIGITS]),
+        ("grid", node.grid, other_node.grid),
+        ("block", node.threads, other_node.threads),
+        ("shared memory", node.shared, other_node.shared),
+        ("launch attributes", _attributes(node.attributes), _attributes(other_node.attributes)),
+        ("attributes of the kernel", _attributes(function.attributes), _attributes(other_function.attributes)),
     )
     for name, before, after in pairs:
         if before != after:
@@ -88,34 +92,37 @@ def _attributes(attributes: Iterable[tuple[int, object]]) -> str:
     return ", ".join([f"{number}={_text(value)}" for number, value in sorted(attributes, key=lambda pair: pair[0])]) or "none"
 
 
-def _parameters(mine: Function, one: KernelNode, theirs: Function, other: KernelNode) -> Iterator[tuple[str, str]]:
-    if mine.params != theirs.params or len(one.block) != len(other.block):
-        counts = [f"{len(function.params)} in {len(node.block)} bytes" for function, node in ((mine, one), (theirs, other))]
+def _parameters(mine: Function, node_a: KernelNode, theirs: Function, node_b: KernelNode) -> Iterator[tuple[str, str]]:
+    if mine.params != theirs.params or len(node_a.block) != len(node_b.block):
+        counts = [f"{len(function_a.params)} in {len(node.block)} bytes" for function_a, node in ((mine, node_a), (theirs, node_b))]
         yield "layout of the parameters", " -> ".join(counts)
         return
-    unread = _unread(one) | _unread(other) if mine.image == theirs.image else _unread(one) & _unread(other)
-    places = [{relocation.at: place(relocation.target) for relocation in node.relocations} for node in (one, other)]
-    for targets, node in zip(places, (one, other), strict=True):
+    unread = _unread(node_a) | _unread(node_b) if mine.image == theirs.image else _unread(node_a) & _unread(node_b)
+    targets_by_side = [{relocation.at: place(relocation.target) for relocation in node.relocations} for node in (node_a, node_b)]
+    for targets, node in zip(targets_by_side, (node_a, node_b), strict=True):
         targets.update({handle.at: f"condition {handle.conditional}" for handle in node.handles})
-    moved = {at for at in {**places[0], **places[1]} if places[0].get(at) != places[1].get(at)}
-    moved |= {at for at in range(len(one.block)) if one.block[at] != other.block[at] and at not in unread}
+    changed_bytes = {
+        at for at in {**targets_by_side[0], **targets_by_side[1]} if targets_by_side[0].get(at) != targets_by_side[1].get(at)
+    }
+    changed_bytes |= {at for at in range(len(node_a.block)) if node_a.block[at] != node_b.block[at] and at not in unread}
     for number, (offset, size) in enumerate(mine.params):
-        if inside := {at for at in moved if offset <= at < offset + size}:
-            moved -= inside
+        if inside := {at for at in changed_bytes if offset <= at < offset + size}:
+            changed_bytes -= inside
             first = min(inside)
             at, width, name = offset, size, f"parameter {number}"
             if size > WORD:
                 at, width, name = first, min(4, offset + size - first), f"{name} at byte {first - offset}"
             texts = [
-                targets.get(at) or _number(node.block[at : at + width]) for targets, node in zip(places, (one, other), strict=True)
+                targets.get(at) or _number(node.block[at : at + width])
+                for targets, node in zip(targets_by_side, (node_a, node_b), strict=True)
             ]
             yield name, " -> ".join(texts)
-    if moved:
-        yield "bytes between parameters", f"first at {min(moved)}"
+    if changed_bytes:
+        yield "bytes between parameters", f"first at {min(changed_bytes)}"
 
 
 def _unread(node: KernelNode) -> set[int]:
-    """The bytes of the parameters that no kernel reads."""
+    """Returns the byte offsets of parameters that no kernel reads."""
     return {at for offset, size in node.undefined for at in range(offset, offset + size)}
 
 
