@@ -1,4 +1,4 @@
-"""`cgcompile operators`: what becomes of each of PyTorch's operators on a target."""
+"""`cgcompile operators`: shows whether a target supports each PyTorch operator."""
 
 from __future__ import annotations
 
