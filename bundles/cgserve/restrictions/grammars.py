@@ -99,5 +99,5 @@ def schema_rule(name: str, schema: Mapping[str, Any]) -> str:
 
 def one_line(text: str) -> str:
     """The first part of an engine's message, which is followed by the grammar and the engine's state."""
-    said = re.split(r"<state>|\n\s*\d+ \| ", text)[0]
-    return " ".join(said.rpartition("failed to compile JSON schema: ")[2].split()) or "the grammar engine gave up"
+    message = re.split(r"<state>|\n\s*\d+ \| ", text)[0]
+    return " ".join(message.rpartition("failed to compile JSON schema: ")[2].split()) or "the grammar engine gave up"
