@@ -97,12 +97,11 @@ class Pages:
 
 
 class Loop:
-    """Keeps a loop's tokens outside the pages until it ends, because the body of a loop can read its inputs but can write only
-    carried tensors.
+    """Keeps a loop's tokens outside the pages until it ends: the body of a loop can read its inputs and only write carried tensors.
 
     `tail_keys`, `tail_values`: of each layer (batch, key heads, turns, dim), replaced by `attend`; `turn` (): the index of this
-    turn's token.  `start` (batch,): tokens in the pages.  `on_gpu`: whether the call runs on a GPU; tensors in a loop's body do not
-    show this when the model is exported without a GPU.
+    turn's token.  `start` (batch,): tokens in the pages.  `on_gpu`: whether the call runs on a GPU, which tensors in the body do
+    not show when the model is exported without one.
     """
 
     def __init__(

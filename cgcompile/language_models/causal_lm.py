@@ -256,8 +256,7 @@ class CausalLM(nn.Module):
         return logits
 
     def lane_logits(self, ids: Tensor, places: Tensor, cache: LaneCache, length: Tensor | None) -> Tensor:
-        """ids and places (batch, seq), where all lanes end together -> float32 (batch, vocabulary), of the last token of each
-        lane."""
+        """ids and places (batch, seq), where all lanes end together -> float32 (batch, vocabulary), of each lane's last token."""
         if self.by_length:
             places = with_length(places, length)
         values = {

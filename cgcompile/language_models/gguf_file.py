@@ -23,8 +23,7 @@ EXTRA = "pip install 'transformers>=5' 'gguf>=0.17' 'accelerate>=1.1'"
 MAGIC = b"GGUF"
 
 MARK = ".from_gguf"
-"""A file in every folder that this module writes.  Other folders are not replaced: they may hold the user's only copy of a
-model."""
+"""A file in every folder that this module writes.  Others are not replaced: they may hold the only copy of a model."""
 
 
 def check_gguf(label: str, folder: Path, force: bool) -> None:

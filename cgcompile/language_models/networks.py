@@ -39,8 +39,7 @@ def quiet() -> Iterator[None]:
 
 
 def folder_configuration(folder: str | os.PathLike[str]) -> PretrainedConfig:
-    """Returns the configuration of a folder with config.json.  Raises folder-invalid if the installed transformers does not know
-    it."""
+    """Returns the configuration of a folder.  Raises folder-invalid if the installed transformers does not know it."""
     try:
         with quiet():
             config = AutoConfig.from_pretrained(folder, local_files_only=True)

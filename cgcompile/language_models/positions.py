@@ -32,8 +32,7 @@ def depends_on_length(config: PretrainedConfig) -> bool:
 
 
 def reread_length(network: PreTrainedModel) -> int:
-    """Returns the number of tokens at which the model's `generate` reads a text again from its start, with other factors; 0 for
-    none."""
+    """Returns the number of tokens at which `generate` reads a text again from its start, with other factors; 0 for none."""
     prepare = type(network).prepare_inputs_for_generation.__code__
     config = network.config
     if "original_max_position_embeddings" in prepare.co_names and depends_on_length(config):

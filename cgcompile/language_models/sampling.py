@@ -110,8 +110,7 @@ def as_float(order: Tensor) -> Tensor:
 
 
 def largest(order: Tensor, weight: Tensor, least: Tensor) -> Tensor:
-    """Returns the largest threshold, int64 (batch,), such that elements of `order` at or above it have a total `weight` of at least
-    `least` (batch,)."""
+    """Returns the largest threshold, int64 (batch,), at or above which `order` has a total `weight` of `least` (batch,)."""
 
     def more(low: Tensor, high: Tensor) -> Tensor:
         return (high - low > 1).any()

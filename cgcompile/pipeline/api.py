@@ -202,7 +202,7 @@ def build(
                 return build_variants(model, inputs, options)
         with ExitStack() as stack:
             early = record != "cross-compile" and asks_gpu(target)
-            # beside this import of torch
+            # the fork server of the recorders imports torch at the same time
             recorders = stack.enter_context(recorder_processes()) if early else None
             stack.enter_context(with_torch(tell, f"{__package__}.build"))
             from .build import build as run  # late: it imports torch

@@ -111,10 +111,8 @@ def _check_allowed(allow: Sequence[str]) -> None:
     rules = [explanation.name for explanation in explanations() if explanation.kind == "finding"] if allow else []
     for name in allow:
         if name not in rules:
-            suggestions = " or ".join(nearest(name, rules))
-            raise BuildError(
-                "allow-unknown", f"allow {name!r}: no such rule{f' (did you mean {suggestions}?)' if suggestions else ''}"
-            )
+            best = " or ".join(nearest(name, rules))
+            raise BuildError("allow-unknown", f"allow {name!r}: no such rule{f' (did you mean {best}?)' if best else ''}")
 
 
 def _check_targets(targets: Sequence[str], options: Options) -> None:

@@ -306,9 +306,7 @@ def _padded(sources: Sequence[Source], prepared: Sequence[Prepared], dimensions:
     for source, lowerable, dimension in zip(sources, prepared, dimensions, strict=True):
         why = unpadded(source, lowerable)
         texts += (
-            [", ".join([f"{axis.name} {PADDED[axis.pad]}" for axis in dimension]) + (f": {why}" if why else "")]
-            if dimension
-            else []
+            [", ".join([f"{row.name} {PADDED[row.pad]}" for row in dimension]) + (f": {why}" if why else "")] if dimension else []
         )
     return ", ".join(texts) or "no dimension"
 

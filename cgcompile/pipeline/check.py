@@ -188,9 +188,8 @@ def _stopped(error: ModelError) -> Finding:
     cause = error.__cause__.__cause__ if isinstance(error.__cause__, WayStopped) else error.__cause__
     where, line = user_place(cause) if cause is not None else ("", "")
     caller = called_by(cause) if cause is not None else ""
-    if (
-        isinstance(cause, PathsRefused) and error.code == cause.obstacle.rule == "data-dependent-branch"
-    ):  # torch.export was not asked: the ways through the model's Python are too many
+    if isinstance(cause, PathsRefused) and error.code == cause.obstacle.rule == "data-dependent-branch":
+        # the model's Python code has too many paths, so torch.export was not called
         where, line = cause.obstacle.where, cause.obstacle.source
         rule, message, fix = cause.obstacle.rule, cause.obstacle.message, error.hint
     elif error.code == "data-dependent-branch":

@@ -189,8 +189,7 @@ def _processors(name: str, about: str, level: Level | None) -> TargetHere:
 
 
 def _cuda(gpus: tuple[Gpu, ...], missing: str) -> list[TargetHere]:
-    """Returns the rows of `cuda` and of every architecture.  A GPU of this machine with an unknown architecture has a row, too: it
-    can be captured."""
+    """Returns the rows of `cuda` and every architecture, also for a GPU here of an unknown architecture: it can be captured."""
     local_arches = [gpu.arch for gpu in gpus]
     known_arches = [row.name for row in ARCHES]
     descriptions = {row.name: f"{row.gpu} and other GPUs of {row.major}.{row.minor}" for row in ARCHES}

@@ -50,9 +50,7 @@ def operators(target: str, progress: Watcher | None = None) -> tuple[OperatorKin
         recorder_for(target)
     with with_torch(progress or silent, "cgcompile.checks.operators"):
         recorder = recorder_for(target)
-        tell: Callable[[Any], tuple[str, str]] = {"host": _compiled, "capture": _captured, "cross-compile": _cross_compiled()}[
-            recorder
-        ]
+        tell: Callable[[Any], tuple[str, str]] = {"host": _compiled, "capture": _captured, "cross-compile": _crossed()}[recorder]
         return tuple([_merged(name, [tell(op) for op in overloads]) for name, overloads in _aten()])
 
 
@@ -105,7 +103,7 @@ def _captured(op: Any) -> tuple[str, str]:
     return _common(op) or _uncapturable(op) or (("parts", "") if _is_composite(op) else ("yes", ""))
 
 
-def _cross_compiled() -> Callable[[Any], tuple[str, str]]:
+def _crossed() -> Callable[[Any], tuple[str, str]]:
     """Returns the function for cross-compiling, where every operator must become Triton kernels."""
     from ..offline.decompose.complex_numbers import RULES
     from ..offline.decompose.decompositions import REPLACED, decompositions
@@ -127,7 +125,7 @@ def _cross_compiled() -> Callable[[Any], tuple[str, str]]:
         decomposition = REPLACED.get(op) or table.get(op)
         if decomposition is None:
             return "no", ON_HOST
-        # ours may not take all arguments
+        # decompositions of cgcompile may not support all arguments
         return ("yes", "") if decomposition.__module__.startswith("torch.") else ("some", "")
 
     return tell

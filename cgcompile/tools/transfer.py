@@ -133,17 +133,15 @@ def push(bundle: str | os.PathLike[str], url: str, *, replace: bool = False) -> 
     _check_apart(manifest)
     remote = _remote(url)
     with _remote_errors(url):
-        remote_text, moved = remote.read(MANIFEST, limits.JSON_BYTES), 0
-        if remote_text not in (None, source.text) and not replace:
+        text, moved = remote.read(MANIFEST, limits.JSON_BYTES), 0
+        if text not in (None, source.text) and not replace:
             raise BuildError("output-exists", f"{url}: has another bundle", "give --force to replace it, or another URL")
-        if remote_text != source.text:
-            old_manifest = (
-                None if remote_text is None else _manifest(remote_text, url, "remove what is there yourself, or give another URL")
-            )
-            moved = len(source.text) + _put_files(remote, Path(bundle), manifest, old_manifest)
+        if text != source.text:
+            old = None if text is None else _manifest(text, url, "remove what is there yourself, or give another URL")
+            moved = len(source.text) + _put_files(remote, Path(bundle), manifest, old)
         if signature is not None:
             remote.put(signature, SIGNATURE)
-        if remote_text != source.text:
+        if text != source.text:
             remote.put(source.text, MANIFEST)
         if remote.system.exists(remote.path(STAGE)):  # an object store has no empty folders
             remote.system.rm(remote.path(STAGE), recursive=True)
@@ -236,27 +234,27 @@ def _check_apart(manifest: Manifest) -> None:
         taken.add(path)
 
 
-def _put_files(remote: Remote, folder: Path, manifest: Manifest, old_manifest: Manifest | None) -> int:
+def _put_files(remote: Remote, folder: Path, manifest: Manifest, prior: Manifest | None) -> int:
     """Sends the files and moves them to their names, replacing the bundle `before`.  Returns the bytes that were sent."""
-    old = {file.path: file.sha256 for file in old_manifest.files} if old_manifest else {}
+    old = {file.path: file.sha256 for file in prior.files} if prior else {}
     new = {file.path: file.sha256 for file in manifest.files}
-    remote_sizes = remote.sizes({STAGE, *(name for path in (*old, *new) for name in folders(path))})
+    sizes = remote.sizes({STAGE, *(name for path in (*old, *new) for name in folders(path))})
     missing = {
         f"{STAGE}/{file.sha256}-{hashlib.sha256(file.path.encode()).hexdigest()[:16]}": file
         for file in sorted(manifest.files, key=lambda file: -file.bytes)
-        if (old.get(file.path), remote_sizes.get(file.path)) != (file.sha256, file.bytes)
+        if (old.get(file.path), sizes.get(file.path)) != (file.sha256, file.bytes)
     }
-    to_send = {staged: file for staged, file in missing.items() if remote_sizes.get(staged) != file.bytes}
+    unsent = {staged: file for staged, file in missing.items() if sizes.get(staged) != file.bytes}
     remote.system.makedirs(remote.path(STAGE), exist_ok=True)
-    remote.system.put([str(folder / file.path) for file in to_send.values()], [remote.path(staged) for staged in to_send])
+    remote.system.put([str(folder / file.path) for file in unsent.values()], [remote.path(staged) for staged in unsent])
     for path in [
-        *([MANIFEST] if old_manifest else ()),
-        *sorted(({*old, SIGNATURE} - {*new}) & {*remote_sizes}),
+        *([MANIFEST] if prior else ()),
+        *sorted(({*old, SIGNATURE} - {*new}) & {*sizes}),
     ]:  # the manifest first
         remote.system.rm_file(remote.path(path))
     for staged, file in missing.items():
         remote.move(staged, file.path)
-    return sum(file.bytes for file in to_send.values())
+    return sum(file.bytes for file in unsent.values())
 
 
 def _make_private(folder: Path) -> None:

@@ -158,8 +158,7 @@ class Kept:
 
 
 def kept() -> tuple[Kept, ...]:
-    """Returns the cache's contents by stage, () if there is no cache.  Counts only files that `remember` wrote.  Raises
-    cache-unsafe."""
+    """Returns the cache's contents by stage, () without a cache.  Counts only files of `remember`.  Raises cache-unsafe."""
     return _counted(lambda name, folder: None)
 
 
@@ -223,8 +222,7 @@ def _head(path: Path, data: bytes) -> bytes:
 
 
 def _opened(folder: Path) -> int:
-    """Opens a folder of the cache and returns its descriptor.  Raises cache-unsafe if others can write to it, and
-    FileNotFoundError."""
+    """Returns a descriptor of a folder of the cache.  Raises cache-unsafe if others can write to it, and FileNotFoundError."""
     try:
         handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:

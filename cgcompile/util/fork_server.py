@@ -45,15 +45,15 @@ class ForkedProcess:
 
     def __init__(self, requests: int, answers: int, status_pipe: int) -> None:
         self.requests, self.answers = os.fdopen(requests, "w"), os.fdopen(answers)
-        self._status_pipe = status_pipe
-        self._received = b""
+        self._pipe = status_pipe
+        self._text = b""
         self._reading = threading.Lock()
 
     def wait(self) -> int | None:
         """Waits for the end.  Returns the exit status, negative for a signal, or None if the server ended first."""
         with self._reading:
             self._read(None)
-            lines = self._received.split()
+            lines = self._text.split()
         return int(lines[1]) if len(lines) == 2 else None
 
     def end(self) -> None:
@@ -61,7 +61,7 @@ class ForkedProcess:
         because its request pipe is closed."""
         with self._reading:
             self._read(0)
-            lines = self._received.split()
+            lines = self._text.split()
         if len(lines) == 1:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(int(lines[0]), signal.SIGKILL)
@@ -70,18 +70,14 @@ class ForkedProcess:
             with suppress(BrokenPipeError):
                 pipe.close()
         with self._reading:
-            if self._status_pipe >= 0:
-                os.close(self._status_pipe)
-            self._status_pipe = -1
+            if self._pipe >= 0:
+                os.close(self._pipe)
+            self._pipe = -1
 
     def _read(self, seconds: float | None) -> None:
         """Reads what the server writes, until the pipe is closed or `seconds` are over."""
-        while (
-            self._status_pipe >= 0
-            and select.select([self._status_pipe], [], [], seconds)[0]
-            and (text := os.read(self._status_pipe, LARGEST))
-        ):
-            self._received += text
+        while self._pipe >= 0 and select.select([self._pipe], [], [], seconds)[0] and (text := os.read(self._pipe, LARGEST)):
+            self._text += text
 
 
 class ForkServer:

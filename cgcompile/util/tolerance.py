@@ -45,29 +45,26 @@ def is_float(dtype: torch.dtype) -> bool:
 
 
 def compare(expected: torch.Tensor, got: torch.Tensor) -> Difference:
-    """Returns the difference that `cgbundle.tensors.comparison` defines, for tensors on one device; infinite if shapes or dtypes
-    differ."""
+    """Returns the difference as `cgbundle.tensors.comparison`, for one device; infinite if shapes or dtypes differ."""
     if expected.shape != got.shape or expected.dtype != got.dtype:
         return Difference(error=inf, text=f"{got.dtype} {list(got.shape)}, expected {expected.dtype} {list(expected.shape)}")
     if not expected.numel() or (expected.device == got.device and same_bits(expected, got)):
         return Difference(error=0.0, text="")
     shape = expected.shape
-    expected_parts, actual_parts = _parts(expected), _parts(got)
-    differs = expected_parts != actual_parts
+    ref, val = _parts(expected), _parts(got)
+    differs = ref != val
     if is_float(expected.dtype):
-        differs &= ~(expected_parts.isnan() & actual_parts.isnan())
+        differs &= ~(ref.isnan() & val.isnan())
     indices = positions(differs)  # continue with differing elements only, because state may be large
     count = len(indices)
     if not count:
         return Difference(error=0.0, text="")
     if not is_float(expected.dtype):
-        return Difference(
-            error=count / expected_parts.numel(), text=_text(expected_parts, actual_parts, count, int(indices[0]), shape, "first")
-        )
-    distance = (actual_parts[indices].double() - expected_parts[indices].double()).abs().nan_to_num(nan=inf, posinf=inf)
+        return Difference(error=count / ref.numel(), text=_text(ref, val, count, int(indices[0]), shape, "first"))
+    distance = (val[indices].double() - ref[indices].double()).abs().nan_to_num(nan=inf, posinf=inf)
     furthest = int(distance.argmax())
-    largest = float(torch.where(expected_parts.isfinite(), expected_parts.abs(), 0).max())
-    text = _text(expected_parts, actual_parts, count, int(indices[furthest]), shape, "furthest off")
+    largest = float(torch.where(ref.isfinite(), ref.abs(), 0).max())
+    text = _text(ref, val, count, int(indices[furthest]), shape, "furthest off")
     return Difference(error=float(distance[furthest]) / (largest or 1.0), text=text)
 
 

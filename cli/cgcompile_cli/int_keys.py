@@ -27,12 +27,10 @@ def parse(entry: EntrySpec, text: str) -> tuple[int, ...]:
     """Returns the recorded int_key of `text`.  Raises key-missing with the recorded keys if there is none."""
     names = [dimension.name for dimension in entry.dimensions]
     for part in text.split(",") if "=" in text else ():
-        if (dimension_name := part.partition("=")[0].strip()) not in names:
-            suggestion = closest(dimension_name, names)
-            suggestion_text = f" (did you mean {suggestion}?)" if suggestion else ""
-            raise CallError(
-                "key-missing", f"no dimension {dimension_name!r}{suggestion_text}: the bundle has {listed(names) or 'none'}"
-            )
+        if (label := part.partition("=")[0].strip()) not in names:
+            best = closest(label, names)
+            hint = f" (did you mean {best}?)" if best else ""
+            raise CallError("key-missing", f"no dimension {label!r}{hint}: the bundle has {listed(names) or 'none'}")
     if "=" in text:
         sizes = dict(part.strip().split("=", 1) for part in text.split(",") if "=" in part)
         words = [sizes.get(name, "") for name in names] if sizes.keys() == set(names) and text.count("=") == len(names) else []

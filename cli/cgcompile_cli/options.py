@@ -18,13 +18,13 @@ def target_names(incomplete: str) -> Words:
     from cgcompile.targets.architectures import ARCHES
     from cgcompile.targets.instruction_sets import LEVELS
 
-    choices = [
+    words = [
         ("auto", "a GPU that is here, else the CPU"),
         ("cpu", "processors like this one"),
         ("cuda", "the GPU of this machine"),
     ]
-    choices += [(row.name, "processors of that level") for row in LEVELS] + [(row.name, row.gpu) for row in ARCHES]
-    return _with_prefix(choices, incomplete)
+    words += [(row.name, "processors of that level") for row in LEVELS] + [(row.name, row.gpu) for row in ARCHES]
+    return _with_prefix(words, incomplete)
 
 
 def chosen_by_default(target: str) -> str:
@@ -38,9 +38,7 @@ def baseline_names(incomplete: str) -> Words:
 
     prefix, comma, _ = incomplete.rpartition(",")
     words = prefix.split(",")
-    return _with_prefix(
-        [(f"{prefix}{comma}{name}", description) for name, description in BASELINES.items() if name not in words], incomplete
-    )
+    return _with_prefix([(f"{prefix}{comma}{name}", text) for name, text in BASELINES.items() if name not in words], incomplete)
 
 
 def rule_names(incomplete: str) -> Words:

@@ -138,13 +138,13 @@ def target(row: Target) -> str:
     ...`.  A standalone bundle needs only OpenMP's library."""
     from cgbundle.cpu.libtorch import OPENMP  # late: it imports ctypes
 
-    covered = max(
+    best = max(
         [level for level in LEVELS if set(level.features) - UNASKED <= set(row.features)], key=lambda tier: tier.name, default=None
     )
     ranked = sorted(
-        set(row.features) - set(covered.features if covered else ()), key=lambda name: (not name.startswith(MAIN_FEATURES), name)
+        set(row.features) - set(best.features if best else ()), key=lambda name: (not name.startswith(MAIN_FEATURES), name)
     )
-    named = [covered.name, *ranked] if covered else ranked
+    named = [best.name, *ranked] if best else ranked
     features = f" ({listed(named, FEATURES)})" if row.features else ""
     needs = [f"torch {row.torch} or newer"] if row.torch else [OPENMP] if row.kind == "cpu" else []
     if row.driver:
@@ -173,9 +173,7 @@ def signature_rows(manifest: Manifest, entry: EntrySpec) -> list[tuple[str, str,
     constants.  A side without any has a row `none`.  The remark is `(updated by the call)`, `(indices 0..99)`, `(shares memory with
     input x)`, how a constant is given, or ""."""
     shared = {alias.output: f"(shares memory with {alias_of(manifest, entry, alias)})" for alias in entry.aliases}
-    indices = {
-        position: f"(indices {spec.range[0]}..{spec.range[1] - 1})" for position, spec in enumerate(entry.inputs) if spec.range
-    }
+    indices = {i: f"(indices {spec.range[0]}..{spec.range[1] - 1})" for i, spec in enumerate(entry.inputs) if spec.range}
     updated = indices | dict.fromkeys(entry.mutated_inputs, UPDATED)
     rows = {
         side: [(side, spec.name, spec.dtype, sizes, remarks.get(index, "")) for index, (spec, sizes) in enumerate(specs)]

@@ -22,8 +22,7 @@ FAR = 90
 
 
 def check_independence(model: Any) -> None:
-    """Raises language-model-refused if a token's result depends on other tokens of the call.  `model`: a CausalLM of a small
-    copy."""
+    """Raises language-model-refused if a token's result depends on other tokens.  `model`: a CausalLM of a small copy."""
     config = model.network.config
     if model.kept.by_lane:
         check_places(model)

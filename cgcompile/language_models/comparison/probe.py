@@ -145,8 +145,7 @@ AttentionMaskInterface.register("paged_probe", mask_rule)
 
 
 def probe_layers(network: PreTrainedModel) -> list[Layer]:
-    """Returns the layers, from a call of `TOKENS` tokens.  Raises language-model-refused if attention over pages does not support
-    one."""
+    """Returns the layers, from a call of `TOKENS` tokens.  Raises language-model-refused for unsupported attention."""
     config = network.config
     probe = Probe(config)
     places = torch.arange(TOKENS, device=next(network.parameters()).device)[None]

@@ -109,11 +109,11 @@ def counts_from_zero(network: PreTrainedModel, prompt: Sequence[int]) -> bool:
     """Returns whether a model gives the same logits when it counts positions itself."""
     ids = torch.tensor([prompt])
     with torch.no_grad():
-        implicit, explicit = (
+        default, fixed = (
             network(input_ids=ids).logits,
             network(input_ids=ids, position_ids=torch.arange(len(prompt))[None]).logits,
         )
-    return torch.allclose(implicit, explicit, rtol=1e-3, atol=1e-3)
+    return torch.allclose(default, fixed, rtol=1e-3, atol=1e-3)
 
 
 def compare_weights(network: PreTrainedModel, served: Callable[[PreTrainedModel], nn.Module]) -> None:

@@ -55,21 +55,19 @@ def quantized(network: PreTrainedModel) -> tuple[PreTrainedModel, Quantization]:
     """Quantizes the model in place, and returns how much its logits change.  Raises language-model-refused if it does not run with
     such weights."""
     ids = torch.randint(4, network.config.get_text_config().vocab_size, (1, TOKENS), generator=torch.Generator().manual_seed(0))
-    bytes_before, exact = sum(size(tensor) for tensor in tensors(network)), logits(network, ids)
+    before, exact = sum(size(tensor) for tensor in tensors(network)), logits(network, ids)
     config = network.config
     try:
-        rounded_logits = logits(int8_network(network), ids)
+        int8 = logits(int8_network(network), ids)
     except ModelError:
         raise
     except Exception as error:
         raise refusal(config, f"its code does not run over int8 weights: {error_text(error)}", "leave --weights out") from error
-    equal_tokens = int((rounded_logits.argmax(-1) == exact.argmax(-1)).sum())
-    share = float((rounded_logits - exact).norm() / (exact - exact.mean(-1, keepdim=True)).norm())
-    distance = (
-        f"the logits of {TOKENS} random tokens differ by {share:.1%} of their spread, {equal_tokens} likeliest tokens are the same"
-    )
+    equal = int((int8.argmax(-1) == exact.argmax(-1)).sum())
+    share = float((int8 - exact).norm() / (exact - exact.mean(-1, keepdim=True)).norm())
+    distance = f"the logits of {TOKENS} random tokens differ by {share:.1%} of their spread, {equal} likeliest tokens are the same"
     return network, Quantization(
-        stored="int8", before=bytes_before, after=sum(size(tensor) for tensor in tensors(network)), error=distance
+        stored="int8", before=before, after=sum(size(tensor) for tensor in tensors(network)), error=distance
     )
 
 

@@ -93,8 +93,7 @@ def _lowerings_to_record(recalled: Lowerings | None) -> list[str]:
 def _cross_compile_inputs(
     spec: BuildSpec, cut: CutProgram, tell: Tell
 ) -> tuple[Traceable | CgbundleError, dict[str, Sequence[KeySelfTest]]]:
-    """Returns the inputs of cross-compiling, or its error, and by entry the results of eager PyTorch.  Needs the model's
-    weights."""
+    """Returns the inputs of cross-compiling, or its error, and eager PyTorch's results by entry.  Needs the model's weights."""
     tell("the program in eager PyTorch, and on the CPU")
     layout = lay_out(
         shapes_of(spec.programs.weights()), spec.entries[0].prepared.state, cut.host_only, spec.entries[0].prepared.varying
@@ -109,8 +108,7 @@ def _cross_compile_inputs(
 
 
 def _with_shared_files(tried: Searched, recordable: Recordable, trials: Path) -> tuple[Searched, Path]:
-    """Moves the candidates' tables to separate offsets.  Returns the link to the weights in `trials`, beside one file of all
-    tables."""
+    """Moves the candidates' tables apart.  Returns the link to the weights in `trials`, beside one file of all tables."""
     recorded = beside_each_other({name: trial.recorded for name, trial in tried.candidates.items()}, recordable.layout.weights_end)
     tables = {table.offset: table for recording in recorded.values() for table in recording.tables}
     trials.mkdir()

@@ -27,7 +27,7 @@ def choose(times: Mapping[IntKey, Times], conflicts: Collection[frozenset[str]] 
     it.
 
     `times`: the same lowerings for every key, at least one.  `conflicts`: pairs that cannot be in one bundle.  If both of a pair
-    were chosen, the one is left out without which the total time of all keys is smallest.
+    are chosen, one is left out, such that the total time of all keys is smallest.
     """
     left_out: set[str] = set()
     while True:
@@ -45,8 +45,6 @@ def _fastest(times: Times, without: Collection[str]) -> str:
     return min([name for name, taken in sums.items() if taken <= limit], key=LOWERINGS.index)
 
 
-def _total(times_of_keys: Iterable[Times], without: Collection[str]) -> float:
+def _total(rows: Iterable[Times], without: Collection[str]) -> float:
     """Returns the sum over all keys of the fastest time, in microseconds; infinite if a key has no lowering left."""
-    return sum(
-        [min([sum(timings) for name, timings in times.items() if name not in without], default=math.inf) for times in times_of_keys]
-    )
+    return sum([min([sum(timings) for name, timings in times.items() if name not in without], default=math.inf) for times in rows])

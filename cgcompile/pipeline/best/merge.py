@@ -67,8 +67,7 @@ def conflicts(recordings: Mapping[str, Recorded]) -> set[frozenset[str]]:
 
 
 def merged(recordings: Mapping[str, Recorded], chosen: Mapping[IntKey, str]) -> Recorded:
-    """Returns one recording with the graphs of the chosen recording of `beside_each_other` for every key.  Each is chosen for a
-    key."""
+    """Returns a recording with each key's graphs from its chosen recording of `beside_each_other`; every one is chosen."""
     first = next(iter(recordings.values()))
     graphs = {key: recordings[chosen[key]].graphs[key] for key in first.graphs}
     used = {function.image for some in graphs.values() for graph in some for function in graph.recording.functions}

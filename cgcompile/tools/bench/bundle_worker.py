@@ -45,11 +45,11 @@ class BundleModel:
 
         self._spec = entry_named(self._loaded.manifest, job["entry"])
         self._self_test = Mapped(f"{job['bundle']}/{file_names.SELF_TEST}", file_names.SELF_TEST)
-        self._self_test_inputs = [self_test.inputs_of(self._self_test, self._spec, key) for key in self._keys]
+        self._inputs = [self_test.inputs_of(self._self_test, self._spec, key) for key in self._keys]
         laps.skip()
 
     def call(self, key: int) -> None:
-        for output in self._program.replay(self._self_test_inputs[key]):
+        for output in self._program.replay(self._inputs[key]):
             _plain(output)
 
     def settle(self, key: int) -> None:
@@ -75,9 +75,7 @@ class BundleModel:
 
     def prepare(self, key: int) -> Callable[[], object]:
         inputs = (
-            [self._upload(tensor, index) for index, tensor in enumerate(self._self_test_inputs[key])]
-            if self._context
-            else self._self_test_inputs[key]
+            [self._upload(tensor, index) for index, tensor in enumerate(self._inputs[key])] if self._context else self._inputs[key]
         )
         from cgcompile.bundle.arguments import arranged
 

@@ -85,8 +85,7 @@ def with_weights(program: ExportedProgram, weights: Mapping[str, Weight], path: 
 
 
 def python_source(program: ExportedProgram, weights: Mapping[str, Weight]) -> str:
-    """Returns the file's text.  `weights`: the manifest's rows by name.  Raises baseline-unwritable if Python code cannot express
-    it."""
+    """Returns the file's text.  `weights`: the manifest's rows by name.  Raises baseline-unwritable if that is not possible."""
     inputs: list[str] = []
     rows: list[tuple[str, str, tuple[int, ...], bool]] = []
     used: list[Weight] = []

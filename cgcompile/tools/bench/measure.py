@@ -235,8 +235,8 @@ class _Run:
             raise BuildError("bench-failed", "the bundle's process imported torch, so this does not measure serving without torch")
 
     def _error(self, name: str, number: int, row: dict[str, Any]) -> Error:
-        """Returns the error and its bound.  The bundle must stay within its own bound.  A baseline may differ by the bound plus the
-        bundle's own error, because both are compared with the self-test."""
+        """Returns the error and its bound.  For the bundle this is its own bound; for a baseline the bundle's error is added,
+        because both are compared with the self-test."""
         proof = next(proof for proof in self.spec.self_test.proofs if proof.key == self.keys[number])
         allowed = self.spec.self_test.bounds
         if name == BUNDLE:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 WARMUPS = 3
 """Runs before a capture, as in PyTorch's documentation.
 
-torch.compile with mode="reduce-overhead" needs the same number of calls until it replays an int_key: a run, a recording, a replay.
+torch.compile with mode="reduce-overhead" needs as many calls until it replays an int_key: a run, a recording, a replay.
 """
 
 

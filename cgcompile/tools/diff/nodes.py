@@ -51,20 +51,16 @@ def changes(a: Recording, b: Recording, number: int) -> list[tuple[str, str]]:
 
     Bytes of parameters that no kernel reads are ignored.
     """
-    node, other_node = a.nodes[number], b.nodes[number]
-    if isinstance(node, KernelNode) and isinstance(other_node, KernelNode):
-        function, other_function = a.functions[node.function], b.functions[other_node.function]
-        if function.symbol != other_function.symbol:
-            return [("kernel", f"{function.symbol} -> {other_function.symbol}")]
-        equal = node == other_node and function == other_function
-        return (
-            []
-            if equal
-            else [*_launch(function, node, other_function, other_node), *_parameters(function, node, other_function, other_node)]
-        )
-    if type(node) is not type(other_node):
+    left, right = a.nodes[number], b.nodes[number]
+    if isinstance(left, KernelNode) and isinstance(right, KernelNode):
+        mine, theirs = a.functions[left.function], b.functions[right.function]
+        if mine.symbol != theirs.symbol:
+            return [("kernel", f"{mine.symbol} -> {theirs.symbol}")]
+        equal = left == right and mine == theirs
+        return [] if equal else [*_launch(mine, left, theirs, right), *_parameters(mine, left, theirs, right)]
+    if type(left) is not type(right):
         return [("kind", f"{title(a, number)} -> {title(b, number)}")]
-    pairs = [(field.name, getattr(node, field.name), getattr(other_node, field.name)) for field in fields(node)]
+    pairs = [(field.name, getattr(left, field.name), getattr(right, field.name)) for field in fields(left)]
     return [(name, f"{_text(before)} -> {_text(after)}") for name, before, after in pairs if before != after]
 
 
@@ -74,14 +70,14 @@ def _text(value: object) -> str:
     return "x".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-def _launch(function: Function, node: KernelNode, other_function: Function, other_node: KernelNode) -> Iterator[tuple[str, str]]:
+def _launch(mine: Function, left: KernelNode, theirs: Function, right: KernelNode) -> Iterator[tuple[str, str]]:
     pairs = (
-        (IMAGE, function.image[:DIGITS], other_function.image[:DIGITS]),
-        ("grid", node.grid, other_node.grid),
-        ("block", node.threads, other_node.threads),
-        ("shared memory", node.shared, other_node.shared),
-        ("launch attributes", _attributes(node.attributes), _attributes(other_node.attributes)),
-        ("attributes of the kernel", _attributes(function.attributes), _attributes(other_function.attributes)),
+        (IMAGE, mine.image[:DIGITS], theirs.image[:DIGITS]),
+        ("grid", left.grid, right.grid),
+        ("block", left.threads, right.threads),
+        ("shared memory", left.shared, right.shared),
+        ("launch attributes", _attributes(left.attributes), _attributes(right.attributes)),
+        ("attributes of the kernel", _attributes(mine.attributes), _attributes(theirs.attributes)),
     )
     for name, before, after in pairs:
         if before != after:
@@ -92,33 +88,30 @@ def _attributes(attributes: Iterable[tuple[int, object]]) -> str:
     return ", ".join([f"{number}={_text(value)}" for number, value in sorted(attributes, key=lambda pair: pair[0])]) or "none"
 
 
-def _parameters(mine: Function, node_a: KernelNode, theirs: Function, node_b: KernelNode) -> Iterator[tuple[str, str]]:
-    if mine.params != theirs.params or len(node_a.block) != len(node_b.block):
-        counts = [f"{len(function_a.params)} in {len(node.block)} bytes" for function_a, node in ((mine, node_a), (theirs, node_b))]
+def _parameters(mine: Function, left: KernelNode, theirs: Function, right: KernelNode) -> Iterator[tuple[str, str]]:
+    if mine.params != theirs.params or len(left.block) != len(right.block):
+        counts = [f"{len(function.params)} in {len(node.block)} bytes" for function, node in ((mine, left), (theirs, right))]
         yield "layout of the parameters", " -> ".join(counts)
         return
-    unread = _unread(node_a) | _unread(node_b) if mine.image == theirs.image else _unread(node_a) & _unread(node_b)
-    targets_by_side = [{relocation.at: place(relocation.target) for relocation in node.relocations} for node in (node_a, node_b)]
-    for targets, node in zip(targets_by_side, (node_a, node_b), strict=True):
+    unread = _unread(left) | _unread(right) if mine.image == theirs.image else _unread(left) & _unread(right)
+    labels = [{relocation.at: place(relocation.target) for relocation in node.relocations} for node in (left, right)]
+    for targets, node in zip(labels, (left, right), strict=True):
         targets.update({handle.at: f"condition {handle.conditional}" for handle in node.handles})
-    changed_bytes = {
-        at for at in {**targets_by_side[0], **targets_by_side[1]} if targets_by_side[0].get(at) != targets_by_side[1].get(at)
-    }
-    changed_bytes |= {at for at in range(len(node_a.block)) if node_a.block[at] != node_b.block[at] and at not in unread}
+    changed = {at for at in {**labels[0], **labels[1]} if labels[0].get(at) != labels[1].get(at)}
+    changed |= {at for at in range(len(left.block)) if left.block[at] != right.block[at] and at not in unread}
     for number, (offset, size) in enumerate(mine.params):
-        if inside := {at for at in changed_bytes if offset <= at < offset + size}:
-            changed_bytes -= inside
+        if inside := {at for at in changed if offset <= at < offset + size}:
+            changed -= inside
             first = min(inside)
             at, width, name = offset, size, f"parameter {number}"
             if size > WORD:
                 at, width, name = first, min(4, offset + size - first), f"{name} at byte {first - offset}"
             texts = [
-                targets.get(at) or _number(node.block[at : at + width])
-                for targets, node in zip(targets_by_side, (node_a, node_b), strict=True)
+                targets.get(at) or _number(node.block[at : at + width]) for targets, node in zip(labels, (left, right), strict=True)
             ]
             yield name, " -> ".join(texts)
-    if changed_bytes:
-        yield "bytes between parameters", f"first at {min(changed_bytes)}"
+    if changed:
+        yield "bytes between parameters", f"first at {min(changed)}"
 
 
 def _unread(node: KernelNode) -> set[int]:

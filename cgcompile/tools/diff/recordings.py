@@ -77,15 +77,13 @@ def compare_recordings(where: str, a: Recording, b: Recording) -> Iterator[Diffe
     common = min(len(a.nodes), len(b.nodes))
     differing = [(number, node_changes) for number in range(common) if (node_changes := changes(a, b, number))]
     if differing:
-        image_only = [number for number, node_changes in differing if [name for name, _ in node_changes] == [IMAGE]]
-        first, first_changes = next((pair for pair in differing if pair[0] not in image_only), differing[0])
-        head = f"{len(differing)} of {common} nodes differ" + (
-            f", {len(image_only)} in the kernel's image alone" if image_only else ""
-        )
+        images = [number for number, node_changes in differing if [name for name, _ in node_changes] == [IMAGE]]
+        first, first_changes = next((pair for pair in differing if pair[0] not in images), differing[0])
+        head = f"{len(differing)} of {common} nodes differ" + (f", {len(images)} in the kernel's image alone" if images else "")
         if len(a.nodes) != len(b.nodes):
-            head = f"alike up to node {first}" if not image_only else f"but for images alike up to node {first}"
+            head = f"alike up to node {first}" if not images else f"but for images alike up to node {first}"
         detail = "; ".join([f"{name} {texts}" for name, texts in first_changes])
-        facts = {"nodes": common, "differ": len(differing), "images": len(image_only), "first": first}
+        facts = {"nodes": common, "differ": len(differing), "images": len(images), "first": first}
         yield Difference(part="nodes", name=where, note=f"{head}; node {first} ({title(a, first)}): {detail}", facts=facts)
     elif len(a.nodes) != len(b.nodes):
         side, longer = ("A", a) if len(a.nodes) > common else ("B", b)

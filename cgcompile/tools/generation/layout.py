@@ -66,17 +66,15 @@ def read_layout(manifest: Manifest, prompt: int) -> Layout:
     several = "state_0" not in weights
 
     def tokens(key: Sequence[int]) -> int:
-        return _size_of(prefill, key, "seq") * (_size_of(prefill, key, "batch") if several else 1)
+        return _dim(prefill, key, "seq") * (_dim(prefill, key, "batch") if several else 1)
 
-    keys = sorted([program.key for program in prefill.programs], key=lambda key: (tokens(key), -_size_of(prefill, key, "batch")))
+    keys = sorted([program.key for program in prefill.programs], key=lambda key: (tokens(key), -_dim(prefill, key, "batch")))
     chosen = next((key for key in keys if tokens(key) >= prompt), keys[-1])
-    widest = max(_size_of(decode, program.key, "blocks") for program in decode.programs)
+    widest = max(_dim(decode, program.key, "blocks") for program in decode.programs)
     sizes = {
-        _size_of(decode, program.key, "batch"): widest
-        for program in decode.programs
-        if _size_of(decode, program.key, "blocks") == widest
+        _dim(decode, program.key, "batch"): widest for program in decode.programs if _dim(decode, program.key, "blocks") == widest
     }
-    lanes, seq, blocks = [_size_of(prefill, chosen, name) for name in ("batch", "seq", "blocks")]
+    lanes, seq, blocks = [_dim(prefill, chosen, name) for name in ("batch", "seq", "blocks")]
     return Layout(
         prefill=(lanes, seq, blocks), several=several, decode=tuple(sorted(sizes.items())), page=cache.shape[2],
         pages=max(cache.shape[0], most.get("pages", 0)), slots=max(slots, most.get("slots", 0)),
@@ -85,6 +83,6 @@ def read_layout(manifest: Manifest, prompt: int) -> Layout:
     )  # fmt: skip
 
 
-def _size_of(entry: EntrySpec, key: Sequence[int], name: str) -> int:
+def _dim(entry: EntrySpec, key: Sequence[int], name: str) -> int:
     """Returns the size of a dimension in an int_key, 1 if the entry does not have it."""
     return next((size for row, size in zip(entry.dimensions, key, strict=True) if row.name == name), 1)

@@ -233,22 +233,18 @@ def _proof(manifest: Manifest, entry: EntrySpec, seconds: Mapping[str, float]) -
 
     proofs, lines = entry.self_test.proofs, []
     for method, meaning in PROVED.items():
-        selected = [proof for proof in proofs if proof.method == method]
-        if selected:
-            worst = max(selected, key=lambda proof: proof.error / proof.tolerance if proof.tolerance else proof.error)
-            share = "" if len(selected) == len(proofs) else f"{len(selected)} of {len(proofs)} int_keys "
+        rows = [proof for proof in proofs if proof.method == method]
+        if rows:
+            worst = max(rows, key=lambda proof: proof.error / proof.tolerance if proof.tolerance else proof.error)
+            share = "" if len(rows) == len(proofs) else f"{len(rows)} of {len(proofs)} int_keys "
             allowed = f"allowed {worst.tolerance:.1e}" if worst.tolerance else "all are equal"
             budget = dict(manifest.provenance.options).get("prove_budget") if method == "interpret" else None
             spent = f", in {seconds['interpret']:.0f} s of {budget} s" if budget and "interpret" in seconds else ""
             lines.append(f"{share}{meaning}: largest error {worst.error:.1e}, {allowed}{spent}")
     if near_recording(entry):
         lines.append(f"at most {max(proof.distance for proof in proofs):.1e} from what was recorded")
-    unproved = [spell(proof.key) for proof in proofs if proof.method == "none"]
-    if unproved:
-        label = (
-            "not proved"
-            if len(unproved) == len(proofs)
-            else f"{len(unproved)} of {len(proofs)} int_keys not proved: {listed(unproved)}"
-        )
+    rest = [spell(proof.key) for proof in proofs if proof.method == "none"]
+    if rest:
+        label = "not proved" if len(rest) == len(proofs) else f"{len(rest)} of {len(proofs)} int_keys not proved: {listed(rest)}"
         lines.append(f"{label}: `cgcompile verify --run` does it where a GPU of {manifest.target.arch} is")
     return lines

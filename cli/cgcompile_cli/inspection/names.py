@@ -60,13 +60,11 @@ class Names:
 
 def roles(entry: EntrySpec, program: Program) -> dict[int, str]:
     """Returns the roles of the call's values: position -> `input x`, `output y`, or both."""
-    role_names: dict[int, str] = {}
+    texts: dict[int, str] = {}
     for kind, positions, specs in (("input", program.inputs, entry.inputs), ("output", program.outputs, entry.outputs)):
         for position, spec in zip(positions, specs, strict=True):
-            role_names[position] = (
-                f"{role_names[position]}, {kind} {spec.name}" if position in role_names else f"{kind} {spec.name}"
-            )
-    return role_names
+            texts[position] = f"{texts[position]}, {kind} {spec.name}" if position in texts else f"{kind} {spec.name}"
+    return texts
 
 
 def _laid_out(weights: Iterable[Weight], memory: str) -> list[tuple[int, int, str]]:

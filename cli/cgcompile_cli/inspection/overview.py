@@ -83,17 +83,14 @@ def update(manifest: Manifest) -> list[str]:
         return ["refused: each GPU has weights of its own; build the bundle again with other ones"]
     names, frozen = updatable(manifest)
     tables = [name for name in frozen if name.startswith(summary.TABLE)]
-    frozen_weights = {name: reason for name, reason in frozen.items() if name not in tables}
+    rest = {name: reason for name, reason in frozen.items() if name not in tables}
     places = {manifest.weights[row.weight].tensor: row.where for row in manifest.frozen}
     where = {row.name: places.get(row.tensor, "") for row in manifest.weights}
-    texts = {name: FROZEN_REASONS.get(reason, reason).format(where=where[name]) for name, reason in frozen_weights.items()}
+    texts = {name: FROZEN_REASONS.get(reason, reason).format(where=where[name]) for name, reason in rest.items()}
     reasons = {text: [name for name, reason in texts.items() if reason == text] for text in dict.fromkeys(texts.values())}
     return [
         f"{len(names)} of {count(len(manifest.weights) - len(tables), 'weight')}",
-        *[
-            f"not {listed(group, NAMED)}: {text}"
-            for text, group in sorted(reasons.items(), key=lambda row: frozen_weights[row[1][0]])
-        ],
+        *[f"not {listed(group, NAMED)}: {text}" for text, group in sorted(reasons.items(), key=lambda row: rest[row[1][0]])],
         *([f"{count(len(tables), 'table')} that the build computed: what was folded, or what kernels look up"] if tables else []),
     ]
 

@@ -206,10 +206,9 @@ def memory(manifest: Manifest, entry: EntrySpec, steps: Sequence[Steps], maps: S
         )
         return
     if len(entry.programs) > 1:
-        largest_sum = max([program.arena + program.static for program in entry.programs])
+        most = max([program.arena + program.static for program in entry.programs])
         bars = [
-            (spell(p.key), size(p.arena), size(p.static), _bar([("a", p.arena), ("i", p.static)], largest_sum))
-            for p in entry.programs
+            (spell(p.key), size(p.arena), size(p.static), _bar([("a", p.arena), ("i", p.static)], most)) for p in entry.programs
         ]
         yield tag("h3", "Arena and inputs of every int_key")
         yield tag("p", "All int_keys share one arena, the largest.", class_="soft")
