@@ -137,11 +137,11 @@ class Loop:
             position = self.start + self.turn
             visible = visible & (self.start[:, None] + turns >= (position - position % scores.chunk)[:, None])
         new, tail_weight = partials(query[:, 0], tail_keys, tail_values, visible, None, scores.scale, scores.softcap)
-        share = torch.sigmoid(weight - tail_weight)[..., None]  # exp(weight) / (exp(weight) + exp(more))
+        share = torch.sigmoid(weight - tail_weight)[..., None]  # exp(weight) / (exp(weight) + exp(tail_weight))
         return (old * share + new * (1 - share))[:, None].to(query.dtype)
 
     def ends(self) -> Tensor:
-        """Returns the tokens of every lane, including that of this turn, int64 (batch,)."""
+        """Returns the number of tokens of every lane, including that of this turn, int64 (batch,)."""
         return self.start + self.turn + 1
 
     def put(self, kind: str, layer: int, rows: Tensor) -> Tensor:
@@ -205,7 +205,7 @@ def write(cache: Tensor, rows: Tensor, lanes: Lanes, *, last: bool = False) -> N
 
 
 def ending_together(cache: Tensor, pages: Tensor, paged: Tensor, end: Tensor, tail: Tensor | None = None) -> Tensor:
-    """Returns the last tokens of every lane up to `end` (batch,), as many as its pages have places, (batch, key heads, tokens,
+    """Returns the last tokens of every lane up to `end` (batch,), as many as its pages can hold, (batch, key heads, tokens,
     dim).  The first `paged` (batch,) tokens of its text are in the pages, the others in `tail` (batch, key heads, turns, dim).
 
     Positions before a text's first token contain data of another token.

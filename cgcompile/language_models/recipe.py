@@ -23,8 +23,8 @@ def language_model(
     folder: str, *, context: int | None, lanes: Sequence[int] | str, dtype: str | None, gpu: int | None, recorded: bool,
     weights: str | None = None, chunk: Sequence[int] | str = (), adapters: int = 0, adapter_rank: int | None = None,
 ) -> tuple[Recipe, Settings]:  # fmt: skip
-    """`weights`: int8, None for those of the folder.  `adapters`: how many LoRA adapters a loaded bundle holds, with a rank of at
-    most `adapter_rank`.
+    """Returns the recipe and the settings of a folder.  `weights`: int8, or None for the folder's own.  `adapters`: how many LoRA
+    adapters a loaded bundle holds, with a rank of at most `adapter_rank`.
 
     For `gpu`, `recorded` and errors see `settings_for`.  Making the model raises folder-invalid, language-model-refused.
     """

@@ -155,7 +155,7 @@ def _report(
         )
         collected += checked.findings
         if not any(finding.severity == "refuse" for finding in collected):
-            signature = describe_signature(exported)  # raises what a build would, and so does the next
+            signature = describe_signature(exported)  # this and the next raise the errors of a build
             prepared = prepare(exported, signature, checked.functionalized, markers=bool(checked.on_host))
             collected += widened_bound(prepared)
             entry = EntryBuild(source=source, prepared=prepared, sizes=sizes, dimensions=(), placements=checked.placements)

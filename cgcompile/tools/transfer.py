@@ -235,7 +235,7 @@ def _check_apart(manifest: Manifest) -> None:
 
 
 def _put_files(remote: Remote, folder: Path, manifest: Manifest, prior: Manifest | None) -> int:
-    """Sends the files and moves them to their names, replacing the bundle `before`.  Returns the bytes that were sent."""
+    """Sends the files and moves them to their names, replacing the bundle `prior`.  Returns the bytes that were sent."""
     old = {file.path: file.sha256 for file in prior.files} if prior else {}
     new = {file.path: file.sha256 for file in manifest.files}
     sizes = remote.sizes({STAGE, *(name for path in (*old, *new) for name in folders(path))})

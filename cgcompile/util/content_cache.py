@@ -176,7 +176,7 @@ def remove_kept() -> tuple[Kept, ...]:
 
 
 def _counted(action: Callable[[str, int], None]) -> tuple[Kept, ...]:
-    """Calls `act` with the name of every cache file and the descriptor of its folder, and returns the counts by stage."""
+    """Calls `action` with the name of every cache file and the descriptor of its folder, and returns the counts by stage."""
     try:
         root = _opened(cache_place().resolve())
     except FileNotFoundError:

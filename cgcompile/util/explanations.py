@@ -20,7 +20,7 @@ from .. import errors
 from .padding_reasons import ALWAYS, HEADLINE, REASONS
 
 RULES = ("checks", "offline/lower/coverage.py")
-"""Where the rules are, below this package: a folder of files, and a file."""
+"""Paths of the rules in the package: a folder of files, and a file."""
 
 ALLOWABLE = "tensors/self_test_tensors.py"
 """The file in cgbundle with the rule of the self-test."""

@@ -57,8 +57,8 @@ class ForkedProcess:
         return int(lines[1]) if len(lines) == 2 else None
 
     def end(self) -> None:
-        """Kills the process and its children, and waits for its end.  If the server has not forked it yet, it ends by itself,
-        because its request pipe is closed."""
+        """Kills the process and its children, and waits for its end.  A process that the server has not forked yet
+        ends by itself, because its request pipe is closed."""
         with self._reading:
             self._read(0)
             lines = self._text.split()
@@ -198,7 +198,7 @@ def _work(main: Main, order: _Order, requests: int, answers: int, server: int) -
         os.environ.update(order.environment)
         main(order.argument, os.fdopen(requests), os.fdopen(answers, "w"))
         status = 0
-    except BaseException:  # noqa: BLE001 - it ends the process, and its last line is told
+    except BaseException:  # noqa: BLE001 - ends the process; its last line is reported
         traceback.print_exc()
     finally:
         with suppress(Exception):

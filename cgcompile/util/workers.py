@@ -187,7 +187,7 @@ def end_with_parent(parent: int) -> None:
 
 
 PR_SET_PDEATHSIG = 1
-"""linux/prctl.h."""
+"""From linux/prctl.h."""
 
 
 def serve(work: Callable[[Any], object]) -> None:
@@ -269,7 +269,7 @@ def _run(connection: Connection, work: Work, log: Path, parent: int) -> NoReturn
         for ending in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(ending, signal.SIG_DFL)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        sys.stdout = sys.stderr = open(log, "w", buffering=1)  # noqa: SIM115 - another thread may have held the locks of the old ones
+        sys.stdout = sys.stderr = open(log, "w", buffering=1)  # noqa: SIM115 - another thread may hold the old locks
         os.dup2(sys.stderr.fileno(), 1)
         os.dup2(sys.stderr.fileno(), 2)
         gc.freeze()  # objects of the build are not finalized here

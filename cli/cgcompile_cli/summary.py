@@ -226,7 +226,7 @@ def unpadded(entry: EntrySpec) -> list[str]:
 
 
 def sizes(manifest: Manifest, entry: EntrySpec) -> str:
-    """Returns `batch 1, 8 x seq 32, 128: 4 int_keys`, and `, exported per size` if each has its own exported program."""
+    """Formats the sizes: `batch 1, 8 x seq 32: 4 int_keys`.  Adds `, exported per size` if each has its own exported program."""
     axes = " x ".join([f"{dimension.name} {listed(dimension.sizes)}" for dimension in entry.dimensions])
     suffix = ", exported per size" if file_names.per_size(manifest, entry) else ""
     return f"{axes or 'no dimensions'}: {count(len(entry.programs), 'int_key')}{suffix}"

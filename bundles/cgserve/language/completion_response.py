@@ -110,7 +110,7 @@ class Completion(Response):
     async def _whole(
         self, asked: Asked, pieces: AsyncIterator[tuple[int, Piece]], answers: Sequence[Answer], prompts: int
     ) -> Response:
-        """The response as a whole."""
+        """Returns the response in one piece, after the last token."""
         by_choice: list[list[Piece]] = [[] for _ in answers]
         async for index, piece in pieces:
             by_choice[index].append(piece)

@@ -25,7 +25,7 @@ To call one, answer with nothing but a JSON object: {{"name": the function's nam
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tool:
-    """A function that a model may call; `parameters`: the JSON schema of its arguments; `definition`: the tool in the body."""
+    """A function that a model may call; `parameters`: the JSON schema of its arguments; `definition`: its entry in the body."""
 
     name: str
     parameters: Mapping[str, Any]

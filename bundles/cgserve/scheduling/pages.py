@@ -1,7 +1,7 @@
 """Allocates pages and slots of the cache: numbers that requests take and give back.  Uses only the standard library.
 
 Texts with equal beginnings share pages.  A page's contents are identified by its tokens and the page before it.  A page without
-users keeps its contents until another text needs it.  The least recently used page is evicted first, and of one text the last one.
+users keeps its contents until another text needs it.  The least recently used text is evicted first, beginning at its last page.
 """
 
 from __future__ import annotations

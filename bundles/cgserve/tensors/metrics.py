@@ -46,7 +46,7 @@ class Metrics:
             self.waited.labels(*owner).observe(seconds)
 
     def forget_versions(self) -> None:
-        """Clears the gauges of versions, before `show` sets those of serving ones."""
+        """Clears the gauges of all versions.  Call `show` afterwards for each version that serves."""
         for gauge in (self.waiting, self.memory, self.phases):
             gauge.clear()
 

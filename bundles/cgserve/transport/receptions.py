@@ -1,4 +1,4 @@
-"""Limits how many gRPC messages are received at once: gRPC holds incomplete messages in memory, and does not tell their length."""
+"""Limits concurrent receptions of gRPC messages.  gRPC holds incomplete messages in memory, and does not report their length."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import ctypes
 from collections.abc import Awaitable, Callable
 
 QUICK, SLOW = 1, 4
-"""Messages that are received at once, and further ones that take longer than `PATIENCE`."""
+"""Maximum concurrent receptions: of messages younger than `PATIENCE`, and of slower ones."""
 
 PATIENCE, LONGEST = 1.0, 30.0
 """Seconds until a message counts as slow, and until its reception fails."""
 
 
 LARGE, SOON = 1 << 20, 0.2
-"""After a message of this many bytes memory is returned to the system, after this many seconds."""
+"""A message of at least so many bytes causes a return of memory to the system, so many seconds later."""
 
 
 class Crowded(Exception):

@@ -21,7 +21,7 @@ bodies blocked it for a second.  A thread that calls a model waits, too: beside 
 ms, and 1.6 ms with this value."""
 
 REQUEST, IDLE, STOPPING = 30.0, 5, 60
-"""Seconds for a whole request or for receiving a response; between two requests; and at the server's end."""
+"""Time limits in seconds: for sending a request or receiving a response, of an idle connection, and of a graceful shutdown."""
 
 
 class PortTaken(Exception):

@@ -177,7 +177,7 @@ def _definition(name: str, value: Any) -> str:
 
 
 def main(path: str, form: str) -> None:
-    """Writes the file that the job requests, then answers; a failure is answered with its reason."""
+    """Writes the file that the job requests, and reports the end, or the reason of a failure."""
     sys.excepthook = fail
     with open(path) as file:
         job = json.load(file)

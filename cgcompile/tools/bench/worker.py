@@ -54,7 +54,7 @@ class ServedModel(Protocol):
 
 
 def main(way: str, path: str, *more: str) -> None:
-    """Answers when everything is ready, and then answers requests."""
+    """Opens the model, reports its start once it is ready, and with STAY times calls until stdin ends."""
     laps = Laps()
     laps.mark("start")
     sys.excepthook = fail

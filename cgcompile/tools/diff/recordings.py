@@ -32,7 +32,7 @@ def launches(bundle: BundleFiles) -> Launches:
 
 
 def same_tables(a: BundleFiles, b: BundleFiles) -> bool:
-    """Returns whether both have the same recordings, by their hashes."""
+    """Returns whether two bundles have the same recordings, by their hashes."""
     hashes = [{where: bundle.files[name].sha256 for where, name in files(bundle).items()} for bundle in (a, b)]
     return hashes[0] == hashes[1]
 

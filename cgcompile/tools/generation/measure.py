@@ -21,7 +21,7 @@ from ..bench.report import BUNDLE, Machine, this_machine
 from .layout import Layout, read_layout
 
 BATCHES, PROMPT, TOKENS = (1, 8, 32, 128, 256), 128, 64
-"""Maximum lanes, tokens of a prompt, and timed tokens after it; reduced to what the cache can hold."""
+"""Batches in lanes, tokens of a prompt, and timed tokens after it; reduced to what the cache can hold."""
 
 BASELINES = ("eager", "compile")
 """Eager `generate`, and `generate` with a static cache, which transformers compiles."""

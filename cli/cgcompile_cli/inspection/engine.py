@@ -57,7 +57,7 @@ def plain(path: str, manifest: Manifest) -> dict[str, Any]:
 
 
 def driver(number: int) -> str:
-    """Formats the driver version 13000: no other version can load the graphs."""
+    """Formats a driver version, such as 13000.  An engine's graphs need exactly this version."""
     return f"CUDA driver {number // 1000}.{number % 1000 // 10}, no other"
 
 
