@@ -171,7 +171,7 @@ class Report:
 
     @property
     def reports(self) -> tuple[Report, ...]:
-        """The reports of all entries."""
+        """Of every entry."""
         return (self, *self.others)
 
     @property

@@ -49,7 +49,7 @@ BLOCK = 4 * CHUNK
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Transferred:
-    """The result of a push or pull: the new place, the manifest, and the bytes that were transferred."""
+    """A bundle that was pushed or pulled: its new place, its manifest, and the bytes that were sent this time."""
 
     place: str
     manifest: Manifest
