@@ -53,8 +53,8 @@ def folder_configuration(folder: str | os.PathLike[str]) -> PretrainedConfig:
     for rope in (ropes, *ropes.values()):
         kind = rope.get("rope_type", rope.get("type")) if isinstance(rope, dict) else None
         if kind is not None and kind not in ROPE_INIT_FUNCTIONS and kind not in PLAIN_ROPES:
-            known = ", ".join(sorted({*ROPE_INIT_FUNCTIONS, "default"}))
-            problem = f"rope type {kind!r} in config.json: expected one of {known}"
+            rope_types = ", ".join(sorted({*ROPE_INIT_FUNCTIONS, "default"}))
+            problem = f"rope type {kind!r} in config.json: expected one of {rope_types}"
             raise ModelError("folder-invalid", f"{folder}: {problem}", "a newer transformers may know it")
     return config
 

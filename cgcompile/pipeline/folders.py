@@ -131,8 +131,8 @@ def gpu_memory(target: str, record: str) -> int | None:
     targets = split_targets(target)
     if all(map(is_cpu, targets)):
         return None
-    here = memory_here() if len(targets) == 1 else 0
-    return None if targets == ["auto"] and not here and record != "cross-compile" else here
+    memory = memory_here() if len(targets) == 1 else 0
+    return None if targets == ["auto"] and not memory and record != "cross-compile" else memory
 
 
 def memory_here() -> int:

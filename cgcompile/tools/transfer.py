@@ -225,13 +225,13 @@ def _manifest(text: bytes, url: str, hint: str = "") -> Manifest:
 
 def _check_apart(manifest: Manifest) -> None:
     """Raises manifest-invalid for two files whose names some file system treats as equal, and for names that a push uses itself."""
-    taken = {MANIFEST, SIGNATURE, STAGE} | {name.casefold() for file in manifest.files for name in folders(file.path)}
+    used_names = {MANIFEST, SIGNATURE, STAGE} | {name.casefold() for file in manifest.files for name in folders(file.path)}
     for index, file in enumerate(manifest.files):
         path = file.path.casefold()
-        if path in taken or path.partition("/")[0] == STAGE:
+        if path in used_names or path.partition("/")[0] == STAGE:
             text = f"{file.path!r} is apart from another name by upper and lower case alone, or lies where a push puts its own"
             raise BundleError("manifest-invalid", f"files[{index}].path: {text}")
-        taken.add(path)
+        used_names.add(path)
 
 
 def _put_files(remote: Remote, folder: Path, manifest: Manifest, prior: Manifest | None) -> int:

@@ -32,9 +32,9 @@ def show_benchmark(report: Benchmark) -> None:
         return
     show(record(head(report)))
     _part("cold start: process start to first output, then to all int_keys ready; seconds", cold(report))
-    for what in report.kinds():
+    for kind in report.kinds():
         if report.bundle.timings:
-            _part(TITLES[what], calls(report, what))
+            _part(TITLES[kind], calls(report, kind))
     if report.bundle.memory:
         _part("memory of the process, every int_key ready", memory(report))
     show("")

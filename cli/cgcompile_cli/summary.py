@@ -186,8 +186,8 @@ def signature_rows(manifest: Manifest, entry: EntrySpec) -> list[tuple[str, str,
         ("in", constant.name, type(constant.value).__name__, cut(repr(constant.value)), constant_remark(constant))
         for constant in constants(entry)
     ]
-    taken, outputs = [*rows["in"], *fixed], rows["out"]
-    return [*(taken or [("in", "none", "", "", "")]), *(outputs or [("out", "none", "", "", "")])]
+    inputs, outputs = [*rows["in"], *fixed], rows["out"]
+    return [*(inputs or [("in", "none", "", "", "")]), *(outputs or [("out", "none", "", "", "")])]
 
 
 def constant_remark(constant: Constant) -> str:

@@ -139,13 +139,13 @@ class OpenAI:
 
 def texts_of(body: bytes, *names: str) -> list[str]:
     """Returns the fields of a body, which must have exactly these, each a string.  Raises Refusal."""
-    asked = object_of(body)
-    for name in asked.keys() - set(names):
+    fields = object_of(body)
+    for name in fields.keys() - set(names):
         raise Refusal(400, f"{name}: no such field", name, "unknown_parameter")
     for name in names:
-        if not isinstance(asked.get(name), str) or not asked[name]:
+        if not isinstance(fields.get(name), str) or not fields[name]:
             raise Refusal(400, f"{name}: expected a string", name)
-    return [asked[name] for name in names]
+    return [fields[name] for name in names]
 
 
 def body_of(error: str) -> dict[str, Any]:

@@ -180,8 +180,8 @@ def _data(port: Port, shape: tuple[int, ...], row: Any, raw: bytes | None) -> by
         if row.HasField("contents"):
             raise ProtocolError(f"{where}: contents and raw_input_contents: send one of them")
         if len(raw) != elements * WIDTHS[port.datatype]:
-            wanted = f"{port.datatype} {list(shape)} has {elements * WIDTHS[port.datatype]}"
-            raise ProtocolError(f"{where}: {len(raw)} bytes, and {wanted}")
+            expected = f"{port.datatype} {list(shape)} has {elements * WIDTHS[port.datatype]}"
+            raise ProtocolError(f"{where}: {len(raw)} bytes, and {expected}")
         return raw
     field = CONTENTS.get(port.datatype)
     if field is None:

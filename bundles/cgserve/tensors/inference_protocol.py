@@ -246,7 +246,7 @@ def _rows(listed: object, where: str) -> list[tuple[str, dict[str, Any]]]:
 
 
 def _tensors(listed: object, binary: memoryview, inputs: Sequence[Port]) -> tuple[Given, ...]:
-    tensors, taken = dict[str, Given](), 0
+    tensors, offset = dict[str, Given](), 0
     for name, row in _rows(listed, "inputs"):
         port = port_named(name, inputs, "input")
         shape = check_shape(port, row.get("datatype"), row.get("shape"))
@@ -259,10 +259,10 @@ def _tensors(listed: object, binary: memoryview, inputs: Sequence[Port]) -> tupl
         else:
             if type(size) is not int or size != nbytes or "data" in row:
                 _refuse(f"input {name!r}: binary_data_size {size!r}: {port.datatype} {list(shape)} has {nbytes} bytes, and no data")
-            data, taken = binary[taken : taken + size], taken + size
+            data, offset = binary[offset : offset + size], offset + size
         tensors[name] = Given(shape, data)
-    if taken != len(binary):
-        _refuse(f"{len(binary)} bytes behind the JSON, where the inputs' binary_data_size make {taken}")
+    if offset != len(binary):
+        _refuse(f"{len(binary)} bytes behind the JSON, where the inputs' binary_data_size make {offset}")
     return in_order(tensors, inputs)
 
 
@@ -296,7 +296,7 @@ def _requested_outputs(listed: object, parameters: Mapping[str, Any], outputs: S
         _refuse("parameters: binary_data_output: expected true or false")
     if listed is None or listed == []:
         return tuple([Asked(port.name, default) for port in outputs])
-    asked = []
+    requested = []
     for name, row in _rows(listed, "outputs"):
         port_named(name, outputs, "output")
         chosen = _parameters(row, f"output {name!r}")
@@ -304,8 +304,8 @@ def _requested_outputs(listed: object, parameters: Mapping[str, Any], outputs: S
         binary = chosen.get("binary_data", default)
         if type(binary) is not bool:
             _refuse(f"output {name!r}: binary_data: expected true or false")
-        asked.append(Asked(name, binary))
-    return tuple(asked)
+        requested.append(Asked(name, binary))
+    return tuple(requested)
 
 
 def _numbers(port: Port, data: bytes | memoryview) -> list[Any]:

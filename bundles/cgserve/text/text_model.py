@@ -64,9 +64,9 @@ WIDTH = array("q").itemsize
 def takes_texts(ports: Ports) -> bool:
     """Returns whether an entry's inputs are tokens and their mask, integers (batch, length), and its output has a row for each."""
     names = {port.name for port in ports.inputs}
-    whole = all(port.datatype in ("INT64", "INT32") and len(port.shape) == 2 for port in ports.inputs)
+    ints = all(port.datatype in ("INT64", "INT32") and len(port.shape) == 2 for port in ports.inputs)
     equal = len({(port.shape, port.axes) for port in ports.inputs}) == 1
-    if not whole or not equal or len(names) not in (2, 3) or names & set(FIELDS) not in (set(), names) or len(ports.outputs) != 1:
+    if not ints or not equal or len(names) not in (2, 3) or names & set(FIELDS) not in (set(), names) or len(ports.outputs) != 1:
         return False
     output = ports.outputs[0]
     return output.datatype in FLOATS and (len(output.shape) == 1 or (len(output.shape) == 2 and output.shape[1] > 0))

@@ -132,10 +132,10 @@ def read_part(
 ):  # fmt: skip
     """Processes every `parts`-th block of one lane's tokens, for the GROUPS query heads of one key head."""
     part, head, lane = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    here = tl.load(place + lane)
-    end = tl.minimum(tl.load(length + lane), here + 1)
+    position = tl.load(place + lane)
+    end = tl.minimum(tl.load(length + lane), position + 1)
     # Begin at a whole block and mask the rest.  If all tokens are visible, pages are loaded before the length is known.
-    begin = first_seen(here, WINDOW, CHUNK) // BLOCK * BLOCK if WINDOW or CHUNK else 0
+    begin = first_seen(position, WINDOW, CHUNK) // BLOCK * BLOCK if WINDOW or CHUNK else 0
     first = begin + part * BLOCK
     step = tl.arange(0, BLOCK)
     table = pages + lane * blocks
@@ -144,8 +144,8 @@ def read_part(
     row, column = tl.arange(0, ROWS), tl.arange(0, WIDTH)
     inside = column < DIM
     heads = head * GROUPS + row
-    asked = (lane * KEY_HEADS * GROUPS + heads)[:, None] * DIM + column[None]
-    q = tl.load(query + asked, mask=(row < GROUPS)[:, None] & inside[None], other=0.0)
+    offsets = (lane * KEY_HEADS * GROUPS + heads)[:, None] * DIM + column[None]
+    q = tl.load(query + offsets, mask=(row < GROUPS)[:, None] & inside[None], other=0.0)
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     mixed = tl.zeros([ROWS, WIDTH], tl.float32)
@@ -160,7 +160,7 @@ def read_part(
         products = tl.dot(q, k, input_precision="ieee") * SCALE
         if SOFTCAP != 0.0:
             products = SOFTCAP * (1 - 2 / (1 + tl.exp(2 * products / SOFTCAP)))  # tanh
-        seen = live & (token >= first_seen(here, WINDOW, CHUNK)) if WINDOW or CHUNK else live
+        seen = live & (token >= first_seen(position, WINDOW, CHUNK)) if WINDOW or CHUNK else live
         products = tl.where(seen[None], products, float("-inf"))
         higher = tl.maximum(tl.maximum(top, tl.max(products, 1)), -3.0e38)  # -inf where nothing is seen
         weights = tl.exp(products - higher[:, None])
@@ -184,9 +184,9 @@ def add_parts(
 ):  # fmt: skip
     """Combines the non-empty parts of one lane and one head."""
     lane, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    here = tl.load(place + lane)
-    end = tl.minimum(tl.load(length + lane), here + 1)
-    begin = first_seen(here, WINDOW, CHUNK) // BLOCK * BLOCK if WINDOW or CHUNK else 0
+    position = tl.load(place + lane)
+    end = tl.minimum(tl.load(length + lane), position + 1)
+    begin = first_seen(position, WINDOW, CHUNK) // BLOCK * BLOCK if WINDOW or CHUNK else 0
     part, column = tl.arange(0, PARTS), tl.arange(0, WIDTH)
     some = begin + part * BLOCK < end
     base = (lane * HEADS + head) * PARTS + part

@@ -113,19 +113,19 @@ def attend(
     first = before + tl.minimum(block, most)
     end = tl.where(block <= most, before + tl.minimum(block + ROWS - 1, most) + 1, 0)
     begin = first_seen(first, WINDOW, CHUNK) // BLOCK * BLOCK if WINDOW or CHUNK else 0
-    whole = begin if WINDOW or CHUNK else tl.minimum(first + 1, end) // BLOCK * BLOCK  # up to here every row sees every token
+    full = begin if WINDOW or CHUNK else tl.minimum(first + 1, end) // BLOCK * BLOCK  # up to here every row sees every token
 
     inside = column < DIM
-    here = ((lane * seq + row) * HEADS + head)[:, None] * DIM + column[None]
+    offsets = ((lane * seq + row) * HEADS + head)[:, None] * DIM + column[None]
     used = (row < seq)[:, None] & inside[None]
-    q = tl.load(query + here, mask=used, other=0.0)
+    q = tl.load(query + offsets, mask=used, other=0.0)
     top = tl.full([ROWS], -3.0e38, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     mixed = tl.zeros([ROWS, WIDTH], tl.float32)
     base = head // GROUPS * PAGE
     stride = HEADS // GROUPS * PAGE
     table = pages + lane * blocks
-    for at in range(begin, whole, BLOCK):
+    for at in range(begin, full, BLOCK):
         token = at + tl.arange(0, BLOCK)
         rows = (tl.load(table + token // PAGE) * stride + base + token % PAGE) * DIM
         k = tl.load(keys + rows[None] + column[:, None], mask=inside[:, None], other=0.0)
@@ -137,7 +137,7 @@ def attend(
         mixed = tl.dot(weights.to(v.dtype), v, mixed * shrink[:, None], input_precision="ieee")
         total = total * shrink + tl.sum(weights, 1)
         top = higher
-    for at in range(whole, end, BLOCK):
+    for at in range(full, end, BLOCK):
         token = at + tl.arange(0, BLOCK)
         live = token < end
         rows = (tl.load(table + token // PAGE, mask=live, other=0) * stride + base + token % PAGE) * DIM
@@ -160,7 +160,7 @@ def attend(
         mixed *= tl.exp2(top - higher)[:, None]
         total = total * tl.exp2(top - higher) + tl.exp2(sink - higher)
     mixed /= tl.where(total > 0, total, 1.0)[:, None]
-    tl.store(output + here, mixed.to(output.dtype.element_ty), mask=used)
+    tl.store(output + offsets, mixed.to(output.dtype.element_ty), mask=used)
 
 
 @triton.jit

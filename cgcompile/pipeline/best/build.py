@@ -54,8 +54,8 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages, processes: Recorde
     deadline = Deadline(spec.autotune_timeout)
     cut = cut_stage(spec, processes.folder, stage, stages)
     with stages("prepare") as tell:
-        kept = kept_path(spec)
-        lowerings = recall_lowerings(kept, spec)
+        cache_file = kept_path(spec)
+        lowerings = recall_lowerings(cache_file, spec)
         names = _lowerings_to_record(lowerings)
         traced, expected = _cross_compile_inputs(spec, cut, tell) if CROSS_COMPILE in names else (None, {})
         recordable = prepare_recording(spec, cut, processes.folder / "record", stage, tell)
@@ -74,7 +74,7 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages, processes: Recorde
             lowerings = _timed(spec, proved, manifests, trials, processes.folder)
             tell.result(_chosen(lowerings))
         if tried.complete:
-            keep_lowerings(kept, lowerings, spec)
+            keep_lowerings(cache_file, lowerings, spec)
     shutil.rmtree(trials)
     with stages("emit") as tell:
         parts = _emitted(spec, stage, cut, tried, expected, recordable, lowerings)

@@ -42,7 +42,7 @@ def choose(times: Mapping[IntKey, Times], conflicts: Collection[frozenset[str]] 
 def _fastest(times: Times, without: Collection[str]) -> str:
     sums = {name: sum(time) for name, time in times.items() if name not in without}
     limit = min(sums.values()) * (1 + ALIKE)
-    return min([name for name, taken in sums.items() if taken <= limit], key=LOWERINGS.index)
+    return min([name for name, total in sums.items() if total <= limit], key=LOWERINGS.index)
 
 
 def _total(rows: Iterable[Times], without: Collection[str]) -> float:

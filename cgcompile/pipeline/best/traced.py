@@ -51,8 +51,8 @@ def traceable(spec: BuildSpec, cut: CutProgram) -> Traceable:
         placements = spec.by_key({entry.name: entry.placements for entry in spec.entries})
         split = split_program(programs, placements, calls)
         if (split.uploads, split.host_only) != (cut.split.uploads, cut.split.host_only):
-            what = "what crosses between host and GPU is laid out otherwise where the CPU computed it"
-            raise BuildError("inputs-unlike", what, DEFECT)
+            problem = "what crosses between host and GPU is laid out otherwise where the CPU computed it"
+            raise BuildError("inputs-unlike", problem, DEFECT)
     live = live_weights_of(spec, spec.programs.weights())
     return Traceable(jobs=jobs_of(spec, programs, split, calls, live), calls=calls, split=split)
 

@@ -100,11 +100,11 @@ def _calls(program: LoadedProgram, entry: EntrySpec, row: Program) -> Timer:
     def timed() -> Sequence[float]:
         with program.profile() as profile:
             _call(program, entry, row)
-        taken: dict[str, float] = {}
+        microseconds: dict[str, float] = {}
         for span in profile.spans:
             if span.track == Profile.GPU:
-                taken[span.name] = (span.end - span.start) * 1e6
-        return [taken[name] for name in graphs]
+                microseconds[span.name] = (span.end - span.start) * 1e6
+        return [microseconds[name] for name in graphs]
 
     for _ in range(WARMUPS):
         timed()

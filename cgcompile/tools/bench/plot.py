@@ -89,11 +89,11 @@ def panels(report: Benchmark) -> list[Panel]:
         )
     ]
     titles = {"call": "time of a call", "device": "GPU time of a call", "dispatch": "CPU time of a call"}
-    for what in report.kinds():
+    for kind in report.kinds():
         for key, name in zip(report.keys, report.names, strict=True):
-            timings = [(way, timing) for way in report.ways if (timing := way.timing(what, key))]
+            timings = [(way, timing) for way in report.ways if (timing := way.timing(kind, key))]
             bars = [_bar(way, [second * 1e6 for second in timing.seconds], "us") for way, timing in timings]
-            all_panels.append(Panel(title=f"{titles[what]}, {name}: microseconds", bars=tuple(bars)))
+            all_panels.append(Panel(title=f"{titles[kind]}, {name}: microseconds", bars=tuple(bars)))
     used = [(way, way.memory) for way in report.ways if way.memory]
     if any(memory.device >= 0 for _, memory in used):
         bars = [_bar(way, [memory.device / 2**20], "MiB") for way, memory in used if memory.device >= 0]

@@ -120,13 +120,13 @@ def _field(label: str, content: str) -> list[str]:
     return [f"  {label:<{LABEL - 2}} {content}"] if len(label) < LABEL - 1 else [f"  {label}", f"{'':<{LABEL + 1}}{content}"]
 
 
-def _list(known: Sequence[Explanation]) -> None:
-    findings = [explanation for explanation in known if explanation.kind == "finding"]
+def _list(entries: Sequence[Explanation]) -> None:
+    findings = [explanation for explanation in entries if explanation.kind == "finding"]
     blocks = [[f"{count(len(findings), 'finding')} of `cgcompile check`"]]
     blocks[0] += _columns([(finding.name, "/".join(finding.severities), finding.headline) for finding in findings])
-    padding = [explanation for explanation in known if explanation.kind == "padding"]
+    padding = [explanation for explanation in entries if explanation.kind == "padding"]
     blocks.append(["what `build` and `inspect` say", *_columns([(word.name, "", word.headline) for word in padding])])
-    errors = [explanation for explanation in known if explanation.kind == "error"]
+    errors = [explanation for explanation in entries if explanation.kind == "error"]
     for title, group in _errors_by_stage(errors).items():
         rows = [(explanation.name, str(explanation.exit_code), explanation.headline) for explanation in group]
         blocks.append([f"{count(len(group), 'error')} {title}, with the exit status", *_columns(rows)])

@@ -181,10 +181,10 @@ def _row(node: NodeRow, lane: Html, chain: bool) -> Html:
 
 def kernel_rows(rows: Sequence[KernelLaunches]) -> Iterator[Html]:
     """Yields the kernels, the most launched first."""
-    known = any(row.configuration or row.chosen for row in rows)
-    heads = (">launches", ">image", "kernel", *(("configuration", "chosen by") if known else ()), "SHA-256")
+    configured = any(row.configuration or row.chosen for row in rows)
+    heads = (">launches", ">image", "kernel", *(("configuration", "chosen by") if configured else ()), "SHA-256")
     lines = [
-        (row.launches, size(row.image_bytes), tag("code", row.symbol), *((row.configuration, row.chosen) if known else ()),
+        (row.launches, size(row.image_bytes), tag("code", row.symbol), *((row.configuration, row.chosen) if configured else ()),
          row.image[:12])
         for row in rows
     ]  # fmt: skip
@@ -273,11 +273,11 @@ def _timeline(program: Program, node_rows: Sequence[NodeRow]) -> Html:
     return _svg(len(node_rows), *[_path(_runs(positions), kind) for kind, positions in kinds.items()])
 
 
-def _bar(parts: Sequence[tuple[str, int]], whole: int) -> Html:
-    """Draws consecutive parts of `whole`, in thousandths."""
+def _bar(parts: Sequence[tuple[str, int]], total: int) -> Html:
+    """Draws consecutive parts of `total`, in thousandths."""
     boxes, begin = [], 0
     for class_, number in parts:
-        end = begin + (max(2, number * 1000 // whole) if number and whole else 0)
+        end = begin + (max(2, number * 1000 // total) if number and total else 0)
         boxes.append(_path([(begin, end)], class_) if end > begin else "")
         begin = end
     return _svg(1000, *boxes)
