@@ -95,14 +95,14 @@ def check(
 
 
 def _entry_sizes(source: Source, sizes: Given | None, several: bool) -> dict[str, tuple[int, ...]]:
-    """The sizes of one entry from the user, else assumed ones."""
+    """Returns the sizes that the user gave for one entry, else assumed ones."""
     if sizes is None:
         return assumed_sizes(tuple(source.dimensions), source.saved, ASSUMED)
     return declared_sizes(sizes, source.dimensions, source.saved, source.entry if several else "")
 
 
 def _exported(source: Source, sizes: dict[str, tuple[int, ...]], max_paths: int, *, alone: bool) -> Exported | Finding:
-    """The exported entry, or the finding that stopped the export."""
+    """Returns the exported entry, or the finding that stopped the export."""
     try:
         return with_bounded_outputs(export(source, sizes, alone=alone, max_paths=max_paths))
     except ModelError as error:
@@ -112,7 +112,7 @@ def _exported(source: Source, sizes: dict[str, tuple[int, ...]], max_paths: int,
 
 
 def _unwritten(exported: list[Exported | Finding], max_paths: int) -> list[Exported | Finding]:
-    """The entries.  No entry treats a buffer that another one writes to as constant."""
+    """Exports entries again, so that none treats a buffer that another entry writes to as constant.  Returns all entries."""
     completed = [outcome for outcome in exported if isinstance(outcome, Exported)]
     try:
         unwritten = iter(with_unwritten(completed, max_paths))
@@ -134,7 +134,7 @@ def _report(
     *,
     assumed: bool,
 ) -> tuple[Report, EntryBuild | None]:
-    """The report of one entry, and the data for a build, None if no bundle can be built."""
+    """Returns the report of one entry, and the data for a build, or None if no bundle can be built."""
     target_name, recorder = target, recorder_for(target)
     target = "cpu" if recorder == "host" else "cuda"
     collected: list[Finding] = []
@@ -184,7 +184,7 @@ def _report(
 
 
 def _stopped(error: ModelError) -> Finding:
-    """The finding for an error of torch.export.  Raises `error` if no rule describes it."""
+    """Returns the finding for an error of torch.export.  Raises `error` if no rule describes it."""
     cause = error.__cause__.__cause__ if isinstance(error.__cause__, WayStopped) else error.__cause__
     where, line = user_place(cause) if cause is not None else ("", "")
     caller = called_by(cause) if cause is not None else ""
@@ -211,7 +211,7 @@ def _stopped(error: ModelError) -> Finding:
 def _regions(
     parts: Partition, exported: Exported, program: ExportedProgram
 ) -> tuple[tuple[RegionReport, ...], tuple[tuple[str, int], ...]]:
-    """The regions, and the values that return to the caller."""
+    """Returns the reports of the regions, and name and bytes of the values that return to the caller."""
     largest = {name: values[-1] for name, values in exported.sizes.items()}
     modules = region_modules(program, parts, sample(exported.source, largest).tensors)
     nodes = {node.name: node for node in program.graph.nodes}
@@ -234,7 +234,7 @@ def _regions(
 
 
 def _with_partition(findings: Sequence[Finding], parts: Partition, program: ExportedProgram) -> list[Finding]:
-    """The findings with their effect on the partition, and a note for every graph that was too small."""
+    """Returns the findings with their effect on the partition, and a note for every graph that was too small."""
     nodes = {node.name: node for node in program.graph.nodes}
     exact = [
         replace(finding, effect=effect_of(parts, finding.node)) if finding.severity == "host" and finding.node else finding

@@ -53,8 +53,8 @@ class Explanation:
 
 
 def explanations(more: Mapping[str, Mapping[str, Cause]] | None = None) -> tuple[Explanation, ...]:
-    """All explanations: findings by name, `padding`, then the errors of each catalogue in its order.  A few names belong to a
-    finding and to an error.
+    """Returns all explanations: findings by name, `padding`, then the errors of each catalogue in its order.  A few names belong to
+    a finding and to an error.
 
     `more`: further catalogues of errors, by the package that raises them.
     """
@@ -66,7 +66,7 @@ def explanations(more: Mapping[str, Mapping[str, Cause]] | None = None) -> tuple
 
 
 def nearest(name: str, known: Iterable[str]) -> list[str]:
-    """The names most similar to a mistyped one, the nearest first; only one if it is clearly the nearest."""
+    """Returns the names most similar to a mistyped one, the nearest first; only one if it is clearly the nearest."""
     spelling = spelled(name)
     candidates = difflib.get_close_matches(spelling, sorted(set(known)), n=3)
     ratios = [difflib.SequenceMatcher(None, candidate, spelling).ratio() for candidate in candidates]
@@ -122,7 +122,7 @@ def _is_rule(text: str) -> bool:
 
 
 def _name(rule: ast.FunctionDef) -> str:
-    """The function's name as users type it; `operators_without_...` becomes the singular of the finding."""
+    """Returns the rule's name as users type it.  `operators_without_...` becomes the singular of the finding."""
     return rule.name.replace("operators_", "operator_").replace("_", "-")
 
 

@@ -178,7 +178,7 @@ def end_group(process: subprocess.Popen[Any]) -> None:
 
 
 def end_with_parent(parent: int) -> None:
-    """In a child of process `parent`: lets the kernel kill this process when the parent's thread that started it ends (Linux).
+    """Lets the kernel kill this process, a child of `parent`, when the parent's thread that started it ends (Linux).
     Exits at once if the parent has already ended."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -125,8 +125,8 @@ class Completion(Response):
         self, asked: Asked, stream: Stream, pieces: AsyncIterator[tuple[int, Piece]], answers: Sequence[Answer], prompts: int,
         send: Send,
     ) -> None:  # fmt: skip
-        """The response as a stream of server-sent events.  Available events are sent together.  An error during the stream is its
-        last event."""
+        """Sends the response as a stream of server-sent events.  Available events are sent together.  An error during the stream is
+        its last event."""
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
         head, spoken, begun, unsent = self._head(asked), set[int](), False, list[str]()
 

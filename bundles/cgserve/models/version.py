@@ -44,7 +44,7 @@ class Watch:
     """Gets events of models; this class ignores them."""
 
     def batch(self, model: str, version: int, ports: Ports, batch: Batch) -> None:
-        """A batch of a model was answered."""
+        """Gets each answered batch of a model."""
 
     def language(self, model: str) -> LanguageMetrics:
         """Returns the metrics of a language model."""

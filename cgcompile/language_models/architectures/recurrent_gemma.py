@@ -32,7 +32,7 @@ def one_token(
     block: Any, input_states: Tensor, position_ids: Tensor, attention_mask: Any, use_cache: bool = False, *,
     past_key_values: Any, **_: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """The block's forward for one token of each lane, input_states (batch, 1, width)."""
+    """Replaces the block's forward for one token of each lane, input_states (batch, 1, width)."""
     branch = block.act_fn(block.linear_y(input_states))
     rows = past_key_values.update_conv_state(block.linear_x(input_states).transpose(1, 2), block.layer)
     rows = (rows * block.conv_1d.weight[:, 0, :]).sum(-1) + block.conv_1d.bias

@@ -25,9 +25,9 @@ ROWS = 400
 
 
 class Place(NamedTuple):
-    """A place.  `end`: the first byte after it, at most; `name`: its contents, "" if unknown.
+    """A range of a memory that nodes use.  `end`: at most the first byte after it; `name`: its contents, "" if unknown.
 
-    `uses` maps the position of a node in the program to READS, WRITES or REFERS; of several, the first in LETTERS."""
+    `uses` maps the position of a node in the program to its use: WRITES, REFERS or READS, the first of these that applies."""
 
     memory: str
     begin: int

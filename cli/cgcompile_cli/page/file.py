@@ -10,7 +10,7 @@ from .page import OPENING
 
 
 def check_place(file: str, bundle: str) -> None:
-    """Raises UsageError for a place of the page that is a directory, in a missing folder or the bundle, or not a report."""
+    """Raises UsageError if `file` is a directory, its folder is missing, it lies in the bundle, or it exists and is no report."""
     folder = os.path.dirname(file) or "."
     if not file:
         raise UsageError("--html: expected the name of a file", "name one, or - for stdout")
