@@ -33,7 +33,7 @@ FORESEEN = frozenset({
 """Errors of the operating system about a path that the user named."""
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-"""The disk is full, or the file is too large.  Such an error may have no path."""
+"""Errors of a full disk or of a file that is too large.  Such an error may have no path."""
 
 
 class UsageError(CgbundleError):

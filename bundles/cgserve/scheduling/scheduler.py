@@ -297,8 +297,8 @@ class Scheduler:
         if limit == 1 or len(texts) > self.limits.loop_lanes or len(texts) < len(self._running) or self._waiting:
             return 1
         turns = min(limit, max([text.left for text in texts]))
-        asked = [text.request for text in texts]
-        if turns == 1 or any([request.sampling.alternatives or request.rules is not None for request in asked]):
+        requests = [text.request for text in texts]
+        if turns == 1 or any([request.sampling.alternatives or request.rules is not None for request in requests]):
             return 1
         needed = sum(self._lacks(text, text.read + min(turns, text.left)) for text in texts)
         return turns if needed <= self.pages.free else 1

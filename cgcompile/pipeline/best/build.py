@@ -108,7 +108,8 @@ def _cross_compile_inputs(
 
 
 def _with_shared_files(tried: Searched, recordable: Recordable, trials: Path) -> tuple[Searched, Path]:
-    """Moves the candidates' tables apart.  Returns the link to the weights in `trials`, beside one file of all tables."""
+    """Gives all candidates' tables different offsets, and writes them to one file in `trials`.  Returns the candidates, and the
+    link to the weights beside that file."""
     recorded = beside_each_other({name: trial.recorded for name, trial in tried.candidates.items()}, recordable.layout.weights_end)
     tables = {table.offset: table for recording in recorded.values() for table in recording.tables}
     trials.mkdir()

@@ -25,7 +25,7 @@ from .traced import Traceable, trace
 CROSS_COMPILE = "cross-compile"
 
 EARLY = 6
-"""The processes of the next lowering are started early only if the GPU's free memory holds so many processes."""
+"""Minimum number of processes that must fit in the GPU's free memory, so that those of the next lowering are started early."""
 
 Outcome = Candidate | CgbundleError | None
 """A candidate, the error why there is none, or None if the time limit was reached."""
